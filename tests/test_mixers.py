@@ -1,0 +1,330 @@
+"""Every registered mixer against its specification, its limits, and what a backbone relies on."""
+
+import pytest
+import torch
+
+from vitzoo import create_mixer, list_mixers, register_mixer
+from vitzoo.mixers import QKVMixer, _window
+from vitzoo.mixers.aft import aft_conv, aft_full_naive
+from vitzoo.mixers.nystrom import iterative_pinv, nystrom_attention, segment_means
+from vitzoo.mixers.performer import orthogonal_features, performer_attention
+from vitzoo.mixers.softmax import softmax_naive
+
+DIM, HEADS, GRID = 12, 3, (4, 5)
+# small enough that a small grid has several windows, landmarks and features; a mixer not named here runs as it comes
+SETTINGS = {
+    'aft_conv': [{'kernel_size': 3}, {'kernel_size': 7}],
+    'aft_local': [{'window_size': 2, 'bias_dim': 4}, {'window_size': 3, 'bias_dim': 4}],
+    'longformer': [{'window_size': 2}, {'window_size': 3, 'rel_bias': 'table'}],
+    'ls': [
+        {'window_size': 3, 'rank': 2},
+        {'window_size': 2, 'rank': 0},
+        {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
+        {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
+    ],
+    'nystrom': [{'num_landmarks': 5}],
+    'performer': [{'num_features': 16}, {'num_features': 6, 'kernel': 'relu'}],
+    'softmax': [{}, {'rel_bias': 'table'}],
+}
+CASES = [
+    pytest.param(name, kwargs, id=f'{name}-{i}')
+    for name in list_mixers()
+    for i, kwargs in enumerate(SETTINGS.get(name, [{}]))
+]
+
+
+def build(name, grid_size=GRID, num_prefix_tokens=0, dtype=torch.float64, **kwargs):
+    """A mixer with no parameter left at a special value, in which a mistake could hide."""
+    torch.manual_seed(0)
+    mixer = create_mixer(
+        name, DIM, HEADS, grid_size=grid_size, num_prefix_tokens=num_prefix_tokens, dtype=dtype, **kwargs
+    )
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return mixer
+
+
+def tokens(mixer, batch_size=2, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    H, W = mixer.grid_size
+    shape = (batch_size, mixer.num_prefix_tokens + H * W, DIM)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(mixer.proj.weight.dtype)
+
+
+def recorded_call(mixer, x):
+    """The arguments with which the mixer calls its op on `x`."""
+    calls = []
+
+    def recorder(*args):
+        calls.append(args)
+        return type(mixer).op(*args)
+
+    mixer.op = recorder
+    mixer(x, mixer.grid_size)
+    del mixer.op
+    return calls[0]
+
+
+def run_with_gradients(op, args):
+    args = [a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    inputs = [a for a in args if isinstance(a, torch.Tensor)]
+    out = op(*args)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    return out, torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1, 2])
+@pytest.mark.parametrize('grid_size', [(4, 4), (3, 6), (5, 7)], ids=lambda g: f'{g[0]}x{g[1]}')
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_fast_op_equals_naive_form_with_gradients(name, kwargs, grid_size, num_prefix_tokens):
+    mixer = build(name, grid_size, num_prefix_tokens, **kwargs)
+    args = recorded_call(mixer, tokens(mixer))
+    fast, fast_grads = run_with_gradients(mixer.op, args)
+    naive, naive_grads = run_with_gradients(mixer.op_naive, args)
+    torch.testing.assert_close(fast, naive, rtol=1e-9, atol=1e-9)
+    for fast_grad, naive_grad in zip(fast_grads, naive_grads, strict=True):
+        torch.testing.assert_close(fast_grad, naive_grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_every_parameter_gets_a_gradient(name, kwargs):
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    mixer(tokens(mixer), GRID).square().sum().backward()
+    without = [name for name, p in mixer.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert without == []
+
+
+@pytest.mark.parametrize('std', [1, 3, 6])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_sample_does_not_depend_on_its_batch(name, kwargs, std):
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    args = recorded_call(mixer, tokens(mixer, batch_size=4))
+    # the first three arguments are q, k, v; the samples differ in scale, so that a statistic taken over the batch shows
+    scales = std * torch.tensor([1.0, 0.1, 2.0, 0.5], dtype=torch.float64)[:, None, None, None]
+    q, k, v = (scales * a / a.std() for a in args[:3])
+    rest = args[3:]
+    batched = mixer.op(q, k, v, *rest)
+    for i in range(4):
+        alone = mixer.op(q[i : i + 1], k[i : i + 1], v[i : i + 1], *(_sample(a, i) for a in rest))
+        torch.testing.assert_close(batched[i : i + 1], alone, rtol=1e-9, atol=1e-12)
+
+
+def _sample(arg, i):
+    per_sample = isinstance(arg, torch.Tensor) and arg.ndim == 4 and arg.shape[0] == 4
+    return arg[i : i + 1] if per_sample else arg
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize('std', [0.1, 1, 4, 8])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_values_and_gradients_stay_finite(name, kwargs, std, dtype):
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    args = recorded_call(mixer, tokens(mixer))
+    q, k, v = (std * a / a.std() for a in args[:3])
+    args = [a.to(dtype) if isinstance(a, torch.Tensor) else a for a in (q, k, v, *args[3:])]
+    out, grads = run_with_gradients(mixer.op, args)
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_what_lies_in_the_padding_does_not_matter(name, kwargs, monkeypatch):
+    mixer = build(name, (5, 7), num_prefix_tokens=1, **kwargs)
+    x = tokens(mixer)
+    expected = mixer(x, (5, 7))
+    pad_to_tiles = _window._to_whole_tiles
+
+    def pad_with_junk(x, *args):
+        inside = pad_to_tiles(torch.ones_like(x), *args)
+        return pad_to_tiles(x, *args) + 1e3 * (1 - inside)
+
+    monkeypatch.setattr(_window, '_to_whole_tiles', pad_with_junk)
+    torch.testing.assert_close(mixer(x, (5, 7)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_new_input_size_and_back_keeps_the_parameters_close(name, kwargs):
+    mixer = build(name, (3, 3), num_prefix_tokens=1, **kwargs)
+    # grown from a coarse grid, positions are as smooth as trained ones; white noise could not survive any resampling
+    mixer.set_input_size((6, 6))
+    before = {key: value.clone() for key, value in mixer.state_dict().items()}
+    mixer.set_input_size((8, 12))
+    assert mixer(tokens(mixer), (8, 12)).isfinite().all()
+    mixer.set_input_size((6, 6))
+    for key, value in mixer.state_dict().items():
+        assert value.shape == before[key].shape
+        assert torch.nn.functional.cosine_similarity(value.flatten(), before[key].flatten(), dim=0) > 0.95, key
+
+
+@pytest.mark.parametrize('name', list_mixers())
+def test_an_unknown_keyword_raises(name):
+    with pytest.raises(TypeError, match='windowsize'):
+        create_mixer(name, DIM, HEADS, grid_size=GRID, windowsize=7)
+
+
+@pytest.mark.parametrize('name', list_mixers())
+def test_no_weight_decay_names_exist(name):
+    kwargs = SETTINGS.get(name, [{}])[-1]
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    assert mixer.no_weight_decay() <= {name for name, _ in mixer.named_parameters()}
+
+
+@pytest.mark.parametrize('name', list_mixers())
+def test_attention_dropout_acts_or_is_refused(name):
+    if not create_mixer(name, DIM, HEADS, grid_size=GRID).attn_weights:
+        with pytest.raises(ValueError, match='attn_drop'):
+            create_mixer(name, DIM, HEADS, grid_size=GRID, attn_drop=0.5)
+        return
+    mixer = build(name, attn_drop=0.5)
+    x = tokens(mixer)
+    assert not torch.equal(mixer(x, GRID), mixer(x, GRID))
+    mixer.eval()
+    assert torch.equal(mixer(x, GRID), mixer(x, GRID))
+
+
+def test_an_unknown_mixer_names_the_closest():
+    with pytest.raises(ValueError, match='did you mean performer'):
+        create_mixer('perfomer', DIM, HEADS, grid_size=GRID)
+
+
+def test_a_taken_name_and_a_missing_specification_are_refused():
+    with pytest.raises(ValueError, match='taken'):
+        register_mixer('ls')(QKVMixer)
+    with pytest.raises(TypeError, match='op_naive|`op`'):
+        register_mixer('brand_new')(QKVMixer)
+
+
+@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'softmax'])
+def test_positions_refuse_another_grid(name):
+    mixer = build(name, **({'rel_bias': 'table'} if name == 'softmax' else {}))
+    x = torch.randn(1, 9, DIM, dtype=torch.float64)
+    with pytest.raises(ValueError, match='made for a 4 x 5 grid and got 3 x 3'):
+        mixer(x, (3, 3))
+
+
+def qkv(N, d=8, std=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (std * torch.randn(2, 2, N, d, generator=generator, dtype=torch.float64) for _ in range(3))
+
+
+def relative_error(got, expected):
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def test_nystrom_with_a_landmark_per_token_is_softmax():
+    q, k, v = qkv(24)
+    got = nystrom_attention(q, k, v, num_landmarks=24, num_iterations=30, scale=8**-0.5)
+    torch.testing.assert_close(got, softmax_naive(q, k, v, 8**-0.5), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize('N', [49, 50, 196, 197, 257])
+def test_nystrom_segments_are_even_and_lose_nothing(N):
+    x = torch.randn(1, 1, N, 3, dtype=torch.float64)
+    sizes = torch.tensor([N // 16 + (i < N % 16) for i in range(16)], dtype=torch.float64)
+    total = (segment_means(x, 16) * sizes[:, None]).sum(dim=2)
+    torch.testing.assert_close(total, x.sum(dim=2))
+
+
+def test_iterative_pseudo_inverse_inverts():
+    q, k, _ = qkv(16)
+    a = (q @ k.mT).softmax(dim=-1)
+    z = iterative_pinv(a, 30)
+    torch.testing.assert_close(a @ z @ a, a, rtol=0, atol=1e-9)
+
+
+def test_performer_error_falls_towards_softmax_as_features_grow():
+    q, k, v = qkv(32, std=0.5)
+    expected = softmax_naive(q, k, v, 8**-0.5)
+    errors = []
+    for num_features in (32, 512, 8192):
+        runs = []
+        for seed in range(4):
+            features = orthogonal_features(num_features, 8, torch.Generator().manual_seed(seed)).double()
+            runs.append(relative_error(performer_attention(q, k, v, features, 8**-0.5), expected))
+        errors.append(sum(runs) / len(runs))
+    # the error of a Monte Carlo estimate falls with the square root of the number of samples: 16 times more, 4 times
+    # less
+    assert errors[1] < errors[0] / 2 and errors[2] < errors[1] / 2
+    assert errors[2] < 0.05
+
+
+def test_performer_features_are_orthogonal():
+    features = orthogonal_features(20, 8, torch.Generator().manual_seed(0))
+    block = torch.nn.functional.normalize(features[:8], dim=1)
+    torch.testing.assert_close(block @ block.T, torch.eye(8), rtol=0, atol=1e-5)
+    assert features.shape == (20, 8)
+
+
+@pytest.mark.parametrize('std', [4, 8])
+def test_performer_does_not_collapse_to_the_mean(std):
+    q, k, v = qkv(64, std=std)
+    features = orthogonal_features(64, 8, torch.Generator().manual_seed(0)).double()
+    out = performer_attention(q, k, v, features, 8**-0.5)
+    assert out.std(dim=2).mean() > 0.1 * v.std()
+
+
+@pytest.mark.parametrize('window_size', [5, 9])
+def test_long_short_with_one_window_and_rank_0_is_softmax_on_normalised_keys_and_values(window_size):
+    mixer = build('ls', (5, 5), window_size=window_size, rank=0)
+    x = tokens(mixer)
+    q, k, v = mixer.qkv(x, (5, 5))
+    k, v = mixer.norm_heads(mixer.norm_full, k), mixer.norm_heads(mixer.norm_full, v)
+    expected = mixer.project(softmax_naive(q, k, v, mixer.scale))
+    torch.testing.assert_close(mixer(x, (5, 5)), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_longformer_with_one_window_is_softmax():
+    mixer = build('longformer', (4, 5), num_prefix_tokens=1, window_size=5)
+    x = tokens(mixer)
+    q, k, v = mixer.qkv(x, GRID)
+    expected = mixer.project(softmax_naive(q, k, v, mixer.scale))
+    torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1])
+def test_aft_conv_is_aft_full_with_the_dense_bias_of_its_kernel(num_prefix_tokens):
+    mixer = build('aft_conv', (4, 5), num_prefix_tokens, kernel_size=5)
+    q, k, v, kernel, _ = recorded_call(mixer, tokens(mixer))
+    P, (H, W) = num_prefix_tokens, GRID
+    bias = torch.zeros(HEADS, P + H * W, P + H * W, dtype=torch.float64)
+    for i in range(H * W):
+        for j in range(H * W):
+            dy, dx = j // W - i // W + 2, j % W - i % W + 2
+            if 0 <= dy < 5 and 0 <= dx < 5:
+                bias[:, P + i, P + j] = kernel[:, dy, dx]
+    expected = aft_full_naive(q, k, v, bias)
+    torch.testing.assert_close(aft_conv(q, k, v, kernel, GRID), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_new_aft_conv_starts_without_positions():
+    mixer = create_mixer('aft_conv', DIM, HEADS, grid_size=GRID)
+    assert torch.equal(mixer.normalised_kernel(), torch.zeros(HEADS, 11, 11))
+
+
+def test_aft_local_in_reach_of_the_whole_grid_is_aft_full():
+    local = build('aft_local', (4, 5), num_prefix_tokens=1, window_size=5, bias_dim=6)
+    full = build('aft_full', (4, 5), num_prefix_tokens=1, bias_dim=6)
+    full.load_state_dict(local.state_dict())
+    x = tokens(local)
+    torch.testing.assert_close(local(x, GRID), full(x, GRID), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('name', ['aft_conv', 'aft_full', 'aft_local', 'aft_simple'])
+def test_aft_is_finite_where_exp_of_the_keys_is_not(name):
+    mixer = build(name, dtype=torch.float32)
+    q, k, v, *rest = recorded_call(mixer, tokens(mixer))
+    out = mixer.op(q, 100 * k / k.std(), v, *rest)
+    assert out.isfinite().all() and out.std() > 0
+
+
+def test_published_long_short_bias_shares_rows_and_the_clean_one_does_not():
+    for window_size, rows in ((7, 253), (8, 375)):
+        published = build('ls', window_size=window_size, rel_bias='nvidia').rel_bias
+        clean = build('ls', window_size=window_size, rel_bias='table').rel_bias
+        assert published.table.shape[0] == rows
+        side = window_size + 2 * (window_size // 2)
+        offsets = (window_size + side - 1) ** 2
+        assert clean.table.shape[0] == offsets == clean.index.unique().numel()
+        assert published.index.unique().numel() < offsets

@@ -1,0 +1,86 @@
+"""The two ways from tokens to queries, keys and values: ViT's linear layer and CvT's convolutional projection.
+
+Both return q, k, v of shape (B, heads, N, head_dim). `k_dim` narrows the keys (AFT-conv has one number per head).
+"""
+
+import torch
+from timm.layers import ConvNormAct
+from torch import nn
+
+__all__ = ['ConvQKV', 'LinearQKV', 'split_heads']
+
+
+def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """(B, N, heads * d) -> (B, heads, N, d)."""
+    B, N, _ = x.shape
+    return x.reshape(B, N, num_heads, -1).transpose(1, 2)
+
+
+class LinearQKV(nn.Linear):
+    """One linear layer for queries, keys and values, laid out as timm's `Attention.qkv`."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        k_dim: int | None = None,
+        num_prefix_tokens: int = 0,
+        qkv_bias: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        sizes = (dim, k_dim or dim, dim)
+        super().__init__(dim, sum(sizes), bias=qkv_bias, device=device, dtype=dtype)
+        self.sizes = sizes
+        self.num_heads = num_heads
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().forward(x).split(self.sizes, dim=-1)
+        return split_heads(q, self.num_heads), split_heads(k, self.num_heads), split_heads(v, self.num_heads)
+
+
+class ConvQKV(nn.Module):
+    """CvT's projection: for each of q, k, v a depthwise convolution with batch norm, then a linear layer.
+
+    Prefix tokens bypass the convolutions. `stride_kv` thins out keys and values. CvT, section 3.2,
+    https://arxiv.org/abs/2103.15808
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        k_dim: int | None = None,
+        num_prefix_tokens: int = 0,
+        qkv_bias: bool = True,
+        kernel_size: int = 3,
+        stride_kv: int = 1,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.num_heads = num_heads
+        self.num_prefix_tokens = num_prefix_tokens
+        conv = dict(in_channels=dim, out_channels=dim, kernel_size=kernel_size, groups=dim, apply_act=False, **dd)
+        self.conv_q = ConvNormAct(**conv)
+        self.conv_k = ConvNormAct(**conv, stride=stride_kv)
+        self.conv_v = ConvNormAct(**conv, stride=stride_kv)
+        self.proj_q = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+        self.proj_k = nn.Linear(dim, k_dim or dim, bias=qkv_bias, **dd)
+        self.proj_v = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        prefix, grid = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        image = grid.transpose(1, 2).unflatten(2, grid_size)  # (B, dim, H, W)
+        q = self.proj_q(_tokens(prefix, self.conv_q(image)))
+        k = self.proj_k(_tokens(prefix, self.conv_k(image)))
+        v = self.proj_v(_tokens(prefix, self.conv_v(image)))
+        return split_heads(q, self.num_heads), split_heads(k, self.num_heads), split_heads(v, self.num_heads)
+
+
+def _tokens(prefix: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """Prefix tokens (B, P, C) and a map (B, C, H, W) -> tokens (B, P + H*W, C)."""
+    return torch.cat([prefix, image.flatten(2).transpose(1, 2)], dim=1)

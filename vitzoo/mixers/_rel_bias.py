@@ -1,0 +1,86 @@
+"""Learned biases of relative position for attention scores, shared by softmax, window and long-short attention."""
+
+import torch
+from timm.layers import trunc_normal_
+from torch import nn
+from torch.nn import functional as F
+
+__all__ = ['OffsetBias', 'PrefixBias']
+
+
+class OffsetBias(nn.Module):
+    """One number per head for each 2-D offset between a query and a key.
+
+    Queries fill a block of `query_size` = (h, w) tokens; keys fill that block and a `halo` of tokens around it. With no
+    halo this is Swin's window bias (https://arxiv.org/abs/2103.14030, equation 4). `row_stride` is the number of table
+    rows between two vertical neighbours; a stride below the number of horizontal offsets makes offsets share rows, as
+    the published ViL long-short models do.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: tuple[int, int],
+        *,
+        halo: int = 0,
+        row_stride: int | None = None,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        self.query_size = tuple(query_size)
+        self.halo = halo
+        self.row_stride = row_stride
+        index = self._offset_index()
+        self.register_buffer('index', index.to(device), persistent=False)
+        self.table = nn.Parameter(torch.empty(int(index.max()) + 1, num_heads, device=device, dtype=dtype))
+        trunc_normal_(self.table, std=0.02)
+
+    def _offset_index(self) -> torch.Tensor:
+        """Table row of each (query, key) pair, (h*w, (h + 2 halo) * (w + 2 halo))."""
+        offsets = []
+        for size in self.query_size:
+            query, key = torch.arange(size, device='cpu'), torch.arange(-self.halo, size + self.halo, device='cpu')
+            offsets.append(query[:, None] - key[None, :] + size + self.halo - 1)
+        dy, dx = offsets
+        stride = self.row_stride or int(dx.max()) + 1
+        index = dy[:, None, :, None] * stride + dx[None, :, None, :]  # (h, w, key h, key w)
+        return index.flatten(2).flatten(0, 1)
+
+    def forward(self) -> torch.Tensor:
+        """The bias of every pair, (heads, queries, keys)."""
+        return self.table[self.index].permute(2, 0, 1)
+
+    def set_query_size(self, query_size: tuple[int, int]) -> None:
+        """Stretch the table onto the offsets of a new block of queries, bicubically; only for tables without a halo."""
+        old_size, self.query_size = self.query_size, tuple(query_size)
+        num_old, num_new = (tuple(2 * size - 1 for size in sizes) for sizes in (old_size, self.query_size))
+        table = self.table.data.T.unflatten(1, num_old).unsqueeze(0)  # (1, heads, dy, dx)
+        table = F.interpolate(table.float(), size=num_new, mode='bicubic').to(table.dtype)
+        self.table = nn.Parameter(table.squeeze(0).flatten(1).T.contiguous(), requires_grad=self.table.requires_grad)
+        self.index = self._offset_index().to(self.index.device)
+
+
+class PrefixBias(nn.Module):
+    """One number per head for each pair in which a prefix token takes part, independent of the place in the grid.
+
+    `prefix_prefix` is (heads, P, P); `prefix_grid` is (2, heads, P), first for prefix queries, then for prefix keys.
+    Multi-Scale Vision Longformer, section 3.2, https://arxiv.org/abs/2103.15358
+    """
+
+    def __init__(self, num_heads: int, num_prefix_tokens: int, *, device=None, dtype=None) -> None:
+        super().__init__()
+        P = num_prefix_tokens
+        self.prefix_prefix = nn.Parameter(torch.empty(num_heads, P, P, device=device, dtype=dtype))
+        self.prefix_grid = nn.Parameter(torch.empty(2, num_heads, P, device=device, dtype=dtype))
+        trunc_normal_(self.prefix_prefix, std=0.02)
+        trunc_normal_(self.prefix_grid, std=0.02)
+
+    def queries(self, num_grid_tokens: int) -> torch.Tensor:
+        """Bias of prefix queries on all keys, (heads, P, P + num_grid_tokens)."""
+        grid = self.prefix_grid[0].unsqueeze(-1).expand(-1, -1, num_grid_tokens)
+        return torch.cat([self.prefix_prefix, grid], dim=-1)
+
+    def keys(self) -> torch.Tensor:
+        """Bias of grid queries on the prefix keys, (heads, P)."""
+        return self.prefix_grid[1]

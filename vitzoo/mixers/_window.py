@@ -1,0 +1,126 @@
+"""Windows on a 2-D grid: queries in tiles, keys in the tile and a halo around it, and the attention between them.
+
+Grids of any size are padded to whole tiles at the bottom and right; padded keys are masked exactly, so what lies in the
+padding never matters. Shared by longformer, long-short and AFT-local.
+"""
+
+import torch
+from torch.nn import functional as F
+
+__all__ = ['halo_mask', 'tile', 'tile_with_halo', 'untile', 'window_attention', 'window_attention_naive']
+
+
+def tile(x: torch.Tensor, grid_size: tuple[int, int], window_size: int) -> torch.Tensor:
+    """Tokens (B, heads, H*W, d) -> tiles (B, heads, T, w*w, d), zeros beyond the grid."""
+    x = _to_whole_tiles(x, grid_size, window_size)  # (B, heads, ty * w, tx * w, d)
+    x = x.unflatten(3, (-1, window_size)).unflatten(2, (-1, window_size))
+    return x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+
+
+def tile_with_halo(x: torch.Tensor, grid_size: tuple[int, int], window_size: int, halo: int) -> torch.Tensor:
+    """Tokens (B, heads, H*W, d) -> each tile and its halo (B, heads, T, (w + 2 halo)^2, d), zeros beyond the grid."""
+    x = _to_whole_tiles(x, grid_size, window_size, halo)
+    side = window_size + 2 * halo
+    x = x.unfold(2, side, window_size).unfold(3, side, window_size)  # (B, heads, ty, tx, d, side, side)
+    return x.permute(0, 1, 2, 3, 5, 6, 4).flatten(4, 5).flatten(2, 3)
+
+
+def untile(x: torch.Tensor, grid_size: tuple[int, int], window_size: int) -> torch.Tensor:
+    """Tiles (B, heads, T, w*w, d) -> tokens (B, heads, H*W, d), the inverse of `tile`."""
+    H, W = grid_size
+    x = x.unflatten(2, (-(-H // window_size), -1)).unflatten(4, (window_size, window_size))
+    x = x.transpose(3, 4).flatten(4, 5).flatten(2, 3)  # (B, heads, ty * w, tx * w, d)
+    return x[:, :, :H, :W].flatten(2, 3)
+
+
+def halo_mask(grid_size: tuple[int, int], window_size: int, halo: int, device: torch.device) -> torch.Tensor:
+    """True where the key of `tile_with_halo` is a token of the grid, (T, (w + 2 halo)^2)."""
+    inside = []
+    for size in grid_size:
+        start = torch.arange(0, size, window_size, device=device) - halo
+        place = start[:, None] + torch.arange(window_size + 2 * halo, device=device)
+        inside.append((place >= 0) & (place < size))
+    rows, columns = inside
+    mask = rows[:, None, :, None] & columns[None, :, None, :]  # (ty, tx, side, side)
+    return mask.flatten(2).flatten(0, 1)
+
+
+def _to_whole_tiles(x: torch.Tensor, grid_size: tuple[int, int], window_size: int, halo: int = 0) -> torch.Tensor:
+    H, W = grid_size
+    x = x.unflatten(2, (H, W))
+    return F.pad(x, (0, 0, halo, halo + -W % window_size, halo, halo + -H % window_size))
+
+
+def window_attention_naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_shared: torch.Tensor,
+    v_shared: torch.Tensor,
+    grid_size: tuple[int, int],
+    window_size: int,
+    halo: int,
+    scale: float,
+    bias: torch.Tensor | None = None,
+    bias_shared: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Tile by tile, every query attends the tokens of its window and the shared ones; arguments as
+    `window_attention`."""
+    (H, W), w, side = grid_size, window_size, window_size + 2 * halo
+    out = torch.zeros_like(q)
+    for y0 in range(0, H, w):
+        for x0 in range(0, W, w):
+            queries = [(y, x) for y in range(y0, min(y0 + w, H)) for x in range(x0, min(x0 + w, W))]
+            rows = range(max(y0 - halo, 0), min(y0 + w + halo, H))
+            columns = range(max(x0 - halo, 0), min(x0 + w + halo, W))
+            keys = [(y, x) for y in rows for x in columns]
+            i, j = ([y * W + x for y, x in tokens] for tokens in (queries, keys))
+            scores = scale * q[:, :, i] @ k[:, :, j].transpose(-2, -1)
+            scores_shared = scale * q[:, :, i] @ k_shared.transpose(-2, -1)
+            if bias is not None:
+                place_q = [(y - y0) * w + x - x0 for y, x in queries]
+                place_k = [(y - y0 + halo) * side + x - x0 + halo for y, x in keys]
+                scores = scores + bias[:, place_q][:, :, place_k]
+            if bias_shared is not None:
+                scores_shared = scores_shared + bias_shared.unsqueeze(1)
+            attn = F.dropout(torch.cat([scores_shared, scores], dim=-1).softmax(dim=-1), dropout_p)
+            out[:, :, i] = attn @ torch.cat([v_shared, v[:, :, j]], dim=2)
+    return out
+
+
+def window_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_shared: torch.Tensor,
+    v_shared: torch.Tensor,
+    grid_size: tuple[int, int],
+    window_size: int,
+    halo: int,
+    scale: float,
+    bias: torch.Tensor | None = None,
+    bias_shared: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """One softmax over the keys of the window and S keys shared by all queries (landmarks, global tokens).
+
+    Grid tokens q, k, v (B, heads, H*W, d), shared keys and values (B, heads, S, d), `bias` (heads, w*w, (w + 2 halo)^2)
+    and `bias_shared` (heads, S) -> (B, heads, H*W, d).
+    """
+    q = tile(scale * q, grid_size, window_size)
+    T, S = q.shape[2], k_shared.shape[2]
+    scores = q @ tile_with_halo(k, grid_size, window_size, halo).transpose(-2, -1)  # (B, heads, T, w*w, side*side)
+    scores_shared = (q.flatten(2, 3) @ k_shared.transpose(-2, -1)).unflatten(2, (T, -1))
+    if bias is not None:
+        scores = scores + bias.unsqueeze(1)
+    if bias_shared is not None:
+        scores_shared = scores_shared + bias_shared[:, None, None]
+    mask = halo_mask(grid_size, window_size, halo, q.device)
+    scores = scores.masked_fill(~mask.unsqueeze(1), float('-inf'))
+    scores = torch.cat([scores_shared, scores], dim=-1)
+    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    attn_shared, attn = F.dropout(attn, dropout_p).split([S, attn.shape[-1] - S], dim=-1)
+    out = attn @ tile_with_halo(v, grid_size, window_size, halo)
+    out = out + (attn_shared.flatten(2, 3) @ v_shared).unflatten(2, (T, -1))
+    return untile(out, grid_size, window_size)

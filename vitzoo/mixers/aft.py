@@ -1,0 +1,274 @@
+"""Attention Free Transformer: every token averages all values, channel by channel, with weights exp(k + position bias).
+
+    out_i = sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)
+
+* full: w_ij = u_i . u'_j, learned factors per token; O(N^2 dim)
+* local: the same, kept where |dy| < s and |dx| < s on the grid and 0 elsewhere; O(N s^2 dim)
+* simple: w = 0; O(N dim)
+* conv: one key per head and token, w_ij from a k x k kernel per head where j is in reach of i and 0 elsewhere; O(N k^2
+  dim)
+
+The paper's 1-D distance |i - j| < s of AFT-local is read on the 2-D grid. Prefix tokens: in full and local they have
+factors of their own, at no distance from anything; in simple and conv they take part with w = 0. An Attention Free
+Transformer, equations 2, 3, 5 and section 3, https://arxiv.org/abs/2105.14103
+"""
+
+import torch
+from timm.layers import register_notrace_function, resample_abs_pos_embed
+from torch import nn
+from torch.nn import functional as F
+
+from ._window import halo_mask, tile, tile_with_halo, untile
+from .base import QKVMixer, no_autocast, register_mixer
+
+__all__ = [
+    'AFTConv', 'AFTFull', 'AFTLocal', 'AFTSimple', 'aft_conv', 'aft_conv_naive', 'aft_full', 'aft_full_naive',
+    'aft_local', 'aft_local_naive', 'aft_simple', 'aft_simple_naive',
+]  # fmt: skip
+
+
+def aft_full_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The formula, every pair and channel; arguments as `aft_full`."""
+    weights = (k.unsqueeze(2) + bias[..., None]).exp()  # (B, heads, N, N, d)
+    return q.sigmoid() * (weights * v.unsqueeze(2)).sum(dim=3) / weights.sum(dim=3)
+
+
+def aft_simple_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The formula without positions; arguments as `aft_simple`."""
+    return aft_full_naive(q, k, v, k.new_zeros(k.shape[2], k.shape[2]))
+
+
+def aft_local_naive(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """AFT-full with its bias set to 0 between grid tokens out of reach; arguments as `aft_local`."""
+    P = q.shape[2] - grid_size[0] * grid_size[1]
+    y, x = (place.flatten() for place in torch.meshgrid(*map(torch.arange, grid_size), indexing='ij'))
+    far = ((y[:, None] - y).abs() >= window_size) | ((x[:, None] - x).abs() >= window_size)
+    bias = u_query @ u_key.T
+    bias = bias.masked_fill(F.pad(far, (P, 0, P, 0)), 0.0)
+    return aft_full_naive(q, k, v, bias)
+
+
+def aft_conv_naive(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
+) -> torch.Tensor:
+    """The formula with the convolution written out, offset by offset; arguments as `aft_conv`."""
+    (H, W), size = grid_size, kernel.shape[-1]
+    P = q.shape[2] - H * W
+    numerator = (k.exp() * v).sum(dim=2, keepdim=True) * torch.ones_like(v)
+    denominator = k.exp().sum(dim=2, keepdim=True) * torch.ones_like(v)
+    for i in range(P, P + H * W):
+        y, x = divmod(i - P, W)
+        for dy in range(size):
+            for dx in range(size):
+                row, column = y + dy - size // 2, x + dx - size // 2
+                if 0 <= row < H and 0 <= column < W:
+                    j = P + row * W + column
+                    weight = (kernel[:, dy, dx, None].exp() - 1) * k[:, :, j].exp()
+                    numerator[:, :, i] += weight * v[:, :, j]
+                    denominator[:, :, i] += weight
+    return q.sigmoid() * numerator / denominator
+
+
+@register_notrace_function
+def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """q, v (B, heads, N, d), k (B, heads, N, d or 1), bias (N, N) or (heads, N, N) -> (B, heads, N, d)."""
+    with no_autocast(q):
+        sources = _sources(k, v)
+        # one factor per row leaves the quotient as it is and keeps exp in range
+        weights = (bias - bias.detach().amax(dim=-1, keepdim=True)).to(sources.dtype).exp()
+        return _gate(q, _apply(weights, sources))
+
+
+@register_notrace_function
+def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q, v (B, heads, N, d), k (B, heads, N, d or 1) -> (B, heads, N, d)."""
+    with no_autocast(q):
+        return _gate(q, _sources(k, v).sum(dim=2, keepdim=True))
+
+
+@register_notrace_function
+def aft_local(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """q, k, v (B, heads, P + H*W, d) and factors (P + H*W, rank) of the bias -> (B, heads, P + H*W, d).
+
+    exp(w) = 1 + (exp(w) - 1): a sum over all tokens, and what the window adds to it.
+    """
+    P = q.shape[2] - grid_size[0] * grid_size[1]
+    with no_autocast(q):
+        sources = _sources(k, v)
+        u_query, u_key = u_query.to(sources.dtype), u_key.to(sources.dtype)
+        prefix_keys, grid = sources.split([P, sources.shape[2] - P], dim=2)
+        window = _window_bias(u_query[P:], u_key[P:], grid_size, window_size)  # (T, w*w, side*side)
+        to_prefix = u_query[P:] @ u_key[:P].T  # (H*W, P)
+        # one shift for all rows: exp(w - shift) - exp(-shift) stays in range for any w
+        shift = torch.cat([window.flatten(), to_prefix.flatten()]).detach().amax().clamp(min=0)
+        added = (window - shift).exp() - (-shift).exp()
+        near = added @ tile_with_halo(grid, grid_size, window_size, window_size - 1)
+        out = untile(near, grid_size, window_size) + (-shift).exp() * grid.sum(dim=2, keepdim=True)
+        out = out + _apply((to_prefix - shift).exp(), prefix_keys)
+        from_prefix = u_query[:P] @ u_key.T  # (P, P + H*W)
+        from_prefix = (from_prefix - from_prefix.detach().amax(dim=-1, keepdim=True)).exp()
+        return _gate(q, torch.cat([_apply(from_prefix, sources), out], dim=2))
+
+
+@register_notrace_function
+def aft_conv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
+) -> torch.Tensor:
+    """q, v (B, heads, P + H*W, d), k (B, heads, P + H*W, 1), kernel (heads, size, size) -> (B, heads, P + H*W, d)."""
+    P = q.shape[2] - grid_size[0] * grid_size[1]
+    with no_autocast(q):
+        sources = _sources(k, v)  # (B, heads, P + H*W, d + 1)
+        kernel = kernel.to(sources.dtype)
+        shift = kernel.detach().amax(dim=(1, 2)).clamp(min=0)[:, None, None]
+        channels = sources.shape[-1]
+        filters = ((kernel - shift).exp() - (-shift).exp()).repeat_interleave(channels, dim=0).unsqueeze(1)
+        image = sources[:, :, P:].transpose(2, 3).flatten(1, 2).unflatten(2, grid_size)  # (B, heads * (d + 1), H, W)
+        near = F.conv2d(image, filters, padding=kernel.shape[-1] // 2, groups=image.shape[1])
+        near = near.flatten(2).unflatten(1, (-1, channels)).transpose(2, 3)
+        out = F.pad(near, (0, 0, P, 0)) + (-shift).exp() * sources.sum(dim=2, keepdim=True)
+        return _gate(q, out)
+
+
+def _sources(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """exp(k) * v and exp(k), side by side, in float32 or wider: (B, heads, N, d + d or d + 1).
+
+    Keys are shifted by their largest value over the tokens, per sample, head and channel; the factor cancels in the
+    quotient.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    k = k.to(dtype)
+    k = (k - k.detach().amax(dim=2, keepdim=True)).exp()
+    return torch.cat([k * v.to(dtype), k], dim=-1)
+
+
+def _apply(weights: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    """Weights (N, M) or (heads, N, M) times sources (B, heads, M, c) -> (B, heads, N, c)."""
+    # with the weights on the right a single matrix product serves all samples and heads
+    return (sources.mT @ weights.mT).mT
+
+
+def _gate(q: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """sigmoid(q) * numerator / denominator, the two side by side in `sums`."""
+    d = q.shape[-1]
+    numerator, denominator = sums[..., :d], sums[..., d:]
+    return q.sigmoid() * (numerator / denominator).to(q.dtype)
+
+
+def _window_bias(
+    u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int
+) -> torch.Tensor:
+    """Bias between the queries of a tile and the keys in reach of them, 0 out of reach: (T, w*w, (3w - 2)^2)."""
+    w, halo = window_size, window_size - 1
+    bias = tile(u_query[None, None], grid_size, w) @ tile_with_halo(u_key[None, None], grid_size, w, halo).mT
+    place_q, place_k = torch.arange(w, device=bias.device), torch.arange(w + 2 * halo, device=bias.device) - halo
+    near = (place_q[:, None] - place_k).abs() < w
+    near = (near[:, None, :, None] & near[None, :, None, :]).flatten(2).flatten(0, 1)  # (w*w, side*side)
+    queries, keys = (halo_mask(grid_size, w, reach, bias.device) for reach in (0, halo))
+    return bias[0, 0] * (near & queries.unsqueeze(2) & keys.unsqueeze(1))
+
+
+class _FactoredBias(QKVMixer):
+    """AFT with the position bias w_ij = u_i . u'_j of equation 3, factors of rank `bias_dim` per token."""
+
+    def __init__(self, dim: int, num_heads: int, *, bias_dim: int = 128, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        num_tokens = self.num_prefix_tokens + self.grid_size[0] * self.grid_size[1]
+        self.u_query = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
+        self.u_key = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
+        nn.init.normal_(self.u_query, std=0.01)
+        nn.init.normal_(self.u_key, std=0.01)
+
+    def set_input_size(self, grid_size: tuple[int, int]) -> None:
+        old_size = self.grid_size
+        super().set_input_size(grid_size)
+        for name in ('u_query', 'u_key'):
+            old = getattr(self, name)
+            new = resample_abs_pos_embed(
+                old.data.unsqueeze(0), self.grid_size, old_size, num_prefix_tokens=self.num_prefix_tokens
+            )
+            setattr(self, name, nn.Parameter(new.squeeze(0), requires_grad=old.requires_grad))
+
+    def no_weight_decay(self) -> set[str]:
+        return {'u_query', 'u_key'}
+
+
+@register_mixer('aft_full')
+class AFTFull(_FactoredBias):
+    """AFT-full; the bias is shared by all channels, so `num_heads` does not matter."""
+
+    op = staticmethod(aft_full)
+    op_naive = staticmethod(aft_full_naive)
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        self.check_grid(grid_size)
+        # a float32 bias under any autocast
+        with no_autocast(q):
+            bias = self.u_query @ self.u_key.T
+        return self.op(q, k, v, bias)
+
+
+@register_mixer('aft_local')
+class AFTLocal(_FactoredBias):
+    """AFT-local; `window_size` is the paper's s, so a token has a bias of its own for (2s - 1)^2 grid tokens."""
+
+    op = staticmethod(aft_local)
+    op_naive = staticmethod(aft_local_naive)
+
+    def __init__(self, dim: int, num_heads: int, *, window_size: int = 4, **kwargs) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        if window_size < 1:
+            raise ValueError(f'window_size must be at least 1, not {window_size}.')
+        self.window_size = window_size
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        self.check_grid(grid_size)
+        return self.op(q, k, v, self.u_query, self.u_key, grid_size, self.window_size)
+
+
+@register_mixer('aft_simple')
+class AFTSimple(QKVMixer):
+    """AFT-simple: a softmax over tokens in each channel, gated by the query."""
+
+    op = staticmethod(aft_simple)
+    op_naive = staticmethod(aft_simple_naive)
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        return self.op(q, k, v)
+
+
+@register_mixer('aft_conv')
+class AFTConv(QKVMixer):
+    """AFT-conv with one `kernel_size` x `kernel_size` kernel per head, shared by the channels of the head.
+
+    The kernel is w = gamma (w - mean(w)) / std(w) + beta with gamma and beta starting at 0 (paper, section 4.3), so a new
+    layer is AFT-simple with one key per head.
+    """
+
+    op = staticmethod(aft_conv)
+    op_naive = staticmethod(aft_conv_naive)
+
+    def __init__(self, dim: int, num_heads: int, *, kernel_size: int = 11, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(dim, num_heads, k_dim=num_heads, device=device, dtype=dtype, **kwargs)
+        if kernel_size < 3 or kernel_size % 2 == 0:
+            raise ValueError(f'kernel_size of aft_conv must be odd and at least 3, not {kernel_size}.')
+        self.kernel = nn.Parameter(torch.empty(num_heads, kernel_size, kernel_size, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
+        self.beta = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
+        nn.init.normal_(self.kernel)
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        return self.op(q, k, v, self.normalised_kernel(), grid_size)
+
+    def normalised_kernel(self) -> torch.Tensor:
+        """The position bias in force, (heads, kernel_size, kernel_size)."""
+        std, mean = torch.std_mean(self.kernel, dim=(1, 2), keepdim=True, correction=0)
+        return self.gamma[:, None, None] * (self.kernel - mean) / (std + 1e-6) + self.beta[:, None, None]
+
+    def no_weight_decay(self) -> set[str]:
+        return {'kernel', 'gamma', 'beta'}

@@ -1,0 +1,192 @@
+"""The interface of a token mixer, the registry of mixers, and the base class most of them share.
+
+A mixer sees (B, P + H*W, dim) tokens, the P prefix tokens (class, distillation, register) first and then the grid in
+raster order, and returns the same shape. It never learns which backbone it sits in.
+"""
+
+import difflib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from timm.layers import register_notrace_function
+from torch import nn
+
+from ._qkv import LinearQKV
+
+__all__ = ['QKVMixer', 'TokenMixer', 'create_mixer', 'list_mixers', 'mixer_class', 'no_autocast', 'register_mixer']
+
+_mixers: dict[str, type['TokenMixer']] = {}
+
+
+def register_mixer(name: str) -> Callable[[type['TokenMixer']], type['TokenMixer']]:
+    """Class decorator that makes a mixer known under `name` in every backbone, test, benchmark and report.
+
+    Raises ValueError where the name is taken, TypeError where the class lacks its fast `op` or its specification
+    `op_naive`.
+    """
+
+    def register(cls: type['TokenMixer']) -> type['TokenMixer']:
+        if name in _mixers:
+            raise ValueError(f"The mixer name '{name}' is taken by {_mixers[name].__module__}; choose another.")
+        for attr in ('op', 'op_naive'):
+            if not callable(getattr(cls, attr, None)):
+                raise TypeError(
+                    f"Mixer '{name}' needs a static `{attr}`: every mixer has a fast op and its naive form."
+                )
+        _mixers[name] = cls
+        return cls
+
+    return register
+
+
+def list_mixers() -> list[str]:
+    """Names of all registered mixers, sorted."""
+    return sorted(_mixers)
+
+
+def mixer_class(name: str) -> type['TokenMixer']:
+    """The class registered under `name`; raises ValueError with the closest names where there is none."""
+    if name not in _mixers:
+        close = difflib.get_close_matches(name, _mixers, n=3, cutoff=0.4)
+        hint = f'did you mean {" or ".join(close)}?' if close else f'there are {", ".join(list_mixers())}.'
+        raise ValueError(f"Unknown mixer '{name}': {hint}")
+    return _mixers[name]
+
+
+def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, int], **kwargs) -> 'TokenMixer':
+    """Build the mixer `name` for tokens of width `dim` on a `grid_size` = (H, W) grid.
+
+    Raises ValueError for an unknown name or an impossible value, TypeError for a keyword the mixer does not have.
+    """
+    return mixer_class(name)(dim, num_heads, grid_size=grid_size, **kwargs)
+
+
+def no_autocast(x: torch.Tensor) -> AbstractContextManager:
+    """Context in which what touches `x` keeps its own precision under any autocast."""
+    # the meta device has no autocast, and asking it for one raises
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+@register_notrace_function
+def check_grid(what: str, made: tuple[int, int], got: tuple[int, int]) -> None:
+    """Raise ValueError where the positions of `what`, made for one grid, meet another."""
+    if tuple(made) != tuple(got):
+        raise ValueError(
+            f'The positions of {what} are made for a {made[0]} x {made[1]} grid and got {got[0]} x {got[1]}: '
+            f'build the model with img_size= or call model.set_input_size().'
+        )
+
+
+class TokenMixer(nn.Module):
+    """Mixes P prefix tokens (class, distillation, register) with an H x W grid of patch tokens.
+
+    Subclasses set `op` (fast) and `op_naive` (the specification) and state what a backbone may ask of them:
+
+    * `attn_weights`: attention weights exist, so `attn_drop` can act on them;
+    * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
+    * `has_rel_bias`: takes `rel_bias='table'`, a learned bias of relative positions.
+    """
+
+    attn_weights = False
+    subsampled_kv = False
+    has_rel_bias = False
+
+    op: Callable[..., torch.Tensor]
+    op_naive: Callable[..., torch.Tensor]
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int = 0,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f'dim {dim} is not divisible by num_heads {num_heads}.')
+        if attn_drop and not self.attn_weights:
+            raise ValueError(
+                f'{type(self).__name__} never forms attention weights, so attn_drop={attn_drop} cannot act on them; '
+                f'use proj_drop.'
+            )
+        self.dim = dim
+        self.num_heads = num_heads
+        self.grid_size = tuple(grid_size)
+        self.num_prefix_tokens = num_prefix_tokens
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        """(B, P + H*W, dim) -> (B, P + H*W, dim)."""
+        raise NotImplementedError
+
+    def set_input_size(self, grid_size: tuple[int, int]) -> None:
+        """Adapt to a new grid; mixers with grid-bound parameters resample them here."""
+        self.grid_size = tuple(grid_size)
+
+    def check_grid(self, grid_size: tuple[int, int]) -> None:
+        """Raise ValueError unless `grid_size` is the one the parameters are made for."""
+        check_grid(type(self).__name__, self.grid_size, grid_size)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameter names, relative to the mixer, that weight decay must leave alone."""
+        return set()
+
+
+class QKVMixer(TokenMixer):
+    """A mixer of queries, keys and values: project, mix, merge the heads, project back.
+
+    `qkv_layer` is the projection (`LinearQKV`, or `ConvQKV` for CvT) and `scale` what q.k is multiplied with, by
+    default head_dim ** -0.5. With `LinearQKV` the parameters are called `qkv` and `proj` as in timm, so a ViT
+    checkpoint loads strictly into every mixer that adds none.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        scale: float | None = None,
+        k_dim: int | None = None,
+        qkv_layer: Callable[..., nn.Module] = LinearQKV,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop, **kwargs)
+        dd = {'device': device, 'dtype': dtype}
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.qkv = qkv_layer(
+            dim, num_heads, k_dim=k_dim, num_prefix_tokens=self.num_prefix_tokens, qkv_bias=qkv_bias, **dd
+        )
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    @property
+    def dropout_p(self) -> float:
+        """The dropout rate of the attention weights in force now."""
+        return self.attn_drop.p if self.training else 0.0
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        q, k, v = self.qkv(x, grid_size)
+        x = self.mix(q, k, v, grid_size)
+        return self.project(x)
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        """Queries, keys and values (B, heads, N, head_dim) -> mixed values (B, heads, N, head_dim)."""
+        raise NotImplementedError
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Merge the heads and project: (B, heads, N, head_dim) -> (B, N, dim)."""
+        x = x.transpose(1, 2).flatten(2)
+        return self.proj_drop(self.proj(x))

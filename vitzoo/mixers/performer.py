@@ -1,0 +1,115 @@
+"""Performer: softmax attention through positive orthogonal random features (FAVOR+), or through ReLU features.
+
+    out_i = phi(q_i) . (sum_j phi(k_j) v_j^T) / phi(q_i) . sum_j phi(k_j)
+    softmax:  phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),  x' = sqrt(scale) x
+    relu:     phi(x) = (relu(W x') + 1e-3) / sqrt(m)
+
+Linear in the number of tokens: O(N m dim) for m features. Prefix tokens are ordinary tokens.
+Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794
+"""
+
+import torch
+from timm.layers import register_notrace_function
+from torch.nn import functional as F
+
+from .base import QKVMixer, no_autocast, register_mixer
+
+__all__ = ['Performer', 'orthogonal_features', 'performer_attention', 'performer_naive']
+
+RELU_EPS = 1e-3
+
+
+def orthogonal_features(num_features: int, dim: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Random directions, orthogonal in blocks of `dim`, with the norms of Gaussian vectors: (num_features, dim)
+    float32."""
+    blocks = []
+    for start in range(0, num_features, dim):
+        gaussian = torch.randn(dim, dim, generator=generator, device='cpu', dtype=torch.float32)
+        Q, R = torch.linalg.qr(gaussian)
+        # qr chooses the signs, which biases the estimate; with R's signs undone the directions are uniform
+        blocks.append((Q * R.diagonal().sign()).T[: num_features - start])
+    norms = torch.randn(num_features, dim, generator=generator, device='cpu', dtype=torch.float32).norm(dim=1)
+    return norms[:, None] * torch.cat(blocks)
+
+
+def performer_naive(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float, kernel: str = 'softmax'
+) -> torch.Tensor:
+    """The N x N attention matrix of the feature maps, row-normalised; arguments as `performer_attention`."""
+
+    def phi(x):
+        x = scale**0.5 * x
+        projected = x @ features.T
+        if kernel == 'relu':
+            return (projected.relu() + RELU_EPS) / features.shape[0] ** 0.5
+        return (projected - x.square().sum(dim=-1, keepdim=True) / 2).exp() / features.shape[0] ** 0.5
+
+    attn = phi(q) @ phi(k).transpose(-2, -1)
+    return attn / attn.sum(dim=-1, keepdim=True) @ v
+
+
+@register_notrace_function
+def performer_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float, kernel: str = 'softmax'
+) -> torch.Tensor:
+    """q, k, v (B, heads, N, d) and features (m, d) -> (B, heads, N, d), in float32 or wider."""
+    with no_autocast(q):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q, k, v_wide, features = scale**0.5 * q.to(dtype), scale**0.5 * k.to(dtype), v.to(dtype), features.to(dtype)
+        q_features, k_features = (_relu_features if kernel == 'relu' else _softmax_features)(q, k, features)
+        context = k_features.transpose(-2, -1) @ v_wide  # (B, heads, m, d)
+        normaliser = q_features @ k_features.sum(dim=2).unsqueeze(-1)  # (B, heads, N, 1)
+        return (q_features @ context / normaliser).to(v.dtype)
+
+
+def _softmax_features(q: torch.Tensor, k: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """phi(q) and phi(k), up to factors that cancel in the quotient.
+
+    Key features are divided by their largest value over the tokens, per sample, head and feature, and query features
+    multiplied by it before each row is divided by its own largest. No feature exceeds 1 and no normaliser is below 1,
+    at any scale of q and k, with no epsilon and no mixing of samples. |q|^2 is constant in a row and drops out.
+    """
+    k_log = k @ features.T - k.square().sum(dim=-1, keepdim=True) / 2
+    k_max = k_log.detach().amax(dim=2, keepdim=True)
+    q_log = q @ features.T + k_max
+    q_max = q_log.detach().amax(dim=-1, keepdim=True)
+    return (q_log - q_max).exp(), (k_log - k_max).exp()
+
+
+def _relu_features(q: torch.Tensor, k: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """phi(q) and phi(k) without the 1 / sqrt(m) that cancels in the quotient."""
+    return F.relu(q @ features.T) + RELU_EPS, F.relu(k @ features.T) + RELU_EPS
+
+
+@register_mixer('performer')
+class Performer(QKVMixer):
+    """FAVOR+ attention with `num_features` fixed random features per layer and `kernel` 'softmax' or 'relu'.
+
+    The features are a buffer, drawn from torch's CPU generator when the layer is built and saved with the weights.
+    """
+
+    op = staticmethod(performer_attention)
+    op_naive = staticmethod(performer_naive)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_features: int = 256,
+        kernel: str = 'softmax',
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if kernel not in ('softmax', 'relu'):
+            raise ValueError(f"kernel of performer is 'softmax' or 'relu', not {kernel!r}.")
+        if num_features < 1:
+            raise ValueError(f'num_features must be at least 1, not {num_features}.')
+        self.kernel = kernel
+        features = orthogonal_features(num_features, self.head_dim)
+        self.register_buffer('features', features.to(device=device, dtype=dtype))
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        return self.op(q, k, v, self.features, self.scale, self.kernel)

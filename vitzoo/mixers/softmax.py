@@ -1,0 +1,100 @@
+"""Softmax attention, the reference point of every other mixer.
+
+    out_i = sum_j softmax_j(scale * q_i . k_j + bias_ij) v_j
+
+Quadratic in the number of tokens: O(N^2 dim). Attention Is All You Need, https://arxiv.org/abs/1706.03762; relative
+bias as in ViL, https://arxiv.org/abs/2103.15358
+"""
+
+import torch
+from timm.layers import register_notrace_function, use_fused_attn
+from torch.nn import functional as F
+
+from ._rel_bias import OffsetBias, PrefixBias
+from .base import QKVMixer, register_mixer
+
+__all__ = ['Softmax', 'softmax_attention', 'softmax_naive']
+
+
+def softmax_naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """The textbook formula; arguments as `softmax_attention`."""
+    scores = scale * q @ k.transpose(-2, -1)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    attn = scores.exp() / scores.exp().sum(dim=-1, keepdim=True)
+    return F.dropout(attn, dropout_p) @ v
+
+
+@register_notrace_function
+def softmax_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Queries (B, heads, N, d), keys and values (B, heads, M, d), bias (heads, N, M) -> (B, heads, N, d)."""
+    if use_fused_attn():
+        # sdpa wants the bias in the queries' dtype, and autocast does not see to it
+        bias = None if bias is None else bias.to(q.dtype).unsqueeze(0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
+    scores = (scale * q) @ k.transpose(-2, -1)
+    if bias is not None:
+        scores = scores + bias
+    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    return F.dropout(attn, dropout_p) @ v
+
+
+@register_mixer('softmax')
+class Softmax(QKVMixer):
+    """Softmax attention, by PyTorch's fused kernel where timm's switch allows it.
+
+    `rel_bias` is 'none' or 'table' (a learned bias per head for each 2-D offset, and for pairs with prefix tokens).
+    """
+
+    attn_weights = True
+    subsampled_kv = True
+    has_rel_bias = True
+    op = staticmethod(softmax_attention)
+    op_naive = staticmethod(softmax_naive)
+
+    def __init__(self, dim: int, num_heads: int, *, rel_bias: str = 'none', device=None, dtype=None, **kwargs) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if rel_bias not in ('none', 'table'):
+            raise ValueError(f"rel_bias of softmax is 'none' or 'table', not {rel_bias!r}.")
+        dd = {'device': device, 'dtype': dtype}
+        self.rel_bias = OffsetBias(num_heads, self.grid_size, **dd) if rel_bias == 'table' else None
+        has_prefix = self.rel_bias is not None and self.num_prefix_tokens
+        self.prefix_bias = PrefixBias(num_heads, self.num_prefix_tokens, **dd) if has_prefix else None
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        bias = None if self.rel_bias is None else self.bias(grid_size)
+        return self.op(q, k, v, self.scale, bias, self.dropout_p)
+
+    def bias(self, grid_size: tuple[int, int]) -> torch.Tensor:
+        """Relative bias of every pair of tokens, (heads, P + H*W, P + H*W)."""
+        self.check_grid(grid_size)
+        bias = self.rel_bias()
+        if self.prefix_bias is None:
+            return bias
+        num_grid = bias.shape[-1]
+        prefix_keys = self.prefix_bias.keys().unsqueeze(1).expand(-1, num_grid, -1)
+        grid_rows = torch.cat([prefix_keys, bias], dim=-1)
+        return torch.cat([self.prefix_bias.queries(num_grid), grid_rows], dim=1)
+
+    def set_input_size(self, grid_size: tuple[int, int]) -> None:
+        super().set_input_size(grid_size)
+        if self.rel_bias is not None:
+            self.rel_bias.set_query_size(self.grid_size)
+
+    def no_weight_decay(self) -> set[str]:
+        return {name for name, _ in self.named_parameters() if name.startswith(('rel_bias.', 'prefix_bias.'))}
