@@ -1,0 +1,64 @@
+"""The one transformer block of every backbone."""
+
+from collections.abc import Callable
+
+import torch
+from timm.layers import DropPath, Mlp
+from torch import nn
+
+from ..mixers import create_mixer
+
+__all__ = ['Block']
+
+
+class Block(nn.Module):
+    """Pre-norm block: x + mixer(norm(x)), then x + mlp(norm(x)), with timm's parameter names.
+
+    `mixer` is a name from `vitzoo.list_mixers()`, `mixer_kwargs` what that mixer takes beyond the common arguments.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        mixer: str,
+        grid_size: tuple[int, int],
+        mixer_kwargs: dict | None = None,
+        num_prefix_tokens: int = 0,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        drop_path: float = 0.0,
+        norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
+        act_layer: Callable[..., nn.Module] = nn.GELU,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.num_prefix_tokens = num_prefix_tokens
+        self.norm1 = norm_layer(dim, **dd)
+        self.attn = create_mixer(
+            mixer,
+            dim,
+            num_heads,
+            grid_size=grid_size,
+            num_prefix_tokens=num_prefix_tokens,
+            qkv_bias=qkv_bias,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            **(mixer_kwargs or {}),
+            **dd,
+        )
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.norm2 = norm_layer(dim, **dd)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        """Tokens (B, P + H*W, C) and the grid (H, W) -> (B, P + H*W, C)."""
+        x = x + self.drop_path1(self.attn(self.norm1(x), grid_size))
+        x = x + self.drop_path2(self.mlp(self.norm2(x)))
+        return x

@@ -1,0 +1,199 @@
+"""CvT: Introducing Convolutions to Vision Transformers, with any token mixer.
+
+Three stages of overlapping convolutional embeddings, convolutional q/k/v projections and no positions; a class token in
+the last stage. https://arxiv.org/abs/2103.15808
+"""
+
+import re
+from functools import partial
+
+import torch
+from timm.layers import QuickGELU, calculate_drop_path_rates, to_2tuple
+from timm.models import build_model_with_cfg
+from torch import nn
+
+from ..mixers import QKVMixer, mixer_class
+from ..mixers._qkv import ConvQKV
+from ._block import Block
+from ._pyramid import Pyramid, Stage, per_stage_mixers
+from ._register import cfg, register_variants, swapped
+
+__all__ = ['CvT', 'checkpoint_filter_fn']
+
+KERNELS, STRIDES, PADDINGS = (7, 3, 3), (4, 2, 2), (2, 1, 1)
+
+
+class ConvEmbed(nn.Module):
+    """Overlapping convolution and layer norm: (B, C_in, H_in, W_in) -> (B, H, W, C)."""
+
+    def __init__(
+        self, in_chans: int, dim: int, kernel_size: int, stride: int, padding: int, device=None, dtype=None
+    ) -> None:
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.proj = nn.Conv2d(in_chans, dim, kernel_size, stride=stride, padding=padding, **dd)
+        self.norm = nn.LayerNorm(dim, **dd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+class CvT(Pyramid):
+    """Convolutional vision transformer.
+
+    `mixer` is one name or one per stage. `stride_kv` thins out keys and values where the mixer allows it (softmax);
+    mixers that are linear in the number of tokens, or need keys on the grid of the queries, run at stride 1. Scores are
+    scaled by dim ** -0.5, not head_dim ** -0.5, as in the published models. Stochastic depth acts in the last stage
+    only, rising linearly to `drop_path_rate`, as in the paper's recipe. Raises ValueError for an image with an empty
+    grid.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = 'token',
+        embed_dims: tuple[int, ...] = (64, 192, 384),
+        num_heads: tuple[int, ...] = (1, 3, 6),
+        depths: tuple[int, ...] = (1, 2, 10),
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        class_token: bool = True,
+        stride_kv: int = 2,
+        mixer: str | tuple[str, ...] = 'softmax',
+        mixer_kwargs: dict | tuple[dict, ...] | None = None,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        num_stages = len(depths)
+        grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages)
+        mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
+        stages = []
+        for i, (dim, heads, depth) in enumerate(zip(embed_dims, num_heads, depths, strict=True)):
+            last = i == num_stages - 1
+            num_prefix_tokens = int(last and class_token)
+            name, kwargs = mixers[i]
+            if issubclass(mixer_class(name), QKVMixer):
+                stride = stride_kv if mixer_class(name).subsampled_kv else 1
+                kwargs = {'scale': dim**-0.5, 'qkv_layer': partial(ConvQKV, stride_kv=stride), **kwargs}
+            rates = calculate_drop_path_rates(drop_path_rate if last else 0.0, depth)
+            blocks = [
+                Block(
+                    dim,
+                    heads,
+                    mixer=name,
+                    mixer_kwargs=kwargs,
+                    grid_size=grid_sizes[i],
+                    num_prefix_tokens=num_prefix_tokens,
+                    mlp_ratio=mlp_ratio,
+                    qkv_bias=qkv_bias,
+                    proj_drop=proj_drop_rate,
+                    attn_drop=attn_drop_rate,
+                    drop_path=rate,
+                    act_layer=QuickGELU,
+                    **dd,
+                )
+                for rate in rates
+            ]
+            embed = ConvEmbed(
+                embed_dims[i - 1] if i else in_chans, dim, KERNELS[i > 0], STRIDES[i > 0], PADDINGS[i > 0], **dd
+            )
+            stages.append(Stage(embed, blocks, dim, num_prefix_tokens=num_prefix_tokens, pos_drop=pos_drop_rate, **dd))
+        super().__init__(
+            stages,
+            embed_dims,
+            [4 * 2**i for i in range(num_stages)],
+            img_size=img_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            global_pool=global_pool,
+            drop_rate=drop_rate,
+            norm_layer=nn.LayerNorm,
+            **dd,
+        )
+
+    @staticmethod
+    def grid_sizes(img_size: tuple[int, int], num_stages: int) -> list[tuple[int, int]]:
+        sizes, size = [], img_size
+        for i in range(num_stages):
+            kernel, stride, padding = KERNELS[i > 0], STRIDES[i > 0], PADDINGS[i > 0]
+            size = tuple((side + 2 * padding - kernel) // stride + 1 for side in size)
+            sizes.append(size)
+        if min(sizes[-1]) < 1:
+            raise ValueError(
+                f'img_size {img_size} is too small for CvT, whose first convolution needs at least 3 x 3 pixels.'
+            )
+        return sizes
+
+
+def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """The layout of Microsoft's CvT and of transformers' CvtForImageClassification, or ours, to ours."""
+    if any(name.startswith('cvt.encoder.') for name in state_dict):
+        return {_rename(name, TRANSFORMERS_RENAMES): tensor for name, tensor in state_dict.items()}
+    if any(name.startswith('stage0.') for name in state_dict):
+        return {_rename(name, MICROSOFT_RENAMES): tensor for name, tensor in state_dict.items()}
+    return state_dict
+
+
+MICROSOFT_RENAMES = (
+    (r'^stage(\d)\.', r'stages.\1.'),
+    (r'\.patch_embed\.', '.embed.'),
+    (r'\.attn\.conv_proj_([qkv])\.', r'.attn.qkv.conv_\1.'),
+    (r'\.attn\.proj_([qkv])\.', r'.attn.qkv.proj_\1.'),
+)
+TRANSFORMERS_RENAMES = (
+    (r'^cvt\.encoder\.', ''),
+    (r'^layernorm\.', 'norm.'),
+    (r'^classifier\.', 'head.'),
+    (r'\.embedding\.convolution_embeddings\.projection\.', '.embed.proj.'),
+    (r'\.embedding\.convolution_embeddings\.normalization\.', '.embed.norm.'),
+    (r'\.layers\.', '.blocks.'),
+    (r'\.attention\.attention\.convolution_projection_([qkv])\w*\.convolution_projection\.', r'.attn.qkv.conv_\1.'),
+    (r'\.convolution\.', '.conv.'),
+    (r'\.normalization\.', '.bn.'),
+    (r'\.attention\.attention\.projection_([qkv])\w*\.', r'.attn.qkv.proj_\1.'),
+    (r'\.attention\.output\.dense\.', '.attn.proj.'),
+    (r'\.intermediate\.dense\.', '.mlp.fc1.'),
+    (r'\.output\.dense\.', '.mlp.fc2.'),
+    (r'\.layernorm_before\.', '.norm1.'),
+    (r'\.layernorm_after\.', '.norm2.'),
+)
+
+
+def _rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+SIZES = {
+    '13': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 2, 10)),
+    '21': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 4, 16)),
+    'w24': dict(embed_dims=(192, 768, 1024), num_heads=(3, 12, 16), depths=(2, 2, 20)),
+}
+VARIANTS = {
+    **{f'cvt_{size}': args for size, args in SIZES.items()},
+    **swapped('cvt', SIZES, lambda mixer: mixer),
+}
+
+
+def _create_cvt(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
+    out_indices = kwargs.pop('out_indices', (0, 1, 2))
+    return build_model_with_cfg(
+        CvT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={'out_indices': out_indices, 'feature_cls': 'getter'},
+        **kwargs,
+    )
+
+
+register_variants(__name__, _create_cvt, VARIANTS, {name: cfg(first_conv='stages.0.embed.proj') for name in VARIANTS})

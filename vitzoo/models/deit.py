@@ -1,0 +1,206 @@
+"""DeiT: timm's VisionTransformer with our block, so that it carries any token mixer.
+
+Plain softmax DeiT is timm's own (`deit_small_patch16_224`, …); `deit_softmax_small` gives its logits on its weights.
+https://arxiv.org/abs/2012.12877
+"""
+
+import torch
+from timm.layers import LayerNorm, PatchEmbed, calculate_drop_path_rates, to_2tuple
+from timm.models import build_model_with_cfg, checkpoint
+from timm.models._features import feature_take_indices
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
+from torch import nn
+
+from ._block import Block
+from ._register import cfg, register_variants, swapped
+
+__all__ = ['DeiT', 'checkpoint_filter_fn']
+
+
+class AnySizePatchEmbed(PatchEmbed):
+    """timm's patch embedding for images of any size: as with a fixed size, an incomplete patch is left out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+class DeiT(VisionTransformer):
+    """Vision transformer whose blocks carry `mixer`; everything else, names included, is timm's.
+
+    Without positions (`pos_embed='none'`), and with a mixer that is not bound to the grid, the model takes images of
+    any size. Raises ValueError for an image smaller than a patch.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = 'token',
+        embed_dim: int = 192,
+        depth: int = 12,
+        num_heads: int = 3,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        class_token: bool = True,
+        pos_embed: str = 'learn',
+        reg_tokens: int = 0,
+        mixer: str = 'softmax',
+        mixer_kwargs: dict | None = None,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        patch_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        if patch_drop_rate:
+            raise ValueError('patch_drop_rate breaks the grid of tokens that mixers work on; leave it at 0.')
+        # depth 0: timm would build softmax blocks first, only for them to be replaced
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            global_pool=global_pool,
+            embed_dim=embed_dim,
+            depth=0,
+            num_heads=num_heads,
+            class_token=class_token,
+            pos_embed=pos_embed,
+            reg_tokens=reg_tokens,
+            dynamic_img_size=pos_embed == 'none',
+            drop_rate=drop_rate,
+            pos_drop_rate=pos_drop_rate,
+            weight_init='skip',
+            embed_layer=AnySizePatchEmbed if pos_embed == 'none' else PatchEmbed,
+            **dd,
+        )
+        grid_size = self.patch_embed.grid_size
+        if min(grid_size) < 1:
+            raise ValueError(
+                f'img_size {self.patch_embed.img_size} is smaller than a patch of {self.patch_embed.patch_size}.'
+            )
+        self.blocks = nn.Sequential(
+            *(
+                Block(
+                    embed_dim,
+                    num_heads,
+                    mixer=mixer,
+                    mixer_kwargs=mixer_kwargs,
+                    grid_size=grid_size,
+                    num_prefix_tokens=self.num_prefix_tokens,
+                    mlp_ratio=mlp_ratio,
+                    qkv_bias=qkv_bias,
+                    proj_drop=proj_drop_rate,
+                    attn_drop=attn_drop_rate,
+                    drop_path=rate,
+                    norm_layer=LayerNorm,
+                    **dd,
+                )
+                for rate in calculate_drop_path_rates(drop_path_rate, depth)
+            )
+        )
+        reduction = self.patch_embed.feat_ratio()
+        self.feature_info = [
+            {'module': f'blocks.{i}', 'num_chs': embed_dim, 'reduction': reduction} for i in range(depth)
+        ]
+        self.weight_init_mode = ''
+        self.init_weights(needs_reset=False)
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Resample everything that is bound to the size of the image, which may be rectangular."""
+        img_size = None if img_size is None else to_2tuple(img_size)
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        for block in self.blocks:
+            block.attn.set_input_size(self.patch_embed.grid_size)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        mixers = {f'blocks.{i}.attn.{name}' for i, b in enumerate(self.blocks) for name in b.attn.no_weight_decay()}
+        return super().no_weight_decay() | mixers
+
+    def forward_intermediates(
+        self,
+        x: torch.Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
+        attn_mask: None = None,
+    ) -> list | tuple[torch.Tensor, list]:
+        """The grid tokens after each block in `indices`, and the final features, as timm's VisionTransformer gives
+        them."""
+        if output_fmt not in ('NCHW', 'NLC'):
+            raise ValueError(f"output_fmt is 'NCHW' or 'NLC', not {output_fmt!r}.")
+        if attn_mask is not None:
+            raise ValueError('Token mixers take no attn_mask.')
+        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        intermediates, P = [], self.num_prefix_tokens
+        x, grid_size = self.embed(x)
+        for i, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
+            x = checkpoint(block, x, grid_size) if self.grad_checkpointing else block(x, grid_size)
+            if i in take_indices:
+                tokens = self.norm(x) if norm else x
+                grid = tokens[:, P:]
+                if output_fmt == 'NCHW':
+                    grid = grid.transpose(1, 2).unflatten(2, grid_size).contiguous()
+                intermediates.append((grid, tokens[:, :P]) if return_prefix_tokens and P else grid)
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def embed(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Images (B, in_chans, H, W) -> tokens (B, P + N, C) with positions, and their grid."""
+        grid_size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        x = self._pos_embed(self.patch_embed(x))
+        return self.norm_pre(x), grid_size
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        x, grid_size = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, grid_size) if self.grad_checkpointing else block(x, grid_size)
+        return self.norm(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """facebook's and timm's layout are ours; positions are resampled to the model's grid."""
+    return vit_checkpoint_filter_fn(state_dict, model)
+
+
+SIZES = {
+    'tiny': dict(embed_dim=192, num_heads=3),
+    'small': dict(embed_dim=384, num_heads=6),
+    'base': dict(embed_dim=768, num_heads=12),
+}
+VARIANTS = swapped('deit', SIZES, lambda mixer: mixer)
+
+
+def _create_deit(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
+    out_indices = kwargs.pop('out_indices', 3)
+    return build_model_with_cfg(
+        DeiT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={'out_indices': out_indices, 'feature_cls': 'getter'},
+        **kwargs,
+    )
+
+
+register_variants(
+    __name__,
+    _create_deit,
+    VARIANTS,
+    {name: cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=True) for name in VARIANTS},
+)
