@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors import safe_open
+
 from vitzoo.metrics import count_macs
 from vitzoo.mixers import Longformer
 from vitzoo.models import cvt, vil
@@ -78,8 +79,8 @@ def test_macs_of_vil_are_those_the_paper_reports(name, gmacs):
 def projected_twice(model):
     """MACs that Microsoft's ViL code spends and ours does not.
 
-    For its global tokens it projects the keys and values of all tokens a second time, with the same weights. The paper's
-    numbers leave that out, and the count of the official code has it.
+    For its global tokens it projects the keys and values of all tokens a second time, with the same weights. The
+    paper's numbers leave that out, and the count of the official code has it.
     """
     mixers = [module for module in model.modules() if isinstance(module, Longformer)]
     return sum(2 * m.dim**2 * (m.num_prefix_tokens + m.grid_size[0] * m.grid_size[1]) for m in mixers)
@@ -118,7 +119,7 @@ def golden(name):
         path = folder / f'{name}.safetensors'
         if path.exists():
             with safe_open(path, 'pt') as file:
-                return {key: file.get_tensor(key) for key in file.keys()}
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
     pytest.skip(f'{name}.safetensors is neither in tests/golden nor in ../shared/golden')
 
 

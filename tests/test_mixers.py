@@ -45,11 +45,11 @@ def build(name, grid_size=GRID, num_prefix_tokens=0, dtype=torch.float64, **kwar
     return mixer
 
 
-def tokens(mixer, batch_size=2, seed=1):
+def tokens(mixer, batch_size=2, seed=1, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     H, W = mixer.grid_size
     shape = (batch_size, mixer.num_prefix_tokens + H * W, DIM)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(mixer.proj.weight.dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def recorded_call(mixer, x):
@@ -67,8 +67,8 @@ def recorded_call(mixer, x):
 
 
 def run_with_gradients(op, args):
-    args = [a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
-    inputs = [a for a in args if isinstance(a, torch.Tensor)]
+    args = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+    inputs = [a.requires_grad_() for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
     out = op(*args)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
     return out, torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)
@@ -99,20 +99,27 @@ def test_every_parameter_gets_a_gradient(name, kwargs):
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_a_sample_does_not_depend_on_its_batch(name, kwargs, std):
     mixer = build(name, num_prefix_tokens=1, **kwargs)
-    args = recorded_call(mixer, tokens(mixer, batch_size=4))
-    # the first three arguments are q, k, v; the samples differ in scale, so that a statistic taken over the batch shows
-    scales = std * torch.tensor([1.0, 0.1, 2.0, 0.5], dtype=torch.float64)[:, None, None, None]
-    q, k, v = (scales * a / a.std() for a in args[:3])
-    rest = args[3:]
-    batched = mixer.op(q, k, v, *rest)
-    for i in range(4):
-        alone = mixer.op(q[i : i + 1], k[i : i + 1], v[i : i + 1], *(_sample(a, i) for a in rest))
+    # no other tensor has a first dimension of 11; the samples differ in scale, so that a statistic over the batch shows
+    B, scales = 11, std * torch.logspace(-1, 0.3, 11, dtype=torch.float64)
+    args = scaled(recorded_call(mixer, tokens(mixer, B)), B, scales)
+    batched = mixer.op(*args)
+    for i in range(B):
+        alone = mixer.op(*(a[i : i + 1] if is_per_sample(a, B) else a for a in args))
         torch.testing.assert_close(batched[i : i + 1], alone, rtol=1e-9, atol=1e-12)
 
 
-def _sample(arg, i):
-    per_sample = isinstance(arg, torch.Tensor) and arg.ndim == 4 and arg.shape[0] == 4
-    return arg[i : i + 1] if per_sample else arg
+def is_per_sample(arg, batch_size):
+    return isinstance(arg, torch.Tensor) and arg.ndim > 2 and arg.shape[0] == batch_size
+
+
+def scaled(args, batch_size, scales):
+    """Queries, keys, values and whatever else belongs to a sample, brought to the given standard deviations."""
+    scales = torch.as_tensor(scales, dtype=torch.float64).expand(batch_size)
+
+    def scale(a):
+        return scales.reshape(-1, *[1] * (a.ndim - 1)) * a / a.std() if a.numel() > 1 else a
+
+    return [scale(a) if is_per_sample(a, batch_size) and a.is_floating_point() else a for a in args]
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
@@ -120,9 +127,8 @@ def _sample(arg, i):
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_values_and_gradients_stay_finite(name, kwargs, std, dtype):
     mixer = build(name, num_prefix_tokens=1, **kwargs)
-    args = recorded_call(mixer, tokens(mixer))
-    q, k, v = (std * a / a.std() for a in args[:3])
-    args = [a.to(dtype) if isinstance(a, torch.Tensor) else a for a in (q, k, v, *args[3:])]
+    args = scaled(recorded_call(mixer, tokens(mixer)), 2, std)
+    args = [a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     out, grads = run_with_gradients(mixer.op, args)
     assert out.dtype == dtype
     assert out.isfinite().all()
@@ -244,8 +250,7 @@ def test_performer_error_falls_towards_softmax_as_features_grow():
             features = orthogonal_features(num_features, 8, torch.Generator().manual_seed(seed)).double()
             runs.append(relative_error(performer_attention(q, k, v, features, 8**-0.5), expected))
         errors.append(sum(runs) / len(runs))
-    # the error of a Monte Carlo estimate falls with the square root of the number of samples: 16 times more, 4 times
-    # less
+    # a Monte Carlo error falls with the square root of the number of samples: 16 times more, 4 times less
     assert errors[1] < errors[0] / 2 and errors[2] < errors[1] / 2
     assert errors[2] < 0.05
 
@@ -314,7 +319,7 @@ def test_aft_local_in_reach_of_the_whole_grid_is_aft_full():
 @pytest.mark.parametrize('name', ['aft_conv', 'aft_full', 'aft_local', 'aft_simple'])
 def test_aft_is_finite_where_exp_of_the_keys_is_not(name):
     mixer = build(name, dtype=torch.float32)
-    q, k, v, *rest = recorded_call(mixer, tokens(mixer))
+    q, k, v, *rest = recorded_call(mixer, tokens(mixer, dtype=torch.float32))
     out = mixer.op(q, 100 * k / k.std(), v, *rest)
     assert out.isfinite().all() and out.std() > 0
 

@@ -246,8 +246,8 @@ class AFTSimple(QKVMixer):
 class AFTConv(QKVMixer):
     """AFT-conv with one `kernel_size` x `kernel_size` kernel per head, shared by the channels of the head.
 
-    The kernel is w = gamma (w - mean(w)) / std(w) + beta with gamma and beta starting at 0 (paper, section 4.3), so a new
-    layer is AFT-simple with one key per head.
+    The kernel is w = gamma (w - mean(w)) / std(w) + beta with gamma and beta starting at 0 (paper, section 4.3), so a
+    new layer is AFT-simple with one key per head.
     """
 
     op = staticmethod(aft_conv)

@@ -79,7 +79,8 @@ class Nystrom(QKVMixer):
         super().__init__(dim, num_heads, **kwargs)
         if num_landmarks < 1 or num_iterations < 1:
             raise ValueError(
-                f'nystrom needs num_landmarks and num_iterations of at least 1, not {num_landmarks} and {num_iterations}.'
+                f'nystrom needs num_landmarks and num_iterations of at least 1, '
+                f'not {num_landmarks} and {num_iterations}.'
             )
         self.num_landmarks = num_landmarks
         self.num_iterations = num_iterations
