@@ -14,7 +14,7 @@ Transformer, equations 2, 3, 5 and section 3, https://arxiv.org/abs/2105.14103
 """
 
 import torch
-from timm.layers import register_notrace_function, resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed
 from torch import nn
 from torch.nn import functional as F
 
@@ -72,7 +72,6 @@ def aft_conv_naive(
     return q.sigmoid() * numerator / denominator
 
 
-@register_notrace_function
 def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """q, v (B, heads, N, d), k (B, heads, N, d or 1), bias (N, N) or (heads, N, N) -> (B, heads, N, d)."""
     with no_autocast(q):
@@ -82,14 +81,12 @@ def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tens
         return _gate(q, _apply(weights, sources))
 
 
-@register_notrace_function
 def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, v (B, heads, N, d), k (B, heads, N, d or 1) -> (B, heads, N, d)."""
     with no_autocast(q):
         return _gate(q, _sources(k, v).sum(dim=2, keepdim=True))
 
 
-@register_notrace_function
 def aft_local(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
@@ -116,7 +113,6 @@ def aft_local(
         return _gate(q, torch.cat([_apply(from_prefix, sources), out], dim=2))
 
 
-@register_notrace_function
 def aft_conv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
 ) -> torch.Tensor:

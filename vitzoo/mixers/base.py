@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from timm.layers import register_notrace_function
+from timm.layers import register_notrace_function, register_notrace_module
 from torch import nn
 
 from ._qkv import LinearQKV
@@ -35,7 +35,8 @@ def register_mixer(name: str) -> Callable[[type['TokenMixer']], type['TokenMixer
                     f"Mixer '{name}' needs a static `{attr}`: every mixer has a fast op and its naive form."
                 )
         _mixers[name] = cls
-        return cls
+        # a leaf for torch.fx: what happens inside depends on the size of the grid
+        return register_notrace_module(cls)
 
     return register
 
