@@ -5,7 +5,6 @@ An Attention Free Transformer, section 5.3, https://arxiv.org/abs/2105.14103
 """
 
 import torch
-from timm.models import build_model_with_cfg
 from torch import nn
 
 from ._register import cfg, register_variants, swapped
@@ -52,24 +51,16 @@ VARIANTS['aft_conv_small_h16'] = {**VARIANTS['aft_conv_small'], 'num_heads': 16}
 VARIANTS['aft_conv_small_k15'] = {**VARIANTS['aft_conv_small'], 'mixer_kwargs': {'kernel_size': 15}}
 
 
-def _create_aft(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    out_indices = kwargs.pop('out_indices', 3)
-    return build_model_with_cfg(
-        AFT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={'out_indices': out_indices, 'feature_cls': 'getter'},
-        **kwargs,
-    )
+def _cfg(name: str) -> dict:
+    has_positions = VARIANTS[name].get('pos_embed') == 'learn'
+    return cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=has_positions)
 
 
 register_variants(
     __name__,
-    _create_aft,
+    AFT,
     VARIANTS,
-    {
-        name: cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=args.get('pos_embed') == 'learn')
-        for name, args in VARIANTS.items()
-    },
+    _cfg,
+    filter_fn=checkpoint_filter_fn,
+    out_indices=3,
 )
