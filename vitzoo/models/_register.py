@@ -108,7 +108,7 @@ def _fetch_official(name: str, kwargs: dict) -> dict | None:
     """The caller's config overlay, with the local file of weights that lie on their authors' own hosts.
 
     All those files have one name, so timm's cache would mix them up; here each has the name of its model. Raises
-    RuntimeError where a host does not answer, with what to do by hand.
+    OSError where a host does not answer, with what to do by hand.
     """
     overlay = kwargs.get('pretrained_cfg_overlay')
     config = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg'), overlay)
