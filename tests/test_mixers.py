@@ -140,13 +140,12 @@ def test_what_lies_in_the_padding_does_not_matter(name, kwargs, monkeypatch):
     mixer = build(name, (5, 7), num_prefix_tokens=1, **kwargs)
     x = tokens(mixer)
     expected = mixer(x, (5, 7))
-    pad_to_tiles = _window._to_whole_tiles
+    pad = _window._pad
 
     def pad_with_junk(x, *args):
-        inside = pad_to_tiles(torch.ones_like(x), *args)
-        return pad_to_tiles(x, *args) + 1e3 * (1 - inside)
+        return pad(x, *args) + 1e3 * (1 - pad(torch.ones_like(x), *args))
 
-    monkeypatch.setattr(_window, '_to_whole_tiles', pad_with_junk)
+    monkeypatch.setattr(_window, '_pad', pad_with_junk)
     torch.testing.assert_close(mixer(x, (5, 7)), expected, rtol=0, atol=0)
 
 

@@ -1,9 +1,9 @@
-"""Token mixers. Importing this package registers all of them."""
+"""Token mixers. Importing this package imports every file in it, and so registers every mixer."""
 
-from .aft import AFTConv, AFTFull, AFTLocal, AFTSimple
+from importlib import import_module
+from pkgutil import iter_modules
+
 from .base import QKVMixer, TokenMixer, create_mixer, list_mixers, mixer_class, register_mixer
-from .longformer import Longformer
-from .ls import LongShort
-from .nystrom import Nystrom
-from .performer import Performer
-from .softmax import Softmax
+
+for _module in iter_modules(__path__):
+    import_module(f'{__name__}.{_module.name}')

@@ -7,6 +7,8 @@ An Attention Free Transformer, section 5.3, https://arxiv.org/abs/2105.14103
 import torch
 from torch import nn
 
+from vitzoo.mixers import mixer_class
+
 from ._register import cfg, register_variants, swapped
 from .deit import DeiT
 from .deit import checkpoint_filter_fn as deit_checkpoint_filter_fn
@@ -52,8 +54,9 @@ VARIANTS['aft_conv_small_k15'] = {**VARIANTS['aft_conv_small'], 'mixer_kwargs': 
 
 
 def _cfg(name: str) -> dict:
-    has_positions = VARIANTS[name].get('pos_embed') == 'learn'
-    return cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=has_positions)
+    args = VARIANTS[name]
+    is_fixed = args.get('pos_embed') == 'learn' or mixer_class(args['mixer']).grid_bound
+    return cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=is_fixed)
 
 
 register_variants(

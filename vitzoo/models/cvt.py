@@ -186,14 +186,16 @@ VARIANTS = {
 }
 
 
-def _cfg(**kwargs) -> dict:
-    return cfg(first_conv='stages.0.embed.proj', **kwargs)
+def _cfg(name: str, **kwargs) -> dict:
+    mixer = VARIANTS[name].get('mixer', 'softmax')
+    return cfg(first_conv='stages.0.embed.proj', fixed_input_size=mixer_class(mixer).grid_bound, **kwargs)
 
 
 def _weights(hub_id: str, img_size: int = 224) -> dict:
     """Microsoft's weights on the Hugging Face hub; at 384 they are tested on whole images, squeezed to a square."""
     at_384 = dict(input_size=(3, 384, 384), crop_pct=1.0, crop_mode='squash') if img_size == 384 else {}
-    return _cfg(
+    return cfg(
+        first_conv='stages.0.embed.proj',
         hf_hub_id=hub_id,
         license='mit',
         origin_url='https://github.com/microsoft/CvT',
@@ -212,6 +214,4 @@ WEIGHTS = {
     'cvt_w24.msft_in22k_ft_in1k_384': _weights('microsoft/cvt-w24-384-22k', 384),
 }
 
-register_variants(
-    __name__, CvT, VARIANTS, lambda name: _cfg(), WEIGHTS, filter_fn=checkpoint_filter_fn, out_indices=(0, 1, 2)
-)
+register_variants(__name__, CvT, VARIANTS, _cfg, WEIGHTS, filter_fn=checkpoint_filter_fn, out_indices=(0, 1, 2))
