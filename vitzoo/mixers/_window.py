@@ -12,7 +12,9 @@ __all__ = ['halo_mask', 'tile', 'tile_with_halo', 'untile', 'window_attention', 
 
 def tile(x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int]) -> torch.Tensor:
     """Tokens (B, heads, H*W, d) -> tiles (B, heads, T, h*w, d) of `window_size` = (h, w), zeros beyond the grid."""
-    return tile_with_halo(x, grid_size, window_size, (0, 0))
+    x = _pad(x.unflatten(2, grid_size), grid_size, window_size, (0, 0))  # (B, heads, rows, columns, d)
+    x = x.unflatten(3, (-1, window_size[1])).unflatten(2, (-1, window_size[0]))
+    return x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
 
 
 def tile_with_halo(
@@ -22,17 +24,17 @@ def tile_with_halo(
 
     `sides` is (h + 2 halo_h) * (w + 2 halo_w).
     """
-    x = x.unflatten(2, grid_size)
-    x = _overlapping(x, 2, window_size[0], halo[0])  # (B, heads, tiles, side, W, d)
-    x = _overlapping(x, 4, window_size[1], halo[1])  # (B, heads, tiles, side, tiles, side, d)
-    return x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+    x = _pad(x.unflatten(2, grid_size), grid_size, window_size, halo)
+    for dim, window, reach in zip((2, 3), window_size, halo):
+        x = x.unfold(dim, window + 2 * reach, window)
+    return x.permute(0, 1, 2, 3, 5, 6, 4).flatten(4, 5).flatten(2, 3)  # from (B, heads, tiles, tiles, d, side, side)
 
 
 def untile(x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int]) -> torch.Tensor:
     """Tiles (B, heads, T, h*w, d) -> tokens (B, heads, H*W, d), the inverse of `tile`."""
     H, W = grid_size
     x = x.unflatten(2, (-(-H // window_size[0]), -1)).unflatten(4, window_size)
-    x = x.transpose(3, 4).flatten(4, 5).flatten(2, 3)  # (B, heads, whole tiles of rows, of columns, d)
+    x = x.transpose(3, 4).flatten(4, 5).flatten(2, 3)  # (B, heads, rows, columns, d)
     return x[:, :, :H, :W].flatten(2, 3)
 
 
@@ -50,23 +52,12 @@ def halo_mask(
     return mask.flatten(2).flatten(0, 1)
 
 
-def _overlapping(x: torch.Tensor, dim: int, window: int, halo: int) -> torch.Tensor:
-    """Cut `dim` into (tiles, window + 2 halo), zeros beyond the grid."""
-    size, side = x.shape[dim], window + 2 * halo
-    num_tiles, num_parts = -(-size // window), -(-side // window)
-    x = _pad(x, dim, halo, (num_tiles + num_parts - 1) * window - halo - size)
-    # a window is a run of tiles, the last cut short; as slices, unlike as unfold, they are fast to differentiate
-    parts = [
-        x.narrow(dim, part * window, num_tiles * window)
-        .unflatten(dim, (num_tiles, window))
-        .narrow(dim + 1, 0, min(window, side - part * window))
-        for part in range(num_parts)
-    ]
-    return parts[0] if num_parts == 1 else torch.cat(parts, dim=dim + 1)
-
-
-def _pad(x: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
-    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (before, after))
+def _pad(
+    x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int], halo: tuple[int, int]
+) -> torch.Tensor:
+    """Zeros around (B, heads, H, W, d): a halo on each side, and what is missing to whole tiles."""
+    (top, left), (down, right) = halo, (-size % window for size, window in zip(grid_size, window_size))
+    return F.pad(x, (0, 0, left, left + right, top, top + down))
 
 
 def window_attention_naive(
