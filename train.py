@@ -1,0 +1,6 @@
+"""`python train.py …` is `vitzoo train …`; `accelerate launch train.py …` runs it on many processes."""
+
+from vitzoo.train import main
+
+if __name__ == '__main__':
+    main()

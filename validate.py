@@ -1,0 +1,6 @@
+"""`python validate.py …` is `vitzoo validate …`; `accelerate launch validate.py …` runs it on many processes."""
+
+from vitzoo.validate import main
+
+if __name__ == '__main__':
+    main()
