@@ -1,0 +1,122 @@
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import timm
+
+import vitzoo
+from vitzoo.cli import COMMANDS, main
+from vitzoo.errors import UserError, run_command
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, **kwargs
+    )
+
+
+def fail(error: BaseException):
+    def command(argv):
+        raise error
+
+    return command
+
+
+def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command(fail(UserError('the folder is\nempty')))
+    assert end.value.code == 2
+    assert capsys.readouterr() == ('', 'vitzoo: error: the folder is empty\n')
+
+
+def test_of_many_processes_only_the_first_speaks(capsys, monkeypatch):
+    monkeypatch.setenv('RANK', '1')
+    with pytest.raises(SystemExit) as end:
+        run_command(fail(UserError('the folder is empty')))
+    assert end.value.code == 2
+    assert capsys.readouterr() == ('', '')
+
+
+def test_an_interrupt_is_exit_code_130(capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command(fail(KeyboardInterrupt()))
+    assert end.value.code == 130
+    assert 'Traceback' not in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_command(fail(ZeroDivisionError()))
+
+
+def test_a_command_gets_its_arguments():
+    seen = []
+    run_command(seen.append, ['a', 'b'])
+    assert seen == [['a', 'b']]
+
+
+@pytest.mark.parametrize('argv', ([], ['--help'], ['-h'], ['help']))
+def test_help_names_every_command_in_a_line(argv, capsys):
+    main(argv)
+    lines = capsys.readouterr().out.splitlines()
+    for command, summary in COMMANDS.items():
+        assert any(re.fullmatch(rf'  {command} +{re.escape(summary)}', line) for line in lines)
+
+
+@pytest.mark.parametrize(('command', 'hint'), [('validat', 'validate'), ('trian', 'train'), ('xyz', 'validate')])
+def test_an_unknown_command_gets_close_ones(command, hint, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert f"unknown command '{command}'" in error and hint in error
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_every_command_has_help_of_its_own(command, capsys):
+    assert callable(import_module(f'vitzoo.{command}').main)
+    with pytest.raises(SystemExit) as end:
+        main([command, '--help'])
+    assert end.value.code == 0
+    assert f'vitzoo {command}' in capsys.readouterr().out
+
+
+def test_list_shows_vitzoo_models(capsys):
+    main(['list'])
+    names = capsys.readouterr().out.split()
+    assert 'cvt_ls_13' in names and 'deit_performer_small' in names
+    assert 'resnet50' not in names and 'deit_tiny_patch16_224' not in names
+    assert set(names) <= set(timm.list_models())
+
+
+def test_list_takes_a_wildcard_and_all_of_timm(capsys):
+    main(['list', 'cvt_*'])
+    names = capsys.readouterr().out.split()
+    assert 'cvt_13' in names and all(name.startswith('cvt_') for name in names)
+    main(['list', 'resnet5*', '--all'])
+    assert 'resnet50' in capsys.readouterr().out.split()
+    with pytest.raises(SystemExit) as end:
+        main(['list', 'cvt_nothing'])
+    assert end.value.code == 2
+    assert 'cvt_nothing' in capsys.readouterr().err
+
+
+def test_list_shows_the_mixers(capsys):
+    main(['list', '--mixers'])
+    assert capsys.readouterr().out.split() == vitzoo.list_mixers()
+
+
+@pytest.mark.parametrize(
+    'command', (['-m', 'vitzoo', 'validate'], ['-m', 'vitzoo.validate'], ['validate.py']), ids=' '.join
+)
+def test_every_way_to_start_a_command_ends_alike(command):
+    child = run(*command, 'resnet5000', '--no-data')
+    assert child.returncode == 2
+    assert child.stdout == ''
+    assert child.stderr.startswith("vitzoo: error: unknown model 'resnet5000', did you mean resnet50")
+    assert len(child.stderr.splitlines()) == 1

@@ -1,0 +1,441 @@
+import copy
+import json
+import os
+import socket
+from math import isnan
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.flop_counter import register_flop_formula
+
+import vitzoo
+from vitzoo.data import eval_loader
+from vitzoo.errors import UserError
+from vitzoo.metrics import OversmoothingProbe, count_macs, evaluate, oversmoothing
+from vitzoo.metrics.oversmoothing import mean_cosine
+from vitzoo.metrics.speed import CLEAR_REFS, PeakMemory, images_per_second
+
+SIZES = (1, 3, 5, 10, 17, 22)
+BATCH_SIZES = (1, 3, 7, 64)
+
+
+def make_problem(size: int, num_classes: int = 7) -> tuple[nn.Module, TensorDataset]:
+    generator = torch.Generator().manual_seed(size)
+    images = torch.randn(size, 3, 2, 2, generator=generator)
+    target = torch.randint(num_classes, (size,), generator=generator)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, num_classes, bias=False))
+    model[1].weight.data = torch.randn(num_classes, 12, generator=generator)
+    return model, TensorDataset(images, target)
+
+
+def count_by_hand(model: nn.Module, dataset: TensorDataset) -> tuple[int, int, float]:
+    correct1, correct5, losses = 0, 0, []
+    for image, target in dataset:
+        logits = model(image[None])[0].tolist()
+        better = sum(logit > logits[target] for logit in logits)
+        correct1, correct5 = correct1 + (better == 0), correct5 + (better < 5)
+        losses.append(-torch.tensor(logits).double().log_softmax(0)[target].item())
+    return correct1, correct5, sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize('size', SIZES)
+@pytest.mark.parametrize('batch_size', BATCH_SIZES)
+def test_validation_counts_are_the_same_for_any_batch_size(size, batch_size):
+    model, dataset = make_problem(size)
+    scores = evaluate(model, DataLoader(dataset, batch_size))
+    correct1, correct5, loss = count_by_hand(model, dataset)
+    assert (scores['n'], scores['correct1'], scores['correct5']) == (size, correct1, correct5)
+    assert scores['top1'] == 100 * correct1 / size and scores['top5'] == 100 * correct5 / size
+    assert scores['loss'] == pytest.approx(loss, rel=1e-5)
+
+
+class BrokenAt(Dataset):
+    def __init__(self, dataset: Dataset, index: int):
+        self.dataset, self.index = dataset, index
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        if index == self.index:
+            raise UserError(f'cannot read the image {index}')
+        return self.dataset[index]
+
+
+def evaluate_in_process(rank: int, world: int, port: int, folder: str) -> None:
+    """Evaluate every problem with every kind of sharded loader, as one of `world` processes."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1')
+    os.environ.update(MASTER_PORT=str(port), ACCELERATE_USE_CPU='true', OMP_NUM_THREADS='1')
+    torch.set_num_threads(1)
+    from accelerate import Accelerator
+    from timm.data.distributed_sampler import OrderedDistributedSampler
+
+    accelerator = Accelerator(cpu=True)
+    results = {}
+    for size in SIZES:
+        model, dataset = make_problem(size)
+        for batch_size in BATCH_SIZES:
+            loaders = {
+                'vitzoo': eval_loader(dataset, batch_size, rank=rank, world=world),
+                'timm': DataLoader(dataset, batch_size, sampler=OrderedDistributedSampler(dataset, world, rank)),
+                'accelerate': accelerator.prepare_data_loader(DataLoader(dataset, batch_size)),
+                'not sharded': DataLoader(dataset, batch_size),
+            }
+            for name, loader in loaders.items():
+                results[f'{name} {size} {batch_size}'] = evaluate(model, loader, accelerator)
+    model, dataset = make_problem(22)
+    for name, index in {'first': 0, 'last': 21}.items():
+        with pytest.raises(UserError) as error:
+            evaluate(model, eval_loader(BrokenAt(dataset, index), 3, rank=rank, world=world), accelerator)
+        results[name] = str(error.value)
+    with open(f'{folder}/{rank}.json', 'w') as file:
+        json.dump(results, file)
+    accelerator.wait_for_everyone()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize('world', (2, 3))
+def test_validation_counts_are_the_same_for_any_number_of_processes(world, tmp_path):
+    with socket.socket() as server:
+        server.bind(('127.0.0.1', 0))
+        port = server.getsockname()[1]
+    torch.multiprocessing.spawn(evaluate_in_process, (world, port, str(tmp_path)), nprocs=world)
+    ranks = [json.loads((tmp_path / f'{rank}.json').read_text()) for rank in range(world)]
+    assert all(rank == ranks[0] for rank in ranks)
+    results = ranks[0]
+    assert results.pop('first') == 'cannot read the image 0'
+    assert results.pop('last') == 'cannot read the image 21'
+    for key, scores in results.items():
+        _, size, batch_size = key.rsplit(' ', 2)
+        model, dataset = make_problem(int(size))
+        alone = evaluate(model, DataLoader(dataset, int(batch_size)))
+        assert scores.pop('loss') == pytest.approx(alone.pop('loss'), rel=1e-6)
+        assert scores == alone, key
+
+
+def test_two_classes_have_a_top_5():
+    model, dataset = make_problem(9, num_classes=2)
+    assert evaluate(model, DataLoader(dataset, 4))['correct5'] == 9
+
+
+def test_an_image_that_the_sampler_repeats_counts_once():
+    model, dataset = make_problem(5)
+    scores = evaluate(model, DataLoader(dataset, 2, sampler=[3, 0, 1, 1, 2, 4, 0]))
+    assert scores == evaluate(model, DataLoader(dataset, 5))
+
+
+def test_an_image_that_the_sampler_leaves_out_is_noticed():
+    model, dataset = make_problem(5)
+    with pytest.raises(RuntimeError, match='4 different images of 5'):
+        evaluate(model, DataLoader(dataset, 2, sampler=[0, 1, 2, 4, 4]))
+    with pytest.raises(RuntimeError, match='4 different images of 5'):
+        evaluate(model, DataLoader(dataset, 2, drop_last=True))
+    with pytest.raises(RuntimeError, match='5 different images of 6'):
+        evaluate(model, DataLoader(dataset, 2), num_samples=6)
+
+
+def test_a_stream_is_evaluated_and_checked_only_against_a_given_size():
+    model, dataset = make_problem(10)
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(dataset)
+
+    assert evaluate(model, DataLoader(Stream(), 3)) == evaluate(model, DataLoader(dataset, 3))
+    with pytest.raises(RuntimeError, match='10 different images of 11'):
+        evaluate(model, DataLoader(Stream(), 3), num_samples=11)
+
+
+def test_timm_loaders_can_be_evaluated():
+    model, dataset = make_problem(5)
+    plain = evaluate(model, DataLoader(dataset, 2))
+    assert evaluate(model, timm.data.loader.MultiEpochsDataLoader(dataset, 2)) == plain
+    prefetched = timm.data.loader.PrefetchLoader(DataLoader(dataset, 2), device=torch.device('cpu'))
+    assert evaluate(model, prefetched)['n'] == 5
+
+
+def test_evaluation_needs_images_and_leaves_the_model_in_its_mode():
+    model, dataset = make_problem(5)
+    evaluate(model.train(), DataLoader(dataset, 2))
+    assert model.training
+    with pytest.raises(UserError, match='no images'):
+        evaluate(model, DataLoader(TensorDataset(torch.empty(0, 3, 2, 2), torch.empty(0, dtype=torch.long)), 2))
+    with pytest.raises(UserError, match='image 3'):
+        evaluate(model.eval(), DataLoader(BrokenAt(dataset, 3), 2))
+    assert not model.training
+
+
+def test_a_mistake_in_a_worker_process_stays_one_sentence():
+    model, dataset = make_problem(5)
+    with pytest.raises(UserError) as error:
+        evaluate(model, DataLoader(BrokenAt(dataset, 3), 2, num_workers=1))
+    assert str(error.value) == 'cannot read the image 3'
+
+
+def test_progress_hears_of_every_image():
+    model, dataset = make_problem(10)
+    seen = []
+    evaluate(model, DataLoader(dataset, 4), progress=seen.append)
+    assert seen == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ('name', 'gmacs'),
+    [
+        ('deit_tiny_patch16_224', 1.254),
+        ('deit_small_patch16_224', 4.599),
+        ('deit_base_patch16_224', 17.564),
+        ('deit_tiny_distilled_patch16_224', 1.261),
+        ('resnet50', 4.089),
+        ('swin_tiny_patch4_window7_224', 4.491),
+        ('xcit_nano_12_p16_224', 0.551),
+        ('pvt_v2_b2_li', 3.889),
+    ],
+)
+def test_macs_equal_the_reference_counts(name, gmacs):
+    with torch.device('meta'):
+        model = timm.create_model(name)
+    assert count_macs(model) / 1e9 == pytest.approx(gmacs, abs=0.0006)
+
+
+def test_macs_equal_closed_forms():
+    assert count_macs(nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False)), 32) == 16 * 16 * 8 * 3 * 9
+    assert count_macs(nn.Sequential(nn.Conv2d(3, 6, 5, groups=3)), (7, 9)) == 3 * 5 * 6 * 1 * 25
+    assert count_macs(nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 10), nn.GELU()), 4) == 48 * 10
+    with torch.device('meta'):
+        model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=2, num_classes=10)
+    N, C = 5, 192
+    block = 4 * N * C * C + 2 * N * N * C + 8 * N * C * C
+    assert count_macs(model) == 4 * C * 3 * 256 + 2 * block + C * 10
+
+
+def test_macs_follow_the_size_and_channels_of_the_model():
+    small, large = (timm.create_model('test_vit', img_size=size) for size in (32, 64))
+    assert count_macs(small) < count_macs(large)
+    resnet = timm.create_model('test_resnet', in_chans=1)
+    assert count_macs(resnet, 64) == 2 * count_macs(resnet, (64, 32)) - resnet.fc.weight.numel()
+
+
+def test_counting_leaves_the_model_as_it_is():
+    model = timm.create_model('test_vit', img_size=32).train()
+    weights = copy.deepcopy(model.state_dict())
+    fused = [module.fused_attn for module in model.modules() if hasattr(module, 'fused_attn')]
+    count_macs(model)
+    assert model.training
+    assert fused == [module.fused_attn for module in model.modules() if hasattr(module, 'fused_attn')]
+    assert all(tensor.device.type == 'cpu' and tensor.equal(weights[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize('fused', (True, False))
+def test_attention_counts_the_same_fused_or_not(fused):
+    class Attention(nn.Module):
+        def forward(self, x):
+            x = x.flatten(2).mT  # (1, 64, 3)
+            if fused:
+                return nn.functional.scaled_dot_product_attention(x, x, x)
+            return (x @ x.mT).softmax(-1) @ x
+
+    assert count_macs(Attention(), 8) == 2 * 64 * 64 * 3
+
+
+@torch.library.custom_op('vitzoo_test::twice', mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ('function', 'name'),
+    [
+        (torch.fft.fft2, 'fft'),
+        (torch.linalg.inv, 'linalg_inv'),
+        (lambda x: torch.mv(x[0, 0], x[0, 0, 0]), 'mv'),
+        (lambda x: torch.cdist(x, x), 'cdist'),
+        (torch.ops.vitzoo_test.twice, 'vitzoo_test.twice'),
+    ],
+)
+def test_an_operation_that_nobody_counts_stops_the_count(function, name):
+    with pytest.raises(UserError, match=name):
+        count_macs(Apply(function), 8)
+
+
+def test_an_operation_with_a_formula_counts():
+    @torch.library.custom_op('vitzoo_test::thrice', mutates_args=())
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    thrice.register_fake(torch.empty_like)
+    register_flop_formula(torch.ops.vitzoo_test.thrice)(lambda shape, out_shape=None: 2 * shape.numel())
+    assert count_macs(Apply(torch.ops.vitzoo_test.thrice), 8) == 3 * 8 * 8
+
+
+def test_a_fast_path_is_counted_by_its_plain_form():
+    class Switched(nn.Module):
+        fused_attn = True
+
+        def forward(self, x):
+            return torch.ops.vitzoo_test.twice(x) if self.fused_attn else x @ x.mT
+
+    model = Switched()
+    assert count_macs(model, 8) == 3 * 8 * 8 * 8
+    assert model.fused_attn
+
+
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+def test_every_mixer_can_be_counted(mixer):
+    model = timm.create_model(f'deit_{mixer}_tiny', img_size=64, depth=1)
+    assert count_macs(model) > 16 * 192 * 192 * 8
+
+
+def brute_force(tokens: torch.Tensor, absolute: bool = False, include_self: bool = False) -> float:
+    pairs = []
+    for i, a in enumerate(tokens.double()):
+        for j, b in enumerate(tokens.double()):
+            cosine = (a @ b / (a.norm() * b.norm())).item()
+            pairs += [abs(cosine) if absolute else cosine] if i != j or include_self else []
+    return sum(pairs) / len(pairs)
+
+
+@pytest.mark.parametrize('num_tokens', (4, 49, 196))
+def test_random_tokens_are_not_alike(num_tokens):
+    cosine = mean_cosine(torch.randn(64, num_tokens, 192, generator=torch.Generator().manual_seed(0)))
+    assert cosine.mean().item() == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize('num_tokens', (2, 49, 3136))
+def test_identical_tokens_are_alike(num_tokens):
+    tokens = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).expand(2, num_tokens, 64)
+    torch.testing.assert_close(mean_cosine(tokens), torch.ones(2), rtol=0, atol=1e-5)
+
+
+def test_two_orthogonal_clusters_share_only_their_own_pairs():
+    tokens = torch.eye(2).repeat_interleave(torch.tensor([3, 5]), dim=0)[None]
+    assert mean_cosine(tokens).item() == pytest.approx((3 * 2 + 5 * 4) / (8 * 7))
+    opposite = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])[None]
+    assert mean_cosine(opposite).item() == pytest.approx(-1)
+    assert mean_cosine(opposite, absolute=True).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize('absolute', (True, False))
+@pytest.mark.parametrize('include_self', (True, False))
+def test_mean_cosine_equals_brute_force(absolute, include_self):
+    tokens = torch.randn(3, 11, 5, generator=torch.Generator().manual_seed(0)) + 0.3
+    cosine = mean_cosine(tokens, absolute=absolute, include_self=include_self)
+    expected = [brute_force(image, absolute, include_self) for image in tokens]
+    assert cosine.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_single_token_has_no_similarity():
+    assert mean_cosine(torch.ones(2, 1, 8)).isnan().all()
+    assert mean_cosine(torch.ones(2, 1, 8), absolute=True).isnan().all()
+    model = timm.create_model('deit_softmax_tiny', img_size=16, depth=1)
+    assert isnan(oversmoothing(model, torch.randn(2, 3, 16, 16))[0])
+
+
+def record_outputs(model: nn.Module, blocks: list[nn.Module], images: torch.Tensor) -> list[torch.Tensor]:
+    outputs = []
+    hooks = [block.register_forward_hook(lambda block, args, output: outputs.append(output)) for block in blocks]
+    with torch.no_grad():
+        model(images)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+@pytest.mark.parametrize('name', ('deit_softmax_tiny', 'deit_tiny_distilled_patch16_224'))
+@pytest.mark.parametrize('include_cls', (True, False))
+def test_prefix_tokens_count_only_on_request(name, include_cls):
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=48, depth=2).eval()
+    images = torch.randn(2, 3, 48, 48)
+    outputs = record_outputs(model, list(model.blocks), images)
+    first = 0 if include_cls else model.num_prefix_tokens
+    expected = [sum(brute_force(image[first:]) for image in output) / 2 for output in outputs]
+    assert oversmoothing(model, images, include_cls=include_cls) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize('name', ('cvt_13', 'vil_ls_tiny'))
+def test_every_block_of_a_pyramid_has_its_value(name):
+    model = timm.create_model(name, img_size=64).eval()
+    curve = oversmoothing(model, torch.randn(1, 3, 64, 64))
+    assert len(curve) == sum(type(module).__name__ == 'Block' for module in model.modules())
+    assert all(-1 <= value <= 1 for value in curve if not isnan(value))
+
+
+@pytest.mark.parametrize(
+    ('name', 'size', 'stages', 'layout'),
+    [
+        ('test_resnet', 64, ('act1', 'layer1', 'layer2', 'layer3', 'layer4'), 'NCHW'),
+        ('swin_tiny_patch4_window7_224', 64, ('layers.0', 'layers.1', 'layers.2', 'layers.3'), 'NHWC'),
+        ('cait_xxs24_224', 224, ('blocks.0', 'blocks.23'), 'NLC'),
+    ],
+)
+def test_feature_maps_of_timm_models_are_tokens(name, size, stages, layout):
+    torch.manual_seed(0)
+    model = timm.create_model(name, **({} if layout == 'NCHW' else dict(img_size=size))).eval()
+    images = torch.randn(1, 3, size, size)
+    outputs = record_outputs(model, [model.get_submodule(stage) for stage in stages], images)
+    tokens = [output.permute(0, 2, 3, 1) if layout == 'NCHW' else output for output in outputs]
+    expected = [mean_cosine(token.flatten(1, -2)).item() for token in tokens]
+    with torch.no_grad(), OversmoothingProbe(model) as probe:
+        model(images)
+    curve = dict(zip(probe.names, probe.curve()))
+    assert [curve[stage] for stage in stages] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_model_without_blocks_says_so():
+    with pytest.raises(UserError, match='no oversmoothing curve for Flatten'):
+        OversmoothingProbe(nn.Flatten())
+    model = timm.create_model('pit_ti_224')
+    with pytest.raises(UserError, match='no single feature map'):
+        oversmoothing(model, torch.randn(1, 3, 224, 224))
+
+
+def test_a_probe_streams_and_leaves_no_hooks():
+    model = timm.create_model('test_vit', img_size=32).eval()
+    images = torch.randn(5, 3, 32, 32)
+    with torch.no_grad(), OversmoothingProbe(model) as probe:
+        for batch in images.split(2):
+            model(batch)
+    assert probe.curve() == pytest.approx(oversmoothing(model, images), abs=1e-5)
+    assert not model._forward_pre_hooks and not any(module._forward_hooks for module in model.modules())
+
+
+def test_evaluation_reads_the_probe_of_each_image_once():
+    model = timm.create_model('test_vit', img_size=32, num_classes=4)
+    dataset = TensorDataset(torch.randn(5, 3, 32, 32), torch.arange(5) % 4)
+    with OversmoothingProbe(model) as probe:
+        curve = evaluate(model, DataLoader(dataset, 2, sampler=[0, 1, 2, 3, 4, 4, 4]), probe=probe)['oversmoothing']
+    assert curve == pytest.approx(oversmoothing(model.eval(), dataset.tensors[0]), abs=1e-5)
+
+
+def test_speed_is_that_of_one_batch():
+    calls = []
+    model = Apply(lambda x: calls.append(len(x)))
+    speed = images_per_second(model, torch.zeros(4, 3, 2, 2), seconds=0.01)
+    assert speed > 0 and set(calls) == {4} and len(calls) > 2
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason='only Linux can reset the peak')
+def test_peak_memory_is_that_of_the_context():
+    with PeakMemory(torch.device('cpu')) as large:
+        torch.ones(75_000_000)
+    with PeakMemory(torch.device('cpu')) as small:
+        torch.ones(10)
+    assert 250 < large.megabytes - small.megabytes < 400

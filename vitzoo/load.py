@@ -1,0 +1,157 @@
+"""Turns what a user calls a model into a model: a timm name, a wildcard, a folder that training wrote, a checkpoint."""
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from pickle import UnpicklingError
+
+import timm
+from safetensors import SafetensorError
+from timm.models import load_state_dict
+from torch import Tensor, nn
+
+import vitzoo  # noqa: F401  registers the models
+from vitzoo.errors import UserError, did_you_mean
+
+SOURCES = ('local-dir:', 'hf-hub:')
+
+
+def find_models(patterns: list[str]) -> list[str]:
+    """Expand names, wildcards and folders of trained models to the names that `load_model` takes.
+
+    Raises:
+        UserError: A name is unknown, a wildcard matches nothing, or a folder holds no model.
+    """
+    return list(dict.fromkeys(name for pattern in patterns for name in _expand(pattern)))
+
+
+def load_model(
+    name: str,
+    *,
+    img_size: tuple[int, int] | None = None,
+    num_classes: int | None = None,
+    checkpoint: str | None = None,
+    pretrained: bool = True,
+) -> tuple[nn.Module, str]:
+    """Create a model with the best weights there are: a checkpoint's, its folder's, its published ones, else random.
+
+    Args:
+        name: One of those that `find_models` gives.
+        img_size: Height and width, for models that are made for one size.
+        num_classes: A new number of classes, whose head is random unless the checkpoint has one.
+        checkpoint: A .safetensors or .pth file.
+        pretrained: Whether to fetch published weights.
+
+    Returns:
+        The model in eval mode, and whose weights it has: 'checkpoint', 'trained', 'published' or 'random weights'.
+
+    Raises:
+        UserError: The size does not suit the model, the weights do not fit it, or they cannot be read or fetched.
+    """
+    source = 'random weights'
+    if (Path(name) / 'config.json').is_file():
+        name, source = f'local-dir:{name}', 'trained'
+    elif name.startswith(SOURCES) or timm.is_model_pretrained(name):
+        source = 'published' if pretrained else source
+    if checkpoint is not None:
+        source = 'checkpoint'
+    elif num_classes is not None:
+        source = 'random weights'
+    model = _create(name, img_size, num_classes, pretrained=source in ('trained', 'published'))
+    if checkpoint is not None:
+        load_checkpoint(model, checkpoint)
+    return model.eval(), source
+
+
+def load_checkpoint(model: nn.Module, path: str) -> None:
+    """Load weights that fit the model exactly, also from under 'model', 'state_dict' (EMA first) and 'module.'.
+
+    Weights in the layout of the model's official release go through its `checkpoint_filter_fn`.
+
+    Raises:
+        UserError: The file cannot be read, or does not fit (and which keys do not).
+    """
+    state_dict = _read_checkpoint(path)
+    misfit = _load_if_fits(model, state_dict)
+    convert = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
+    if misfit and convert is not None:
+        # on the weights of another model a converter may fail in any way: then they do not fit
+        with suppress(Exception):
+            misfit = _load_if_fits(model, convert(state_dict, model)) and misfit
+    if misfit:
+        raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}')
+
+
+def _expand(pattern: str) -> list[str]:
+    if pattern.startswith(SOURCES):
+        return [pattern]
+    path = Path(pattern).expanduser()
+    if path.name in ('config.json', 'model.safetensors') and path.is_file():
+        path = path.parent
+    if (path / 'config.json').is_file():
+        return [str(path)]
+    if any(character in pattern for character in '*?['):
+        names = timm.list_models(pattern, include_tags='.' in pattern)
+        if not names:
+            raise UserError(f"no model matches '{pattern}'; `vitzoo list --all` shows their names")
+        return names
+    if path.is_dir() and not timm.is_model(pattern):
+        raise UserError(f"the folder '{pattern}' has no config.json, so it is not a trained model")
+    if not timm.is_model(pattern):
+        names = timm.list_models()
+        raise UserError(f"unknown model '{pattern}'{did_you_mean(pattern, names) or '; `vitzoo list` shows the names'}")
+    architecture, _, tag = pattern.partition('.')
+    tags = timm.list_models(f'{architecture}.*', include_tags=True)
+    if tag and pattern not in tags:
+        raise UserError(f"{architecture} has no weights '{tag}', it has {', '.join(tags) or 'none at all'}")
+    return [pattern]
+
+
+def _create(name: str, img_size: tuple[int, int] | None, num_classes: int | None, pretrained: bool) -> nn.Module:
+    kwargs = dict(pretrained=pretrained, num_classes=num_classes, img_size=img_size)
+    try:
+        return timm.create_model(name, **kwargs)
+    except TypeError as error:
+        # a convolutional network takes any size and no img_size
+        if "'img_size'" not in str(error):
+            raise
+        return timm.create_model(name, **{**kwargs, 'img_size': None})
+    except (AssertionError, RuntimeError, ValueError, ZeroDivisionError) as error:
+        if img_size is None:
+            raise
+        height, width = img_size
+        raise UserError(f'{name} cannot be made for images of {height} x {width}: {error}') from error
+    except OSError as error:
+        raise UserError(
+            f'cannot fetch the weights of {name} ({error}); give a --checkpoint, or use --random-weights'
+        ) from error
+
+
+def _read_checkpoint(path: str) -> dict[str, Tensor]:
+    if Path(path).is_dir():
+        raise UserError(f"the checkpoint '{path}' is a folder; give the file in it, or the folder as the model")
+    if not Path(path).is_file():
+        raise UserError(f"the checkpoint '{path}' does not exist")
+    try:
+        state_dict = load_state_dict(path)
+    except (AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, UnpicklingError, ValueError) as error:
+        raise UserError(
+            f"the checkpoint '{path}' is damaged, or not a .safetensors or .pth file of tensors only (anything else in "
+            'a pickle could run code, so it is not loaded); save the state_dict() of its model as .safetensors'
+        ) from error
+    return {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
+
+
+def _load_if_fits(model: nn.Module, state_dict: dict[str, Tensor]) -> str:
+    """Load a state dict, and say what of it does not fit."""
+    own = model.state_dict()
+    wrong = [key for key in own if key in state_dict and own[key].shape != state_dict[key].shape]
+    keys = model.load_state_dict({key: state_dict[key] for key in state_dict if key not in wrong}, strict=False)
+    missing = [key for key in keys.missing_keys if key not in wrong]
+    wrong = [f'{key} ({tuple(state_dict[key].shape)}, not {tuple(own[key].shape)})' for key in wrong]
+    problems = {'missing': missing, 'unexpected': keys.unexpected_keys, 'of another shape': wrong}
+    return '; '.join(f'{len(keys)} {problem} ({_first(keys)})' for problem, keys in problems.items() if keys)
+
+
+def _first(keys: list[str]) -> str:
+    return ', '.join(keys[:3]) + (', …' if len(keys) > 3 else '')
