@@ -1,0 +1,15 @@
+"""Images: where they come from, how they become tensors, and which of them a process gets."""
+
+from vitzoo.data.folder import Images, open_dataset
+from vitzoo.data.loader import eval_loader, train_loader
+from vitzoo.data.transforms import eval_transform, resolve_data_config, train_transform
+
+__all__ = [
+    'Images',
+    'eval_loader',
+    'eval_transform',
+    'open_dataset',
+    'resolve_data_config',
+    'train_loader',
+    'train_transform',
+]
