@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 
 from vitzoo.metrics import count_macs
-from vitzoo.mixers import GlobalMemory, Longformer
+from vitzoo.mixers.global_memory import GlobalMemory
+from vitzoo.mixers.longformer import Longformer
 from vitzoo.models import cvt, vil
 
 # exact parameter counts and GMACs of the official code (None: not measured there)

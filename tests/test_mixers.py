@@ -172,13 +172,12 @@ def test_what_lies_in_the_padding_does_not_matter(name, kwargs, monkeypatch):
     x = tokens(mixer)
     torch.manual_seed(2)
     expected = mixer(x, (5, 7))
-    pad_to_tiles = _window._to_whole_tiles
+    pad = _window._pad
 
     def pad_with_junk(x, *args):
-        inside = pad_to_tiles(torch.ones_like(x), *args)
-        return pad_to_tiles(x, *args) + 1e3 * (1 - inside)
+        return pad(x, *args) + 1e3 * (1 - pad(torch.ones_like(x), *args))
 
-    monkeypatch.setattr(_window, '_to_whole_tiles', pad_with_junk)
+    monkeypatch.setattr(_window, '_pad', pad_with_junk)
     # a mixer with random draws in training makes the same ones again
     torch.manual_seed(2)
     torch.testing.assert_close(mixer(x, (5, 7)), expected, rtol=0, atol=0)

@@ -9,7 +9,6 @@ import torch
 from timm.models._manipulate import group_parameters
 
 import vitzoo
-from vitzoo.mixers import Linformer, Synthesizer
 from vitzoo.models import aft, cvt, deit, vil
 from vitzoo.models._block import Block
 
@@ -47,9 +46,7 @@ def is_bound_to_the_grid(model):
     """Whether a position anywhere in the model belongs to one place of one grid."""
     mixers = [block.attn for block in blocks(model)]
     softmax_bias = any(type(m).__name__ == 'Softmax' and m.rel_bias is not None for m in mixers)
-    factors = any(hasattr(m, 'u_query') for m in mixers)
-    rows = any(isinstance(m, (Linformer, Synthesizer)) for m in mixers)
-    return softmax_bias or factors or rows or getattr(model, 'pos_embed', None) is not None
+    return softmax_bias or any(m.grid_bound for m in mixers) or getattr(model, 'pos_embed', None) is not None
 
 
 def test_the_registered_names_are_these():

@@ -10,45 +10,54 @@ from torch.nn import functional as F
 __all__ = ['halo_mask', 'tile', 'tile_with_halo', 'untile', 'window_attention', 'window_attention_naive']
 
 
-def tile(x: torch.Tensor, grid_size: tuple[int, int], window_size: int) -> torch.Tensor:
-    """Tokens (B, heads, H*W, d) -> tiles (B, heads, T, w*w, d), zeros beyond the grid."""
-    x = _to_whole_tiles(x, grid_size, window_size)  # (B, heads, ty * w, tx * w, d)
-    x = x.unflatten(3, (-1, window_size)).unflatten(2, (-1, window_size))
+def tile(x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int]) -> torch.Tensor:
+    """Tokens (B, heads, H*W, d) -> tiles (B, heads, T, h*w, d) of `window_size` = (h, w), zeros beyond the grid."""
+    x = _pad(x.unflatten(2, grid_size), grid_size, window_size, (0, 0))  # (B, heads, rows, columns, d)
+    x = x.unflatten(3, (-1, window_size[1])).unflatten(2, (-1, window_size[0]))
     return x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
 
 
-def tile_with_halo(x: torch.Tensor, grid_size: tuple[int, int], window_size: int, halo: int) -> torch.Tensor:
-    """Tokens (B, heads, H*W, d) -> each tile and its halo (B, heads, T, (w + 2 halo)^2, d), zeros beyond the grid."""
-    x = _to_whole_tiles(x, grid_size, window_size, halo)
-    side = window_size + 2 * halo
-    x = x.unfold(2, side, window_size).unfold(3, side, window_size)  # (B, heads, ty, tx, d, side, side)
-    return x.permute(0, 1, 2, 3, 5, 6, 4).flatten(4, 5).flatten(2, 3)
+def tile_with_halo(
+    x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int], halo: tuple[int, int]
+) -> torch.Tensor:
+    """Tokens (B, heads, H*W, d) -> tiles and their halos (B, heads, T, sides, d), zeros beyond the grid.
+
+    `sides` is (h + 2 halo_h) * (w + 2 halo_w).
+    """
+    x = _pad(x.unflatten(2, grid_size), grid_size, window_size, halo)
+    for dim, window, reach in zip((2, 3), window_size, halo):
+        x = x.unfold(dim, window + 2 * reach, window)
+    return x.permute(0, 1, 2, 3, 5, 6, 4).flatten(4, 5).flatten(2, 3)  # from (B, heads, tiles, tiles, d, side, side)
 
 
-def untile(x: torch.Tensor, grid_size: tuple[int, int], window_size: int) -> torch.Tensor:
-    """Tiles (B, heads, T, w*w, d) -> tokens (B, heads, H*W, d), the inverse of `tile`."""
+def untile(x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int]) -> torch.Tensor:
+    """Tiles (B, heads, T, h*w, d) -> tokens (B, heads, H*W, d), the inverse of `tile`."""
     H, W = grid_size
-    x = x.unflatten(2, (-(-H // window_size), -1)).unflatten(4, (window_size, window_size))
-    x = x.transpose(3, 4).flatten(4, 5).flatten(2, 3)  # (B, heads, ty * w, tx * w, d)
+    x = x.unflatten(2, (-(-H // window_size[0]), -1)).unflatten(4, window_size)
+    x = x.transpose(3, 4).flatten(4, 5).flatten(2, 3)  # (B, heads, rows, columns, d)
     return x[:, :, :H, :W].flatten(2, 3)
 
 
-def halo_mask(grid_size: tuple[int, int], window_size: int, halo: int, device: torch.device) -> torch.Tensor:
-    """True where the key of `tile_with_halo` is a token of the grid, (T, (w + 2 halo)^2)."""
+def halo_mask(
+    grid_size: tuple[int, int], window_size: tuple[int, int], halo: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """True where the key of `tile_with_halo` is a token of the grid, (T, sides)."""
     inside = []
-    for size in grid_size:
-        start = torch.arange(0, size, window_size, device=device) - halo
-        place = start[:, None] + torch.arange(window_size + 2 * halo, device=device)
+    for size, window, reach in zip(grid_size, window_size, halo):
+        start = torch.arange(0, size, window, device=device) - reach
+        place = start[:, None] + torch.arange(window + 2 * reach, device=device)
         inside.append((place >= 0) & (place < size))
     rows, columns = inside
-    mask = rows[:, None, :, None] & columns[None, :, None, :]  # (ty, tx, side, side)
+    mask = rows[:, None, :, None] & columns[None, :, None, :]  # (tiles, tiles, side, side)
     return mask.flatten(2).flatten(0, 1)
 
 
-def _to_whole_tiles(x: torch.Tensor, grid_size: tuple[int, int], window_size: int, halo: int = 0) -> torch.Tensor:
-    H, W = grid_size
-    x = x.unflatten(2, (H, W))
-    return F.pad(x, (0, 0, halo, halo + -W % window_size, halo, halo + -H % window_size))
+def _pad(
+    x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int], halo: tuple[int, int]
+) -> torch.Tensor:
+    """Zeros around (B, heads, H, W, d): a halo on each side, and what is missing to whole tiles."""
+    (top, left), (down, right) = halo, (-size % window for size, window in zip(grid_size, window_size))
+    return F.pad(x, (0, 0, left, left + right, top, top + down))
 
 
 def window_attention_naive(
@@ -108,19 +117,38 @@ def window_attention(
     Grid tokens q, k, v (B, heads, H*W, d), shared keys and values (B, heads, S, d), `bias` (heads, w*w, (w + 2 halo)^2)
     and `bias_shared` (heads, S) -> (B, heads, H*W, d).
     """
-    q = tile(scale * q, grid_size, window_size)
+    window, reach = _fit(grid_size, window_size, halo)
+    q = tile(scale * q, grid_size, window)
     T, S = q.shape[2], k_shared.shape[2]
-    scores = q @ tile_with_halo(k, grid_size, window_size, halo).transpose(-2, -1)  # (B, heads, T, w*w, side*side)
+    scores = q @ tile_with_halo(k, grid_size, window, reach).transpose(-2, -1)  # (B, heads, T, w*w, side*side)
     scores_shared = (q.flatten(2, 3) @ k_shared.transpose(-2, -1)).unflatten(2, (T, -1))
     if bias is not None:
-        scores = scores + bias.unsqueeze(1)
+        scores = scores + _fit_bias(bias, window_size, halo, window, reach).unsqueeze(1)
     if bias_shared is not None:
         scores_shared = scores_shared + bias_shared[:, None, None]
-    mask = halo_mask(grid_size, window_size, halo, q.device)
+    mask = halo_mask(grid_size, window, reach, q.device)
     scores = scores.masked_fill(~mask.unsqueeze(1), float('-inf'))
     scores = torch.cat([scores_shared, scores], dim=-1)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     attn_shared, attn = F.dropout(attn, dropout_p).split([S, attn.shape[-1] - S], dim=-1)
-    out = attn @ tile_with_halo(v, grid_size, window_size, halo)
+    out = attn @ tile_with_halo(v, grid_size, window, reach)
     out = out + (attn_shared.flatten(2, 3) @ v_shared).unflatten(2, (T, -1))
-    return untile(out, grid_size, window_size)
+    return untile(out, grid_size, window)
+
+
+def _fit(grid_size: tuple[int, int], window_size: int, halo: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Window and halo per axis: where one window holds the whole axis, all around it is padding and is left out."""
+    window = tuple(min(window_size, size) for size in grid_size)
+    return window, tuple(halo if size > window_size else 0 for size in grid_size)
+
+
+def _fit_bias(
+    bias: torch.Tensor, window_size: int, halo: int, window: tuple[int, int], reach: tuple[int, int]
+) -> torch.Tensor:
+    """The part of the bias (heads, w*w, (w + 2 halo)^2) between the queries and keys that are left by `_fit`."""
+    side = window_size + 2 * halo
+    bias = bias.unflatten(2, (side, side)).unflatten(1, (window_size, window_size))
+    for axis in (0, 1):
+        bias = bias.narrow(1 + axis, 0, window[axis])
+        bias = bias.narrow(3 + axis, halo - reach[axis], window[axis] + 2 * reach[axis])
+    return bias.flatten(3).flatten(1, 2)

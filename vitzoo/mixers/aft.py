@@ -14,7 +14,7 @@ Transformer, equations 2, 3, 5 and section 3, https://arxiv.org/abs/2105.14103
 """
 
 import torch
-from timm.layers import register_notrace_function, resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed
 from torch import nn
 from torch.nn import functional as F
 
@@ -72,7 +72,6 @@ def aft_conv_naive(
     return q.sigmoid() * numerator / denominator
 
 
-@register_notrace_function
 def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """q, v (B, heads, N, d), k (B, heads, N, d or 1), bias (N, N) or (heads, N, N) -> (B, heads, N, d)."""
     with no_autocast(q):
@@ -82,14 +81,12 @@ def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tens
         return _gate(q, _apply(weights, sources))
 
 
-@register_notrace_function
 def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, v (B, heads, N, d), k (B, heads, N, d or 1) -> (B, heads, N, d)."""
     with no_autocast(q):
         return _gate(q, _sources(k, v).sum(dim=2, keepdim=True))
 
 
-@register_notrace_function
 def aft_local(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
@@ -108,15 +105,14 @@ def aft_local(
         # one shift for all rows: exp(w - shift) - exp(-shift) stays in range for any w
         shift = torch.cat([window.flatten(), to_prefix.flatten()]).detach().amax().clamp(min=0)
         added = (window - shift).exp() - (-shift).exp()
-        near = added @ tile_with_halo(grid, grid_size, window_size, window_size - 1)
-        out = untile(near, grid_size, window_size) + (-shift).exp() * grid.sum(dim=2, keepdim=True)
+        near = added @ tile_with_halo(grid, grid_size, *_reach(window_size))
+        out = untile(near, grid_size, _reach(window_size)[0]) + (-shift).exp() * grid.sum(dim=2, keepdim=True)
         out = out + _apply((to_prefix - shift).exp(), prefix_keys)
         from_prefix = u_query[:P] @ u_key.T  # (P, P + H*W)
         from_prefix = (from_prefix - from_prefix.detach().amax(dim=-1, keepdim=True)).exp()
         return _gate(q, torch.cat([_apply(from_prefix, sources), out], dim=2))
 
 
-@register_notrace_function
 def aft_conv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
 ) -> torch.Tensor:
@@ -164,17 +160,25 @@ def _window_bias(
     u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int
 ) -> torch.Tensor:
     """Bias between the queries of a tile and the keys in reach of them, 0 out of reach: (T, w*w, (3w - 2)^2)."""
-    w, halo = window_size, window_size - 1
-    bias = tile(u_query[None, None], grid_size, w) @ tile_with_halo(u_key[None, None], grid_size, w, halo).mT
-    place_q, place_k = torch.arange(w, device=bias.device), torch.arange(w + 2 * halo, device=bias.device) - halo
-    near = (place_q[:, None] - place_k).abs() < w
+    window, reach = _reach(window_size)
+    bias = tile(u_query[None, None], grid_size, window) @ tile_with_halo(u_key[None, None], grid_size, window, reach).mT
+    place_q = torch.arange(window_size, device=bias.device)
+    place_k = torch.arange(1 - window_size, 2 * window_size - 1, device=bias.device)
+    near = (place_q[:, None] - place_k).abs() < window_size
     near = (near[:, None, :, None] & near[None, :, None, :]).flatten(2).flatten(0, 1)  # (w*w, side*side)
-    queries, keys = (halo_mask(grid_size, w, reach, bias.device) for reach in (0, halo))
+    queries, keys = (halo_mask(grid_size, window, halo, bias.device) for halo in ((0, 0), reach))
     return bias[0, 0] * (near & queries.unsqueeze(2) & keys.unsqueeze(1))
+
+
+def _reach(window_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Tiles as large as the window, and the halo that its offsets below `window_size` reach."""
+    return (window_size, window_size), (window_size - 1, window_size - 1)
 
 
 class _FactoredBias(QKVMixer):
     """AFT with the position bias w_ij = u_i . u'_j of equation 3, factors of rank `bias_dim` per token."""
+
+    grid_bound = True
 
     def __init__(self, dim: int, num_heads: int, *, bias_dim: int = 128, device=None, dtype=None, **kwargs) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)

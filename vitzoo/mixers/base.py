@@ -4,13 +4,14 @@ A mixer sees (B, P + H*W, dim) tokens, the P prefix tokens (class, distillation,
 raster order, and returns the same shape. It never learns which backbone it sits in.
 """
 
-import difflib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from timm.layers import register_notrace_function
+from timm.layers import register_notrace_function, register_notrace_module
 from torch import nn
+
+from vitzoo.errors import did_you_mean
 
 from ._qkv import LinearQKV
 
@@ -35,7 +36,8 @@ def register_mixer(name: str) -> Callable[[type['TokenMixer']], type['TokenMixer
                     f"Mixer '{name}' needs a static `{attr}`: every mixer has a fast op and its naive form."
                 )
         _mixers[name] = cls
-        return cls
+        # a leaf for torch.fx: what happens inside depends on the size of the grid
+        return register_notrace_module(cls)
 
     return register
 
@@ -48,9 +50,8 @@ def list_mixers() -> list[str]:
 def mixer_class(name: str) -> type['TokenMixer']:
     """The class registered under `name`; raises ValueError with the closest names where there is none."""
     if name not in _mixers:
-        close = difflib.get_close_matches(name, _mixers, n=3, cutoff=0.4)
-        hint = f'did you mean {" or ".join(close)}?' if close else f'there are {", ".join(list_mixers())}.'
-        raise ValueError(f"Unknown mixer '{name}': {hint}")
+        hint = did_you_mean(name, _mixers) or f': there are {", ".join(list_mixers())}'
+        raise ValueError(f"Unknown mixer '{name}'{hint}")
     return _mixers[name]
 
 
@@ -85,12 +86,14 @@ class TokenMixer(nn.Module):
 
     * `attn_weights`: attention weights exist, so `attn_drop` can act on them;
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
-    * `has_rel_bias`: takes `rel_bias='table'`, a learned bias of relative positions.
+    * `has_rel_bias`: takes `rel_bias='table'`, a learned bias of relative positions;
+    * `grid_bound`: has parameters for one grid size whatever the options, which `set_input_size` resamples.
     """
 
     attn_weights = False
     subsampled_kv = False
     has_rel_bias = False
+    grid_bound = False
 
     op: Callable[..., torch.Tensor]
     op_naive: Callable[..., torch.Tensor]

@@ -11,7 +11,6 @@ https://arxiv.org/abs/2007.14062
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch.nn import functional as F
 
 from ._window import halo_mask, tile, untile
@@ -50,7 +49,6 @@ def bigbird_naive(
     return softmax_naive(q, k, v, scale, bias, dropout_p)
 
 
-@register_notrace_function
 def bigbird_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -69,18 +67,19 @@ def bigbird_attention(
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     blocks = _attended_blocks(random_blocks, grid_size, block_size, num_global_blocks)  # (heads, T, K)
-    inside = halo_mask(grid_size, block_size, 0, q.device)  # (T, b*b)
+    window = (block_size, block_size)
+    inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
     mask = inside[blocks.clamp(min=0)] & (blocks >= 0).unsqueeze(-1)
     mask = mask.flatten(2).unsqueeze(2)  # (heads, T, 1, K * b*b)
 
-    q_tiles = tile(scale * q[:, :, P:], grid_size, block_size)  # (B, heads, T, b*b, d)
-    scores = q_tiles @ _gather(tile(k[:, :, P:], grid_size, block_size), blocks).mT
+    q_tiles = tile(scale * q[:, :, P:], grid_size, window)  # (B, heads, T, b*b, d)
+    scores = q_tiles @ _gather(tile(k[:, :, P:], grid_size, window), blocks).mT
     scores_prefix = q_tiles @ k[:, :, None, :P].mT
     scores = torch.cat([scores_prefix, scores.masked_fill(~mask, float('-inf'))], dim=-1)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     prefix, attn = F.dropout(attn, dropout_p).split([P, scores.shape[-1] - P], dim=-1)
-    out = attn @ _gather(tile(v[:, :, P:], grid_size, block_size), blocks) + prefix @ v[:, :, None, :P]
-    out = untile(out, grid_size, block_size)
+    out = attn @ _gather(tile(v[:, :, P:], grid_size, window), blocks) + prefix @ v[:, :, None, :P]
+    out = untile(out, grid_size, window)
 
     rows = _global_rows(P, grid_size, block_size, num_global_blocks)
     if not rows:

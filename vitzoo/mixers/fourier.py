@@ -13,7 +13,6 @@ they had. FNet, section 3.2, https://arxiv.org/abs/2105.03824
 import math
 
 import torch
-from timm.layers import register_notrace_function
 from torch import nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -43,7 +42,6 @@ def _transform(real: torch.Tensor, imag: torch.Tensor, dim: int, size: int) -> t
     return out[0].movedim(-1, dim), out[1].movedim(-1, dim)
 
 
-@register_notrace_function
 def fourier(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     """Tokens (B, P + H*W, C) -> the same shape, in float32 or wider."""
     num_grid = grid_size[0] * grid_size[1]

@@ -12,7 +12,6 @@ Multi-Scale Vision Longformer and its official code (`only_glo`), https://arxiv.
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch import nn
 
 from .base import QKVMixer, register_mixer
@@ -35,7 +34,6 @@ def global_memory_naive(
     return torch.cat([everyone[:, :, num_own:num_global], grid], dim=2)
 
 
-@register_notrace_function
 def global_memory_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     num_own: int, num_global: int, scale: float, dropout_p: float = 0.0,

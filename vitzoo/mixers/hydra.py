@@ -8,7 +8,6 @@ and prefix tokens are ordinary tokens. Hydra Attention, section 3, https://arxiv
 """
 
 import torch
-from timm.layers import register_notrace_function
 
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -24,7 +23,6 @@ def hydra_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     return (attn * v.unsqueeze(2)).sum(dim=3)
 
 
-@register_notrace_function
 def hydra_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):

@@ -8,7 +8,6 @@ section 3.2, https://arxiv.org/abs/2006.16236
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch.nn import functional as F
 
 from .base import QKVMixer, no_autocast, register_mixer
@@ -22,7 +21,6 @@ def linear_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
     return attn / attn.sum(dim=-1, keepdim=True) @ v
 
 
-@register_notrace_function
 def linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider.
 

@@ -9,7 +9,6 @@ https://arxiv.org/abs/2006.04768
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch import nn
 
 from ._resample import resample_rows
@@ -29,7 +28,6 @@ def linformer_naive(
     return softmax_naive(q, k_sums, v_sums, scale, None, dropout_p)
 
 
-@register_notrace_function
 def linformer_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     proj_k: torch.Tensor, proj_v: torch.Tensor, scale: float, dropout_p: float = 0.0,
@@ -44,6 +42,7 @@ class Linformer(QKVMixer):
     `share_heads`."""
 
     attn_weights = True
+    grid_bound = True
     op = staticmethod(linformer_attention)
     op_naive = staticmethod(linformer_naive)
 

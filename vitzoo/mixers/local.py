@@ -9,7 +9,6 @@ Prefix tokens are global: every token attends them and they attend every token. 
 """
 
 import torch
-from timm.layers import register_notrace_function
 
 from ._window import window_attention, window_attention_naive
 from .base import QKVMixer, register_mixer
@@ -32,7 +31,6 @@ def local_naive(
     return _local(window_attention_naive, softmax_naive, q, k, v, grid_size, block_size, memory_halo, scale, dropout_p)
 
 
-@register_notrace_function
 def local_attention(
     q: torch.Tensor,
     k: torch.Tensor,

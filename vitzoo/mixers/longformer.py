@@ -7,7 +7,6 @@ Vision Longformer, section 3.2, https://arxiv.org/abs/2103.15358
 """
 
 import torch
-from timm.layers import register_notrace_function
 
 from ._rel_bias import OffsetBias, PrefixBias
 from ._window import window_attention, window_attention_naive
@@ -36,7 +35,6 @@ def longformer_naive(
     )  # fmt: skip
 
 
-@register_notrace_function
 def longformer_attention(
     q: torch.Tensor,
     k: torch.Tensor,

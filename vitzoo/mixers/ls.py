@@ -10,7 +10,6 @@ attend them, and they attend themselves and the *outputs* of the grid tokens. Li
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch import nn
 
 from ._qkv import split_heads
@@ -41,7 +40,6 @@ def long_short_naive(
     )  # fmt: skip
 
 
-@register_notrace_function
 def long_short_attention(
     q: torch.Tensor,
     k: torch.Tensor,

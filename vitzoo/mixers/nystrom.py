@@ -9,7 +9,6 @@ https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-Penrose inverse
 """
 
 import torch
-from timm.layers import register_notrace_function
 
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -51,7 +50,6 @@ def nystrom_naive(
     return left @ iterative_pinv(middle, num_iterations) @ right @ v
 
 
-@register_notrace_function
 def nystrom_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_landmarks: int, num_iterations: int, scale: float
 ) -> torch.Tensor:

@@ -9,7 +9,6 @@ Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch.nn import functional as F
 
 from .base import QKVMixer, no_autocast, register_mixer
@@ -48,7 +47,6 @@ def performer_naive(
     return attn / attn.sum(dim=-1, keepdim=True) @ v
 
 
-@register_notrace_function
 def performer_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float, kernel: str = 'softmax'
 ) -> torch.Tensor:

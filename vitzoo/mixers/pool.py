@@ -8,7 +8,6 @@ tokens. MetaFormer Is Actually What You Need for Vision, equation 4, https://arx
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,7 +29,6 @@ def pool_naive(x: torch.Tensor, grid_size: tuple[int, int], pool_size: int) -> t
     return torch.stack(out, dim=1) - x
 
 
-@register_notrace_function
 def pool(x: torch.Tensor, grid_size: tuple[int, int], pool_size: int) -> torch.Tensor:
     """Tokens (B, P + H*W, C) -> the same shape, in float32 or wider."""
     num_grid = grid_size[0] * grid_size[1]

@@ -14,7 +14,6 @@ more than 64. Reformer, section 2 and appendix A, https://arxiv.org/abs/2001.044
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch.nn import functional as F
 
 from .base import QKVMixer, no_autocast, register_mixer
@@ -64,7 +63,6 @@ def reformer_naive(
     return softmax_naive(q, q / q.norm(dim=-1, keepdim=True), v, scale, bias, dropout_p)
 
 
-@register_notrace_function
 def reformer_attention(
     q: torch.Tensor,
     v: torch.Tensor,

@@ -19,7 +19,6 @@ or from them (w_ij = 1). Random Feature Attention, sections 3.1 and 3.2, https:/
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch import nn
 from torch.nn import functional as F
 
@@ -54,7 +53,6 @@ def rfa_naive(
     return attn @ v / normaliser
 
 
-@register_notrace_function
 def rfa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None,

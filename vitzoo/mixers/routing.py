@@ -14,7 +14,6 @@ given, so N^1.5 where c grows with sqrt(N). Efficient Content-Based Sparse Atten
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch import distributed
 from torch.nn import functional as F
 
@@ -62,7 +61,6 @@ def routing_naive(
     return softmax_naive(q, k, v, scale, n.log(), dropout_p)
 
 
-@register_notrace_function
 def routing_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -11,7 +11,6 @@ gain of their own. Set Transformer, equations 6, 7, 9 and 10, https://arxiv.org/
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch import nn
 from torch.nn import functional as F
 
@@ -41,7 +40,6 @@ def set_naive(
     return softmax_naive(q, k, v, scale, None, dropout_p)
 
 
-@register_notrace_function
 def set_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     inducing: torch.Tensor, fc_weight: torch.Tensor, fc_bias: torch.Tensor, kv_weight: torch.Tensor,

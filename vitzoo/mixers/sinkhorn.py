@@ -16,7 +16,6 @@ Sinkhorn Attention, section 3, https://arxiv.org/abs/2002.11296
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch.nn import functional as F
 
 from ._window import halo_mask, tile, untile
@@ -85,7 +84,6 @@ def sinkhorn_naive(
     return out
 
 
-@register_notrace_function
 def sinkhorn_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -101,9 +99,10 @@ def sinkhorn_attention(
     """q, k, v (B, heads, P + H*W, d), the first P tokens global, noise (B, heads, T, T) for T blocks or none ->
     (B, heads, P + H*W, d)."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
-    inside = halo_mask(grid_size, block_size, 0, q.device)  # (T, b*b)
-    q_tiles = tile(scale * q[:, :, P:], grid_size, block_size)  # (B, heads, T, b*b, d)
-    k_tiles, v_tiles = (tile(x[:, :, P:], grid_size, block_size).masked_fill(~inside.unsqueeze(-1), 0) for x in (k, v))
+    window = (block_size, block_size)
+    inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
+    q_tiles = tile(scale * q[:, :, P:], grid_size, window)  # (B, heads, T, b*b, d)
+    k_tiles, v_tiles = (tile(x[:, :, P:], grid_size, window).masked_fill(~inside.unsqueeze(-1), 0) for x in (k, v))
     sort = block_sort(q_tiles, k_tiles, inside, noise, num_iterations, temperature)  # (B, heads, T, T)
     mass = sort @ inside.to(sort.dtype)  # (B, heads, T, b*b)
     present = mass > MIN_MASS
@@ -118,7 +117,7 @@ def sinkhorn_attention(
     sizes = [part.shape[-1] for part in scores]
     attn = F.dropout(torch.cat(scores, dim=-1).softmax(dim=-1).to(v.dtype), dropout_p)
     prefix, own, moved = attn.split(sizes, dim=-1)
-    out = untile(prefix @ v[:, :, None, :P] + own @ v_tiles + moved @ v_sorted, grid_size, block_size)
+    out = untile(prefix @ v[:, :, None, :P] + own @ v_tiles + moved @ v_sorted, grid_size, window)
     if P == 0:
         return out
     return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)

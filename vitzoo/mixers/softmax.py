@@ -7,7 +7,7 @@ bias as in ViL, https://arxiv.org/abs/2103.15358
 """
 
 import torch
-from timm.layers import register_notrace_function, use_fused_attn
+from timm.layers import use_fused_attn
 from torch.nn import functional as F
 
 from ._rel_bias import OffsetBias, PrefixBias
@@ -33,7 +33,6 @@ def softmax_naive(
     return F.dropout(attn, dropout_p) @ v
 
 
-@register_notrace_function
 def softmax_attention(
     q: torch.Tensor,
     k: torch.Tensor,

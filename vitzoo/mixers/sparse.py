@@ -14,7 +14,6 @@ Generating Long Sequences with Sparse Transformers, sections 4.2 and 4.3, https:
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch.nn import functional as F
 
 from .base import QKVMixer, register_mixer
@@ -48,7 +47,6 @@ def sparse_naive(
     return softmax_naive(q, k, v, scale, bias, dropout_p)
 
 
-@register_notrace_function
 def sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,

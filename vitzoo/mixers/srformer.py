@@ -11,7 +11,6 @@ https://arxiv.org/abs/2102.12122
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,7 +38,6 @@ def spatial_reduction_naive(
     return torch.cat([x[:, :P], reduced if bias is None else reduced + bias], dim=1)
 
 
-@register_notrace_function
 def spatial_reduction(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grid_size: tuple[int, int]
 ) -> torch.Tensor:

@@ -16,7 +16,7 @@ Synthesizer, section 3, https://arxiv.org/abs/2005.00743
 """
 
 import torch
-from timm.layers import register_notrace_function, trunc_normal_
+from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,7 +37,6 @@ def synthesizer_naive(scores: torch.Tensor, v: torch.Tensor, dropout_p: float = 
     return torch.stack(out, dim=2)
 
 
-@register_notrace_function
 def synthesizer(scores: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
     """Scores (B, heads, N, N) or (heads, N, N), and values (B, heads, N, d) -> (B, heads, N, d)."""
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
@@ -173,6 +172,7 @@ class Synthesizer(TokenMixer):
     """
 
     attn_weights = True
+    grid_bound = True
     op = staticmethod(synthesizer)
     op_naive = staticmethod(synthesizer_naive)
 

@@ -10,7 +10,6 @@ https://arxiv.org/abs/2106.09681
 """
 
 import torch
-from timm.layers import register_notrace_function
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,7 +31,6 @@ def xca_naive(
     return torch.stack(channels, dim=-1)
 
 
-@register_notrace_function
 def xca(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, temperature: torch.Tensor, dropout_p: float = 0.0
 ) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
 
-from ..mixers import create_mixer
+from vitzoo.mixers import create_mixer
 
 __all__ = ['Block']
 

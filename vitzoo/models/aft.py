@@ -5,8 +5,9 @@ An Attention Free Transformer, section 5.3, https://arxiv.org/abs/2105.14103
 """
 
 import torch
-from timm.models import build_model_with_cfg
 from torch import nn
+
+from vitzoo.mixers import mixer_class
 
 from ._register import cfg, register_variants, swapped
 from .deit import DeiT
@@ -52,24 +53,17 @@ VARIANTS['aft_conv_small_h16'] = {**VARIANTS['aft_conv_small'], 'num_heads': 16}
 VARIANTS['aft_conv_small_k15'] = {**VARIANTS['aft_conv_small'], 'mixer_kwargs': {'kernel_size': 15}}
 
 
-def _create_aft(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    out_indices = kwargs.pop('out_indices', 3)
-    return build_model_with_cfg(
-        AFT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={'out_indices': out_indices, 'feature_cls': 'getter'},
-        **kwargs,
-    )
+def _cfg(name: str) -> dict:
+    args = VARIANTS[name]
+    is_fixed = args.get('pos_embed') == 'learn' or mixer_class(args['mixer']).grid_bound
+    return cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=is_fixed)
 
 
 register_variants(
     __name__,
-    _create_aft,
+    AFT,
     VARIANTS,
-    {
-        name: cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=args.get('pos_embed') == 'learn')
-        for name, args in VARIANTS.items()
-    },
+    _cfg,
+    filter_fn=checkpoint_filter_fn,
+    out_indices=3,
 )

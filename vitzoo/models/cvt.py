@@ -9,12 +9,13 @@ from functools import partial
 
 import torch
 from timm.layers import QuickGELU, calculate_drop_path_rates, to_2tuple
-from timm.models import build_model_with_cfg
 from torch import nn
 
-from ..mixers import QKVMixer, mixer_class
-from ..mixers._qkv import ConvQKV
+from vitzoo.mixers import QKVMixer, mixer_class
+from vitzoo.mixers._qkv import ConvQKV
+
 from ._block import Block
+from ._checkpoint import unwrap
 from ._pyramid import Pyramid, Stage, per_stage_mixers
 from ._register import cfg, register_variants, swapped
 
@@ -135,6 +136,7 @@ class CvT(Pyramid):
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """The layout of Microsoft's CvT and of transformers' CvtForImageClassification, or ours, to ours."""
+    state_dict = unwrap(state_dict)
     if any(name.startswith('cvt.encoder.') for name in state_dict):
         return {_rename(name, TRANSFORMERS_RENAMES): tensor for name, tensor in state_dict.items()}
     if any(name.startswith('stage0.') for name in state_dict):
@@ -184,16 +186,32 @@ VARIANTS = {
 }
 
 
-def _create_cvt(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    out_indices = kwargs.pop('out_indices', (0, 1, 2))
-    return build_model_with_cfg(
-        CvT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={'out_indices': out_indices, 'feature_cls': 'getter'},
-        **kwargs,
+def _cfg(name: str, **kwargs) -> dict:
+    mixer = VARIANTS[name].get('mixer', 'softmax')
+    return cfg(first_conv='stages.0.embed.proj', fixed_input_size=mixer_class(mixer).grid_bound, **kwargs)
+
+
+def _weights(hub_id: str, img_size: int = 224) -> dict:
+    """Microsoft's weights on the Hugging Face hub; at 384 they are tested on whole images, squeezed to a square."""
+    at_384 = dict(input_size=(3, 384, 384), crop_pct=1.0, crop_mode='squash') if img_size == 384 else {}
+    return cfg(
+        first_conv='stages.0.embed.proj',
+        hf_hub_id=hub_id,
+        license='mit',
+        origin_url='https://github.com/microsoft/CvT',
+        paper_ids='arXiv:2103.15808',
+        **at_384,
     )
 
 
-register_variants(__name__, _create_cvt, VARIANTS, {name: cfg(first_conv='stages.0.embed.proj') for name in VARIANTS})
+WEIGHTS = {
+    'cvt_13.msft_in1k': _weights('microsoft/cvt-13'),
+    'cvt_13.msft_in1k_384': _weights('microsoft/cvt-13-384', 384),
+    'cvt_13.msft_in22k_ft_in1k_384': _weights('microsoft/cvt-13-384-22k', 384),
+    'cvt_21.msft_in1k': _weights('microsoft/cvt-21'),
+    'cvt_21.msft_in1k_384': _weights('microsoft/cvt-21-384', 384),
+    'cvt_21.msft_in22k_ft_in1k_384': _weights('microsoft/cvt-21-384-22k', 384),
+    'cvt_w24.msft_in22k_ft_in1k_384': _weights('microsoft/cvt-w24-384-22k', 384),
+}
+
+register_variants(__name__, CvT, VARIANTS, _cfg, WEIGHTS, filter_fn=checkpoint_filter_fn, out_indices=(0, 1, 2))

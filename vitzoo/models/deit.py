@@ -6,13 +6,14 @@ https://arxiv.org/abs/2012.12877
 
 import torch
 from timm.layers import LayerNorm, PatchEmbed, calculate_drop_path_rates, to_2tuple
-from timm.models import build_model_with_cfg, checkpoint
+from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
 from torch import nn
 
 from ._block import Block
+from ._checkpoint import unwrap
 from ._register import cfg, register_variants, swapped
 
 __all__ = ['DeiT', 'checkpoint_filter_fn']
@@ -175,7 +176,7 @@ class DeiT(VisionTransformer):
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """facebook's and timm's layout are ours; positions are resampled to the model's grid."""
-    return vit_checkpoint_filter_fn(state_dict, model)
+    return vit_checkpoint_filter_fn(unwrap(state_dict), model)
 
 
 SIZES = {
@@ -186,21 +187,11 @@ SIZES = {
 VARIANTS = swapped('deit', SIZES, lambda mixer: mixer)
 
 
-def _create_deit(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    out_indices = kwargs.pop('out_indices', 3)
-    return build_model_with_cfg(
-        DeiT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={'out_indices': out_indices, 'feature_cls': 'getter'},
-        **kwargs,
-    )
-
-
 register_variants(
     __name__,
-    _create_deit,
+    DeiT,
     VARIANTS,
-    {name: cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=True) for name in VARIANTS},
+    lambda name: cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=True),
+    filter_fn=checkpoint_filter_fn,
+    out_indices=3,
 )

@@ -8,13 +8,14 @@ from functools import partial
 
 import torch
 from timm.layers import calculate_drop_path_rates, to_2tuple
-from timm.models import build_model_with_cfg
 from torch import nn
 from torch.nn import functional as F
 
-from ..mixers import mixer_class
-from ..mixers.base import check_grid
+from vitzoo.mixers import mixer_class
+from vitzoo.mixers.base import check_grid
+
 from ._block import Block
+from ._checkpoint import unwrap
 from ._pyramid import Pyramid, Stage, per_stage_mixers
 from ._register import cfg, register_variants, swapped
 
@@ -167,6 +168,7 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) 
     Bias indices are computed, not loaded, and what the official code holds twice is loaded once: the projections of
     global tokens (`sharew`) and those of Linformer's keys and values (`share_kv`).
     """
+    state_dict = unwrap(state_dict)
     if not any(name.startswith('layer1.') for name in state_dict):
         return state_dict
     out = {}
@@ -251,23 +253,75 @@ VARIANTS['vil_ls_medium_384'] = {
     'img_size': 384,
     'mixer_kwargs': {'window_size': 8, 'rel_bias': 'nvidia'},
 }
+# three of the models fine-tuned at 384 have windows of their own
+for _size, _windows in {'medium_wide': (8, 12), 'base_deep': (6, 8), 'base_wide': (8, 8)}.items():
+    VARIANTS[f'vil_{_size}_abs_384'] = {
+        **VARIANTS[f'vil_{_size}_abs'],
+        'img_size': 384,
+        'mixer_kwargs': tuple({'window_size': window} for window in _windows) + ({}, {}),
+    }
 
 
-def _create_vil(variant: str, pretrained: bool = False, **kwargs) -> nn.Module:
-    out_indices = kwargs.pop('out_indices', (0, 1, 2, 3))
-    return build_model_with_cfg(
-        ViL,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={'out_indices': out_indices, 'feature_cls': 'getter'},
+def _cfg(name: str, **kwargs) -> dict:
+    size = VARIANTS[name.partition('.')[0]].get('img_size', 224)
+    return cfg(
+        **{'first_conv': 'stages.0.embed.proj', 'input_size': (3, size, size), 'fixed_input_size': True, **kwargs}
+    )
+
+
+def _microsoft(path: str, **kwargs) -> dict:
+    return dict(
+        url=f'https://penzhanwu2.blob.core.windows.net/imagenet/msvit/{path}/model_best.pth',
+        license='mit',
+        origin_url='https://github.com/microsoft/vision-longformer',
+        paper_ids='arXiv:2103.15358',
         **kwargs,
     )
 
 
-def _cfg(name: str) -> dict:
-    size = VARIANTS[name].get('img_size', 224)
-    return cfg(first_conv='stages.0.embed.proj', input_size=(3, size, size), fixed_input_size=True)
+def _microsoft_384(path: str) -> dict:
+    return _microsoft(f'IN384_IN22kpretrained/{path}', input_size=(3, 384, 384), crop_pct=0.922)
 
 
-register_variants(__name__, _create_vil, VARIANTS, {name: _cfg(name) for name in VARIANTS})
+def _nvidia(path: str) -> dict:
+    return dict(
+        url=f'https://www.dropbox.com/s/{path}/model_best.pth?dl=1',
+        license='mit',
+        origin_url='https://github.com/NVIDIA/transformer-ls',
+        paper_ids='arXiv:2107.02192',
+    )
+
+
+# the relative models fine-tuned at 384 are left out: nowhere is said which windows they have
+WEIGHTS = {
+    'vil_tiny.msft_in1k': _microsoft('visionlongformer/longtiny1191_ape0_exact0_nglo1_mode1_swith075'),
+    'vil_small.msft_in1k': _microsoft('visionlongformer/small1281_relative'),
+    'vil_medium_deep.msft_in1k': _microsoft('visionlongformer/longdeepmedium_ape0_exact0_mode1_switch075'),
+    'vil_tiny_abs.msft_in1k': _microsoft('visionlongformer/msvit_tiny_longformersw_1191_train'),
+    'vil_small_abs.msft_in1k': _microsoft('visionlongformer/msvit_small_longformersw_1281_train'),
+    'vil_medium_deep_abs.msft_in1k': _microsoft('visionlongformer/deepmedium_14161_lr8e-4'),
+    'vil_medium_wide_abs.msft_in1k': _microsoft('visionlongformer/wide_medium_1281'),
+    'vil_medium_deep_abs.msft_in22k_ft_in1k_384': _microsoft_384(
+        'msvitdeepmedium_imagenet384_finetune_bsz256_lr001_wd0'
+    ),
+    'vil_medium_wide_abs_384.msft_in22k_ft_in1k': _microsoft_384(
+        'msvitwidemedium_imagenet384_finetune_bsz512_lr004_wd0'
+    ),
+    'vil_base_deep_abs_384.msft_in22k_ft_in1k': _microsoft_384('msvitdeepbase_imagenet384_finetune_bsz640_lr003_wd0'),
+    'vil_base_wide_abs_384.msft_in22k_ft_in1k': _microsoft_384(
+        'msvitwidebase_imagenet384_finetune_bsz768_lr001_wd1e-7'
+    ),
+    'vil_ls_medium.nvidia_in1k': _nvidia('ng14pebstaaydug'),
+    'vil_ls_base.nvidia_in1k': _nvidia('80u5p5eh4txad10'),
+    'vil_ls_medium_384.nvidia_in1k': _nvidia('390tzi2ll3sfibl'),
+}
+
+register_variants(
+    __name__,
+    ViL,
+    VARIANTS,
+    _cfg,
+    {name: _cfg(name, **kwargs) for name, kwargs in WEIGHTS.items()},
+    filter_fn=checkpoint_filter_fn,
+    out_indices=(0, 1, 2, 3),
+)
