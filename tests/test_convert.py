@@ -37,6 +37,21 @@ GOLDEN = {
     'vil_rpe_112': ('vil_small', [*VIL, 'img_size=112', HEADS, 'depths=[1,2,2,1]']),
     'vil_rpe_padded_160': ('vil_small', [*VIL, 'img_size=160', HEADS, DEPTHS]),
     'vil_ape_112': ('vil_small_abs', [*VIL, 'img_size=112', HEADS, DEPTHS]),
+    'vil_linformer_112': (
+        'vil_small_abs',
+        [*VIL, 'img_size=112', HEADS, DEPTHS, 'mixer=linformer', 'mixer_kwargs={rank: 16, share_kv: true}'],
+    ),
+    'vil_srformer_partial_112': (
+        'vil_small_abs',
+        [
+            *VIL,
+            'img_size=112',
+            HEADS,
+            DEPTHS,
+            'mixer=[srformer,srformer,softmax,softmax]',
+            'mixer_kwargs=[{sr_ratio: 4, norm: instance}, {sr_ratio: 2, norm: instance}, {}, {}]',
+        ],
+    ),
     'cvt_64': ('cvt_13.msft_in1k', CVT),
     'cvt_64_transformers': ('cvt_13.msft_in1k', CVT),
 }

@@ -87,7 +87,7 @@ class GlobalMemory(QKVMixer):
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         if self.memory is not None:
             x = torch.cat([self.memory.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
-        q, k, v = self.qkv(x, grid_size)
+        q, k, v = self.to_qkv(x, grid_size)
         num_all = self.num_global + self.num_prefix_tokens
         x = self.op(q, k, v, self.num_global, num_all, self.scale, self.dropout_p)
         return self.project(x)

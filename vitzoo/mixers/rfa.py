@@ -148,7 +148,7 @@ class RFA(QKVMixer):
         self.gate = nn.Linear(dim, num_heads, device=device, dtype=dtype) if gate else None
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.qkv(x, grid_size)
+        q, k, v = self.to_qkv(x, grid_size)
         gate = None if self.gate is None else self.gate(x[:, self.num_prefix_tokens :]).mT
         return self.project(self.op(q, k, v, self.directions, self.sigma, gate))
 
