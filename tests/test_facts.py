@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 
 from vitzoo.metrics import count_macs
+from vitzoo.mixers.global_memory import GlobalMemory
 from vitzoo.mixers.longformer import Longformer
 from vitzoo.models import cvt, vil
 
@@ -57,7 +58,42 @@ VARIATIONS = [
     ('vil_ls_tiny', {'mixer_kwargs': {'rel_bias': 'nvidia'}}, 6_721_078, 1.319),
     ('vil_ls_small', {'mixer_kwargs': {'rel_bias': 'nvidia'}}, 24_666_529, 4.847),
 ]
-ROWS = [(name, {}, *row) for name, row in PUBLISHED.items()] + VARIATIONS
+
+
+def partial(mixer):
+    return (mixer, mixer, 'softmax', 'softmax')
+
+
+def linformer(mixer):
+    return {'mixer': mixer, 'mixer_kwargs': {'rank': 256, 'share_kv': True}}
+
+
+def reduction(*ratios):
+    """Spatial reduction in the first stages, one ratio for each, as in ViL's code."""
+    num_full = 4 - len(ratios)
+    return {
+        'mixer': ('srformer',) * len(ratios) + ('softmax',) * num_full,
+        'mixer_kwargs': tuple(dict(sr_ratio=r, norm='instance') for r in ratios) + ({},) * num_full,
+    }
+
+
+def memory(mixer, *num_global):
+    return {'mixer': mixer, 'mixer_kwargs': {'num_global': 0}, 'num_prefix_tokens': num_global}
+
+
+# the efficient attentions that the ViL paper compares, in all stages or in the first two
+SWAPS = [
+    ('vil_small_abs', linformer('linformer'), 26_256_744, 5.641),
+    ('vil_small_abs', linformer(partial('linformer')), 25_840_744, 5.225),
+    ('vil_small_abs', reduction(16, 8, 4, 2), 52_947_304, 3.985),
+    ('vil_small_abs', reduction(8, 4, 2), 31_123_816, 4.296),
+    ('vil_small_abs', reduction(8, 4), 26_405_224, 4.589),
+    ('vil_small_abs', memory('global', 256, 256, 64, 16), 24_855_592, 7.392),
+    ('vil_small_abs', memory(partial('global'), 256, 256, 1, 0), 24_782_632, 5.757),
+    ('vil_small_abs', {'mixer': 'performer'}, 24_635_752, 5.647),
+    ('vil_small_abs', {'mixer': partial('performer')}, 24_635_752, 5.228),
+]
+ROWS = [(name, {}, *row) for name, row in PUBLISHED.items()] + VARIATIONS + SWAPS
 
 
 @pytest.mark.parametrize('name, kwargs, params, gmacs', ROWS, ids=[f'{r[0]}-{i}' for i, r in enumerate(ROWS)])
@@ -82,7 +118,7 @@ def projected_twice(model):
     For its global tokens it projects the keys and values of all tokens a second time, with the same weights. The
     paper's numbers leave that out, and the count of the official code has it.
     """
-    mixers = [module for module in model.modules() if isinstance(module, Longformer)]
+    mixers = [module for module in model.modules() if isinstance(module, (GlobalMemory, Longformer))]
     return sum(2 * m.dim**2 * (m.num_prefix_tokens + m.grid_size[0] * m.grid_size[1]) for m in mixers)
 
 
@@ -97,6 +133,10 @@ def long_short(window_size, rank, **kwargs):
     return vit(mixer=('ls', 'ls', 'softmax', 'softmax'), mixer_kwargs=mixer_kwargs, **kwargs)
 
 
+def swapped(mixer, mixer_kwargs):
+    return vit((1, 2, 4, 4), (1, 1, 1, 1), img_size=112, pos_embed='abs', mixer=mixer, mixer_kwargs=mixer_kwargs)
+
+
 def small_cvt():
     return cvt.CvT(img_size=64, num_classes=10, embed_dims=(16, 32, 64), num_heads=(1, 2, 4), depths=(1, 2, 3))
 
@@ -107,6 +147,11 @@ OFFICIAL = {
     'vil_rpe_112': lambda: vit((1, 2, 4, 4), (1, 2, 2, 1), img_size=112),
     'vil_rpe_padded_160': lambda: vit((1, 2, 4, 4), (1, 1, 1, 1), img_size=160),
     'vil_ape_112': lambda: vit((1, 2, 4, 4), (1, 1, 1, 1), img_size=112, pos_embed='abs'),
+    'vil_linformer_112': lambda: swapped('linformer', dict(rank=16, share_kv=True)),
+    'vil_srformer_partial_112': lambda: swapped(
+        ('srformer', 'srformer', 'softmax', 'softmax'),
+        (dict(sr_ratio=4, norm='instance'), dict(sr_ratio=2, norm='instance'), {}, {}),
+    ),
     'cvt_64': small_cvt,
     'cvt_64_transformers': small_cvt,
 }

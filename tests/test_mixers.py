@@ -15,6 +15,14 @@ DIM, HEADS, GRID = 12, 3, (4, 5)
 SETTINGS = {
     'aft_conv': [{'kernel_size': 3}, {'kernel_size': 7}],
     'aft_local': [{'window_size': 2, 'bias_dim': 4}, {'window_size': 3, 'bias_dim': 4}],
+    'bigbird': [
+        {'block_size': 2, 'num_global_blocks': 0, 'num_random_blocks': 1},
+        {'block_size': 1, 'num_global_blocks': 2, 'num_random_blocks': 2, 'seed': 5},
+        {'block_size': 3, 'num_random_blocks': 0},
+    ],
+    'global': [{'num_global': 3}, {'num_global': 1}],
+    'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
+    'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
     'longformer': [{'window_size': 2}, {'window_size': 3, 'rel_bias': 'table'}],
     'ls': [
         {'window_size': 3, 'rank': 2},
@@ -24,7 +32,30 @@ SETTINGS = {
     ],
     'nystrom': [{'num_landmarks': 5}],
     'performer': [{'num_features': 16}, {'num_features': 6, 'kernel': 'relu'}],
+    'pool': [{}, {'pool_size': 5}],
+    'reformer': [
+        {'num_hashes': 1, 'bucket_size': 2},
+        {'num_hashes': 3, 'bucket_size': 3},
+        {'num_hashes': 2, 'bucket_size': 64},
+    ],
+    'rfa': [{'num_features': 16}, {'num_features': 16, 'gate': True}],
+    'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
+    'set': [{'num_inducing': 5}, {'num_inducing': 1}],
+    'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
     'softmax': [{}, {'rel_bias': 'table'}],
+    'sparse': [
+        {},
+        {'stride': 3},
+        {'pattern': 'fixed', 'num_summaries': 1},
+        {'pattern': 'fixed', 'stride': 4, 'num_summaries': 2},
+    ],
+    'srformer': [{'sr_ratio': 3}, {'sr_ratio': 2, 'norm': 'instance'}],
+    'synthesizer': [
+        {},
+        {'variant': 'random'},
+        {'variant': 'factorised_dense'},
+        {'variant': 'factorised_random', 'rank': 3},
+    ],
 }
 CASES = [
     pytest.param(name, kwargs, id=f'{name}-{i}')
@@ -90,7 +121,7 @@ def test_fast_op_equals_naive_form_with_gradients(name, kwargs, grid_size, num_p
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_every_parameter_gets_a_gradient(name, kwargs):
     mixer = build(name, num_prefix_tokens=1, **kwargs)
-    mixer(tokens(mixer), GRID).square().sum().backward()
+    mixer(tokens(mixer).requires_grad_(), GRID).square().sum().backward()
     without = [name for name, p in mixer.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert without == []
 
@@ -139,6 +170,7 @@ def test_values_and_gradients_stay_finite(name, kwargs, std, dtype):
 def test_what_lies_in_the_padding_does_not_matter(name, kwargs, monkeypatch):
     mixer = build(name, (5, 7), num_prefix_tokens=1, **kwargs)
     x = tokens(mixer)
+    torch.manual_seed(2)
     expected = mixer(x, (5, 7))
     pad = _window._pad
 
@@ -146,6 +178,8 @@ def test_what_lies_in_the_padding_does_not_matter(name, kwargs, monkeypatch):
         return pad(x, *args) + 1e3 * (1 - pad(torch.ones_like(x), *args))
 
     monkeypatch.setattr(_window, '_pad', pad_with_junk)
+    # a mixer with random draws in training makes the same ones again
+    torch.manual_seed(2)
     torch.testing.assert_close(mixer(x, (5, 7)), expected, rtol=0, atol=0)
 
 
@@ -160,7 +194,8 @@ def test_a_new_input_size_and_back_keeps_the_parameters_close(name, kwargs):
     mixer.set_input_size((6, 6))
     for key, value in mixer.state_dict().items():
         assert value.shape == before[key].shape
-        assert torch.nn.functional.cosine_similarity(value.flatten(), before[key].flatten(), dim=0) > 0.95, key
+        value, old = value.flatten().double(), before[key].flatten().double()
+        assert torch.nn.functional.cosine_similarity(value, old, dim=0) > 0.95, key
 
 
 @pytest.mark.parametrize('name', list_mixers())

@@ -1,7 +1,9 @@
 """vitzoo: vision backbones whose attention can be swapped for any efficient token mixer, registered with timm."""
 
 from . import models
+from .inherit import Inheritance, inherit_weights
 from .mixers import create_mixer, list_mixers, register_mixer
+from .swap import swap_mixer
 
-__all__ = ['create_mixer', 'list_mixers', 'models', 'register_mixer']
+__all__ = ['Inheritance', 'create_mixer', 'inherit_weights', 'list_mixers', 'models', 'register_mixer', 'swap_mixer']
 __version__ = '0.1.0'

@@ -1,6 +1,7 @@
 """The two ways from tokens to queries, keys and values: ViT's linear layer and CvT's convolutional projection.
 
-Both return q, k, v of shape (B, heads, N, head_dim). `k_dim` narrows the keys (AFT-conv has one number per head).
+Both return q, k, v of shape (B, heads, N, head_dim). `k_dim` narrows the keys (AFT-conv has one number per head); with
+0 there are no keys and no parameters for them (Reformer shares them with the queries).
 """
 
 import torch
@@ -12,8 +13,8 @@ __all__ = ['ConvQKV', 'LinearQKV', 'split_heads']
 
 def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """(B, N, heads * d) -> (B, heads, N, d)."""
-    B, N, _ = x.shape
-    return x.reshape(B, N, num_heads, -1).transpose(1, 2)
+    B, N, C = x.shape
+    return x.reshape(B, N, num_heads, C // num_heads).transpose(1, 2)
 
 
 class LinearQKV(nn.Linear):
@@ -30,7 +31,7 @@ class LinearQKV(nn.Linear):
         device=None,
         dtype=None,
     ) -> None:
-        sizes = (dim, k_dim or dim, dim)
+        sizes = (dim, dim if k_dim is None else k_dim, dim)
         super().__init__(dim, sum(sizes), bias=qkv_bias, device=device, dtype=dtype)
         self.sizes = sizes
         self.num_heads = num_heads
@@ -64,19 +65,20 @@ class ConvQKV(nn.Module):
         dd = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.num_prefix_tokens = num_prefix_tokens
+        k_dim = dim if k_dim is None else k_dim
         conv = dict(in_channels=dim, out_channels=dim, kernel_size=kernel_size, groups=dim, apply_act=False, **dd)
         self.conv_q = ConvNormAct(**conv)
-        self.conv_k = ConvNormAct(**conv, stride=stride_kv)
+        self.conv_k = ConvNormAct(**conv, stride=stride_kv) if k_dim else None
         self.conv_v = ConvNormAct(**conv, stride=stride_kv)
         self.proj_q = nn.Linear(dim, dim, bias=qkv_bias, **dd)
-        self.proj_k = nn.Linear(dim, k_dim or dim, bias=qkv_bias, **dd)
+        self.proj_k = nn.Linear(dim, k_dim, bias=qkv_bias, **dd) if k_dim else None
         self.proj_v = nn.Linear(dim, dim, bias=qkv_bias, **dd)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         prefix, grid = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         image = grid.transpose(1, 2).unflatten(2, grid_size)  # (B, dim, H, W)
         q = self.proj_q(_tokens(prefix, self.conv_q(image)))
-        k = self.proj_k(_tokens(prefix, self.conv_k(image)))
+        k = q[..., :0] if self.proj_k is None else self.proj_k(_tokens(prefix, self.conv_k(image)))
         v = self.proj_v(_tokens(prefix, self.conv_v(image)))
         return split_heads(q, self.num_heads), split_heads(k, self.num_heads), split_heads(v, self.num_heads)
 

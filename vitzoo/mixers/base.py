@@ -146,7 +146,8 @@ class QKVMixer(TokenMixer):
 
     `qkv_layer` is the projection (`LinearQKV`, or `ConvQKV` for CvT) and `scale` what q.k is multiplied with, by
     default head_dim ** -0.5. With `LinearQKV` the parameters are called `qkv` and `proj` as in timm, so a ViT
-    checkpoint loads strictly into every mixer that adds none.
+    checkpoint loads strictly into every mixer that adds none. `qk_norm` normalises the queries and keys of each head
+    with `norm_layer(head_dim)`, as timm's attention does; a mixer with narrower keys refuses it with a ValueError.
     """
 
     def __init__(
@@ -160,17 +161,23 @@ class QKVMixer(TokenMixer):
         scale: float | None = None,
         k_dim: int | None = None,
         qkv_layer: Callable[..., nn.Module] = LinearQKV,
+        qk_norm: bool = False,
+        norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
         device=None,
         dtype=None,
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop, **kwargs)
+        if qk_norm and k_dim is not None:
+            raise ValueError(f'{type(self).__name__} has one number per key and head, which qk_norm cannot normalise.')
         dd = {'device': device, 'dtype': dtype}
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.qkv = qkv_layer(
             dim, num_heads, k_dim=k_dim, num_prefix_tokens=self.num_prefix_tokens, qkv_bias=qkv_bias, **dd
         )
+        self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
+        self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -181,9 +188,15 @@ class QKVMixer(TokenMixer):
         return self.attn_drop.p if self.training else 0.0
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.qkv(x, grid_size)
+        q, k, v = self.to_qkv(x, grid_size)
         x = self.mix(q, k, v, grid_size)
         return self.project(x)
+
+    def to_qkv(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens (B, N, dim) -> queries, keys and values (B, heads, N, head_dim)."""
+        q, k, v = self.qkv(x, grid_size)
+        # under autocast a norm returns float32
+        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Queries, keys and values (B, heads, N, head_dim) -> mixed values (B, heads, N, head_dim)."""

@@ -124,7 +124,7 @@ class LongShort(QKVMixer):
             self.rel_bias = OffsetBias(num_heads, (window_size, window_size), halo=halo, row_stride=row_stride, **dd)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.qkv(x, grid_size)
+        q, k, v = self.to_qkv(x, grid_size)
         k, v = self.norm_heads(self.norm_full, k), self.norm_heads(self.norm_full, v)
         k_landmarks, v_landmarks = self.landmarks(x, k, v)
         bias = self.rel_bias() if self.rel_bias is not None else None

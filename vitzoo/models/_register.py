@@ -34,11 +34,13 @@ def cfg(**kwargs) -> dict:
 def swapped(backbone: str, sizes: dict[str, dict], stages: Callable[[str], str | tuple[str, ...]]) -> dict[str, dict]:
     """Variants of every size with every mixer; `stages(mixer)` says where in the backbone the mixer goes.
 
-    The backbone's own name is not repeated: the AFT body with `aft_conv` is `aft_conv_<size>`.
+    The backbone's own name is not repeated: the AFT body with `aft_conv` is `aft_conv_<size>`. Where that takes the
+    name of another mixer (`aft_local` and `local`), the backbone's own mixer has it, and the other goes in by `mixer=`.
     """
+    mixers = [mixer for mixer in list_mixers() if f'{backbone}_{mixer}' not in list_mixers()]
     return {
         f'{backbone}_{mixer.removeprefix(backbone + "_")}_{size}': {**args, 'mixer': stages(mixer)}
-        for mixer in list_mixers()
+        for mixer in mixers
         for size, args in sizes.items()
     }
 

@@ -165,17 +165,27 @@ class ViL(Pyramid):
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """The layout of Microsoft's ViL and of NVIDIA's ViL-LS, or ours, to ours.
 
-    Bias indices are computed, not loaded, and the projections of global tokens are those of all tokens (`sharew`).
+    Bias indices are computed, not loaded, and what the official code holds twice is loaded once: the projections of
+    global tokens (`sharew`) and those of Linformer's keys and values (`share_kv`).
     """
     state_dict = unwrap(state_dict)
     if not any(name.startswith('layer1.') for name in state_dict):
         return state_dict
     out = {}
     for name, tensor in state_dict.items():
-        if name.endswith('relative_position_index') or '_global.' in name or '.query.' in name or not tensor.numel():
+        if name.endswith('relative_position_index') or '_global.' in name or not tensor.numel():
             continue
-        if '.kv.' in name:
-            tensor = torch.cat([state_dict[name.replace('.kv.', '.query.')], tensor])
+        if name.endswith('.proj_v') and torch.equal(tensor, state_dict[name.replace('.proj_v', '.proj_k')]):
+            continue
+        if name.endswith(('.proj_k', '.proj_v')):
+            tensor = tensor.unsqueeze(0)
+        # under spatial reduction keys and queries come from different tokens, elsewhere one layer makes both
+        if f'{name.partition(".attn.")[0]}.attn.proj_sr.weight' not in state_dict:
+            if '.query.' in name:
+                continue
+            if '.kv.' in name:
+                tensor = torch.cat([state_dict[name.replace('.kv.', '.query.')], tensor])
+                name = name.replace('.kv.', '.qkv.')
         out[_rename(name)] = tensor
     return out
 
@@ -185,7 +195,8 @@ _RENAMES = {
     'cls_pos_embed': 'pos_embed.prefix',
     'x_pos_embed': 'pos_embed.row',
     'y_pos_embed': 'pos_embed.column',
-    'kv': 'qkv',
+    'query': 'q',
+    'proj_sr': 'sr',
     'local_relative_position_bias_table': 'rel_bias.table',
     'g2g_relative_position_bias': 'prefix_bias.prefix_prefix',
     'g2l_relative_position_bias': 'prefix_bias.prefix_grid',

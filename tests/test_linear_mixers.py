@@ -1,0 +1,500 @@
+"""What is special about linear, low-rank and projection-free mixers: their limits, their geometry and their cost."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitzoo import create_mixer
+from vitzoo.mixers.global_memory import global_memory_attention
+from vitzoo.mixers.hydra import hydra_attention
+from vitzoo.mixers.linear import linear_attention
+from vitzoo.mixers.linformer import linformer_attention
+from vitzoo.mixers.rfa import rfa
+from vitzoo.mixers.softmax import softmax_naive
+from vitzoo.mixers.xca import xca
+
+DIM, HEADS, GRID = 12, 3, (4, 5)
+
+
+def build(name, grid_size=GRID, num_prefix_tokens=0, dim=DIM, num_heads=HEADS, **kwargs):
+    torch.manual_seed(0)
+    kwargs = {'dtype': torch.float64, **kwargs}
+    return create_mixer(name, dim, num_heads, grid_size=grid_size, num_prefix_tokens=num_prefix_tokens, **kwargs)
+
+
+def shake(mixer):
+    """No parameter left at a special value."""
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return mixer
+
+
+def tokens(num_prefix_tokens=0, grid_size=GRID, dim=DIM, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, num_prefix_tokens + grid_size[0] * grid_size[1], dim)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def qkv(N, d=8, std=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (std * torch.randn(2, 2, N, d, generator=generator, dtype=torch.float64) for _ in range(3))
+
+
+def close(got, expected, tolerance=1e-9):
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def relative_error(got, expected):
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+# linear, hydra, xca
+
+
+def test_linear_attention_is_right_where_its_features_underflow():
+    q, k, v = qkv(16)
+    # elu(x) + 1 = exp(x) far below 0, so a shift of all keys or all queries by a constant cancels
+    expected = linear_attention(q - 20, k - 20, v)
+    close(linear_attention(q - 2000, k - 3000, v), expected, 1e-6)
+    assert linear_attention((q - 200).float(), (k - 200).float(), v.float()).isfinite().all()
+
+
+def test_linear_attention_of_one_token_is_its_value():
+    q, k, v = qkv(1)
+    close(linear_attention(q, k, v), v)
+
+
+def test_hydra_is_linear_attention_with_a_head_per_channel():
+    q, k, v = qkv(10)
+    tokens_q, tokens_k, tokens_v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
+    # (B, dim, N, 1)
+    q1, k1 = (F.normalize(x, dim=-1).mT.unsqueeze(-1) for x in (tokens_q, tokens_k))
+    expected = q1 @ (k1.mT @ tokens_v.mT.unsqueeze(-1))
+    close(hydra_attention(q, k, v).transpose(1, 2).flatten(2), expected.squeeze(-1).mT)
+
+
+def test_the_number_of_heads_does_not_matter_to_hydra():
+    one, three = (build('hydra', num_heads=heads) for heads in (1, 3))
+    three.load_state_dict(one.state_dict())
+    x = tokens()
+    close(three(x, GRID), one(x, GRID))
+
+
+def test_xca_is_softmax_attention_with_tokens_and_channels_exchanged():
+    q, k, v = qkv(9)
+    temperature = torch.tensor([2.0, 0.5], dtype=torch.float64).reshape(2, 1, 1)
+    turned = [F.normalize(x, dim=2).mT for x in (q, k)] + [v.mT]
+    for head in range(2):
+        one = [x[:, head : head + 1] for x in turned]
+        expected = softmax_naive(*one, temperature[head].item()).mT
+        close(xca(q, k, v, temperature)[:, head : head + 1], expected)
+
+
+def test_xca_does_not_change_with_the_scale_of_queries_and_keys():
+    q, k, v = qkv(9)
+    temperature = torch.ones(2, 1, 1, dtype=torch.float64)
+    close(xca(1e3 * q, 1e-3 * k, v, temperature), xca(q, k, v, temperature))
+
+
+@pytest.mark.parametrize('name', ['hydra', 'linear', 'set', 'xca', 'rfa', 'global'])
+def test_mixers_without_positions_follow_a_permutation_of_the_tokens(name):
+    mixer = shake(build(name))
+    x, order = tokens(), torch.randperm(20, generator=torch.Generator().manual_seed(2))
+    close(mixer(x[:, order], GRID), mixer(x, GRID)[:, order])
+
+
+# random features
+
+
+def unit_softmax(q, k, v, sigma):
+    return softmax_naive(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, sigma**2)
+
+
+def directions(num_features, seed, heads=2, d=8):
+    return torch.randn(heads, num_features, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize('sigma', [0.5, 1.5])
+def test_rfa_error_falls_towards_softmax_of_unit_vectors_as_features_grow(sigma):
+    q, k, v = qkv(32)
+    expected = unit_softmax(q, k, v, sigma)
+    sigmas = torch.full((2, 8), sigma, dtype=torch.float64)
+    errors = []
+    for num_features in (32, 512, 8192):
+        runs = [relative_error(rfa(q, k, v, directions(num_features, s), sigmas), expected) for s in range(4)]
+        errors.append(sum(runs) / len(runs))
+    # a Monte Carlo error falls with the square root of the number of samples: 16 times more, 4 times less
+    assert errors[1] < errors[0] / 2 and errors[2] < errors[1] / 2
+    assert errors[2] < 0.2
+
+
+def test_sigma_is_the_temperature_of_each_channel():
+    q, k, v = qkv(16)
+    sigma = torch.rand(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+    q_unit, k_unit = (sigma.unsqueeze(1) * F.normalize(x, dim=-1) for x in (q, k))
+    kernel = (-torch.cdist(q_unit, k_unit).square() / 2).exp()
+    expected = kernel / kernel.sum(dim=-1, keepdim=True) @ v
+    assert relative_error(rfa(q, k, v, directions(20_000, 0), sigma), expected) < 0.05
+
+
+def test_rfa_normaliser_stays_away_from_zero_where_the_estimate_is_negative():
+    q, k, v = qkv(4)
+    k = -q.clone()
+    out = rfa(q, k, v, directions(1, 0), torch.full((2, 8), 3.0, dtype=torch.float64))
+    # |phi . phi| <= 1 and the normaliser is at least 0.01 per key
+    assert out.abs().amax() <= 100 * v.abs().amax()
+
+
+def test_open_gates_forget_and_closed_gates_remember():
+    q, _, v = qkv(20)
+    sigma = torch.ones(2, 8, dtype=torch.float64)
+
+    def gated(logit):
+        # keys that are queries: a token's own feature is 1
+        return rfa(q, q, v, directions(64, 0), sigma, torch.full((2, 2, 20), logit, dtype=torch.float64))
+
+    # g = 0: a token keeps nothing of the others, and finds its own value; g = 1: it keeps everything alike
+    close(gated(-40.0), v)
+    close(gated(20.0), rfa(q, q, v, directions(64, 0), sigma), 1e-6)
+
+
+def test_an_open_gate_hides_what_lies_behind_it():
+    q, k, _ = qkv(12)
+    v = torch.zeros(2, 2, 12, 8, dtype=torch.float64)
+    v[:, :, 2] = 1
+    gate = torch.full((2, 2, 12), 3.0, dtype=torch.float64)
+    gate[:, :, 6] = -30
+    sigma = torch.full((2, 8), 0.1, dtype=torch.float64)
+    # sigma near 0: all kernels are 1 and the output is the share of token 2
+    share = rfa(q, k, v, directions(64, 0), sigma, gate)[..., 0].mean(dim=(0, 1))
+    assert share[3:6].min() > 0.02
+    assert share[6:].abs().max() < 1e-6
+
+
+def test_gates_do_not_touch_what_prefix_tokens_say():
+    mixer = shake(build('rfa', num_prefix_tokens=1, gate=True))
+    x = tokens(1)
+    moved = x.clone()
+    moved[:, 0] += 1
+    changed = (mixer(moved, GRID) - mixer(x, GRID)).abs().amax(dim=(0, 2))
+    assert changed.min() > 1e-4
+
+
+def test_random_features_come_from_torchs_generator_and_are_saved():
+    first, second = (build('rfa', num_features=8) for _ in range(2))
+    assert torch.equal(first.directions, second.directions)
+    assert 'directions' in first.state_dict()
+    torch.manual_seed(1)
+    other = create_mixer('rfa', DIM, HEADS, grid_size=GRID, num_features=8, dtype=torch.float64)
+    assert not torch.equal(first.directions, other.directions)
+    assert other.directions.shape == (HEADS, 8, DIM // HEADS)
+
+
+# linformer, spatial reduction, synthesizer: resampled or reduced on the grid
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1])
+@pytest.mark.parametrize('share_kv, share_heads', [(False, False), (False, True), (True, False), (True, True)])
+def test_linformer_with_a_rank_per_token_and_identity_projections_is_softmax(
+    share_kv, share_heads, num_prefix_tokens
+):  # fmt: skip
+    N = num_prefix_tokens + 20
+    mixer = build('linformer', num_prefix_tokens=num_prefix_tokens, rank=N, share_kv=share_kv, share_heads=share_heads)
+    with torch.no_grad():
+        for name in mixer.projections():
+            getattr(mixer, name).copy_(torch.eye(N))
+    softmax = build('softmax', num_prefix_tokens=num_prefix_tokens)
+    softmax.load_state_dict({k: v for k, v in mixer.state_dict().items() if not k.startswith('proj_')})
+    x = tokens(num_prefix_tokens)
+    close(mixer(x, GRID), softmax(x, GRID))
+
+
+def test_linformer_shares_what_it_is_told_to():
+    count = {
+        (kv, heads): sum(p.numel() for n, p in build('linformer', rank=7, share_kv=kv, share_heads=heads)
+                         .named_parameters() if n in ('proj_k', 'proj_v'))
+        for kv, heads in itertools.product([False, True], repeat=2)
+    }  # fmt: skip
+    one = 20 * 7
+    assert count == {(True, True): one, (False, True): 2 * one, (True, False): 3 * one, (False, False): 6 * one}
+
+
+@pytest.mark.parametrize('share_heads', [True, False])
+def test_a_resampled_linformer_sums_a_smooth_image_to_the_same_keys(share_heads):
+    mixer = build('linformer', (4, 4), num_prefix_tokens=1, rank=3, share_heads=share_heads)
+    k = torch.randn(1, HEADS, 1, 4, dtype=torch.float64)
+    q = torch.randn(1, HEADS, 1, 4, dtype=torch.float64)
+
+    def attended():
+        N = 1 + mixer.grid_size[0] * mixer.grid_size[1]
+        sums = k.expand(-1, -1, N, -1)
+        return linformer_attention(q, sums, sums, mixer.proj_k, mixer.proj_v, 1.0)
+
+    prefix, before = mixer.proj_k[:, :1].clone(), attended()
+    mixer.set_input_size((12, 8))
+    assert mixer.proj_k.shape[1] == 1 + 12 * 8
+    assert torch.equal(mixer.proj_k[:, :1], prefix)
+    # bicubic weights near the border do not sum to exactly one per source token
+    assert relative_error(attended(), before) < 0.1
+
+
+def test_linformer_is_resampled_along_rows_and_columns():
+    mixer = build('linformer', (4, 4), rank=1)
+    rows = torch.arange(4.0, dtype=torch.float64)[:, None].expand(4, 4)
+    with torch.no_grad():
+        mixer.proj_k.copy_(rows.reshape(1, 16, 1))
+    mixer.set_input_size((4, 8))
+    got = mixer.proj_k.detach().reshape(4, 8)
+    # constant along a row still, and half as large for twice as many tokens
+    close(got, rows[:, :1].expand(4, 8) / 2, 1e-5)
+
+
+@pytest.mark.parametrize(
+    'name, kwargs', [('linformer', {}), ('synthesizer', {}), ('synthesizer', {'variant': 'random'})]
+)
+def test_parameters_of_another_grid_are_refused(name, kwargs):
+    with pytest.raises(ValueError, match='made for a 4 x 5 grid and got 5 x 4'):
+        build(name, **kwargs)(tokens(), (5, 4))
+
+
+@pytest.mark.parametrize('norm', ['layer', 'instance'])
+def test_srformer_is_the_papers_formula(norm):
+    mixer = shake(build('srformer', (4, 6), num_prefix_tokens=1, sr_ratio=2, norm=norm))
+    x = tokens(1, (4, 6))
+    patches = x[:, 1:].reshape(2, 2, 2, 3, 2, DIM).permute(0, 1, 3, 5, 2, 4).reshape(2, 6, DIM * 4)
+    reduced = patches @ mixer.sr.weight.reshape(DIM, DIM * 4).T
+    if norm == 'layer':
+        reduced = F.layer_norm(reduced + mixer.sr.bias, (DIM,), mixer.norm.weight, mixer.norm.bias)
+    else:
+        reduced = F.instance_norm(reduced.mT).mT
+    keys = torch.cat([x[:, :1], reduced], dim=1)
+    q = mixer.q(x).reshape(2, 25, HEADS, 4).transpose(1, 2)
+    k, v = mixer.kv(keys).reshape(2, 7, 2, HEADS, 4).permute(2, 0, 3, 1, 4)
+    expected = mixer.proj(softmax_naive(q, k, v, 0.5).transpose(1, 2).flatten(2))
+    close(mixer(x, (4, 6)), expected)
+
+
+def test_srformer_without_reduction_is_softmax():
+    mixer, softmax = build('srformer', sr_ratio=1), build('softmax')
+    state = mixer.state_dict()
+    merged = {f'qkv.{name}': torch.cat([state[f'q.{name}'], state[f'kv.{name}']]) for name in ('weight', 'bias')}
+    softmax.load_state_dict({**merged, 'proj.weight': state['proj.weight'], 'proj.bias': state['proj.bias']})
+    x = tokens()
+    close(mixer(x, GRID), softmax(x, GRID))
+
+
+@pytest.mark.parametrize('norm', ['layer', 'instance'])
+@pytest.mark.parametrize('grid_size, num_keys', [((1, 1), 1), ((1, 7), 2), ((2, 2), 1), ((3, 3), 1), ((5, 8), 2)])
+def test_srformer_runs_on_grids_its_patches_do_not_fit(grid_size, num_keys, norm):
+    mixer = build('srformer', grid_size, sr_ratio=3, norm=norm).train()
+    x = tokens(0, grid_size).requires_grad_()
+    assert mixer.reduce(x, grid_size).shape == (2, num_keys, DIM)
+    mixer(x, grid_size).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
+@pytest.mark.parametrize('variant', ['dense', 'random', 'factorised_dense', 'factorised_random'])
+def test_synthesised_scores_are_those_of_the_formula(variant, num_prefix_tokens):
+    mixer = shake(build('synthesizer', num_prefix_tokens=num_prefix_tokens, variant=variant))
+    x, P, N = tokens(num_prefix_tokens), num_prefix_tokens, num_prefix_tokens + 20
+    scores, s = mixer.scores(x), mixer.scores
+    scores = scores if 'dense' in variant else scores.unsqueeze(0)
+    assert scores.shape == (2 if 'dense' in variant else 1, HEADS, N, N)
+    for b, h, i, j in itertools.product(range(scores.shape[0]), range(HEADS), (0, 3, N - 1), range(N)):
+        if variant == 'random':
+            expected = s.table[h, i, j]
+        elif variant == 'factorised_random':
+            expected = s.queries[h, i] @ s.keys[h, j]
+        else:
+            hidden = (s.hidden.weight @ x[b, i] + s.hidden.bias).clamp(min=0)[4 * h : 4 * h + 4]
+            row, column = divmod(j - P, GRID[1])
+            if variant == 'dense':
+                expected = s.keys[h, j] @ hidden + s.bias[h, j, 0]
+            elif j < P:
+                expected = s.prefix[h, j] @ hidden + s.prefix_bias[h, j, 0]
+            else:
+                expected = (s.row[h, row] @ hidden + s.row_bias[h, row, 0]) * (
+                    s.column[h, column] @ hidden + s.column_bias[h, column, 0]
+                )
+        close(scores[b, h, i, j], expected)
+
+
+def test_random_synthesizer_with_the_scores_of_softmax_is_softmax():
+    softmax, mixer = build('softmax'), build('synthesizer', variant='random')
+    x = tokens()[:1]
+    q, k, _ = softmax.qkv(x, GRID)
+    with torch.no_grad():
+        mixer.scores.table.copy_(softmax.scale * (q @ k.mT)[0])
+        mixer.v.weight.copy_(softmax.qkv.weight[-DIM:])
+        mixer.v.bias.copy_(softmax.qkv.bias[-DIM:])
+    mixer.proj.load_state_dict(softmax.proj.state_dict())
+    close(mixer(x, GRID), softmax(x, GRID))
+
+
+def test_a_random_synthesizer_is_resampled_in_queries_and_in_keys():
+    mixer = build('synthesizer', (3, 3), num_prefix_tokens=1, variant='random')
+    y, x = torch.arange(3.0).repeat_interleave(3), torch.arange(3.0).repeat(3)
+    with torch.no_grad():
+        # the score is the query's row less ten times the key's column
+        mixer.scores.table[:, 1:, 1:] = y[:, None].double() - 10 * x.double()
+    prefix = mixer.scores.table[:, 0, 0].clone()
+    mixer.set_input_size((3, 6))
+    table = mixer.scores.table.detach()
+    assert table.shape == (HEADS, 19, 19) and torch.equal(table[:, 0, 0], prefix)
+    grid = table[0, 1:, 1:].reshape(3, 6, 3, 6)
+    # rows are where they were, columns are stretched: no score depends on the query's column or the key's row
+    close(grid.std(dim=1), torch.zeros(3, 3, 6, dtype=torch.float64), 1e-5)
+    close(grid.std(dim=2), torch.zeros(3, 6, 6, dtype=torch.float64), 1e-5)
+    assert (grid[0, 0, 0].diff() < 0).all()
+
+
+def test_only_the_low_rank_synthesizer_has_a_rank():
+    with pytest.raises(ValueError, match='factorised_random'):
+        build('synthesizer', variant='dense', rank=4)
+    with pytest.raises(ValueError, match='variant of synthesizer is one of dense, random'):
+        build('synthesizer', variant='sparse')
+
+
+# set, global: attention through a few points
+
+
+def test_one_inducing_point_gives_every_token_the_same():
+    mixer = shake(build('set', num_inducing=1))
+    out = mixer(tokens(), GRID)
+    close(out, out[:, :1].expand_as(out))
+
+
+def test_the_order_of_inducing_points_does_not_matter():
+    mixer = shake(build('set', num_inducing=5))
+    x = tokens()
+    before = mixer(x, GRID)
+    with torch.no_grad():
+        mixer.inducing.copy_(mixer.inducing[torch.tensor([3, 0, 4, 1, 2])])
+    close(mixer(x, GRID), before)
+
+
+def test_global_attention_without_a_memory_of_its_own_is_masked_softmax_with_global_prefix_tokens():
+    P = 2
+    mixer = shake(build('global', num_prefix_tokens=P, num_global=0))
+    x = tokens(P)
+    q, k, v = mixer.qkv(x, GRID)
+    scores = mixer.scale * q @ k.mT
+    is_global = torch.arange(P + 20) < P
+    scores = scores.masked_fill(~(is_global[:, None] | is_global), -torch.inf)
+    expected = mixer.project(scores.softmax(dim=-1) @ v)
+    close(mixer(x, GRID), expected)
+
+
+def test_global_attention_where_everything_is_global_is_softmax():
+    q, k, v = qkv(9)
+    close(global_memory_attention(q, k, v, 0, 9, 0.3), softmax_naive(q, k, v, 0.3))
+
+
+def test_a_layers_own_memory_carries_what_far_tokens_say():
+    mixer = shake(build('global', num_global=2))
+    x = tokens()
+    moved = x.clone()
+    moved[:, 0] += 1
+    changed = (mixer(moved, GRID) - mixer(x, GRID)).abs().amax(dim=(0, 2))
+    assert changed.min() > 1e-5
+
+
+def test_global_attention_without_any_memory_is_refused():
+    with pytest.raises(ValueError, match='num_global of at least 1 with 0 prefix tokens'):
+        build('global', num_global=0)
+
+
+# pool, fourier: nothing to learn
+
+
+def test_pool_is_the_mean_of_the_places_on_the_grid_less_the_token():
+    x = tokens(1)
+    image = x[:, 1:].unflatten(1, GRID)
+    out = build('pool', num_prefix_tokens=1)(x, GRID)
+    grid = out[:, 1:].unflatten(1, GRID)
+    close(grid[:, 1, 2], image[:, 0:3, 1:4].mean(dim=(1, 2)) - image[:, 1, 2])
+    # at a border and in a corner the places outside do not count
+    close(grid[:, 0, 2], image[:, 0:2, 1:4].mean(dim=(1, 2)) - image[:, 0, 2])
+    close(grid[:, 3, 4], image[:, 2:4, 3:5].mean(dim=(1, 2)) - image[:, 3, 4])
+    close(out[:, 0], x.mean(dim=1) - x[:, 0])
+
+
+def test_pool_gives_nothing_where_all_tokens_are_alike():
+    x = torch.full((1, 20, DIM), 3.0, dtype=torch.float64)
+    close(build('pool', pool_size=5)(x, GRID), torch.zeros_like(x))
+
+
+def test_fourier_is_the_real_part_of_a_transform_of_rows_columns_and_channels():
+    x = tokens()
+    image = x.unflatten(1, GRID)
+    spectrum = torch.fft.fft(torch.fft.fft2(image, dim=(1, 2)), dim=3)
+    close(build('fourier')(x, GRID), (spectrum.real / math.sqrt(20 * DIM)).flatten(1, 2))
+
+
+def test_fourier_on_one_row_is_fnets_transform_of_the_sequence():
+    x = tokens(0, (1, 9))
+    close(build('fourier', (1, 9))(x, (1, 9)), torch.fft.fft2(x).real / math.sqrt(9 * DIM))
+
+
+def test_a_prefix_token_gets_the_zero_frequency_as_fnets_class_token_does():
+    x = tokens(1, (1, 9))
+    fnet = torch.fft.fft2(x).real / math.sqrt(10 * DIM)
+    close(build('fourier', (1, 9), num_prefix_tokens=1)(x, (1, 9))[:, 0], fnet[:, 0])
+
+
+def test_the_fourier_transform_keeps_the_scale_of_the_tokens():
+    x = tokens(0, (16, 16), dim=48)
+    out = build('fourier', (16, 16), dim=48)(x, (16, 16))
+    # the real part has half of the energy, which the transform keeps
+    assert out.square().mean() / x.square().mean() == pytest.approx(0.5, rel=0.1)
+
+
+# cost
+
+
+def macs(name, side, **kwargs):
+    grid_size = (side, side)
+    mixer = create_mixer(name, 48, 3, grid_size=grid_size, num_prefix_tokens=1, device='meta', **kwargs)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        mixer(torch.empty(1, 1 + side * side, 48, device='meta'), grid_size)
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize(
+    'name, kwargs',
+    [
+        ('global', {}),
+        ('hydra', {}),
+        ('linear', {}),
+        ('linformer', {}),
+        ('rfa', {}),
+        ('rfa', {'gate': True}),
+        ('set', {}),
+        ('xca', {}),
+    ],
+)
+def test_the_cost_of_linear_mixers_grows_with_the_number_of_tokens(name, kwargs):
+    assert macs(name, 56, **kwargs) / macs(name, 28, **kwargs) <= 4.3
+
+
+@pytest.mark.parametrize('variant', ['dense', 'random', 'factorised_dense', 'factorised_random'])
+def test_the_cost_of_synthesizers_is_quadratic(variant):
+    assert 8 < macs('synthesizer', 56, variant=variant) / macs('synthesizer', 28, variant=variant) <= 16.1
+
+
+def test_the_cost_of_spatial_reduction_falls_with_its_ratio():
+    costs = [macs('softmax', 56)] + [macs('srformer', 56, sr_ratio=r) for r in (2, 4, 8)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[3] < costs[0] / 5
+
+
+def test_fourier_has_a_formula_for_its_cost():
+    n = 28 * 28 * 48
+    transform_of_prefix = 5 * 48 * math.log2(48) / 2
+    assert macs('fourier', 28) == pytest.approx(5 * n * math.log2(n) / 2 + transform_of_prefix, rel=1e-3)

@@ -1,0 +1,324 @@
+"""What is special about mixers that choose which tokens meet: bigbird, local, reformer, routing, sinkhorn, sparse."""
+
+import math
+
+import pytest
+import torch
+from test_mixers import DIM, GRID, HEADS, SETTINGS, build, recorded_call, tokens
+from torch import distributed
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitzoo import create_mixer
+from vitzoo.mixers.bigbird import draw_blocks
+from vitzoo.mixers.reformer import lsh_buckets, reformer_attention
+from vitzoo.mixers.routing import cluster_members
+from vitzoo.mixers.sinkhorn import block_sort, log_sinkhorn
+from vitzoo.mixers.softmax import softmax_naive
+
+NAMES = ('bigbird', 'local', 'reformer', 'routing', 'sinkhorn', 'sparse')
+CASES = [pytest.param(name, kwargs, id=f'{name}-{i}') for name in NAMES for i, kwargs in enumerate(SETTINGS[name])]
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
+@pytest.mark.parametrize(
+    'name, kwargs',
+    [
+        ('local', {'block_size': 5, 'memory_halo': 0}),
+        ('local', {'block_size': 2, 'memory_halo': 4}),
+        ('sparse', {'stride': 20}),
+        ('sparse', {'pattern': 'fixed', 'stride': 99}),
+        ('sparse', {'pattern': 'fixed', 'num_summaries': 5}),
+        ('bigbird', {'block_size': 5}),
+        ('bigbird', {'block_size': 1, 'num_global_blocks': 0, 'num_random_blocks': 20}),
+        ('bigbird', {'block_size': 2, 'num_global_blocks': 6, 'num_random_blocks': 0}),
+        ('routing', {'num_clusters': 1}),
+    ],
+    ids=str,
+)
+def test_with_every_token_in_reach_it_is_softmax(name, kwargs, num_prefix_tokens):
+    mixer = build(name, GRID, num_prefix_tokens, **kwargs)
+    x = tokens(mixer)
+    q, k, v = mixer.qkv(x, GRID)
+    expected = mixer.project(softmax_naive(q, k, v, mixer.scale))
+    torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
+def test_sinkhorn_with_one_block_is_softmax_in_which_the_block_beside_itself_counts_twice(num_prefix_tokens):
+    mixer = build('sinkhorn', GRID, num_prefix_tokens, block_size=5)
+    x = tokens(mixer)
+    q, k, v = mixer.qkv(x, GRID)
+    twice = torch.zeros(q.shape[2], q.shape[2], dtype=q.dtype)
+    twice[num_prefix_tokens:, num_prefix_tokens:] = math.log(2)
+    expected = mixer.project(softmax_naive(q, k, v, mixer.scale, twice))
+    torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
+@pytest.mark.parametrize('num_hashes', [1, 3])
+def test_reformer_with_one_bucket_is_softmax_over_the_other_tokens_with_shared_keys(num_hashes, num_prefix_tokens):
+    mixer = build('reformer', GRID, num_prefix_tokens, bucket_size=20, num_hashes=num_hashes)
+    x = tokens(mixer)
+    q, _, v = mixer.qkv(x, GRID)
+    others = torch.zeros(q.shape[2], q.shape[2], dtype=q.dtype).fill_diagonal_(float('-inf'))
+    expected = mixer.project(softmax_naive(q, F.normalize(q, dim=-1), v, mixer.scale, others))
+    torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_the_weights_of_every_token_sum_to_one(name, kwargs):
+    mixer = build(name, (5, 7), num_prefix_tokens=1, **kwargs)
+    args = list(recorded_call(mixer, tokens(mixer)))
+    v = 1 if name == 'reformer' else 2
+    args[v] = torch.ones_like(args[v])
+    torch.testing.assert_close(mixer.op(*args), args[v], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize('grid_size', [(1, 1), (1, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize('name, kwargs', [(name, {}) for name in NAMES] + [(c.values[0], c.values[1]) for c in CASES])
+def test_the_smallest_grids_run_in_their_dtype(name, kwargs, grid_size):
+    for num_prefix_tokens in (0, 1):
+        mixer = build(name, grid_size, num_prefix_tokens, **kwargs)
+        x = tokens(mixer).requires_grad_()
+        out = mixer(x, grid_size)
+        out.sum().backward()
+        assert out.dtype == torch.float64
+        assert out.isfinite().all() and x.grad.isfinite().all()
+
+
+def op_macs(name, side, **kwargs):
+    """MACs of the op alone, without the projections that every mixer has, on a side x side grid."""
+    mixer = create_mixer(name, 64, 2, grid_size=(side, side), num_prefix_tokens=1, device='meta', **kwargs).eval()
+    counter = FlopCounterMode(display=False)
+
+    def counted(*args):
+        with counter:
+            return type(mixer).op(*args)
+
+    mixer.op = counted
+    mixer(torch.empty(1, 1 + side * side, 64, device='meta'), (side, side))
+    return counter.get_total_flops() / 2
+
+
+@pytest.mark.parametrize('name, kwargs', [('local', {}), ('bigbird', {}), ('reformer', {})])
+def test_cost_is_linear(name, kwargs):
+    # whole blocks on both grids, and as many hash buckets as there can be
+    ratio = op_macs(name, 112, **kwargs) / op_macs(name, 56, **kwargs)
+    assert 3.7 <= ratio <= 4.3
+
+
+@pytest.mark.parametrize(
+    'name, small, large',
+    [
+        ('sparse', {}, {}),
+        ('sparse', {'stride': 16}, {'stride': 64}),
+        ('sparse', {'pattern': 'fixed'}, {'pattern': 'fixed'}),
+        ('routing', {'num_clusters': 16}, {'num_clusters': 64}),
+        ('sinkhorn', {'block_size': 4}, {'block_size': 8}),
+    ],
+    ids=str,
+)
+def test_cost_grows_with_the_power_of_one_and_a_half(name, small, large):
+    exponent = math.log(op_macs(name, 64, **large) / op_macs(name, 16, **small), 16)
+    assert 1.4 <= exponent <= 1.53
+
+
+def bigbird_blocks(mixer, grid_size=(6, 8)):
+    return draw_blocks(mixer.seeds, grid_size, mixer.block_size, mixer.num_global_blocks, mixer.num_random_blocks)
+
+
+def test_bigbird_draws_the_same_blocks_in_every_construction_and_after_a_state_dict_round_trip():
+    kwargs = dict(grid_size=(6, 8), block_size=1)
+    torch.manual_seed(1)
+    first = create_mixer('bigbird', DIM, HEADS, seed=3, **kwargs)
+    torch.manual_seed(2)
+    second = create_mixer('bigbird', DIM, HEADS, seed=3, **kwargs)
+    assert torch.equal(bigbird_blocks(first), bigbird_blocks(second))
+    other = create_mixer('bigbird', DIM, HEADS, seed=4, **kwargs)
+    assert not torch.equal(bigbird_blocks(first), bigbird_blocks(other))
+    other.load_state_dict(first.state_dict())
+    assert torch.equal(bigbird_blocks(first), bigbird_blocks(other))
+
+
+def test_bigbird_blocks_are_these():
+    # pinned: a changed draw would silently move what trained weights attend
+    mixer = create_mixer('bigbird', DIM, 1, grid_size=(6, 8), block_size=2, num_random_blocks=2)
+    assert bigbird_blocks(mixer)[0, :4].tolist() == [[6, 3], [3, 10], [10, 4], [1, 9]]
+
+
+def test_bigbird_random_blocks_are_distinct_far_not_global_and_spread_evenly():
+    mixer = create_mixer('bigbird', DIM, HEADS, grid_size=(20, 20), block_size=1, num_global_blocks=2)
+    blocks = bigbird_blocks(mixer, (20, 20))
+    block = torch.arange(400)[None, :, None]
+    near = ((blocks // 20 - block // 20).abs() <= 1) & ((blocks % 20 - block % 20).abs() <= 1)
+    assert not near.any() and (blocks >= 2).all()
+    assert (blocks.sort(dim=-1).values.diff(dim=-1) > 0).all()
+    assert not torch.equal(blocks[0], blocks[1])
+    # 3 heads * 400 blocks * 3 draws over 398: a mean of 9 and, if all are equally likely, a variance near it
+    counts = blocks.flatten().bincount(minlength=400)[2:].double()
+    assert 0.75 < counts.var() / counts.mean() < 1.25
+
+
+def test_bigbird_has_fewer_random_blocks_where_there_are_fewer():
+    mixer = create_mixer('bigbird', DIM, HEADS, grid_size=(1, 5), block_size=1, num_global_blocks=0)
+    # the middle block of five sees its neighbours already, which leaves the two ends
+    assert bigbird_blocks(mixer, (1, 5))[:, 2].sort(dim=-1).values.tolist() == [[-1, 0, 4]] * HEADS
+
+
+def test_reformer_counts_a_key_once_however_many_rounds_find_it():
+    mixer = build('reformer', (5, 7), num_prefix_tokens=1, num_hashes=1, bucket_size=4)
+    q, v, rotations, *rest = recorded_call(mixer, tokens(mixer))
+    once = reformer_attention(q, v, rotations, *rest)
+    thrice = reformer_attention(q, v, rotations.repeat(3, 1, 1), *rest)
+    torch.testing.assert_close(thrice, once, rtol=1e-9, atol=1e-9)
+
+
+def test_reformer_attends_itself_only_where_there_is_nothing_else():
+    q = torch.tensor([[1.0, 0], [-1, 0], [1, 0.1], [1, -0.1]], dtype=torch.float64)[None, None]
+    v = torch.eye(4, dtype=torch.float64)[None, None]
+    rotations = torch.tensor([[[1.0], [0]]], dtype=torch.float64)
+    weights = reformer_attention(q, v, rotations, (2, 2), 4, 1.0)[0, 0]
+    # the second token is alone in its bucket
+    assert weights[1].tolist() == [0, 1, 0, 0]
+    assert weights.diagonal().tolist() == [0, 1, 0, 0]
+    assert (weights[[0, 0, 2, 2, 3, 3], [2, 3, 0, 3, 0, 2]] > 0).all()
+
+
+def test_reformer_attends_its_bucket_in_its_chunk_and_the_one_before():
+    generator = torch.Generator().manual_seed(0)
+    N, m = 30, 4
+    q = torch.randn(1, 1, N, 3, generator=generator, dtype=torch.float64)
+    rotations = torch.randn(1, 3, 2, generator=generator, dtype=torch.float64)
+    weights = reformer_attention(q, torch.eye(N, dtype=torch.float64)[None, None], rotations, (5, 6), m, 1.0)[0, 0]
+    bucket = lsh_buckets(q, rotations)[0, 0, 0]
+    place = bucket.argsort(stable=True).argsort()
+    assert place.sort().values.tolist() == list(range(N))
+    step = place[:, None] // m - place // m
+    expected = (bucket[:, None] == bucket) & (step >= 0) & (step <= 1) & ~torch.eye(N, dtype=torch.bool)
+    alone = ~expected.any(dim=1)
+    assert torch.equal(weights > 0, expected | torch.diag(alone))
+
+
+def test_lsh_buckets_depend_on_the_direction_alone():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 50, 8, generator=generator)
+    rotations = torch.randn(4, 8, 5, generator=generator)
+    buckets = lsh_buckets(x, rotations)
+    assert buckets.shape == (2, 3, 4, 50) and buckets.unique().tolist() == list(range(10))
+    assert torch.equal(lsh_buckets(7 * x, rotations), buckets)
+    assert torch.equal(lsh_buckets(-x, rotations), (buckets + 5) % 10)
+
+
+@pytest.mark.parametrize('name', ['reformer', 'sinkhorn'])
+def test_random_draws_differ_in_training_and_not_in_evaluation(name):
+    mixer = build(name, (5, 7), **SETTINGS[name][1])
+    x = tokens(mixer)
+    first, second = mixer(x, (5, 7)), mixer(x, (5, 7))
+    assert not torch.equal(first, second)
+    mixer.eval()
+    assert torch.equal(mixer(x, (5, 7)), mixer(x, (5, 7)))
+
+
+def test_sinkhorn_matrices_are_doubly_stochastic_and_permutations_when_cold():
+    logits = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ones = torch.ones(2, 3, 12, dtype=torch.float64)
+    few, many = log_sinkhorn(logits, 1).exp(), log_sinkhorn(logits, 30).exp()
+    for sort in (few, many):
+        torch.testing.assert_close(sort.sum(dim=-1), ones, rtol=0, atol=1e-12)
+    torch.testing.assert_close(many.sum(dim=-2), ones, rtol=0, atol=1e-6)
+    assert (few.sum(dim=-2) - ones).abs().max() > 1e-3
+    permutation = torch.eye(12, dtype=torch.float64)[torch.randperm(12, generator=torch.Generator().manual_seed(1))]
+    cold = log_sinkhorn((logits + 20 * permutation) / 0.05, 8).exp()
+    torch.testing.assert_close(cold, permutation.expand_as(cold), rtol=0, atol=1e-6)
+
+
+def test_sinkhorn_sorts_each_block_by_the_means_of_real_tokens():
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 2, 4, 3, generator=generator, dtype=torch.float64)
+    inside = torch.tensor([[True] * 4, [True, False, True, False]])
+    sort = block_sort(q, k, inside, None, 3, 0.5)
+    q[:, :, ~inside], k[:, :, ~inside] = 1e3, 0
+    assert torch.equal(block_sort(q, k, inside, None, 3, 0.5), sort)
+
+
+def test_routing_clusters_are_balanced_and_hold_the_most_similar_tokens():
+    mixer = build('routing', (5, 7), num_clusters=4)
+    q, _, _, centroids, _, cluster_size, _, _ = recorded_call(mixer, tokens(mixer))
+    assert cluster_size == 9
+    members = cluster_members(q, centroids, cluster_size)
+    assert members.shape == (2, HEADS, 4, 9)
+    cosine = F.cosine_similarity(q.unsqueeze(2), centroids[:, :, None], dim=-1)  # (B, heads, c, N)
+    inside = torch.zeros_like(cosine, dtype=torch.bool).scatter(-1, members, True)
+    assert (inside.sum(dim=-1) == 9).all()
+    assert (cosine.where(inside, 2).amin(dim=-1) >= cosine.where(~inside, -2).amax(dim=-1)).all()
+
+
+@pytest.mark.parametrize('use_reentrant', [False, True])
+@pytest.mark.parametrize('name', ['reformer', 'routing', 'sinkhorn'])
+def test_recomputation_sees_the_same_draw_and_moves_centroids_once(name, use_reentrant):
+    runs = []
+    for recompute in (False, True):
+        mixer = build(name, (5, 7), **SETTINGS[name][1], **({'decay': 0.5} if name == 'routing' else {}))
+        x = tokens(mixer).requires_grad_()
+        torch.manual_seed(2)
+        out = checkpoint(mixer, x, (5, 7), use_reentrant=use_reentrant) if recompute else mixer(x, (5, 7))
+        out.square().sum().backward()
+        runs.append([x.grad, *(p.grad for p in mixer.parameters()), *mixer.buffers()])
+    for plain, recomputed in zip(*runs, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
+
+
+def routing_step(mixer, x):
+    mixer(x, GRID).square().sum().backward()
+    return (mixer.module if isinstance(mixer, DistributedDataParallel) else mixer).centroids
+
+
+def test_routing_centroids_move_to_the_mean_of_their_tokens_and_only_in_training():
+    mixer = build('routing', num_clusters=3, decay=0.0)
+    x, before = tokens(mixer), mixer.centroids.clone()
+    q, k, _ = mixer.qkv(x, GRID)
+    with torch.no_grad():
+        mixer(x, GRID)
+    mixer.eval()
+    assert torch.equal(routing_step(mixer, x), before)
+    after = routing_step(mixer.train(), x)
+    for head in range(HEADS):
+        unit = F.normalize(torch.cat([q[:, head], k[:, head]]).flatten(0, 1), dim=-1)
+        nearest = (unit @ before[head].T).argmax(dim=-1)
+        for c in range(3):
+            expected = F.normalize(unit[nearest == c].mean(dim=0), dim=0)
+            torch.testing.assert_close(after[head, c], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_routing_centroid_that_is_nearest_to_nothing_stays():
+    mixer = build('routing', num_clusters=3)
+    mixer.centroids[:, 2] = -mixer.centroids[:, 0]
+    statistics = torch.ones(HEADS, 3, DIM // HEADS + 1, dtype=torch.float64)
+    statistics[:, 2] = 0
+    before = mixer.centroids.clone()
+    mixer.update_centroids(statistics)
+    assert torch.equal(mixer.centroids[:, 2], before[:, 2])
+    assert not torch.equal(mixer.centroids[:, :2], before[:, :2])
+
+
+def routing_rank(rank, folder):
+    torch.set_num_threads(1)
+    distributed.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=2)
+    mixer = DistributedDataParallel(build('routing', num_clusters=3, decay=0.5))
+    x = tokens(mixer.module, batch_size=4)[2 * rank : 2 * rank + 2]
+    steps = [routing_step(mixer, x).clone() for _ in range(2)]
+    torch.save(steps, f'{folder}/{rank}.pt')
+    distributed.destroy_process_group()
+
+
+def test_routing_centroids_are_those_of_the_whole_batch_on_every_rank(tmp_path):
+    torch.multiprocessing.spawn(routing_rank, (str(tmp_path),), nprocs=2)
+    ranks = [torch.load(tmp_path / f'{rank}.pt') for rank in range(2)]
+    mixer = build('routing', num_clusters=3, decay=0.5)
+    x = tokens(mixer, batch_size=4)
+    for first, second in zip(*ranks, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, routing_step(mixer, x), rtol=1e-9, atol=1e-12)

@@ -1,0 +1,291 @@
+"""timm's vision transformers with their attention replaced, and what of them must not change by it."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+from timm.models._manipulate import group_parameters
+from timm.optim import param_groups_weight_decay
+
+import vitzoo
+from vitzoo.mixers import QKVMixer, create_mixer, mixer_class
+
+# each has something that the plain model has not: layer scale, registers, a norm before the blocks, no biases …
+VARIANTS = {
+    'augreg': ('vit_tiny_patch16_224', {}),
+    'average pooling': ('vit_tiny_patch16_224', {'class_token': False, 'global_pool': 'avg'}),
+    'clip': ('vit_base_patch16_clip_224', {}),
+    'deit3': ('deit3_small_patch16_224', {}),
+    'dinov2': ('vit_small_patch14_reg4_dinov2', {'img_size': 56}),
+    'distilled': ('deit_tiny_distilled_patch16_224', {}),
+    'no biases': ('vit_tiny_patch16_224', {'qkv_bias': False, 'proj_bias': False}),
+    'qk_norm': ('vit_tiny_patch16_224', {'qk_norm': True}),
+    'rectangular': ('vit_tiny_patch16_224', {'img_size': (64, 96)}),
+}
+NARROW_KEYS = ['aft_conv']
+NORMALISING = [m for m in vitzoo.list_mixers() if issubclass(mixer_class(m), QKVMixer) and m not in NARROW_KEYS]
+PAIRS = [(variant, mixer) for variant in ('augreg', 'dinov2', 'rectangular') for mixer in vitzoo.list_mixers()]
+PAIRS += [('qk_norm', mixer) for mixer in NORMALISING]
+PAIRS += [(variant, 'ls') for variant in VARIANTS if (variant, 'ls') not in PAIRS]
+
+
+def build(variant='augreg', **kwargs):
+    """A small model of a variant, with no parameter left at a special value, in which a mistake could hide."""
+    torch.manual_seed(0)
+    name, own = VARIANTS[variant]
+    small = dict(depth=2, img_size=64, embed_dim=48, num_heads=3, num_classes=5)
+    model = timm.create_model(name, **{**small, **own, **kwargs}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def images(model, batch_size=2):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch_size, 3, *model.patch_embed.img_size, generator=generator)
+
+
+def logits(model, x=None):
+    with torch.no_grad():
+        return model(images(model) if x is None else x)
+
+
+@pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_softmax_leaves_the_logits_and_the_names_as_they_are(variant, fused):
+    timm.layers.set_fused_attn(fused)
+    try:
+        model = build(variant)
+        before, names = logits(model), list(model.state_dict())
+        assert vitzoo.swap_mixer(model, 'softmax') is model
+        assert {type(block.attn).__name__ for block in model.blocks} == {'Softmax'}
+        assert torch.equal(logits(model), before)
+        assert list(model.state_dict()) == names
+    finally:
+        timm.layers.set_fused_attn(True)
+
+
+@pytest.mark.parametrize('variant, mixer', PAIRS)
+def test_every_mixer_inherits_the_weights_and_keeps_timms_api(variant, mixer):
+    model = build(variant)
+    weights = copy.deepcopy(model.state_dict())
+    vitzoo.swap_mixer(model, mixer)
+    assert_inherited(model.state_dict(), weights)
+    x = images(model)
+    features = model.forward_features(x)
+    assert features.isfinite().all()
+    final, maps = model.forward_intermediates(x)
+    assert torch.equal(final, features)
+    assert [tuple(m.shape) for m in maps] == [(2, 48, *model.patch_embed.grid_size)] * 2
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), vitzoo.swap_mixer(build(variant), mixer)]
+    copies[-1].load_state_dict(model.state_dict(), strict=True)
+    assert all(torch.equal(logits(other), logits(model)) for other in copies)
+    model.prune_intermediate_layers([0])
+    assert len(model.blocks) == 1
+    assert torch.equal(model.forward_intermediates(x, intermediates_only=True)[0], maps[0])
+
+
+def assert_inherited(ours, theirs):
+    assert {name for name in theirs if '.attn.' not in name} <= set(ours)
+    fitting = [name for name in theirs if name in ours and ours[name].shape == theirs[name].shape]
+    assert [name for name in fitting if not torch.equal(ours[name], theirs[name])] == []
+    assert sum(theirs[name].numel() for name in fitting) > 0.7 * sum(tensor.numel() for tensor in theirs.values())
+
+
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+def test_gradients_are_the_same_with_checkpointing_and_reach_every_parameter(mixer):
+    model = vitzoo.swap_mixer(build(), mixer).train()
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(images(model)).square().mean().backward()
+        assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize('variant', ['augreg', 'dinov2', 'distilled'])
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+def test_mixers_follow_the_image_size(mixer, variant):
+    model = vitzoo.swap_mixer(build(variant), mixer)
+    height, width = (3 * side for side in model.patch_embed.patch_size)
+    with pytest.raises((AssertionError, ValueError)):
+        model(torch.zeros(1, 3, height, 2 * width))
+    model.set_input_size((height, 2 * width))
+    assert [block.attn.grid_size for block in model.blocks] == [(3, 6)] * 2
+    assert logits(model).isfinite().all()
+
+
+def test_positions_of_a_mixer_are_resampled_with_the_image_size():
+    model = vitzoo.swap_mixer(build(), 'softmax', rel_bias='table')
+    assert model.blocks[0].attn.rel_bias.table.shape == (7 * 7, 3)
+    model.set_input_size(96)
+    assert model.blocks[0].attn.rel_bias.table.shape == (11 * 11, 3)
+
+
+@pytest.mark.parametrize('mixer', ['softmax', 'ls'])
+def test_a_dynamic_image_of_another_grid_is_refused_even_with_as_many_tokens(mixer):
+    model = vitzoo.swap_mixer(build(dynamic_img_size=True), mixer)
+    assert logits(model, torch.zeros(1, 3, 64, 64)).isfinite().all()
+    for size in ((32, 128), (96, 96)):
+        with pytest.raises(ValueError, match='set_input_size'):
+            model(torch.zeros(1, 3, *size))
+
+
+def test_a_wrong_number_of_tokens_names_the_remedy():
+    model = vitzoo.swap_mixer(build(), 'ls')
+    with pytest.raises(ValueError, match=r'1 prefix tokens and a 4 x 4 grid, and got 20 tokens.*set_input_size'):
+        model.blocks[0](torch.zeros(1, 20, 48))
+
+
+def test_masks_are_refused():
+    model = vitzoo.swap_mixer(build(), 'softmax')
+    with pytest.raises(ValueError, match='attn_mask'):
+        model.forward_features(images(model), attn_mask=torch.zeros(17, 17))
+    with pytest.raises(ValueError, match='causal'):
+        model.forward_features(images(model), is_causal=True)
+
+
+def test_blocks_are_swapped_one_by_one():
+    model = build(depth=3)
+    vitzoo.swap_mixer(model, 'ls', blocks=[0], window_size=3, rank=2)
+    vitzoo.swap_mixer(model, 'performer', blocks=[-1])
+    assert [type(block.attn).__name__ for block in model.blocks] == ['LongShort', 'Attention', 'Performer']
+    assert (model.blocks[0].attn.window_size, model.blocks[0].attn.rank) == (3, 2)
+    assert logits(model).isfinite().all()
+    model.set_input_size(96)
+    assert logits(model).isfinite().all()
+
+
+@pytest.mark.parametrize('variant', ['augreg', 'qk_norm', 'no biases'])
+def test_softmax_swapped_back_in_gives_the_old_logits(variant):
+    model = build(variant)
+    before = logits(model)
+    vitzoo.swap_mixer(model, 'performer')
+    assert not torch.equal(logits(model), before)
+    vitzoo.swap_mixer(model, 'softmax')
+    assert torch.equal(logits(model), before)
+
+
+def test_layers_and_weight_decay_know_the_mixers_parameters():
+    model = vitzoo.swap_mixer(build(), 'aft_full', blocks=[1])
+    assert {'pos_embed', 'cls_token', 'blocks.1.attn.u_query', 'blocks.1.attn.u_key'} <= model.no_weight_decay()
+    grouped = group_parameters(model, model.group_matcher())
+    assert {name for names in grouped.values() for name in names} == {name for name, _ in model.named_parameters()}
+    no_decay, _ = param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
+    assert any(parameter is model.blocks[1].attn.u_key for parameter in no_decay['params'])
+
+
+def test_the_classifier_is_reset_as_before():
+    model = vitzoo.swap_mixer(build(), 'nystrom')
+    model.reset_classifier(7, 'avg')
+    assert logits(model).shape == (2, 7)
+
+
+def test_device_dtype_mode_and_dropout_are_those_of_the_attention():
+    model = build(proj_drop_rate=0.1, attn_drop_rate=0.2).train().to(torch.float64)
+    vitzoo.swap_mixer(model, 'softmax')
+    mixer = model.blocks[0].attn
+    assert (mixer.proj_drop.p, mixer.attn_drop.p, mixer.training) == (0.1, 0.2, True)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
+    meta = timm.create_model('vit_tiny_patch16_224', depth=1, device='meta')
+    vitzoo.swap_mixer(meta, 'ls', rel_bias='table')
+    assert {tensor.device.type for tensor in meta.state_dict().values()} == {'meta'}
+
+
+def test_an_exported_model_does_not_load_as_one_with_softmax(tmp_path):
+    model = vitzoo.swap_mixer(build(), 'nystrom', num_landmarks=4)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    with pytest.raises(TypeError, match='swap_mixer'):
+        timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
+    assert '"mixer": "nystrom"' in (tmp_path / 'config.json').read_text()
+
+
+@pytest.mark.parametrize(
+    'name, kwargs, what',
+    [
+        ('resnet18', {}, 'ResNet'),
+        ('swin_tiny_patch4_window7_224', {'depths': (1, 1, 1, 1)}, 'SwinTransformer'),
+        ('eva02_tiny_patch14_224', {'depth': 1}, 'Eva'),
+        ('naflexvit_base_patch16_gap', {'depth': 1}, 'NaFlexVit'),
+        ('deit_performer_tiny', {'depth': 1}, 'DeiT'),
+        ('vit_small_patch16_18x2_224', {'depth': 1}, 'ParallelThingsBlock'),
+        ('vit_tiny_patch16_224', {'depth': 1, 'block_fn': 'ParallelScalingBlock'}, 'ParallelScalingBlock'),
+        ('vit_tiny_patch16_224', {'depth': 1, 'block_fn': 'ResPostBlock'}, 'ResPostBlock'),
+        ('vit_tiny_patch16_224', {'depth': 1, 'attn_layer': 'diff'}, 'DiffAttention'),
+        ('vit_tiny_patch16_224', {'depth': 1, 'scale_attn_norm': True}, 'scale_norm'),
+        ('vit_tiny_patch16_224', {'depth': 1, 'gated': True}, 'gated'),
+        ('vit_tiny_patch16_224', {'depth': 1, 'attn_head_dim': 32}, 'attn_head_dim'),
+        ('vit_tiny_patch16_224', {'depth': 1, 'patch_drop_rate': 0.5}, 'patch_drop_rate'),
+    ],
+)
+def test_what_no_mixer_fits_into_is_refused_by_name(name, kwargs, what):
+    options = {key: kwargs.pop(key) for key in ('gated', 'attn_head_dim') if key in kwargs}
+    if options:
+        kwargs['attn_layer'] = attention_with(**options)
+    if 'block_fn' in kwargs:
+        kwargs['block_fn'] = getattr(timm.models.vision_transformer, kwargs['block_fn'])
+    model = timm.create_model(name, device='meta', **kwargs)
+    names = list(model.state_dict())
+    with pytest.raises(ValueError, match=what):
+        vitzoo.swap_mixer(model, 'softmax')
+    assert list(model.state_dict()) == names
+
+
+def attention_with(**options):
+    """What timm's `attn_layer` takes, a class, that makes plain attention with these options."""
+
+    class Layer(timm.layers.Attention):
+        def __new__(cls, *args, **kwargs):
+            return timm.layers.Attention(*args, **kwargs, **options)
+
+    return Layer
+
+
+def test_wrong_arguments_leave_the_model_as_it_is():
+    model = build()
+    for kwargs, error, message in [
+        (dict(mixer='softmx'), ValueError, 'did you mean'),
+        (dict(mixer='ls', no_such_option=1), TypeError, 'no_such_option'),
+        (dict(mixer='ls', blocks=[0, 2]), ValueError, 'no block 2: the model has 2'),
+        (dict(mixer='ls', blocks=[1], window_size=0), ValueError, 'window_size'),
+    ]:
+        with pytest.raises(error, match=message):
+            vitzoo.swap_mixer(model, **kwargs)
+    assert type(model) is timm.models.VisionTransformer
+    assert {type(block.attn) for block in model.blocks} == {timm.layers.Attention}
+
+
+@pytest.mark.parametrize('mixer', NARROW_KEYS)
+def test_a_mixer_that_cannot_normalise_its_keys_says_so(mixer):
+    with pytest.raises(ValueError, match='qk_norm'):
+        vitzoo.swap_mixer(build('qk_norm'), mixer)
+
+
+@pytest.mark.parametrize('mixer', NORMALISING)
+def test_with_qk_norm_the_scale_of_queries_and_keys_does_not_matter(mixer):
+    x = torch.randn(2, 17, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    outputs = {}
+    for qk_norm in (True, False):
+        torch.manual_seed(0)
+        layer = create_mixer(
+            mixer, 12, 3, grid_size=(4, 4), num_prefix_tokens=1, qk_norm=qk_norm, qkv_bias=False, dtype=torch.float64
+        )
+        before = layer(x, (4, 4))
+        with torch.no_grad():
+            layer.qkv.weight[:24] *= 4
+        outputs[qk_norm] = before, layer(x, (4, 4))
+    torch.testing.assert_close(*outputs[True], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(*outputs[False], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize('mixer', NORMALISING)
+def test_qk_norm_runs_in_half_precision(mixer):
+    model = vitzoo.swap_mixer(build('qk_norm'), mixer)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert logits(model).isfinite().all()

@@ -1,0 +1,234 @@
+"""`vitzoo convert`: an official checkpoint, or the weights of another model, as a folder that timm loads.
+
+Examples:
+    vitzoo convert model_best.pth --model vil_ls_medium.nvidia_in1k --out vil_ls_medium
+    vitzoo convert --from deit_small_patch16_224 --to deit_performer_small --out deit_performer_small
+    vitzoo convert --from vil_small --checkpoint model_best.pth --to vil_nystrom_small --out vil_nystrom_small
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import timm
+import torch
+import yaml
+from timm.layers import to_2tuple
+from timm.models import save_for_hf
+from torch import Tensor, nn
+
+from vitzoo.data import resolve_data_config
+from vitzoo.errors import UserError, run_command
+from vitzoo.inherit import inherit_weights, shorten
+from vitzoo.load import find_models, load_model
+from vitzoo.mixers import LongShort, TokenMixer
+from vitzoo.models._checkpoint import read_checkpoint, unwrap
+
+# below this share of its parameters, a model was given the wrong parent
+LEAST_SHARE = 0.5
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command and end the process with its exit code."""
+    run_command(convert, argv)
+
+
+def convert(argv: list[str] | None = None) -> None:
+    """Convert what the command line names.
+
+    Raises:
+        UserError: There is no such model, the checkpoint cannot be read or does not fit, or the folder is taken.
+    """
+    args = parse_args(argv)
+    folder = Path(args.out)
+    if folder.is_file() or any((folder / name).exists() for name in ('config.json', 'model.safetensors')):
+        raise UserError(f"there is a model in '{folder}' already; choose another --out")
+    if args.parent:
+        model, data_config, about = _start_from_parent(args)
+    else:
+        model = load_official(args.file, args.model, args.model_kwargs)
+        data_config, about = _given_size(args), {}
+    _check_forward(model, data_config)
+    save_for_hf(
+        model,
+        str(folder),
+        safe_serialization=True,
+        model_args=_bias_index(model),
+        data_config=data_config,
+        model_config=about,
+    )
+    print(f"wrote {folder}, which timm.create_model('local-dir:{folder}', pretrained=True) loads")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser('vitzoo convert', description=__doc__.partition('\n')[0])
+    add = parser.add_argument
+    add('file', nargs='?', metavar='OFFICIAL_FILE', help='official checkpoint, .pth, .bin or .safetensors')
+    add('--model', metavar='NAME', help='the model it is of, with a tag (cvt_13.msft_in1k) for the data config of that')
+    add('--from', dest='parent', metavar='NAME', help='instead of a file, a model or a trained folder to inherit from')
+    add('--checkpoint', metavar='FILE', help='weights of the --from model, official or ours (default: its published)')
+    add('--random-weights', action='store_true', help='do not fetch published weights of the --from model')
+    add('--to', metavar='NAME', help='the model that inherits')
+    add('--out', required=True, metavar='DIR', help='new folder for config.json and model.safetensors')
+    add('--model-kwargs', nargs='+', type=_keyword, default=[], metavar='KEY=VALUE', help='arguments of the new model')
+    args = parser.parse_args(argv)
+    if not (args.file and args.model) and not (args.parent and args.to):
+        parser.error('give OFFICIAL_FILE and --model, or --from and --to')
+    if (args.file or args.model) and (args.parent or args.to):
+        parser.error('OFFICIAL_FILE and --model do not go with --from and --to')
+    args.model_kwargs = dict(args.model_kwargs)
+    return args
+
+
+def create_model(name: str, model_kwargs: dict) -> nn.Module:
+    """The model of a name, without weights.
+
+    Raises:
+        UserError: There is no such model, or it cannot be made with these arguments.
+    """
+    names = find_models([name])
+    if len(names) > 1:
+        raise UserError(f"'{name}' stands for {len(names)} models, and one can be written")
+    source = f'local-dir:{names[0]}' if Path(names[0]).is_dir() else names[0]
+    try:
+        return timm.create_model(source, **model_kwargs)
+    except (AssertionError, TypeError, ValueError) as error:
+        if not model_kwargs:
+            raise
+        given = ', '.join(f'{key}={value}' for key, value in model_kwargs.items())
+        raise UserError(f'{name} cannot be made with {given}: {error}') from error
+
+
+def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
+    """The model of a name with a checkpoint in its official layout, or ours; prints what became of the tensors.
+
+    Raises:
+        UserError: The file cannot be read, the model cannot be made, or a tensor of it is left without a value.
+    """
+    official = unwrap(read_checkpoint(path))
+    model = create_model(name, model_kwargs)
+    filter_fn = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', lambda weights, model: weights)
+    try:
+        ours = filter_fn(dict(official), model)
+    except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
+        # a filter reads what its layout has, and on another model's weights may not find it
+        raise UserError(f"the checkpoint '{path}' is not of a {type(model).__name__}: {error!r}") from error
+    own = model.state_dict()
+    missing = [name for name in own if name not in ours]
+    if missing:
+        raise UserError(
+            f"the checkpoint '{path}' leaves {len(missing)} of {len(own)} tensors without a value: {shorten(missing)}; "
+            f'if it is of another model, start from it with --from NAME --checkpoint {path} --to NAME'
+        )
+    wrong = [f'{name} is {tuple(ours[name].shape)}, not {tuple(own[name].shape)}' for name in own]
+    wrong = [text for text, name in zip(wrong, own) if ours[name].shape != own[name].shape]
+    if wrong:
+        raise UserError(f"the checkpoint '{path}' does not fit {type(model).__name__}: {'; '.join(wrong[:3])}")
+    model.load_state_dict({name: ours[name] for name in own})
+    _print_mapping(trace_names(filter_fn, official, model), official, own)
+    return model
+
+
+def trace_names(filter_fn: Callable[..., dict], official: dict[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
+    """Which official tensors each tensor of a converted checkpoint is made of, by name.
+
+    Every official tensor is filled with its number, and the numbers are found again behind the filter.
+    """
+    names = list(official)
+    dyed = {name: torch.tensor(float(i)).expand(official[name].shape) for i, name in enumerate(names)}
+    converted = filter_fn(dict(dyed), model)
+    # most are only renamed, and need not be searched
+    same = {id(tensor): name for name, tensor in dyed.items()}
+    return {
+        name: [same[id(tensor)]] if id(tensor) in same else [names[int(i)] for i in tensor.round().unique()]
+        for name, tensor in converted.items()
+    }
+
+
+def _print_mapping(sources: dict[str, list[str]], official: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    used = {source for name in own for source in sources[name]}
+    renamed = [f'{" + ".join(sources[name])} -> {name}' for name in own if sources[name] != [name]]
+    dropped = [name for name in official if name not in used]
+    print(f'mapped {len(used)} of {len(official)} tensors to {len(own)}, {len(renamed)} of them renamed or merged')
+    if renamed:
+        print(f'  {shorten(renamed)}')
+    print(f'dropped {len(dropped)}: {shorten(dropped)}' if dropped else 'dropped none')
+    print('missing none')
+
+
+def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
+    """The model with its parent's weights, the parent's data config, and what else goes into config.json."""
+    parent, source = _load_parent(args)
+    data_config = resolve_data_config(parent)
+    in_chans, *img_size = data_config['input_size']
+    data_config = {key: data_config[key] for key in ('interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')}
+    data_config.update({'img_size': img_size, **_given_size(args)})
+    if data_config['img_size'] != img_size and hasattr(parent, 'set_input_size'):
+        # the parent knows best how to resample what is bound to its grid
+        parent.set_input_size(data_config['img_size'])
+    kwargs = dict(img_size=data_config['img_size'], in_chans=in_chans, num_classes=parent.num_classes)
+    model = create_model(args.to, {**kwargs, **args.model_kwargs})
+    inheritance = inherit_weights(model, parent.state_dict())
+    if inheritance.share < LEAST_SHARE:
+        raise UserError(
+            f'{args.to} can inherit only {inheritance.share:.1%} of the parameters of {args.parent}: give a parent of '
+            'the same backbone and size'
+        )
+    print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
+    about = {'parent': args.parent, 'weights': source, 'inherited': round(inheritance.share, 4)}
+    return model, data_config, {'label_names': parent.pretrained_cfg.get('label_names'), 'vitzoo': about}
+
+
+def _given_size(args: argparse.Namespace) -> dict:
+    """The image size among the model's arguments, as a data config."""
+    size = args.model_kwargs.get('img_size')
+    return {} if size is None else {'img_size': list(to_2tuple(size))}
+
+
+def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
+    if args.checkpoint:
+        return load_official(args.checkpoint, args.parent, {}), args.checkpoint
+    names = find_models([args.parent])
+    if len(names) > 1:
+        raise UserError(f"'{args.parent}' stands for {len(names)} models, and a model has one parent")
+    parent, source = load_model(names[0], pretrained=not args.random_weights)
+    if source == 'random weights' and not args.random_weights:
+        raise UserError(f'there are no published weights of {args.parent}; give its --checkpoint')
+    return parent, source
+
+
+@torch.no_grad()
+def _check_forward(model: nn.Module, data_config: dict) -> None:
+    input_size = resolve_data_config(model, data_config.get('img_size'))['input_size']
+    images = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
+    if not model.eval()(images).isfinite().all():
+        raise UserError('the logits of an image are not finite with these weights, so they are damaged')
+
+
+def _bias_index(model: nn.Module) -> dict:
+    """The keyword that says which relative-bias index a long-short model has, which its name may only imply."""
+    first = next((module for module in model.modules() if isinstance(module, TokenMixer)), None)
+    given = getattr(model, '_model_args', {}).get('mixer_kwargs') or {}
+    # keywords for each stage are written as they were given; one dict is for the first stage's mixer
+    if not isinstance(first, LongShort) or not isinstance(given, dict):
+        return {}
+    index = 'none'
+    if first.rel_bias is not None:
+        index = 'table' if first.rel_bias.row_stride is None else 'nvidia'
+    return {'mixer_kwargs': {**given, 'rel_bias': index}}
+
+
+def _keyword(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition('=')
+    try:
+        if equals:
+            return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"'{value}' is not YAML") from error
+    raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE, such as img_size=384")
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,186 @@
+"""BigBird: block-sparse attention over a window, global tokens and random blocks.
+
+    out_i = sum_{j in window(i) + global + random(i)} softmax_j(scale * q_i . k_j) v_j
+
+The grid is cut into b x b blocks. The tokens of a block attend the block and the 8 around it (the paper's window of 3
+blocks, on a 2-D grid), the global tokens, and r random blocks, other ones for each block and head. Global are the
+prefix tokens (the paper's extended construction, ETC) and the first g blocks in raster order (the internal one, ITC);
+they attend everything. Every token counts once: random blocks are drawn from those that are neither near nor global.
+Linear in the number of tokens: O(N ((9 + g + r) b^2 + P) dim). Big Bird, sections 2 and appendix D,
+https://arxiv.org/abs/2007.14062
+"""
+
+import torch
+from torch.nn import functional as F
+
+from ._window import halo_mask, tile, untile
+from .base import QKVMixer, register_mixer
+from .softmax import softmax_attention, softmax_naive
+
+__all__ = ['BigBird', 'bigbird_attention', 'bigbird_naive', 'draw_blocks']
+
+PRIME = 2**31 - 1
+
+
+def bigbird_naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    random_blocks: torch.Tensor,
+    grid_size: tuple[int, int],
+    block_size: int,
+    num_global_blocks: int,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Softmax attention under a dense mask per head; arguments as `bigbird_attention`."""
+    (H, W), b = grid_size, block_size
+    P, columns = q.shape[2] - H * W, -(-W // b)
+    bias = q.new_zeros(q.shape[1], P + H * W, P + H * W)
+    for head, blocks in enumerate(random_blocks.tolist()):
+        for i in range(H * W):
+            for j in range(H * W):
+                (yi, xi), (yj, xj) = ((token // W // b, token % W // b) for token in (i, j))
+                block_i, block_j = yi * columns + xi, yj * columns + xj
+                near = abs(yi - yj) <= 1 and abs(xi - xj) <= 1
+                is_global = block_i < num_global_blocks or block_j < num_global_blocks
+                if not near and not is_global and block_j not in blocks[block_i]:
+                    bias[head, P + i, P + j] = float('-inf')
+    return softmax_naive(q, k, v, scale, bias, dropout_p)
+
+
+def bigbird_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    random_blocks: torch.Tensor,
+    grid_size: tuple[int, int],
+    block_size: int,
+    num_global_blocks: int,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d).
+
+    `random_blocks` (heads, T, r) names r of the T blocks for each block and head, none of them near or global; -1 is
+    no block.
+    """
+    P = q.shape[2] - grid_size[0] * grid_size[1]
+    blocks = _attended_blocks(random_blocks, grid_size, block_size, num_global_blocks)  # (heads, T, K)
+    window = (block_size, block_size)
+    inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
+    mask = inside[blocks.clamp(min=0)] & (blocks >= 0).unsqueeze(-1)
+    mask = mask.flatten(2).unsqueeze(2)  # (heads, T, 1, K * b*b)
+
+    q_tiles = tile(scale * q[:, :, P:], grid_size, window)  # (B, heads, T, b*b, d)
+    scores = q_tiles @ _gather(tile(k[:, :, P:], grid_size, window), blocks).mT
+    scores_prefix = q_tiles @ k[:, :, None, :P].mT
+    scores = torch.cat([scores_prefix, scores.masked_fill(~mask, float('-inf'))], dim=-1)
+    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    prefix, attn = F.dropout(attn, dropout_p).split([P, scores.shape[-1] - P], dim=-1)
+    out = attn @ _gather(tile(v[:, :, P:], grid_size, window), blocks) + prefix @ v[:, :, None, :P]
+    out = untile(out, grid_size, window)
+
+    rows = _global_rows(P, grid_size, block_size, num_global_blocks)
+    if not rows:
+        return out
+    rows = torch.tensor(rows, device=q.device)
+    global_out = softmax_attention(q.index_select(2, rows), k, v, scale, None, dropout_p)
+    return F.pad(out, (0, 0, P, 0)).index_copy(2, rows, global_out.to(out.dtype))
+
+
+def _attended_blocks(
+    random_blocks: torch.Tensor, grid_size: tuple[int, int], block_size: int, num_global_blocks: int
+) -> torch.Tensor:
+    """The blocks that each block attends: the 9 near ones, the global and the random, (heads, T, K); -1 is none."""
+    heads, T, _ = random_blocks.shape
+    rows, columns = (-(-size // block_size) for size in grid_size)
+    block, offset = torch.arange(T, device=random_blocks.device), torch.arange(-1, 2, device=random_blocks.device)
+    y = (block // columns)[:, None, None] + offset[:, None]
+    x = (block % columns)[:, None, None] + offset
+    near = (y * columns + x).flatten(1)  # (T, 9)
+    exists = ((y >= 0) & (y < rows) & (x >= 0) & (x < columns)).flatten(1)
+    near = near.masked_fill(~exists | (near < num_global_blocks), -1)
+    shared = block[:num_global_blocks].expand(T, -1)
+    return torch.cat([torch.cat([near, shared], dim=1).expand(heads, -1, -1), random_blocks], dim=2)
+
+
+def _gather(tiles: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Tiles (B, heads, T, s, d) -> those each block attends, side by side, (B, heads, T, K * s, d)."""
+    heads = torch.arange(blocks.shape[0], device=blocks.device)[:, None, None]
+    return tiles[:, heads, blocks.clamp(min=0)].flatten(3, 4)
+
+
+def _global_rows(P: int, grid_size: tuple[int, int], block_size: int, num_global_blocks: int) -> list[int]:
+    """Places of the global tokens: the prefix and the tokens of the first blocks."""
+    (H, W), b = grid_size, block_size
+    columns = -(-W // b)
+    tokens = [y * W + x for y in range(H) for x in range(W) if y // b * columns + x // b < num_global_blocks]
+    return list(range(P)) + [P + token for token in tokens]
+
+
+def draw_blocks(
+    seeds: torch.Tensor, grid_size: tuple[int, int], block_size: int, num_global_blocks: int, num_random_blocks: int
+) -> torch.Tensor:
+    """Random blocks of each block, neither near nor global, for a seed per head (heads,): (heads, T, r), -1 where there
+    are fewer.
+
+    A pure function of integers, so every device, process and resumed run draws the same on a grid of the same size.
+    """
+    rows, columns = (-(-size // block_size) for size in grid_size)
+    block = torch.arange(rows * columns, device=seeds.device)
+    y, x = block // columns, block % columns
+    taken = ((y[:, None] - y).abs() <= 1) & ((x[:, None] - x).abs() <= 1) | (block < num_global_blocks)
+    priority = (seeds[:, None, None] + block[:, None] * 73_856_093 + block * 19_349_663) % PRIME
+    # a multiplicative generator with its high bits mixed into the low ones; no product exceeds 63 bits
+    for multiplier in (48_271, 69_621, 16_807):
+        priority = priority * multiplier % PRIME
+        priority = priority ^ (priority >> 15)
+    # the block itself breaks ties, which topk would break as the device likes
+    priority = (priority * len(block) + block).masked_fill(taken, -1)
+    best = priority.topk(min(num_random_blocks, len(block)), dim=-1)
+    return best.indices.masked_fill(best.values < 0, -1)
+
+
+@register_mixer('bigbird')
+class BigBird(QKVMixer):
+    """BigBird attention with `num_random_blocks` random and `num_global_blocks` global blocks of `block_size` x
+    `block_size` tokens.
+
+    The random blocks follow from one seed per head, a buffer that is saved with the weights, and from the grid: they do
+    not change during training, and layers built with the same `seed` share them.
+    """
+
+    attn_weights = True
+    op = staticmethod(bigbird_attention)
+    op_naive = staticmethod(bigbird_naive)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        block_size: int = 4,
+        num_global_blocks: int = 1,
+        num_random_blocks: int = 3,
+        seed: int = 0,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if block_size < 1 or min(num_global_blocks, num_random_blocks) < 0:
+            raise ValueError(
+                f'bigbird needs block_size >= 1 and no negative number of blocks, not block_size={block_size}, '
+                f'num_global_blocks={num_global_blocks} and num_random_blocks={num_random_blocks}.'
+            )
+        self.block_size = block_size
+        self.num_global_blocks = num_global_blocks
+        self.num_random_blocks = num_random_blocks
+        generator = torch.Generator().manual_seed(seed)
+        seeds = torch.randint(PRIME, (num_heads,), generator=generator, device='cpu')
+        self.register_buffer('seeds', seeds.to(device=device))
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        blocks = draw_blocks(self.seeds, grid_size, self.block_size, self.num_global_blocks, self.num_random_blocks)
+        return self.op(q, k, v, blocks, grid_size, self.block_size, self.num_global_blocks, self.scale, self.dropout_p)

@@ -1,0 +1,96 @@
+"""Global-memory attention: a memory of global tokens attends all tokens, and grid tokens attend nothing but the memory.
+
+    memory_g = softmax_j(scale * q_g . k_j) v_j over all tokens j
+    out_i    = softmax_g(scale * q_i . k_g) u_g over the memory g,  u_g = v_g, or memory_g where the layer owns g
+
+This is ViL's attention with its windows left out. There the memory is a stage's class tokens, 256 of them, which travel
+through the layers: what they read in one layer grid tokens find there in the next. Prefix tokens are just that, and
+with `num_global=0` this is the published model (of ViL-Small: `num_prefix_tokens=(256, 256, 64, 16)`). As backbones
+have one prefix token or none, a layer owns `num_global` more: learned, projected like any token, made anew by each
+layer, so grid tokens read what they have just read. Linear in the number of tokens: O(N G dim) for G global tokens.
+Multi-Scale Vision Longformer and its official code (`only_glo`), https://arxiv.org/abs/2103.15358
+"""
+
+import torch
+from torch import nn
+
+from .base import QKVMixer, register_mixer
+from .softmax import softmax_attention, softmax_naive
+
+__all__ = ['GlobalMemory', 'global_memory_attention', 'global_memory_naive']
+
+
+def global_memory_naive(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    num_own: int, num_global: int, scale: float, dropout_p: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """Softmax attention of all tokens under the mask of who sees whom; arguments as `global_memory_attention`."""
+    N = q.shape[2]
+    is_global = torch.arange(N, device=q.device) < num_global
+    hidden = torch.where(is_global[:, None] | is_global, 0.0, -torch.inf).to(q.dtype)
+    everyone = softmax_naive(q, k, v, scale, hidden, dropout_p)
+    written = torch.cat([everyone[:, :, :num_own], v[:, :, num_own:]], dim=2)
+    grid = softmax_naive(q[:, :, num_global:], k, written, scale, hidden[num_global:], dropout_p)
+    return torch.cat([everyone[:, :, num_own:num_global], grid], dim=2)
+
+
+def global_memory_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    num_own: int, num_global: int, scale: float, dropout_p: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """q, k, v (B, heads, num_own + P + H*W, d) -> (B, heads, P + H*W, d).
+
+    The layer's own memory comes first; `num_global` is num_own + P.
+    """
+    memory = softmax_attention(q[:, :, :num_global], k, v, scale, None, dropout_p)
+    written = torch.cat([memory[:, :, :num_own], v[:, :, num_own:num_global]], dim=2)
+    grid = softmax_attention(q[:, :, num_global:], k[:, :, :num_global], written, scale, None, dropout_p)
+    return torch.cat([memory[:, :, num_own:], grid], dim=2)
+
+
+@register_mixer('global')
+class GlobalMemory(QKVMixer):
+    """Attention through the prefix tokens and `num_global` memory tokens of the layer's own.
+
+    Raises ValueError where there is neither.
+    """
+
+    attn_weights = True
+    op = staticmethod(global_memory_attention)
+    op_naive = staticmethod(global_memory_naive)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_prefix_tokens: int = 0,
+        num_global: int = 64,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
+        total = num_prefix_tokens + num_global
+        if num_global < 0 or not total:
+            raise ValueError(
+                f'global needs a memory: num_global of at least {int(not num_prefix_tokens)} '
+                f'with {num_prefix_tokens} prefix tokens, not {num_global}.'
+            )
+        # to a convolutional projection the memory is a prefix like any other
+        super().__init__(dim, num_heads, num_prefix_tokens=total, device=device, dtype=dtype, **kwargs)
+        self.num_prefix_tokens = num_prefix_tokens
+        self.num_global = num_global
+        self.memory = nn.Parameter(torch.empty(1, num_global, dim, device=device, dtype=dtype)) if num_global else None
+        if num_global:
+            nn.init.trunc_normal_(self.memory, std=0.02)
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        if self.memory is not None:
+            x = torch.cat([self.memory.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
+        q, k, v = self.to_qkv(x, grid_size)
+        num_all = self.num_global + self.num_prefix_tokens
+        x = self.op(q, k, v, self.num_global, num_all, self.scale, self.dropout_p)
+        return self.project(x)
+
+    def no_weight_decay(self) -> set[str]:
+        return set() if self.memory is None else {'memory'}

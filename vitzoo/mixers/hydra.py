@@ -1,0 +1,47 @@
+"""Hydra attention: linear attention with as many heads as channels, so that mixing is one element-wise product.
+
+    out_i = phi(q_i) * sum_j phi(k_j) * v_j,  phi(x) = x / |x|
+
+Linear in the number of tokens and in the width: O(N dim). The norm is that of a whole token, over all heads, so
+`num_heads` does not matter; neither does the scale of the scores. The sum has no order, so a grid needs no translation,
+and prefix tokens are ordinary tokens. Hydra Attention, section 3, https://arxiv.org/abs/2209.07484
+"""
+
+import torch
+
+from .base import QKVMixer, no_autocast, register_mixer
+
+__all__ = ['Hydra', 'hydra_attention', 'hydra_naive']
+
+
+def hydra_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """An N x N attention matrix for each channel, applied to that channel; arguments as `hydra_attention`."""
+    tokens_q, tokens_k = (x.transpose(1, 2).flatten(2) for x in (q, k))  # (B, N, dim)
+    q = q / tokens_q.norm(dim=-1)[:, None, :, None]
+    k = k / tokens_k.norm(dim=-1)[:, None, :, None]
+    attn = q.unsqueeze(3) * k.unsqueeze(2)  # (B, heads, N, N, d)
+    return (attn * v.unsqueeze(2)).sum(dim=3)
+
+
+def hydra_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
+    with no_autocast(q):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        context = (_normalise(k.to(dtype)) * v.to(dtype)).sum(dim=2, keepdim=True)  # (B, heads, 1, d)
+        return (_normalise(q.to(dtype)) * context).to(v.dtype)
+
+
+def _normalise(x: torch.Tensor) -> torch.Tensor:
+    """Tokens (B, heads, N, d) of length 1, all heads together."""
+    return x / torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True).clamp(min=1e-12)
+
+
+@register_mixer('hydra')
+class Hydra(QKVMixer):
+    """Hydra attention with the paper's cosine similarity."""
+
+    op = staticmethod(hydra_attention)
+    op_naive = staticmethod(hydra_naive)
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        return self.op(q, k, v)

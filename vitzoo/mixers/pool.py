@@ -1,0 +1,59 @@
+"""PoolFormer's pooling: a token becomes the mean of its neighbourhood, less itself.
+
+    out_i = mean of x_j over the k x k places around i that lie on the grid - x_i
+
+Nothing is learned. Linear in the number of tokens: O(N k^2 dim) additions and no multiplication. PoolFormer has no
+prefix tokens: here the neighbourhood of a prefix token is the whole grid and itself, and grid tokens do not see prefix
+tokens. MetaFormer Is Actually What You Need for Vision, equation 4, https://arxiv.org/abs/2111.11418
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .base import TokenMixer, no_autocast, register_mixer
+
+__all__ = ['Pool', 'pool', 'pool_naive']
+
+
+def pool_naive(x: torch.Tensor, grid_size: tuple[int, int], pool_size: int) -> torch.Tensor:
+    """Place by place; arguments as `pool`."""
+    (H, W), reach = grid_size, pool_size // 2
+    P = x.shape[1] - H * W
+    image = x[:, P:].unflatten(1, grid_size)
+    out = [(x[:, p] + x[:, P:].sum(dim=1)) / (1 + H * W) for p in range(P)]
+    for i in range(H):
+        for j in range(W):
+            near = image[:, max(i - reach, 0) : i + reach + 1, max(j - reach, 0) : j + reach + 1]
+            out.append(near.mean(dim=(1, 2)))
+    return torch.stack(out, dim=1) - x
+
+
+def pool(x: torch.Tensor, grid_size: tuple[int, int], pool_size: int) -> torch.Tensor:
+    """Tokens (B, P + H*W, C) -> the same shape, in float32 or wider."""
+    num_grid = grid_size[0] * grid_size[1]
+    with no_autocast(x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        prefix, grid = wide.split([x.shape[1] - num_grid, num_grid], dim=1)
+        image = grid.mT.unflatten(2, grid_size)  # (B, C, H, W)
+        near = F.avg_pool2d(image, pool_size, stride=1, padding=pool_size // 2, count_include_pad=False)
+        everything = (prefix + grid.sum(dim=1, keepdim=True)) / (1 + num_grid)
+        return (torch.cat([everything, near.flatten(2).mT], dim=1) - wide).to(x.dtype)
+
+
+@register_mixer('pool')
+class Pool(TokenMixer):
+    """Average pooling over `pool_size` x `pool_size` places, less the token; it has no projections and no heads."""
+
+    op = staticmethod(pool)
+    op_naive = staticmethod(pool_naive)
+
+    def __init__(self, dim: int, num_heads: int, *, pool_size: int = 3, proj_drop: float = 0.0, **kwargs) -> None:
+        super().__init__(dim, num_heads, proj_drop=proj_drop, **kwargs)
+        if pool_size < 1 or pool_size % 2 == 0:
+            raise ValueError(f'pool_size must be odd and at least 1, not {pool_size}.')
+        self.pool_size = pool_size
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        return self.proj_drop(self.op(x, grid_size, self.pool_size))

@@ -1,0 +1,173 @@
+"""Routing attention: tokens attend within clusters found by online k-means.
+
+    Q_c, K_c = the w queries and the w keys most similar to centroid c     (cosine; every cluster has w of each)
+    out_i    = sum_j n_ij exp(scale * q_i . k_j) v_j / sum_j n_ij exp(scale * q_i . k_j)
+    n_ij     = number of clusters with i in Q_c and j in K_c for j != i,  n_ii = 1
+
+Queries and keys are not shared, as in the paper's encoders. A token in several clusters takes one softmax over the keys
+of all of them, a key counting once per cluster that they share; a token in no cluster attends only itself and the
+prefix tokens. Prefix tokens are global and not routed: n = 1 for all pairs with them. In training a centroid moves by
+an exponential average to the mean of the queries and keys nearest to it, and back to the unit sphere; there is no
+auxiliary loss. Grid tokens have no order and there is no causal mask. Cost: O(N (c + w + P) dim) with w = N / c unless
+given, so N^1.5 where c grows with sqrt(N). Efficient Content-Based Sparse Attention with Routing Transformers, section
+4 and algorithm 1, https://arxiv.org/abs/2003.05997
+"""
+
+import torch
+from torch import distributed
+from torch.nn import functional as F
+
+from .base import QKVMixer, no_autocast, register_mixer
+from .softmax import softmax_attention, softmax_naive
+
+__all__ = ['Routing', 'cluster_members', 'routing_attention', 'routing_naive']
+
+
+def cluster_members(x: torch.Tensor, centroids: torch.Tensor, cluster_size: int) -> torch.Tensor:
+    """The `cluster_size` tokens of (B, heads, N, d) most similar to each centroid (heads, c, d): (B, heads, c, w)."""
+    return _similarity(x, centroids).topk(cluster_size, dim=-1).indices
+
+
+def _similarity(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Cosines between centroids and tokens, (B, heads, c, N), float32 or wider."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    with torch.no_grad(), no_autocast(x):
+        return F.normalize(centroids.to(dtype), dim=-1) @ F.normalize(x.to(dtype), dim=-1).mT
+
+
+def routing_naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    centroids: torch.Tensor,
+    grid_size: tuple[int, int],
+    cluster_size: int,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Softmax attention with log n_ij as a bias; arguments as `routing_attention`."""
+    B, heads, N, _ = q.shape
+    P = N - grid_size[0] * grid_size[1]
+    n = q.new_zeros(B, heads, N, N)
+    queries, keys = (cluster_members(x[:, :, P:], centroids, cluster_size).tolist() for x in (q, k))
+    for b in range(B):
+        for head in range(heads):
+            for members_q, members_k in zip(queries[b][head], keys[b][head], strict=True):
+                for i in members_q:
+                    for j in members_k:
+                        n[b, head, P + i, P + j] += 1
+    n.diagonal(dim1=-2, dim2=-1).fill_(1)
+    n[:, :, :P] = n[:, :, :, :P] = 1
+    return softmax_naive(q, k, v, scale, n.log(), dropout_p)
+
+
+def routing_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    centroids: torch.Tensor,
+    grid_size: tuple[int, int],
+    cluster_size: int,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """q, k, v (B, heads, P + H*W, d), the first P tokens global, centroids (heads, c, d) -> (B, heads, P + H*W, d)."""
+    P, dtype = q.shape[2] - grid_size[0] * grid_size[1], torch.promote_types(q.dtype, torch.float32)
+    q_grid, k_grid, v_grid = scale * q[:, :, P:], k[:, :, P:], v[:, :, P:]
+    in_q, in_k = (cluster_members(x, centroids, cluster_size) for x in (q_grid, k_grid))  # (B, heads, c, w)
+    scores = (_take(q_grid, in_q) @ _take(k_grid, in_k).mT).to(dtype)  # (B, heads, c, w, w)
+    scores = scores.masked_fill(in_q.unsqueeze(-1) == in_k.unsqueeze(-2), float('-inf'))
+    always = torch.cat([(q_grid * k_grid).sum(dim=-1, keepdim=True), q_grid @ k[:, :, :P].mT], dim=-1).to(dtype)
+
+    # each row is stabilised by its largest score, in whichever cluster that is; the token itself makes it finite
+    place = in_q.flatten(2)
+    largest = always.detach().amax(dim=-1)
+    largest = largest.scatter_reduce(2, place, scores.detach().amax(dim=-1).flatten(2), 'amax')
+    weights = (scores - largest.gather(2, place).view_as(in_q).unsqueeze(-1)).exp()
+    always = (always - largest.unsqueeze(-1)).exp()
+    normaliser = always.sum(dim=-1).scatter_add(2, place, weights.sum(dim=-1).flatten(2))
+
+    weights, always = F.dropout(weights, dropout_p).to(v.dtype), F.dropout(always, dropout_p).to(v.dtype)
+    out = (always[..., :1] * v_grid + always[..., 1:] @ v[:, :, :P]).to(dtype)
+    routed = (weights @ _take(v_grid, in_k)).to(dtype).flatten(2, 3)
+    out = out.scatter_add(2, place.unsqueeze(-1).expand_as(routed), routed)
+    out = (out / normaliser.unsqueeze(-1)).to(v.dtype)
+    if P == 0:
+        return out
+    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
+
+
+def _take(x: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
+    """Tokens (B, heads, N, d) of each cluster's members (B, heads, c, w), (B, heads, c, w, d)."""
+    index = members.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
+    return x.gather(2, index).unflatten(2, members.shape[2:])
+
+
+@register_mixer('routing')
+class Routing(QKVMixer):
+    """Routing attention with `num_clusters` clusters per head of `cluster_size` tokens; None shares the tokens out
+    evenly.
+
+    The centroids are a buffer, drawn from torch's CPU generator when the layer is built and saved with the weights.
+    They move once per backward pass, by 1 - `decay` of the way, on all processes alike.
+    """
+
+    attn_weights = True
+    op = staticmethod(routing_attention)
+    op_naive = staticmethod(routing_naive)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_clusters: int = 8,
+        cluster_size: int | None = None,
+        decay: float = 0.999,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if num_clusters < 1 or (cluster_size is not None and cluster_size < 1):
+            raise ValueError(
+                f'routing needs num_clusters of at least 1 and cluster_size of at least 1 or none, '
+                f'not {num_clusters} and {cluster_size}.'
+            )
+        if not 0 <= decay <= 1:
+            raise ValueError(f'decay of routing lies between 0 and 1; {decay} does not.')
+        self.cluster_size = cluster_size
+        self.decay = decay
+        centroids = torch.randn(num_heads, num_clusters, self.head_dim, device='cpu', dtype=torch.float32)
+        self.register_buffer('centroids', F.normalize(centroids, dim=-1).to(device=device, dtype=dtype))
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        N = grid_size[0] * grid_size[1]
+        cluster_size = min(self.cluster_size or -(-N // self.centroids.shape[1]), N)
+        out = self.op(q, k, v, self.centroids, grid_size, cluster_size, self.scale, self.dropout_p)
+        if self.training and out.requires_grad:
+            statistics = self.statistics(q[:, :, -N:], k[:, :, -N:])
+            # the update waits for the backward pass: gradient checkpointing runs this forward pass once more before it,
+            # which must find the same centroids and must not count twice
+            out.register_hook(lambda grad: self.update_centroids(statistics))
+        return out
+
+    @torch.no_grad()
+    def statistics(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """Sum and number of the unit queries and keys nearest to each centroid, (heads, c, d + 1), float32 or wider."""
+        with no_autocast(q):
+            x = torch.cat([q, k], dim=2)
+            x = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+            nearest = _similarity(x, self.centroids).argmax(dim=2)  # (B, heads, 2N)
+            member = F.one_hot(nearest, self.centroids.shape[1]).to(x.dtype)
+            return (member.mT @ F.pad(x, (0, 1), value=1.0)).sum(dim=0)
+
+    @torch.no_grad()
+    def update_centroids(self, statistics: torch.Tensor) -> None:
+        """Move each centroid that is nearest to some token towards their mean, over the batches of all processes."""
+        if distributed.is_available() and distributed.is_initialized():
+            statistics = statistics.clone()
+            distributed.all_reduce(statistics)
+        sums, counts = statistics[..., :-1], statistics[..., -1:]
+        moved = self.decay * self.centroids + (1 - self.decay) * sums / counts.clamp(min=1)
+        self.centroids.copy_(torch.where(counts > 0, F.normalize(moved, dim=-1), self.centroids))

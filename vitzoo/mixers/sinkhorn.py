@@ -1,0 +1,197 @@
+"""Sparse Sinkhorn attention: blocks of tokens attend themselves and the block that a differentiable sort puts beside
+them.
+
+    S      = sinkhorn((scale * q~ k~^T + noise) / temperature),  q~ and k~ the means of the blocks
+    K'_ip  = sum_j S_ij m_jp k_jp / M_ip,   V'_ip alike,   M_ip = sum_j S_ij m_jp
+    out of block i = softmax(scale * q_i . [K_i ; K'_i] + [0 ; log M_i]) [V_i ; V'_i]
+
+`sinkhorn` normalises the columns and the rows of exp(x) in turn, in log space, and ends with the rows. Blocks are b x b
+tiles of the grid, p is a place in a tile and m_jp is 0 where the place p of tile j lies beyond the grid, else 1: a
+sorted token is the mean of the tokens that were sorted into its place and counts as much as they weigh (M = 1 where no
+tile is cut); below 1e-3 it is masked. The paper's sorting network maps a block to one logit per block and so is bound
+to the length; here the projections q and k take its place, for each head. A block that is sorted beside itself counts
+twice, as in the paper. Gumbel noise is drawn in training only. Prefix tokens are global and not sorted. Cost: O(N (2
+b^2 + N / b^2 + P) dim), the second term for moving the sorted blocks, so N^1.5 where b^2 grows with sqrt(N). Sparse
+Sinkhorn Attention, section 3, https://arxiv.org/abs/2002.11296
+"""
+
+import torch
+from torch.nn import functional as F
+
+from ._window import halo_mask, tile, untile
+from .base import QKVMixer, no_autocast, register_mixer
+from .softmax import softmax_attention, softmax_naive
+
+__all__ = ['Sinkhorn', 'log_sinkhorn', 'sinkhorn_attention', 'sinkhorn_naive']
+
+MIN_MASS = 1e-3
+
+
+def log_sinkhorn(logits: torch.Tensor, num_iterations: int) -> torch.Tensor:
+    """Logarithm of the nearly doubly stochastic matrices of logits (..., T, T); rows sum to one exactly."""
+    for _ in range(num_iterations):
+        logits = logits - logits.logsumexp(dim=-2, keepdim=True)
+        logits = logits - logits.logsumexp(dim=-1, keepdim=True)
+    return logits
+
+
+def sinkhorn_naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    noise: torch.Tensor | None,
+    grid_size: tuple[int, int],
+    block_size: int,
+    num_iterations: int,
+    temperature: float,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Block by block and place by place; arguments as `sinkhorn_attention`."""
+    (H, W), b = grid_size, block_size
+    P = q.shape[2] - H * W
+    corners = [(y, x) for y in range(0, H, b) for x in range(0, W, b)]
+    places = [(y, x) for y in range(b) for x in range(b)]
+    # token of each block at each place, where there is one
+    blocks = [{(y, x): P + (y0 + y) * W + x0 + x for y, x in places if y0 + y < H and x0 + x < W} for y0, x0 in corners]
+    means_q, means_k = (
+        torch.stack([x[:, :, list(block.values())].mean(dim=2) for block in blocks], dim=2) for x in (q, k)
+    )
+    sort = (scale * means_q @ means_k.mT + (0 if noise is None else noise)) / temperature
+    sort = (sort - sort.amax(dim=(-2, -1), keepdim=True)).exp()
+    for _ in range(num_iterations):
+        sort = sort / sort.sum(dim=-2, keepdim=True)
+        sort = sort / sort.sum(dim=-1, keepdim=True)
+
+    out = torch.zeros_like(q)
+    out[:, :, :P] = softmax_naive(q[:, :, :P], k, v, scale, None, dropout_p)
+    for i, block in enumerate(blocks):
+        own = list(range(P)) + list(block.values())
+        keys, values, bias = [k[:, :, own]], [v[:, :, own]], [q.new_zeros(*q.shape[:2], len(own))]
+        for place in places:
+            sources = [(j, other[place]) for j, other in enumerate(blocks) if place in other]
+            if not sources:
+                continue
+            weights = torch.stack([sort[:, :, i, j] for j, _ in sources], dim=-1)
+            mass = weights.sum(dim=-1, keepdim=True)
+            weights, tokens = (weights / mass).unsqueeze(2), [token for _, token in sources]
+            keys.append(weights @ k[:, :, tokens])
+            values.append(weights @ v[:, :, tokens])
+            bias.append(mass.log().masked_fill(mass <= MIN_MASS, float('-inf')))
+        keys, values, bias = torch.cat(keys, dim=2), torch.cat(values, dim=2), torch.cat(bias, dim=2).unsqueeze(2)
+        rows = list(block.values())
+        out[:, :, rows] = softmax_naive(q[:, :, rows], keys, values, scale, bias, dropout_p)
+    return out
+
+
+def sinkhorn_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    noise: torch.Tensor | None,
+    grid_size: tuple[int, int],
+    block_size: int,
+    num_iterations: int,
+    temperature: float,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """q, k, v (B, heads, P + H*W, d), the first P tokens global, noise (B, heads, T, T) for T blocks or none ->
+    (B, heads, P + H*W, d)."""
+    P = q.shape[2] - grid_size[0] * grid_size[1]
+    window = (block_size, block_size)
+    inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
+    q_tiles = tile(scale * q[:, :, P:], grid_size, window)  # (B, heads, T, b*b, d)
+    k_tiles, v_tiles = (tile(x[:, :, P:], grid_size, window).masked_fill(~inside.unsqueeze(-1), 0) for x in (k, v))
+    sort = block_sort(q_tiles, k_tiles, inside, noise, num_iterations, temperature)  # (B, heads, T, T)
+    mass = sort @ inside.to(sort.dtype)  # (B, heads, T, b*b)
+    present = mass > MIN_MASS
+    mass = mass.masked_fill(~present, 1)
+    k_sorted, v_sorted = (_sorted_tiles(sort, x, mass, present) for x in (k_tiles, v_tiles))
+
+    scores = [
+        (q_tiles @ k[:, :, None, :P].mT).to(mass.dtype),
+        (q_tiles @ k_tiles.mT).to(mass.dtype).masked_fill(~inside.unsqueeze(1), float('-inf')),
+        ((q_tiles @ k_sorted.mT) + mass.log().unsqueeze(3)).masked_fill(~present.unsqueeze(3), float('-inf')),
+    ]
+    sizes = [part.shape[-1] for part in scores]
+    attn = F.dropout(torch.cat(scores, dim=-1).softmax(dim=-1).to(v.dtype), dropout_p)
+    prefix, own, moved = attn.split(sizes, dim=-1)
+    out = untile(prefix @ v[:, :, None, :P] + own @ v_tiles + moved @ v_sorted, grid_size, window)
+    if P == 0:
+        return out
+    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
+
+
+def block_sort(
+    q_tiles: torch.Tensor,
+    k_tiles: torch.Tensor,
+    inside: torch.Tensor,
+    noise: torch.Tensor | None,
+    num_iterations: int,
+    temperature: float,
+) -> torch.Tensor:
+    """The sort of blocks (B, heads, T, T), float32 or wider: row i says where the tokens beside block i come from."""
+    dtype = torch.promote_types(q_tiles.dtype, torch.float32)
+    with no_autocast(q_tiles):
+        share = inside.to(dtype).unsqueeze(1)  # (T, 1, b*b)
+        share = share / share.sum(dim=-1, keepdim=True)
+        q_tiles = q_tiles.masked_fill(~inside.unsqueeze(-1), 0)
+        means_q, means_k = ((share @ x.to(dtype)).squeeze(3) for x in (q_tiles, k_tiles))
+        logits = means_q @ means_k.mT
+        if noise is not None:
+            logits = logits + noise
+        return log_sinkhorn(logits / temperature, num_iterations).exp()
+
+
+def _sorted_tiles(sort: torch.Tensor, tiles: torch.Tensor, mass: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """What is sorted into each place of each block, (B, heads, T, b*b, d); zeros where nothing is."""
+    moved = (sort.to(tiles.dtype) @ tiles.flatten(3)).unflatten(3, tiles.shape[3:])
+    return (moved / mass.unsqueeze(-1)).masked_fill(~present.unsqueeze(-1), 0).to(tiles.dtype)
+
+
+@register_mixer('sinkhorn')
+class Sinkhorn(QKVMixer):
+    """Sinkhorn attention in `block_size` x `block_size` blocks, sorted by `num_iterations` Sinkhorn steps at
+    `temperature`.
+
+    The Gumbel noise of training comes from torch's generator of the device.
+    """
+
+    attn_weights = True
+    op = staticmethod(sinkhorn_attention)
+    op_naive = staticmethod(sinkhorn_naive)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        block_size: int = 7,
+        num_iterations: int = 8,
+        temperature: float = 0.75,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        if block_size < 1 or num_iterations < 1 or not temperature > 0:
+            raise ValueError(
+                f'sinkhorn needs block_size and num_iterations of at least 1 and a temperature above 0, '
+                f'not {block_size}, {num_iterations} and {temperature}.'
+            )
+        self.block_size = block_size
+        self.num_iterations = num_iterations
+        self.temperature = temperature
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        noise = self.gumbel_noise(q, grid_size) if self.training else None
+        return self.op(
+            q, k, v, noise, grid_size, self.block_size,
+            self.num_iterations, self.temperature, self.scale, self.dropout_p,
+        )  # fmt: skip
+
+    def gumbel_noise(self, q: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        """Standard Gumbel noise for the logits of each sample and head, (B, heads, T, T), float32 or wider."""
+        T = -(-grid_size[0] // self.block_size) * -(-grid_size[1] // self.block_size)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        exponential = torch.empty(*q.shape[:2], T, T, device=q.device, dtype=dtype).exponential_()
+        return -exponential.clamp(min=torch.finfo(dtype).tiny).log()

@@ -1,0 +1,218 @@
+"""Synthesizer: softmax attention whose scores are not products of queries and keys.
+
+    out_i = sum_j softmax_j(scores_ij) v_j, per head
+
+* dense: scores_ij = w_j . relu(W x_i) + b_j, a vector w_j for each token j; parameters O(N dim)
+* random: scores are parameters, O(heads N^2)
+* factorised_dense: scores_ij = row_i[y_j] column_i[x_j], with row_i and column_i synthesised like the dense scores, for
+  each of the H rows and W columns; O((H + W) dim)
+* factorised_random: scores = A B^T with A, B of shape (N, rank); O(heads N rank)
+
+Quadratic in the number of tokens: O(N^2 dim). The paper factorises the N positions of a text into a x b = N and tiles
+the two vectors; on a grid H x W is that factorisation. Prefix tokens are ordinary tokens with parameters of their own;
+as keys of factorised_dense they have no row and column and are synthesised densely. All variants are bound to the grid:
+on a new one what belongs to a token is resampled in two dimensions, what belongs to a row or column in one.
+Synthesizer, section 3, https://arxiv.org/abs/2005.00743
+"""
+
+import torch
+from timm.layers import trunc_normal_
+from torch import nn
+from torch.nn import functional as F
+
+from ._qkv import split_heads
+from ._resample import resample_rows
+from .base import TokenMixer, register_mixer
+
+__all__ = ['Synthesizer', 'synthesizer', 'synthesizer_naive']
+
+
+def synthesizer_naive(scores: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
+    """Query by query; arguments as `synthesizer`."""
+    out = []
+    for i in range(v.shape[2]):
+        weights = (scores[..., i, :] - scores[..., i, :].amax(dim=-1, keepdim=True)).exp()
+        weights = F.dropout(weights / weights.sum(dim=-1, keepdim=True), dropout_p)
+        out.append((weights.unsqueeze(-1) * v).sum(dim=2))
+    return torch.stack(out, dim=2)
+
+
+def synthesizer(scores: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
+    """Scores (B, heads, N, N) or (heads, N, N), and values (B, heads, N, d) -> (B, heads, N, d)."""
+    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    return F.dropout(attn, dropout_p) @ v
+
+
+class Dense(nn.Module):
+    """Scores from each token alone, (B, heads, N, N)."""
+
+    def __init__(
+        self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
+    ) -> None:
+        super().__init__()
+        num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
+        dd = {'device': device, 'dtype': dtype}
+        self.num_heads = num_heads
+        self.num_prefix_tokens = num_prefix_tokens
+        self.hidden = nn.Linear(dim, dim, **dd)
+        self.keys = nn.Parameter(torch.empty(num_heads, num_tokens, dim // num_heads, **dd))
+        self.bias = nn.Parameter(torch.zeros(num_heads, num_tokens, 1, **dd))
+        trunc_normal_(self.keys, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = split_heads(F.relu(self.hidden(x)), self.num_heads)
+        return hidden @ self.keys.mT + self.bias.mT
+
+    def resample(self, new_size: tuple[int, int], old_size: tuple[int, int]) -> None:
+        """Stretch the keys over a new grid."""
+        for name in ('keys', 'bias'):
+            setattr(self, name, resample_rows(getattr(self, name), new_size, old_size, self.num_prefix_tokens))
+
+
+class FactorisedDense(nn.Module):
+    """Scores from each token alone, products of one for the row and one for the column, (B, heads, N, N)."""
+
+    def __init__(
+        self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
+    ) -> None:
+        super().__init__()
+        dd = {'device': device, 'dtype': dtype}
+        self.num_heads = num_heads
+        self.hidden = nn.Linear(dim, dim, **dd)
+        self.prefix = self.prefix_bias = None
+        for name, size in (('prefix', num_prefix_tokens), ('row', grid_size[0]), ('column', grid_size[1])):
+            if size:
+                keys = nn.Parameter(torch.empty(num_heads, size, dim // num_heads, **dd))
+                setattr(self, name, trunc_normal_(keys, std=0.02))
+                setattr(self, f'{name}_bias', nn.Parameter(torch.zeros(num_heads, size, 1, **dd)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = split_heads(F.relu(self.hidden(x)), self.num_heads)
+        row = hidden @ self.row.mT + self.row_bias.mT  # (B, heads, N, H)
+        column = hidden @ self.column.mT + self.column_bias.mT
+        grid = (row.unsqueeze(-1) * column.unsqueeze(-2)).flatten(3)
+        if self.prefix is None:
+            return grid
+        return torch.cat([hidden @ self.prefix.mT + self.prefix_bias.mT, grid], dim=-1)
+
+    def resample(self, new_size: tuple[int, int], old_size: tuple[int, int]) -> None:
+        """Stretch rows and columns over a new grid."""
+        for axis, size in zip(('row', 'column'), new_size, strict=True):
+            for name in (axis, f'{axis}_bias'):
+                old = getattr(self, name)
+                new = F.interpolate(old.data.float().mT, size=size, mode='linear').mT.to(old.dtype)
+                setattr(self, name, nn.Parameter(new.contiguous(), requires_grad=old.requires_grad))
+
+
+class Random(nn.Module):
+    """Scores that are parameters, (heads, N, N)."""
+
+    def __init__(
+        self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
+    ) -> None:
+        super().__init__()
+        num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
+        self.num_prefix_tokens = num_prefix_tokens
+        self.table = nn.Parameter(torch.empty(num_heads, num_tokens, num_tokens, device=device, dtype=dtype))
+        trunc_normal_(self.table, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table
+
+    def resample(self, new_size: tuple[int, int], old_size: tuple[int, int]) -> None:
+        """Stretch queries, then keys, over a new grid."""
+        for _ in range(2):
+            table = resample_rows(self.table, new_size, old_size, self.num_prefix_tokens)
+            self.table = nn.Parameter(table.data.mT.contiguous(), requires_grad=table.requires_grad)
+
+
+class FactorisedRandom(nn.Module):
+    """Scores that are parameters of low rank, (heads, N, N)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int,
+        rank: int = 8,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
+        self.num_prefix_tokens = num_prefix_tokens
+        self.queries = nn.Parameter(torch.empty(num_heads, num_tokens, rank, device=device, dtype=dtype))
+        self.keys = nn.Parameter(torch.empty(num_heads, num_tokens, rank, device=device, dtype=dtype))
+        trunc_normal_(self.queries, std=0.02)
+        trunc_normal_(self.keys, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.queries @ self.keys.mT
+
+    def resample(self, new_size: tuple[int, int], old_size: tuple[int, int]) -> None:
+        """Stretch both factors over a new grid."""
+        for name in ('queries', 'keys'):
+            setattr(self, name, resample_rows(getattr(self, name), new_size, old_size, self.num_prefix_tokens))
+
+
+VARIANTS = {
+    'dense': Dense,
+    'random': Random,
+    'factorised_dense': FactorisedDense,
+    'factorised_random': FactorisedRandom,
+}
+
+
+@register_mixer('synthesizer')
+class Synthesizer(TokenMixer):
+    """Synthesised attention with `variant` 'dense', 'random', 'factorised_dense' or 'factorised_random'.
+
+    `rank` is that of 'factorised_random', 8 as in the paper; another variant refuses it.
+    """
+
+    attn_weights = True
+    grid_bound = True
+    op = staticmethod(synthesizer)
+    op_naive = staticmethod(synthesizer_naive)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        variant: str = 'dense',
+        rank: int | None = None,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
+        if variant not in VARIANTS:
+            raise ValueError(f'variant of synthesizer is one of {", ".join(VARIANTS)}, not {variant!r}.')
+        if rank is not None and (variant != 'factorised_random' or rank < 1):
+            raise ValueError(f"rank of synthesizer is at least 1, with variant 'factorised_random'; got {rank}.")
+        dd = {'device': device, 'dtype': dtype}
+        own = {} if rank is None else {'rank': rank}
+        self.scores = VARIANTS[variant](dim, num_heads, self.grid_size, self.num_prefix_tokens, **own, **dd)
+        self.v = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        self.check_grid(grid_size)
+        v = split_heads(self.v(x), self.num_heads)
+        x = self.op(self.scores(x), v, self.attn_drop.p if self.training else 0.0)
+        return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
+
+    def set_input_size(self, grid_size: tuple[int, int]) -> None:
+        old_size = self.grid_size
+        super().set_input_size(grid_size)
+        self.scores.resample(self.grid_size, old_size)
+
+    def no_weight_decay(self) -> set[str]:
+        return {f'scores.{name}' for name, _ in self.scores.named_parameters(recurse=False)}

@@ -1,0 +1,62 @@
+"""Cross-covariance attention: attention between channels, with the tokens as the features that are compared.
+
+    out_c = sum_e softmax_e(tau * q^_c . k^_e) v_e
+
+for the channels c, e of a head, where q^ and k^ are a channel's values at all tokens, scaled to length 1, and tau is
+learned per head. Linear in the number of tokens: O(N dim head_dim). The products have no order, so a grid needs no
+translation, and prefix tokens are ordinary tokens. XCiT's local patch interaction, a convolution next to the attention,
+is no part of it. The paper divides by its tau; as in its code, ours multiplies. XCiT, section 3.2,
+https://arxiv.org/abs/2106.09681
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .base import QKVMixer, no_autocast, register_mixer
+
+__all__ = ['XCA', 'xca', 'xca_naive']
+
+
+def xca_naive(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, temperature: torch.Tensor, dropout_p: float = 0.0
+) -> torch.Tensor:
+    """Channel by channel; arguments as `xca`."""
+    q, k = q / q.norm(dim=2, keepdim=True), k / k.norm(dim=2, keepdim=True)
+    channels = []
+    for c in range(q.shape[-1]):
+        scores = temperature[:, 0] * (q[..., c : c + 1] * k).sum(dim=2)  # (B, heads, d)
+        attn = F.dropout(scores.exp() / scores.exp().sum(dim=-1, keepdim=True), dropout_p)
+        channels.append((attn.unsqueeze(2) * v).sum(dim=-1))
+    return torch.stack(channels, dim=-1)
+
+
+def xca(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, temperature: torch.Tensor, dropout_p: float = 0.0
+) -> torch.Tensor:
+    """q, k, v (B, heads, N, d) and temperature (heads, 1, 1) -> (B, heads, N, d), in float32 or wider."""
+    with no_autocast(q):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q, k = F.normalize(q.to(dtype), dim=2), F.normalize(k.to(dtype), dim=2)
+        attn = (temperature.to(dtype) * (q.mT @ k)).softmax(dim=-1)  # (B, heads, d, d)
+        attn = F.dropout(attn, dropout_p)
+        return (v.to(dtype) @ attn.mT).to(v.dtype)
+
+
+@register_mixer('xca')
+class XCA(QKVMixer):
+    """Cross-covariance attention; `attn_drop` acts on the weights between channels."""
+
+    attn_weights = True
+    op = staticmethod(xca)
+    op_naive = staticmethod(xca_naive)
+
+    def __init__(self, dim: int, num_heads: int, *, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1, device=device, dtype=dtype))
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        return self.op(q, k, v, self.temperature, self.dropout_p)
+
+    def no_weight_decay(self) -> set[str]:
+        return {'temperature'}
