@@ -22,7 +22,8 @@ from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError, run_command
 from vitzoo.inherit import inherit_weights, shorten
 from vitzoo.load import find_models, load_model
-from vitzoo.mixers import LongShort, TokenMixer
+from vitzoo.mixers import TokenMixer
+from vitzoo.mixers.ls import LongShort
 from vitzoo.models._checkpoint import read_checkpoint, unwrap
 
 # below this share of its parameters, a model was given the wrong parent

@@ -23,15 +23,15 @@ FREE_OPS = {
     'normalisation': '_softmax _log_softmax _safe_softmax native_layer_norm native_group_norm native_batch_norm '
     '_native_batch_norm_legit _native_batch_norm_legit_no_training _fused_rms_norm native_dropout',
     'activations': 'relu relu6 gelu silu elu celu selu hardtanh hardsigmoid hardswish leaky_relu softplus mish sigmoid '
-    'tanh glu log_sigmoid_forward',
+    'tanh glu log_sigmoid_forward floor_divide',
     'resampling': 'avg_pool1d avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d_with_indices '
     'upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa '
     '_upsample_bicubic2d_aa grid_sampler_2d',
     'moving': 'cat stack clone copy _to_copy repeat repeat_interleave index _unsafe_index index_select index_copy '
-    'index_put _unsafe_index_put index_fill index_add gather scatter scatter_add slice_scatter select_scatter where '
-    'masked_fill embedding roll flip rot90 tril triu im2col col2im pixel_shuffle pixel_unshuffle constant_pad_nd '
-    'reflection_pad2d replication_pad2d split split_with_sizes unsafe_split unsafe_chunk _unsafe_view _reshape_alias '
-    'as_strided resize set',
+    'index_put _unsafe_index_put index_fill index_add gather scatter scatter_add scatter_reduce slice_scatter '
+    'select_scatter where masked_fill embedding roll flip rot90 tril triu im2col col2im pixel_shuffle pixel_unshuffle '
+    'constant_pad_nd reflection_pad2d replication_pad2d split split_with_sizes unsafe_split unsafe_chunk '
+    '_unsafe_view _reshape_alias as_strided resize set',
     'making': 'empty empty_like empty_strided empty_permuted new_empty new_empty_strided new_zeros new_ones new_full '
     'zeros zeros_like ones ones_like full full_like scalar_tensor arange linspace eye fill zero rand rand_like randn '
     'randn_like randint randperm bernoulli uniform normal',

@@ -168,7 +168,7 @@ class QKVMixer(TokenMixer):
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop, **kwargs)
-        if qk_norm and k_dim is not None:
+        if qk_norm and k_dim:
             raise ValueError(f'{type(self).__name__} has one number per key and head, which qk_norm cannot normalise.')
         dd = {'device': device, 'dtype': dtype}
         self.head_dim = dim // num_heads
@@ -177,7 +177,7 @@ class QKVMixer(TokenMixer):
             dim, num_heads, k_dim=k_dim, num_prefix_tokens=self.num_prefix_tokens, qkv_bias=qkv_bias, **dd
         )
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
-        self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
+        self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm and k_dim is None else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
