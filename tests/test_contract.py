@@ -1,0 +1,110 @@
+"""What timm's users expect of a model beyond its logits: tracing, compiling, exporting, features, the hub's format."""
+
+import pytest
+import timm
+import torch
+from test_models import COMBINATIONS, SMALL, build, images
+from timm.models import save_for_hf
+from timm.models._features_fx import create_feature_extractor, get_graph_node_names
+from torch._dynamo.testing import CompileCounter
+
+import vitzoo
+
+# each mixer once, the backbones in turn
+EACH_MIXER = [f'{("deit", "vil")[i % 2]}_{mixer}_tiny' for i, mixer in enumerate(vitzoo.list_mixers())]
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_a_traced_model_gives_the_same_logits(name):
+    model, x = build(name), images()
+    last = get_graph_node_names(model)[1][-1]
+    traced = create_feature_extractor(model, [last])
+    with torch.no_grad():
+        assert torch.equal(traced(x)[last], model(x))
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_features_only_gives_maps_of_the_promised_sizes(name):
+    backbone = name.split('_')[0]
+    depth = {'depth': 3} if backbone in ('aft', 'deit') else {}
+    model = timm.create_model(name, features_only=True, img_size=64, **{**SMALL[backbone], **depth}).eval()
+    with torch.no_grad():
+        maps = model(images())
+    sizes = [(2, info['num_chs'], 64 // info['reduction'], 64 // info['reduction']) for info in model.feature_info]
+    assert [tuple(image.shape) for image in maps] == sizes
+    assert len(maps) == 3 + (backbone == 'vil')
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_a_saved_model_loads_as_it_was_also_after_a_change_of_size(name, tmp_path):
+    model, x = build(name), images(64, 96)
+    model.set_input_size((64, 96))
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.parametrize('name', ['cvt_ls_13', 'vil_ls_tiny', 'deit_performer_tiny', 'aft_conv_tiny'])
+@pytest.mark.parametrize('in_chans', [1, 4])
+def test_pretrained_weights_adapt_to_other_channels_and_classes(name, in_chans, tmp_path):
+    parent = build(name)
+    save_for_hf(parent, tmp_path, safe_serialization=True)
+    model = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, in_chans=in_chans, num_classes=7).eval()
+    assert model(images(in_chans=in_chans)).shape == (2, 7)
+    body = {key: t for key, t in parent.state_dict().items() if not key.startswith('head') and 'proj.weight' not in key}
+    own = model.state_dict()
+    assert all(torch.equal(own[key], tensor) for key, tensor in body.items())
+
+
+@pytest.mark.parametrize('name', EACH_MIXER)
+def test_a_compiled_model_has_no_graph_break_and_stays_compiled_on_the_last_batch(name):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = build(name)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images()), model(images()))
+        compiled(images(batch_size=3))
+        # the second batch size made the batch dimension dynamic; no other size compiles again
+        frames = counter.frame_count
+        compiled(images(batch_size=5))
+    assert counter.frame_count == frames <= 2
+
+
+@pytest.mark.parametrize('name', EACH_MIXER)
+def test_an_exported_program_gives_the_same_logits(name):
+    model, x = build(name), images()
+    program = torch.export.export(model, (x,))
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize('name', ['cvt_ls_13', 'vil_ls_tiny', 'deit_ls_tiny', 'aft_ls_tiny'])
+def test_pruned_models_keep_the_features_they_are_pruned_to(name):
+    model, x = build(name), images()
+    with torch.no_grad():
+        expected = model.forward_intermediates(x, indices=[1], intermediates_only=True)[0]
+        assert model.prune_intermediate_layers(1 if len(model.feature_info) == 2 else [1]) == [1]
+        torch.testing.assert_close(model.forward_intermediates(x, indices=[1], intermediates_only=True)[0], expected)
+
+
+@pytest.mark.parametrize('name', timm.list_pretrained('cvt_*') + timm.list_pretrained('vil_*'))
+def test_published_weights_say_where_they_come_from_and_how_they_are_tested(name):
+    config = timm.get_pretrained_cfg(name)
+    assert (config.hf_hub_id or config.url) and config.origin_url and config.paper_ids and config.license == 'mit'
+    assert config.input_size[-1] == (384 if '384' in name else 224)
+    assert config.first_conv and config.classifier == 'head' and config.interpolation == 'bicubic'
+
+
+def test_pretrained_never_means_random(monkeypatch):
+    with pytest.raises(RuntimeError, match='No pretrained weights'):
+        timm.create_model('deit_ls_tiny', pretrained=True)
+
+    def no_answer(url, *args, **kwargs):
+        raise OSError('no answer')
+
+    monkeypatch.setattr('vitzoo.models._register.download_url_to_file', no_answer)
+    with pytest.raises(OSError, match=r'vil_tiny\.msft_in1k\.pth, and run: vitzoo convert') as error:
+        timm.create_model('vil_tiny', pretrained=True, cache_dir='/nonexistent')
+    assert 'penzhanwu2.blob' in str(error.value)
