@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,12 @@ def small_and_alone():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def run_in_root(command: list[str]) -> subprocess.CompletedProcess:
+    """Run a command as a user would, from the root of the repository."""
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def make_images(root: Path, **counts: int) -> Path:
@@ -175,9 +182,7 @@ def test_only_the_last_whole_checkpoints_are_kept_and_used(images, tmp_path):
 def test_two_processes_train_as_one_with_two_accumulation_steps(images, tmp_path):
     arguments = [*TINY, *AUGMENTED, '--data-dir', images, '--epochs', '2', '--output']
     launch = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', 'train.py']
-    child = subprocess.run(
-        [*launch, *arguments, str(tmp_path / 'two')], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    child = run_in_root([*launch, *arguments, str(tmp_path / 'two')])
     assert child.returncode == 0, child.stderr
     assert 'batch 8 = 2 processes x 1 accumulated x 4 images' in child.stdout
     assert child.stdout.count('epoch   2/2') == 1
@@ -383,7 +388,7 @@ def test_a_checkpoint_of_another_run_is_refused(images, tmp_path):
 
 def test_a_worker_and_a_process_report_an_unreadable_image_on_one_line(bad):
     command = [sys.executable, 'train.py', *TINY, '--data-dir', str(bad / 'damaged'), '--output', str(bad / 'out')]
-    child = subprocess.run([*command, '--workers', '1'], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    child = run_in_root([*command, '--workers', '1'])
     assert child.returncode == 2
     (line,) = child.stderr.splitlines()
     assert line.startswith('vitzoo: error: cannot read the image red/0.jpg of ')
