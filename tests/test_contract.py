@@ -108,3 +108,33 @@ def test_pretrained_never_means_random(monkeypatch):
     with pytest.raises(OSError, match=r'vil_tiny\.msft_in1k\.pth, and run: vitzoo convert') as error:
         timm.create_model('vil_tiny', pretrained=True, cache_dir='/nonexistent')
     assert 'penzhanwu2.blob' in str(error.value)
+
+
+def _checkpointed_step(rank, folder):
+    """One step of a checkpointed model under DDP on one's share of a batch; rank 0 keeps the gradients."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=2)
+    model = build('cvt_ls_13').train()
+    model.set_grad_checkpointing()
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    x = images(batch_size=4)[2 * rank : 2 * rank + 2]
+    for _ in range(2):
+        # a second step fails where the first left parameters unused or marked them ready twice
+        model.zero_grad()
+        parallel(x).square().mean().backward()
+    if rank == 0:
+        torch.save({name: p.grad for name, p in model.named_parameters()}, f'{folder}/grads.pt')
+    torch.distributed.destroy_process_group()
+
+
+def test_gradient_checkpointing_works_under_ddp_without_unused_parameters(tmp_path):
+    torch.multiprocessing.spawn(_checkpointed_step, (str(tmp_path),), nprocs=2)
+    grads = torch.load(tmp_path / 'grads.pt')
+    model = build('cvt_ls_13').train()
+    x = images(batch_size=4)
+    # each process has batch statistics of its own, so the mean over processes is that over their shares
+    for _ in range(2):
+        model.zero_grad()
+        (sum(model(part).square().mean() for part in x.split(2)) / 2).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=1e-6)

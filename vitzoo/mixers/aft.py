@@ -103,7 +103,7 @@ def aft_local(
         window = _window_bias(u_query[P:], u_key[P:], grid_size, window_size)  # (T, w*w, side*side)
         to_prefix = u_query[P:] @ u_key[:P].T  # (H*W, P)
         # one shift for all rows: exp(w - shift) - exp(-shift) stays in range for any w
-        shift = torch.cat([window.flatten(), to_prefix.flatten()]).detach().amax().clamp(min=0)
+        shift = torch.cat([window.flatten(), to_prefix.flatten()]).detach().amax(dim=0).clamp(min=0)
         added = (window - shift).exp() - (-shift).exp()
         near = added @ tile_with_halo(grid, grid_size, *_reach(window_size))
         out = untile(near, grid_size, _reach(window_size)[0]) + (-shift).exp() * grid.sum(dim=2, keepdim=True)

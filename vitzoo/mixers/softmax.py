@@ -7,7 +7,7 @@ bias as in ViL, https://arxiv.org/abs/2103.15358
 """
 
 import torch
-from timm.layers import use_fused_attn
+from timm.layers import is_exporting, use_fused_attn
 from torch.nn import functional as F
 
 from ._rel_bias import OffsetBias, PrefixBias
@@ -42,7 +42,8 @@ def softmax_attention(
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """Queries (B, heads, N, d), keys and values (B, heads, M, d), bias (heads, N, M) -> (B, heads, N, d)."""
-    if use_fused_attn():
+    # exported, sdpa with a bias is taken apart, into pieces whose strides no longer fit what follows
+    if use_fused_attn() and not (bias is not None and is_exporting()):
         # sdpa wants the bias in the queries' dtype, and autocast does not see to it
         bias = None if bias is None else bias.to(q.dtype).unsqueeze(0)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
