@@ -177,8 +177,8 @@ class BigBird(QKVMixer):
         self.block_size = block_size
         self.num_global_blocks = num_global_blocks
         self.num_random_blocks = num_random_blocks
-        generator = torch.Generator().manual_seed(seed)
-        seeds = torch.randint(PRIME, (num_heads,), generator=generator, device='cpu')
+        # by arithmetic, since torch's own generators may change between versions; draw_blocks mixes the bits
+        seeds = ((seed + 1) * 7_368_787 + torch.arange(num_heads, device='cpu') * 15_485_863) % PRIME
         self.register_buffer('seeds', seeds.to(device=device))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

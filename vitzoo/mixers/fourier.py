@@ -49,9 +49,12 @@ def fourier(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         prefix, grid = wide.split([x.shape[1] - num_grid, num_grid], dim=1)
         image = torch.fft.fftn(grid.unflatten(1, grid_size), dim=(1, 2, 3), norm='ortho').real
+        image = image.flatten(1, 2).to(x.dtype)
+        if prefix.shape[1] == 0:
+            return image
         zero = (prefix + grid.sum(dim=1, keepdim=True)) / math.sqrt(1 + num_grid)
         zero = torch.fft.fft(zero, norm='ortho').real
-        return torch.cat([zero, image.flatten(1, 2)], dim=1).to(x.dtype)
+        return torch.cat([zero.to(x.dtype), image], dim=1)
 
 
 def _fft_flops(shape: tuple[int, ...], dims: list[int], *args, out_shape=None, **kwargs) -> int:

@@ -146,8 +146,10 @@ def block_sort(
 
 def _sorted_tiles(sort: torch.Tensor, tiles: torch.Tensor, mass: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """What is sorted into each place of each block, (B, heads, T, b*b, d); zeros where nothing is."""
-    moved = (sort.to(tiles.dtype) @ tiles.flatten(3)).unflatten(3, tiles.shape[3:])
-    return (moved / mass.unsqueeze(-1)).masked_fill(~present.unsqueeze(-1), 0).to(tiles.dtype)
+    # dividing by a small mass multiplies gradients beyond the range of float16
+    with no_autocast(tiles):
+        moved = (sort @ tiles.to(sort.dtype).flatten(3)).unflatten(3, tiles.shape[3:])
+        return (moved / mass.unsqueeze(-1)).masked_fill(~present.unsqueeze(-1), 0).to(tiles.dtype)
 
 
 @register_mixer('sinkhorn')
