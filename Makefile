@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 # threads that spin while they wait make a demo ten times slower where the machine has other work to do
-CALM := OMP_WAIT_POLICY=passive
+CALM := GOMP_SPINCOUNT=1000
 
 .PHONY: help demo test lint format bench-import clean
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from vitzoo.data import Images, eval_loader, eval_transform, open_dataset, resolve_data_config
 from vitzoo.errors import UserError, run_command
+from vitzoo.launch import start_missing_processes
 from vitzoo.load import find_models, load_model
 from vitzoo.metrics import OversmoothingProbe, count_macs, evaluate
 from vitzoo.metrics.speed import PeakMemory, images_per_second
@@ -29,6 +30,7 @@ AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.floa
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command and end the process with its exit code."""
+    start_missing_processes()
     run_command(validate, argv)
 
 
@@ -209,13 +211,16 @@ def _accelerator():
         return None
     from accelerate import Accelerator
 
-    return Accelerator()
+    # without cpu=True, processes on a machine without an accelerator would not see each other
+    return Accelerator(cpu=not torch.accelerator.is_available())
 
 
 def _title(args: argparse.Namespace, num_images: int | None) -> str:
     device = torch.cuda.get_device_name(args.device) if args.device.type == 'cuda' else args.device.type
     data = 'no images' if args.no_data else f'{num_images:,} images of {args.data_dir}'
-    return f'{data}, {device}, {args.amp_dtype}, batches of {args.batch_size}'
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    processes = f', {world} processes' if world > 1 else ''
+    return f'{data}, {device}, {args.amp_dtype}, batches of {args.batch_size}{processes}'
 
 
 def _default_device() -> torch.device:
