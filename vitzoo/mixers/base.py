@@ -137,8 +137,8 @@ class TokenMixer(nn.Module):
         check_grid(type(self).__name__, self.grid_size, grid_size)
 
     def no_weight_decay(self) -> set[str]:
-        """Parameter names, relative to the mixer, that weight decay must leave alone."""
-        return set()
+        """Names, relative to the mixer, that weight decay must leave alone: by default biases of relative position."""
+        return {name for name, _ in self.named_parameters() if name.startswith(('rel_bias.', 'prefix_bias.'))}
 
 
 class QKVMixer(TokenMixer):

@@ -112,6 +112,3 @@ class Longformer(QKVMixer):
             bias_queries = self.prefix_bias.queries(grid_size[0] * grid_size[1])
             bias_keys = self.prefix_bias.keys()
         return self.op(q, k, v, grid_size, self.window_size, self.scale, bias, bias_queries, bias_keys, self.dropout_p)
-
-    def no_weight_decay(self) -> set[str]:
-        return {name for name, _ in self.named_parameters() if name.startswith(('rel_bias.', 'prefix_bias.'))}

@@ -145,6 +145,3 @@ class LongShort(QKVMixer):
     def norm_heads(self, norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
         """Normalise over all heads of a token together, (B, heads, N, d) -> the same."""
         return split_heads(norm(x.transpose(1, 2).flatten(2)).to(x.dtype), self.num_heads)
-
-    def no_weight_decay(self) -> set[str]:
-        return {name for name, _ in self.named_parameters() if name.startswith('rel_bias.')}

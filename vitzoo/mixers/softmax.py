@@ -95,6 +95,3 @@ class Softmax(QKVMixer):
         super().set_input_size(grid_size)
         if self.rel_bias is not None:
             self.rel_bias.set_query_size(self.grid_size)
-
-    def no_weight_decay(self) -> set[str]:
-        return {name for name, _ in self.named_parameters() if name.startswith(('rel_bias.', 'prefix_bias.'))}
