@@ -3,15 +3,13 @@
 import sys
 from contextlib import suppress
 from pathlib import Path
-from pickle import UnpicklingError
 
 import timm
-from safetensors import SafetensorError
-from timm.models import load_state_dict
 from torch import Tensor, nn
 
 import vitzoo  # noqa: F401  registers the models
 from vitzoo.errors import UserError, did_you_mean
+from vitzoo.models._checkpoint import read_checkpoint, unwrap
 
 SOURCES = ('local-dir:', 'hf-hub:')
 
@@ -71,7 +69,7 @@ def load_checkpoint(model: nn.Module, path: str) -> None:
     Raises:
         UserError: The file cannot be read, or does not fit (and which keys do not).
     """
-    state_dict = _read_checkpoint(path)
+    state_dict = unwrap(read_checkpoint(path))
     misfit = _load_if_fits(model, state_dict)
     convert = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
     if misfit and convert is not None:
@@ -125,21 +123,6 @@ def _create(name: str, img_size: tuple[int, int] | None, num_classes: int | None
         raise UserError(
             f'cannot fetch the weights of {name} ({error}); give a --checkpoint, or use --random-weights'
         ) from error
-
-
-def _read_checkpoint(path: str) -> dict[str, Tensor]:
-    if Path(path).is_dir():
-        raise UserError(f"the checkpoint '{path}' is a folder; give the file in it, or the folder as the model")
-    if not Path(path).is_file():
-        raise UserError(f"the checkpoint '{path}' does not exist")
-    try:
-        state_dict = load_state_dict(path)
-    except (AttributeError, EOFError, KeyError, RuntimeError, SafetensorError, UnpicklingError, ValueError) as error:
-        raise UserError(
-            f"the checkpoint '{path}' is damaged, or not a .safetensors or .pth file of tensors only (anything else in "
-            'a pickle could run code, so it is not loaded); save the state_dict() of its model as .safetensors'
-        ) from error
-    return {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
 
 
 def _load_if_fits(model: nn.Module, state_dict: dict[str, Tensor]) -> str:

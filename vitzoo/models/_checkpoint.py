@@ -34,8 +34,10 @@ def read_checkpoint(path: str | Path) -> dict:
     Besides what `torch.load(weights_only=True)` allows, that is argparse.Namespace and numpy's numbers and arrays, as
     in the checkpoints of DeiT and ViL. Raises UserError for a file that cannot be read, or asks for anything else.
     """
+    if Path(path).is_dir():
+        raise UserError(f"the checkpoint '{path}' is a folder; give the file in it, or the folder as the model")
     if not Path(path).is_file():
-        raise UserError(f"the checkpoint '{path}' is not a file")
+        raise UserError(f"the checkpoint '{path}' does not exist, or is not a file")
     try:
         if Path(path).suffix == '.safetensors':
             return load_file(path)
