@@ -25,6 +25,7 @@ from vitzoo.errors import UserError
 from vitzoo.load import load_model
 from vitzoo.metrics import evaluate
 from vitzoo.recipe import load_recipe, make_recipe
+from vitzoo.step import mix
 from vitzoo.train import main, train
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +109,7 @@ def test_a_run_learns_and_its_folder_gives_the_accuracy_it_printed(images, tmp_p
 def test_a_run_leaves_weights_recipe_and_metrics(images, tmp_path):
     train([*TINY, *AUGMENTED, '--data-dir', images, '--output', str(tmp_path / 'a'), '--epochs', '2'])
     assert {path.name for path in (tmp_path / 'a').iterdir()} == {
-        'checkpoints', 'config.json', 'metrics.csv', 'model.safetensors', 'recipe.yaml'
+        'best', 'checkpoints', 'config.json', 'curves.png', 'metrics.csv', 'model.safetensors', 'recipe.yaml'
     }  # fmt: skip
     rows = read_metrics(tmp_path / 'a')
     assert [(row['epoch'], row['step']) for row in rows] == [('1', '5'), ('2', '10')]
@@ -131,10 +132,10 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(images, tmp_path, mo
     whole = [*TINY, *AUGMENTED, '--data-dir', images, '--epochs', '3', '--checkpoint-every', '3']
     train([*whole, '--output', str(tmp_path / 'whole')])
 
-    def step_or_stop(run, *args):
+    def step_or_stop(run, *args, **kwargs):
         if run.step == steps:
             raise Interrupted
-        return train_step(run, *args)
+        return train_step(run, *args, **kwargs)
 
     train_step = train_module.train_step
     monkeypatch.setattr(train_module, 'train_step', step_or_stop)
@@ -218,7 +219,7 @@ def test_seven_images_of_two_classes_are_enough(tmp_path, batch_size):
 
 def test_a_mixed_batch_of_odd_size_keeps_its_last_image():
     images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 8, 8).clone()
-    target = train_module.mix(
+    target = mix(
         timm.data.Mixup(mixup_alpha=1, label_smoothing=0.1, num_classes=4), images, torch.arange(5) % 4
     )
     assert target.shape == (5, 4)
@@ -310,8 +311,33 @@ def test_a_head_for_other_classes_is_made_anew(images, tmp_path, capsys):
     assert torch.equal(weights_of(tmp_path / 'c')['pos_embed'], trained['pos_embed'])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(images, tmp_path):
-    with pytest.raises(UserError, match='the loss is (nan|inf) at step [2-5]; try half the lr .*--clip-grad 1'):
+@pytest.mark.parametrize('accum', ['1', '2'])
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_changes_a_weight(images, tmp_path, monkeypatch, accum):
+    kept = {}
+
+    def poison(run, *args, **kwargs):
+        if run.step == 7:
+            # as an overflow inside of one layer would do
+            hook = run.bare.blocks[1].mlp.fc2.register_forward_hook(lambda module, inputs, output: output * torch.inf)
+            kept.update({name: tensor.clone() for name, tensor in run.bare.state_dict().items()}, run=run, hook=hook)
+        return train_step(run, *args, **kwargs)
+
+    train_step = train_module.train_step
+    monkeypatch.setattr(train_module, 'train_step', poison)
+    arguments = [*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '2', '--grad-accum-steps', accum]
+    words = r'the loss is nan at step 8: the first layer .* is blocks\.1\.mlp\.fc2\. .*half the lr \(0\.0005\), --clip-grad 1'
+    with pytest.raises(UserError, match=words):
+        train(arguments)
+    run, _ = kept.pop('run'), kept.pop('hook').remove()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in run.bare.state_dict().items())
+    assert [path.name for path in list_checkpoints(tmp_path / 'checkpoints')] == ['step-00000005']
+    # what the message advises works
+    monkeypatch.undo()
+    assert train([*arguments, '--resume', 'auto', '--clip-grad', '1'])['n'] == 11
+
+
+def test_a_learning_rate_that_is_far_too_high_is_said_to_have_broken_the_weights(images, tmp_path):
+    with pytest.raises(UserError, match='the loss is (nan|inf) at step [2-5]: .*Nothing was changed by this step'):
         train([*TINY, '--lr', '1e30', '--opt', 'sgd', '--data-dir', images, '--output', str(tmp_path), '--epochs', '2'])
     assert list_checkpoints(tmp_path / 'checkpoints') == []
 

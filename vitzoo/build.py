@@ -156,6 +156,52 @@ def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]
         raise UserError(f'{name} cannot take images of {input_size[1]} x {input_size[2]}: {error}') from error
 
 
+def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:
+    """Fix the parameters of some modules, and return the modules that have no other, which belong in eval mode.
+
+    Args:
+        names: 'backbone' for everything but the classifier, or names of modules and parameters, separated by commas.
+
+    Raises:
+        UserError: There is no such module, or nothing is left to train.
+    """
+    if not names:
+        return []
+    fixed = _backbone(model) if names == 'backbone' else _parameters_of(model, names.split(','))
+    for parameter in fixed:
+        parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"freeze '{names}' leaves nothing to train")
+    return [module for module in model.modules() if not any(p.requires_grad for p in module.parameters())]
+
+
+def _backbone(model: nn.Module) -> list[nn.Parameter]:
+    head = model.get_classifier()
+    heads = head if isinstance(head, tuple | list) else [head]
+    kept = {id(parameter) for module in heads for parameter in module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in kept]
+
+
+def _parameters_of(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
+    fixed, modules = [], dict(model.named_modules())
+    for name in map(str.strip, names):
+        found = [p for own, p in model.named_parameters() if own == name or own.startswith(f'{name}.')]
+        if not found:
+            raise UserError(f"freeze: the model has no parameters in '{name}'{did_you_mean(name, modules)}")
+        fixed += found
+    return fixed
+
+
+def compile_model(model: nn.Module, backend: str | None) -> None:
+    """Let torch.compile run the model from now on; its parameters keep their names."""
+    if backend is None:
+        return
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if backend not in backends:
+        raise UserError(f"torch.compile has no backend '{backend}', but {', '.join(backends)}")
+    model.compile(backend=backend)
+
+
 def build_ema(recipe: Recipe, model: nn.Module) -> ModelEmaV3 | None:
     """A moving average of the model's weights, if the recipe wants one."""
     if not recipe.model_ema:

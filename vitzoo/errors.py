@@ -17,17 +17,21 @@ class UserError(ValueError):
         return ' '.join(message.split('\n')).strip()
 
 
+class LonelyError(UserError):
+    """A mistake that one process of several meets alone, so that it has to speak for itself."""
+
+
 def run_command(main: Callable[[list[str] | None], None], argv: list[str] | None = None) -> None:
     """Run a command's main function and end the process the way a shell expects.
 
-    A `UserError` becomes one line on stderr (from the main process where several run) and exit code 2, Ctrl-C becomes
-    exit code 130, and every other exception keeps its traceback.
+    A `UserError` becomes one line on stderr (from the main process where several run, unless one met it alone) and exit
+    code 2, Ctrl-C becomes exit code 130, and every other exception keeps its traceback.
     """
     try:
         main(argv)
     except UserError as error:
         # torchrun and accelerate launch both number their processes in RANK
-        if os.environ.get('RANK', '0') == '0':
+        if os.environ.get('RANK', '0') == '0' or isinstance(error, LonelyError):
             print(f'vitzoo: error: {error}', file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:

@@ -1,8 +1,9 @@
 """The folder of a run: where it is, and what ends up in it besides checkpoints.
 
 <run>/recipe.yaml                        the effective recipe, replayed by --config
-<run>/metrics.csv                        one row per epoch
+<run>/metrics.csv, curves.png            one row per epoch, and its picture
 <run>/config.json, model.safetensors     the trained model, as timm.models.save_for_hf writes it
+<run>/best/                              the same of the epoch with the best top-1
 """
 
 import csv
@@ -12,15 +13,16 @@ from pathlib import Path
 from timm.models import save_for_hf
 from torch import nn
 
-from vitzoo.checkpoint import find_checkpoint
+from vitzoo.checkpoint import find_checkpoints
 from vitzoo.errors import UserError
 from vitzoo.recipe import Recipe
 
-FILES = ('recipe.yaml', 'metrics.csv', 'config.json', 'model.safetensors')
+FILES = ('recipe.yaml', 'metrics.csv', 'curves.png', 'config.json', 'model.safetensors')
+FOLDERS = ('checkpoints', 'best')
 
 
-def choose_folder(recipe: Recipe) -> tuple[Path, Path | None]:
-    """The folder of the run, and the checkpoint that it continues from, if any.
+def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
+    """The folder of the run, and the checkpoints that it may continue from, newest first.
 
     Every process chooses for itself, so nothing is created here.
 
@@ -30,7 +32,7 @@ def choose_folder(recipe: Recipe) -> tuple[Path, Path | None]:
     if recipe.resume == 'auto':
         if recipe.output is None:
             raise UserError('--resume auto needs the folder of the run: add --output FOLDER, or say --resume FOLDER')
-        return Path(recipe.output), find_checkpoint(Path(recipe.output))
+        return Path(recipe.output), find_checkpoints(Path(recipe.output))
     if recipe.resume is not None:
         return _resumed_folder(recipe)
     folder = Path(recipe.output) if recipe.output else _free_folder(Path('runs') / Path(recipe.model).name)
@@ -39,19 +41,17 @@ def choose_folder(recipe: Recipe) -> tuple[Path, Path | None]:
             f"there is a run in '{folder}' already; continue it with --resume auto, replace it with --overwrite,"
             f' or choose another --output'
         )
-    return folder, None
+    return folder, []
 
 
 def prepare_folder(folder: Path, is_new: bool) -> None:
     """Create the folder; of an older run, remove what this one writes, unless it continues that."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot create the output folder '{folder}': {error.strerror}") from error
+    folder.mkdir(parents=True, exist_ok=True)
     if is_new:
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / 'checkpoints', ignore_errors=True)
+        for name in FOLDERS:
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def write_metrics(folder: Path, history: list[dict]) -> None:
@@ -64,9 +64,36 @@ def write_metrics(folder: Path, history: list[dict]) -> None:
     partial.replace(folder / 'metrics.csv')
 
 
+def draw_curves(folder: Path, history: list[dict]) -> None:
+    """Draw the losses, accuracies and learning rate of each epoch into curves.png."""
+    # matplotlib takes a second to import
+    from matplotlib.figure import Figure
+
+    epochs = [row['epoch'] for row in history]
+    panels = {
+        'loss': dict(train_loss='training', eval_loss='validation', ema_eval_loss='validation, averaged weights'),
+        'top-1 in %': dict(top1='validation', ema_top1='validation, averaged weights'),
+        'learning rate': dict(lr='last layers'),
+    }
+    figure = Figure(figsize=(12, 3.6), layout='constrained')
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items()):
+        for name, label in curves.items():
+            if name in history[-1]:
+                axes.plot(epochs, [row[name] for row in history], marker='.', label=label)
+        axes.set(title=title, xlabel='epoch')
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        if len(axes.lines) > 1:
+            axes.legend(frameon=False)
+    partial = folder / '.curves.png'
+    figure.savefig(partial, dpi=120)
+    partial.replace(folder / 'curves.png')
+
+
 def export_model(folder: Path, model: nn.Module, class_names: list[str], data_config: dict, about: dict) -> None:
     """Write the model so that `timm.create_model('local-dir:<folder>', pretrained=True)` gives it back."""
-    partial = folder / '.export'
+    partial = folder.parent / f'.export-{folder.name}'
+    shutil.rmtree(partial, ignore_errors=True)
     save_for_hf(
         model,
         str(partial),
@@ -74,22 +101,23 @@ def export_model(folder: Path, model: nn.Module, class_names: list[str], data_co
         safe_serialization=True,
         data_config=data_config,
     )
+    folder.mkdir(exist_ok=True)
     for path in partial.iterdir():
         path.replace(folder / path.name)
     partial.rmdir()
 
 
-def _resumed_folder(recipe: Recipe) -> tuple[Path, Path]:
+def _resumed_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
     source = Path(recipe.resume)
-    checkpoint = find_checkpoint(source)
-    if checkpoint is None:
+    checkpoints = find_checkpoints(source)
+    if not checkpoints:
         raise UserError(f"there is no checkpoint in '{source}' to resume from")
     # <run>/checkpoints/<checkpoint>
-    return Path(recipe.output) if recipe.output else checkpoint.resolve().parent.parent, checkpoint
+    return Path(recipe.output) if recipe.output else checkpoints[0].resolve().parent.parent, checkpoints
 
 
 def _holds_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (*FILES, 'checkpoints'))
+    return any((folder / name).exists() for name in FILES + FOLDERS)
 
 
 def _free_folder(folder: Path) -> Path:

@@ -43,6 +43,11 @@ class Recipe:
     model_kwargs: dict = key({}, 'further arguments of the model, as YAML or name=value …')
     grad_checkpointing: bool = key(False, 'trade time for memory by computing activations twice')
 
+    freeze: str | None = key(
+        None, "what is not trained: 'backbone' for all but the head, or modules such as patch_embed,blocks.0"
+    )
+    torchcompile: str | None = key(None, 'compile the model with this backend of torch.compile, such as inductor')
+
     # data
     data_dir: str = key('sample', "folder with train/ and val/, 'sample', torch/<name>[:<root>] or hfds/<name>")
     workers: int = key(4, 'loader processes of each training process', low=0)
@@ -81,6 +86,18 @@ class Recipe:
     bce_target_thresh: float | None = key(
         None, 'make mixed targets 0 or 1 at this value (with bce_loss)', low=0, high=1
     )
+
+    # distillation
+    kd_model_name: str | None = key(None, 'teacher: a timm model with weights, or a folder that training wrote')
+    kd_distill_type: str = key(
+        'logit',
+        "what is learnt from the teacher: its probabilities, its choice, or either by the student's own token",
+        choices=('logit', 'hard', 'token'),
+    )
+    kd_token_distill_type: str = key('soft', 'what the token learns', choices=('soft', 'hard'))
+    kd_temperature: float = key(4.0, 'how much the probabilities are softened', low=0.01)
+    distill_loss_weight: float | None = key(None, "weight of the teacher's loss; by default 1, or 1 - task's", low=0)
+    task_loss_weight: float | None = key(None, "weight of the labels' loss; by default 1", low=0)
 
     # optimisation
     epochs: int = key(100, 'passes over the training images', low=1)
@@ -127,8 +144,10 @@ class Recipe:
     output: str | None = key(None, 'folder of the run; by default runs/<model>')
     overwrite: bool = key(False, 'replace the run that is in the output folder')
     resume: str | None = key(None, "'auto' (newest checkpoint of the output folder), or a run or checkpoint folder")
-    log_interval: int = key(20, 'steps between looks at the loss', low=1)
+    log_interval: int = key(20, 'steps between updates of the progress bar', low=1)
+    log_with: str | None = key(None, 'trackers of Accelerate, such as tensorboard,wandb,mlflow,trackio')
     checkpoint_every: int = key(0, 'steps between checkpoints; 0 for one after each epoch only', low=0)
+    checkpoint_minutes: float = key(0.0, 'minutes between checkpoints; 0 for one after each epoch only', low=0)
     checkpoint_hist: int = key(2, 'newest checkpoints that are kept', low=1)
 
 
@@ -141,6 +160,7 @@ SECTIONS = dict(
     data_dir='data',
     aug='augmentation',
     smoothing='loss',
+    kd_model_name='distillation',
     epochs='optimisation',
     sched='schedule, by optimizer step',
     amp='precision and averaging',

@@ -7,31 +7,21 @@ Examples:
     vitzoo train --resume runs/cvt_ls_13
 
 A run is a function of its recipe. All random numbers follow from the seed and the step, so images are drawn, augmented
-and mixed in the same way for any number of worker processes, and after any interruption.
+and mixed in the same way for any number of worker processes, and after any interruption. SIGTERM, as a cluster sends
+it before it takes a machine away, ends a run with a checkpoint.
 """
 
-import math
-import os
-import sys
+import signal
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import timm
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast
+from accelerate.utils import DistributedType, ProjectConfiguration, broadcast
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn, TimeRemainingColumn
-from timm.data import Mixup
-from timm.data.mixup import mixup_target
-from timm.models import model_parameters
-from timm.scheduler.scheduler import Scheduler
-from timm.utils import ModelEmaV3, dispatch_clip_grad
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from vitzoo.build import (
@@ -42,9 +32,11 @@ from vitzoo.build import (
     build_model,
     build_optimizer,
     build_scheduler,
+    compile_model,
+    freeze,
     plan_batches,
 )
-from vitzoo.checkpoint import load_checkpoint, save_checkpoint
+from vitzoo.checkpoint import DamagedCheckpoint, load_checkpoint, on_main, save_checkpoint
 from vitzoo.data import (
     Images,
     eval_loader,
@@ -54,46 +46,17 @@ from vitzoo.data import (
     train_loader,
     train_transform,
 )
-from vitzoo.data.loader import STEP_STREAM, TrainBatches, seed_everything
+from vitzoo.data.loader import TrainBatches, seed_everything
 from vitzoo.data.transforms import expand_pipeline
+from vitzoo.distill import build_task
 from vitzoo.errors import UserError, run_command
 from vitzoo.launch import start_missing_processes
 from vitzoo.metrics import evaluate
-from vitzoo.output import choose_folder, export_model, prepare_folder, write_metrics
+from vitzoo.output import choose_folder, export_model, prepare_folder
+from vitzoo.progress import Display, check_trackers, describe, learning_rate, report_epoch, start_trackers
 from vitzoo.recipe import Recipe, load_recipe, save_recipe
-
-# the first bar there is
-TRAINING = TaskID(0)
-QUIET_SECONDS = 30
-
-
-@dataclass
-class Run:
-    """All that a step, an evaluation or a checkpoint touches."""
-
-    recipe: Recipe
-    plan: Plan
-    accelerator: Accelerator
-    folder: Path
-    data_config: dict
-    train_set: Images
-    val_set: Images
-    # `model` is `bare` as Accelerate prepared it, with gradients averaged over the processes
-    bare: nn.Module
-    model: nn.Module
-    ema: ModelEmaV3 | None
-    optimizer: Optimizer
-    scheduler: Scheduler
-    loss: nn.Module
-    mixup: Mixup | None
-    train_loader: DataLoader
-    val_loader: DataLoader
-    console: Console
-    # optimizer steps done, the losses of those in this epoch, and a row for each epoch before it
-    step: int = 0
-    losses: list[float] = field(default_factory=list)
-    history: list[dict] = field(default_factory=list)
-    spoke_at: float = 0.0
+from vitzoo.run import Run
+from vitzoo.step import train_step
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -102,39 +65,62 @@ def main(argv: list[str] | None = None) -> None:
     run_command(train, argv)
 
 
-def train(argv: list[str] | None = None) -> dict:
-    """Train as the command line says, and return the scores of the model that was written.
+def train(argv: list[str] | None = None) -> dict | None:
+    """Train as the command line says, and return the scores of the model that was written; None if told to stop.
 
     Raises:
-        UserError: The command line, the recipe, the data or the model is not what it should be, or the loss is not
-            finite.
+        UserError: The command line, the recipe, the data or the model is not what it should be, the loss is not
+            finite, or the disk is full.
     """
     recipe = load_recipe(argv)
-    accelerator = start_processes(recipe)
-    folder, checkpoint = choose_folder(recipe)
+    folder, checkpoints = choose_folder(recipe)
+    accelerator = start_processes(recipe, folder)
     run = set_up(recipe, accelerator, folder)
-    open_folder(run, is_new=checkpoint is None)
-    if checkpoint is not None:
-        resume(run, checkpoint)
-    with progress_bars(run) as bars:
-        for epoch in range(run.step // run.plan.steps_per_epoch, run.plan.epochs):
-            row = train_one_epoch(run, epoch, bars)
-            row |= evaluate_epoch(run, bars)
-            run.history.append(row)
-            run.losses = []
-            report_epoch(run)
-            save(run)
+    open_folder(run, is_new=not checkpoints)
+    if checkpoints:
+        resume(run, checkpoints)
+    with StopSignal() as stop, Display(run) as display:
+        while len(run.history) < run.plan.epochs:
+            if not train_one_epoch(run, display, stop):
+                accelerator.end_training()
+                return None
     scores = finish(run)
     accelerator.end_training()
     return scores
 
 
-def start_processes(recipe: Recipe) -> Accelerator:
+class StopSignal:
+    """Remembers whether this process was sent SIGTERM."""
+
+    def __init__(self):
+        self.came = False
+
+    def _remember(self, *signal_and_frame) -> None:
+        self.came = True
+
+    def __enter__(self) -> 'StopSignal':
+        # Python hears signals in its first thread only
+        self.listens = threading.current_thread() is threading.main_thread()
+        if self.listens:
+            self.previous = signal.signal(signal.SIGTERM, self._remember)
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self.listens:
+            signal.signal(signal.SIGTERM, self.previous)
+
+
+def start_processes(recipe: Recipe, folder: Path) -> Accelerator:
     """Join the processes that `accelerate launch` started, in the recipe's precision or the launcher's."""
     precision = {None: None, False: 'no', True: 'bf16' if recipe.amp_dtype == 'bfloat16' else 'fp16'}[recipe.amp]
     try:
-        # said explicitly, because processes under torchrun would else not see each other on a CPU
-        accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision=precision)
+        accelerator = Accelerator(
+            # said explicitly, because processes under torchrun would else not see each other on a CPU
+            cpu=not torch.accelerator.is_available(),
+            mixed_precision=precision,
+            log_with=check_trackers(recipe.log_with) or None,
+            project_config=ProjectConfiguration(project_dir=str(folder)),
+        )
     except ValueError as error:
         raise UserError(f'amp: {error}') from error
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -151,6 +137,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
     # every process begins with the same weights
     seed_everything(recipe.seed)
     bare = build_model(recipe, num_classes).to(accelerator.device)
+    frozen = freeze(bare, recipe.freeze)
     data_config = resolve_data_config(bare, recipe.img_size, recipe.crop_pct)
     train_set.transform = train_transform(recipe, data_config)
     val_set.transform = eval_transform(data_config)
@@ -160,7 +147,9 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
     optimizer = build_optimizer(recipe, bare, plan.lr)
     scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
     mixup = build_mixup(recipe, num_classes)
+    compile_model(bare, recipe.torchcompile)
     model, optimizer = accelerator.prepare(bare, optimizer)
+    task = build_task(recipe, model, build_loss(recipe, mixup), train_set.class_names, accelerator.device)
     return Run(
         recipe=recipe,
         plan=plan,
@@ -174,8 +163,9 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
         ema=ema,
         optimizer=optimizer,
         scheduler=scheduler,
-        loss=build_loss(recipe, mixup).to(accelerator.device),
+        task=task,
         mixup=mixup,
+        frozen=frozen,
         train_loader=build_train_loader(recipe, plan, train_set, accelerator.process_index),
         val_loader=build_val_loader(recipe, plan, val_set, accelerator.process_index),
         console=Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True),
@@ -212,128 +202,75 @@ def build_val_loader(recipe: Recipe, plan: Plan, val_set: Images, rank: int) -> 
     return eval_loader(val_set, batch_size, recipe.workers, rank=rank, world=plan.world)
 
 
-def train_one_epoch(run: Run, epoch: int, bars: Progress) -> dict:
-    """Train on what is left of an epoch, and return the first half of its row in metrics.csv."""
-    recipe, plan = run.recipe, run.plan
+def open_folder(run: Run, is_new: bool) -> None:
+    """Print what is going to happen, and store it with the effective recipe."""
+    lines = describe(run)
+    for line in lines:
+        run.console.print(line)
+    if run.recipe.aug == 'albumentations':
+        run.recipe.albumentations = expand_pipeline(run.recipe.albumentations)
+
+    def write() -> None:
+        prepare_folder(run.folder, is_new)
+        save_recipe(run.recipe, run.folder / 'recipe.yaml', lines)
+
+    # no process may still look at what is in the folder
+    run.accelerator.wait_for_everyone()
+    on_main(run.accelerator, write, lambda error: f"cannot write to the output folder '{run.folder}': {error}")
+    start_trackers(run)
+
+
+def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
+    """Train on what is left of the epoch under way, save and evaluate; False where the run was told to stop."""
+    plan, epoch = run.plan, len(run.history)
     first_step, last_step = run.step, (epoch + 1) * plan.steps_per_epoch
-    run.train_loader.batch_sampler.start_at(epoch, first_step % plan.steps_per_epoch)
+    run.train_loader.batch_sampler.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
     micro_batches = iter(run.train_loader)
-    run.model.train()
-    start, pending = time.perf_counter(), []
+    run.task.train()
+    for module in run.frozen:
+        module.eval()
+    start, saved_at, speed = time.perf_counter(), time.monotonic(), 0.0
     while run.step < last_step:
-        pending.append(train_step(run, micro_batches))
-        is_due = recipe.checkpoint_every and run.step % recipe.checkpoint_every == 0 and run.step < last_step
-        if is_due or run.step == last_step or run.step % recipe.log_interval == 0:
-            collect_losses(run, pending)
-            speed = (run.step - first_step) * plan.batch_size / (time.perf_counter() - start)
-            show_step(run, bars, epoch, speed)
-        bars.update(TRAINING, completed=run.step)
-        if is_due:
+        is_overdue = 0 < run.recipe.checkpoint_minutes <= (time.monotonic() - saved_at) / 60
+        news = train_step(run, micro_batches, stop=stop.came, save=is_overdue)
+        speed = (run.step - first_step) * plan.batch_size / (time.perf_counter() - start)
+        display.show_step(speed)
+        every = run.recipe.checkpoint_every
+        if news.stop or news.save or run.step == last_step or (every and run.step % every == 0):
+            # before the evaluation, which a run that is resumed here makes up for
             save(run)
-    return dict(
-        epoch=epoch + 1,
-        step=run.step,
-        lr=max(group['lr'] for group in run.optimizer.param_groups),
-        train_loss=sum(run.losses) / len(run.losses),
-        images_per_second=round(speed, 1),
-    )
+            saved_at = time.monotonic()
+        if news.stop:
+            run.console.print(f'stopped by SIGTERM after step {run.step}; continue with --resume {run.folder}')
+            return False
+    row = dict(epoch=epoch + 1, step=run.step, lr=learning_rate(run), train_loss=sum(run.losses) / len(run.losses))
+    row |= dict(images_per_second=round(speed, 1), **evaluate_epoch(run, display))
+    run.history.append(row)
+    run.losses = []
+    report_epoch(run)
+    export_best(run)
+    return True
 
 
-def train_step(run: Run, micro_batches: Iterator) -> Tensor:
-    """One optimizer step over one global batch; returns this process's mean loss, still on the device."""
-    accelerator, accum = run.accelerator, run.plan.accum
-    run.scheduler.step_update(run.step)
-    total = torch.zeros((), device=accelerator.device)
-    for micro in range(accum):
-        images, target = (tensor.to(accelerator.device, non_blocking=True) for tensor in next_batch(micro_batches))
-        seed_everything(run.recipe.seed, STEP_STREAM, run.step, micro * run.plan.world + accelerator.process_index)
-        if run.mixup is not None:
-            target = mix(run.mixup, images, target)
-        # gradients travel between processes once per step
-        with nullcontext() if micro == accum - 1 else accelerator.no_sync(run.model):
-            loss = run.loss(run.model(images), target) / accum
-            accelerator.backward(loss)
-        total += loss.detach()
-    clip_gradients(run)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    run.step += 1
-    if run.ema is not None:
-        run.ema.update(run.bare, step=run.step)
-    return total
-
-
-def next_batch(micro_batches: Iterator) -> list[Tensor]:
-    """The next images and labels; an image that cannot be read is reported from whichever process meets it."""
-    try:
-        return next(micro_batches)
-    except UserError as error:
-        # run_command leaves speaking to the main process, which knows nothing of this
-        if os.environ.get('RANK', '0') != '0':
-            print(f'vitzoo: error: {error}', file=sys.stderr)
-        raise
-
-
-def mix(mixup: Mixup, images: Tensor, target: Tensor) -> Tensor:
-    """Mix images in place and return their soft targets; the last of an odd number has no partner and stays."""
-    even = len(images) // 2 * 2
-    soft = [mixup(images[:even], target[:even])[1]] if even else []
-    if even < len(images):
-        soft.append(mixup_target(target[even:], mixup.num_classes, smoothing=mixup.label_smoothing))
-    return torch.cat(soft)
-
-
-def clip_gradients(run: Run) -> None:
-    """Limit the gradients as the recipe says."""
-    limit, mode = run.recipe.clip_grad, run.recipe.clip_mode
-    if limit:
-        run.accelerator.unscale_gradients(run.optimizer)
-        # adaptive clipping leaves the head alone, as in its paper and in timm
-        dispatch_clip_grad(model_parameters(run.bare, exclude_head=mode == 'agc'), limit, mode)
-
-
-def collect_losses(run: Run, pending: list[Tensor]) -> None:
-    """Fetch the losses of the last steps, which waits for the device.
-
-    Raises:
-        UserError: One of them is not finite.
-    """
-    values = run.accelerator.reduce(torch.stack(pending), 'mean').tolist()
-    for step, value in enumerate(values, start=run.step - len(values) + 1):
-        if not math.isfinite(value):
-            raise UserError(
-                f'the loss is {value} at step {step}; try half the lr ({run.plan.lr / 2:.2g}), --clip-grad 1, a longer'
-                f' warm-up, or, with mixed precision, --amp-dtype bfloat16'
-            )
-    run.losses += values
-    pending.clear()
-
-
-def evaluate_epoch(run: Run, bars: Progress) -> dict:
+def evaluate_epoch(run: Run, display: Display) -> dict:
     """Evaluate the model, and its average where there is one; the second half of a row in metrics.csv."""
     row = {}
     for prefix, model in {'': run.bare, 'ema_': run.ema and run.ema.module}.items():
         if model is None:
             continue
-        with run.accelerator.autocast():
-            scores = evaluate_shared(run, model, bars)
+        with run.accelerator.autocast(), display.evaluation() as advance:
+            scores = evaluate_shared(run, model, advance)
         row |= {f'{prefix}eval_loss': scores['loss'], f'{prefix}top1': scores['top1'], f'{prefix}top5': scores['top5']}
     return row
 
 
-def evaluate_shared(run: Run, model: nn.Module, bars: Progress | None = None) -> dict:
+def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
     """Evaluate one model in all processes together."""
     if run.accelerator.num_processes > 1:
         # each process has its own BatchNorm statistics; those of the first are the ones that are saved
         for buffer in model.buffers():
             buffer.copy_(broadcast(buffer))
-    if bars is None:
-        return evaluate(model, run.val_loader, run.accelerator)
-    task = bars.add_task('validation', total=len(run.val_set), note='')
-    world = run.accelerator.num_processes
-    scores = evaluate(model, run.val_loader, run.accelerator, progress=lambda n: bars.advance(task, n * world))
-    bars.remove_task(task)
-    return scores
+    return evaluate(model, run.val_loader, run.accelerator, progress=advance)
 
 
 def save(run: Run) -> None:
@@ -344,14 +281,21 @@ def save(run: Run) -> None:
     save_checkpoint(run.accelerator, folder, state, run.bare, ema, run.optimizer, keep)
 
 
-def resume(run: Run, checkpoint: Path) -> None:
-    """Continue from a checkpoint.
+def resume(run: Run, checkpoints: list[Path]) -> None:
+    """Continue from the newest checkpoint that is whole.
 
     Raises:
-        UserError: It cannot be read, or was made with other data or batches.
+        UserError: There is none, or it was made with other data, batches or another model.
     """
     ema = None if run.ema is None else run.ema.module
-    state = load_checkpoint(run.accelerator, checkpoint, run.bare, ema, run.optimizer)
+    for number, checkpoint in enumerate(checkpoints):
+        try:
+            state = load_checkpoint(run.accelerator, checkpoint, run.bare, ema, run.optimizer)
+            break
+        except DamagedCheckpoint as error:
+            if number == len(checkpoints) - 1:
+                raise UserError(f'cannot resume: {error}, and there is no other checkpoint before it') from error
+            run.console.print(f'note   {error}; taking the one before it')
     for name, value in fixed_facts(run).items():
         if value != state['fixed'][name]:
             raise UserError(f'cannot resume from {checkpoint}: its {name} is {state["fixed"][name]}, not {value}')
@@ -366,89 +310,32 @@ def fixed_facts(run: Run) -> dict:
     return facts | dict(num_images=len(run.train_set), class_names=run.train_set.class_names)
 
 
-def open_folder(run: Run, is_new: bool) -> None:
-    """Print what is going to happen, and store it with the effective recipe."""
-    lines = describe(run)
-    for line in lines:
-        run.console.print(line)
-    # no process may still look at what is in the folder
-    run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process:
-        prepare_folder(run.folder, is_new)
-        if run.recipe.aug == 'albumentations':
-            run.recipe.albumentations = expand_pipeline(run.recipe.albumentations)
-        save_recipe(run.recipe, run.folder / 'recipe.yaml', lines)
+def export_best(run: Run) -> None:
+    """Write the model into best/ where no epoch before had as high a top-1."""
+    tops = [max(row['top1'], row.get('ema_top1', 0.0)) for row in run.history]
+    if tops[-1] > max(tops[:-1], default=-1.0):
+        export(run, run.folder / 'best')
 
 
-def describe(run: Run) -> list[str]:
-    """What is going to happen, in a few lines."""
-    recipe, plan, (_, height, width) = run.recipe, run.plan, run.data_config['input_size']
-    params = sum(parameter.numel() for parameter in run.bare.parameters()) / 1e6
-    left_out = len(run.train_set) % plan.batch_size
-    precision = run.accelerator.mixed_precision.replace('no', 'fp32')
-    lines = [
-        f'model  {recipe.model}, {params:.2f} M parameters, images {height} x {width}',
-        f'data   {recipe.data_dir}: {len(run.train_set)} training and {len(run.val_set)} validation images'
-        f' of {len(run.train_set.class_names)} classes',
-        f'steps  {plan}',
-        f'on     {run.accelerator.device.type} in {precision}, seed {recipe.seed}, output {run.folder}',
-    ]
-    if plan.batch_size < recipe.batch_size:
-        lines.append(f'note   batch_size {recipe.batch_size} is more than there are images: {plan.batch_size} it is')
-    if left_out:
-        lines.append(f'note   a batch is always full: each epoch leaves out {left_out} images, different ones')
-    if recipe.warmup_epochs >= recipe.epochs:
-        lines.append(f'note   lr is never reached: warmup_epochs {recipe.warmup_epochs:g} of {recipe.epochs} epochs')
-    return lines
-
-
-def progress_bars(run: Run) -> Progress:
-    """A bar for the whole run, to which evaluations add theirs; nothing where the output is not a terminal."""
-    columns = ['{task.description}', BarColumn(), MofNCompleteColumn(), '{task.fields[note]}']
-    bars = Progress(
-        *columns,
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=run.console,
-        disable=not run.console.is_terminal,
-    )
-    bars.add_task('training', total=run.plan.steps, completed=run.step, note='')
-    return bars
-
-
-def show_step(run: Run, bars: Progress, epoch: int, speed: float) -> None:
-    """Show the loss at the bar, or now and then in a line where there is none."""
-    lr = max(group['lr'] for group in run.optimizer.param_groups)
-    note = f'loss {run.losses[-1]:.3f}  lr {lr:.2e}  {speed:.0f} images/s'
-    bars.update(TRAINING, description=f'epoch {epoch + 1}/{run.plan.epochs}', note=note)
-    if not run.console.is_terminal and time.monotonic() - run.spoke_at > QUIET_SECONDS:
-        run.console.print(f'step {run.step}/{run.plan.steps}  {note}')
-        run.spoke_at = time.monotonic()
-
-
-def report_epoch(run: Run) -> None:
-    """Print the epoch's scores and add them to metrics.csv."""
-    row = run.history[-1]
-    ema = f'  ema {row["ema_top1"]:5.2f} %' if run.ema is not None else ''
-    run.console.print(
-        f'epoch {row["epoch"]:3}/{run.plan.epochs}  loss {row["train_loss"]:.4f}  lr {row["lr"]:.2e}'
-        f'  {row["images_per_second"]:.0f} images/s  validation loss {row["eval_loss"]:.4f}'
-        f'  top-1 {row["top1"]:5.2f} %{ema}'
-    )
-    run.spoke_at = time.monotonic()
-    if run.accelerator.is_main_process:
-        write_metrics(run.folder, run.history)
-
-
-def finish(run: Run) -> dict:
-    """Write the model, the raw weights or their average, whichever scored better, and evaluate the files as written."""
+def export(run: Run, folder: Path) -> str:
+    """Write the raw weights or their average, whichever scored better in the last epoch, and say which."""
     row = run.history[-1]
     weights = 'ema' if run.ema is not None and row['ema_top1'] >= row['top1'] else 'raw'
     model = run.ema.module if weights == 'ema' else run.bare
-    if run.accelerator.is_main_process:
-        about = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
-        export_model(run.folder, model, run.train_set.class_names, run.data_config, about)
-    run.accelerator.wait_for_everyone()
+    about = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
+
+    def write() -> None:
+        export_model(folder, model, run.train_set.class_names, run.data_config, about)
+
+    on_main(
+        run.accelerator, write, lambda error: f'cannot write the model to {folder}: {error}; make room and --resume'
+    )
+    return weights
+
+
+def finish(run: Run) -> dict:
+    """Write the model of the last epoch, and evaluate it as written."""
+    weights, row = export(run, run.folder), run.history[-1]
     # in float32 from the files, so that `vitzoo validate` gives this very number
     written = timm.create_model(f'local-dir:{run.folder}', pretrained=True).to(run.accelerator.device)
     scores = evaluate_shared(run, written)

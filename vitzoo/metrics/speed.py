@@ -53,18 +53,20 @@ class PeakMemory:
         return self
 
     def __exit__(self, *exc_info) -> None:
-        self.megabytes = self._peak_bytes() / 1e6
+        self.megabytes = peak_megabytes(self.device)
 
-    def _peak_bytes(self) -> int:
-        if self.device.type == 'cuda':
-            return torch.cuda.max_memory_allocated(self.device)
-        if STATUS.exists():
-            line = next(line for line in STATUS.read_text().splitlines() if line.startswith('VmHWM'))
-            return int(line.split()[1]) * 1024
-        # kilobytes except on macOS; imported here because Windows has no such module
-        import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+def peak_megabytes(device: torch.device) -> float:
+    """The high-water mark that `PeakMemory` reads, since it was last reset."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    if STATUS.exists():
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith('VmHWM'))
+        return int(line.split()[1]) * 1024 / 1e6
+    # kilobytes except on macOS; imported here because Windows has no such module
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024) / 1e6
 
 
 def _finish(device: torch.device) -> None:

@@ -79,6 +79,13 @@ def check_grid(what: str, made: tuple[int, int], got: tuple[int, int]) -> None:
         )
 
 
+def set_step(model: nn.Module, step: int) -> None:
+    """Tell every mixer of a model which optimizer step comes next."""
+    for module in model.modules():
+        if isinstance(module, TokenMixer):
+            module.set_step(step)
+
+
 class TokenMixer(nn.Module):
     """Mixes P prefix tokens (class, distillation, register) with an H x W grid of patch tokens.
 
@@ -131,6 +138,9 @@ class TokenMixer(nn.Module):
     def set_input_size(self, grid_size: tuple[int, int]) -> None:
         """Adapt to a new grid; mixers with grid-bound parameters resample them here."""
         self.grid_size = tuple(grid_size)
+
+    def set_step(self, step: int) -> None:
+        """Adapt to the optimizer step that comes next; default: nothing changes."""
 
     def check_grid(self, grid_size: tuple[int, int]) -> None:
         """Raise ValueError unless `grid_size` is the one the parameters are made for."""
