@@ -219,9 +219,7 @@ def test_seven_images_of_two_classes_are_enough(tmp_path, batch_size):
 
 def test_a_mixed_batch_of_odd_size_keeps_its_last_image():
     images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 8, 8).clone()
-    target = mix(
-        timm.data.Mixup(mixup_alpha=1, label_smoothing=0.1, num_classes=4), images, torch.arange(5) % 4
-    )
+    target = mix(timm.data.Mixup(mixup_alpha=1, label_smoothing=0.1, num_classes=4), images, torch.arange(5) % 4)
     assert target.shape == (5, 4)
     assert target.sum(dim=1).allclose(torch.ones(5))
     assert (images[4] == 4).all() and target[4].argmax() == 0 and target[4, 0] == pytest.approx(0.925)
