@@ -1,5 +1,6 @@
-"""Starts training processes as a launcher would, but by forking one that has imported everything: in milliseconds."""
+"""Starts training processes as a launcher would, but by forking one that has imported everything, in milliseconds."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -45,6 +46,44 @@ def start_processes(world: int, target: Callable, *args) -> Outcome:
     printed = [''.join(path.read_text() for path in sorted(folder.glob(f'{kind}.*'))) for kind in ('out', 'err')]
     shutil.rmtree(folder)
     return Outcome([process.exitcode for process in processes], *printed)
+
+
+def train_and_log(argv: list[str], log: str, event: Callable | None = None, at: int = -1) -> None:
+    """Train, writing down every step into `<log>.<rank>`, and let `event(run)` happen once `at` steps are done."""
+    from vitzoo import train as train_module
+    from vitzoo.data.loader import SeededImages
+
+    rank = int(os.environ.get('RANK', 0))
+    seen, train_step, get_image = [], train_module.train_step, SeededImages.__getitem__
+
+    def get_and_note(self, key):
+        seen.append(key[0])
+        return get_image(self, key)
+
+    def step_and_note(run, *args, **kwargs):
+        seen.clear()
+        news = train_step(run, *args, **kwargs)
+        note = dict(step=run.step, rank=rank, images=list(seen), loss=news.loss)
+        note['lr'] = [group['lr'] for group in run.optimizer.param_groups]
+        with open(f'{log}.{rank}', 'a') as file:
+            file.write(json.dumps(note) + '\n')
+        if run.step == at:
+            event(run)
+        return news
+
+    SeededImages.__getitem__ = get_and_note
+    train_module.train_step = step_and_note
+    train_module.main(argv)
+
+
+def read_log(log: Path, world: int) -> dict[int, list[dict]]:
+    """What each process noted at each step; steps done twice must have been the same."""
+    notes = {}
+    for rank in range(world):
+        for line in Path(f'{log}.{rank}').read_text().splitlines():
+            note = json.loads(line)
+            assert notes.setdefault((note['step'], rank), note) == note
+    return {step: [notes[step, rank] for rank in range(world)] for step in sorted({step for step, _ in notes})}
 
 
 def free_port() -> int:

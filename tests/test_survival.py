@@ -1,6 +1,5 @@
 """A run that is killed, told to stop, or whose files are damaged ends as one that was left alone."""
 
-import json
 import os
 import random
 import resource
@@ -10,15 +9,13 @@ from shlex import split
 
 import pytest
 import torch
-from processes import start_processes
+from processes import read_log, start_processes, train_and_log
 from safetensors.torch import load_file
 from test_train import make_images, read_metrics
 
 from vitzoo import checkpoint as checkpoint_module
 from vitzoo import train as train_module
 from vitzoo.checkpoint import list_checkpoints
-from vitzoo.data.loader import SeededImages
-from vitzoo.train import main
 
 # 40 images and batches of 8 make 5 steps an epoch
 TINY = split('--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 1 --crop-pct 1')
@@ -33,38 +30,17 @@ def images(tmp_path_factory) -> str:
     return str(make_images(root, train_red=14, train_green=13, train_blue=13, val_red=4, val_green=4, val_blue=3))
 
 
-def train_and_log(argv: list[str], log: str, event: str = '', at: int = -1) -> None:
-    """Train, writing down every step, and let something happen to this process once it has done `at` steps."""
-    rank = int(os.environ.get('RANK', 0))
-    seen, train_step, get_image = [], train_module.train_step, SeededImages.__getitem__
-
-    def get_and_note(self, key):
-        seen.append(key[0])
-        return get_image(self, key)
-
-    def step_and_note(run, *args, **kwargs):
-        seen.clear()
-        news = train_step(run, *args, **kwargs)
-        note = dict(step=run.step, rank=rank, images=list(seen), loss=news.loss)
-        note['lr'] = [group['lr'] for group in run.optimizer.param_groups]
-        with open(f'{log}.{rank}', 'a') as file:
-            file.write(json.dumps(note) + '\n')
-        if run.step == at:
-            EVENTS[event](run)
-        return news
-
-    SeededImages.__getitem__ = get_and_note
-    train_module.train_step = step_and_note
-    main(argv)
-
-
 def kill_self(*_) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_in(module, name: str):
-    """Replace a function by death."""
-    return lambda run: setattr(module, name, kill_self)
+def kill_in_evaluation(run) -> None:
+    train_module.evaluate_epoch = kill_self
+
+
+def kill_while_it_saves(run) -> None:
+    # the files are written, and the name they are to have is not
+    checkpoint_module._fingerprint = kill_self
 
 
 def terminate_last(run) -> None:
@@ -80,21 +56,11 @@ def forbid_large_files(run) -> None:
 
 EVENTS = {
     'killed': kill_self,
-    'killed in evaluation': kill_in(train_module, 'evaluate_epoch'),
-    'killed while it saves': kill_in(checkpoint_module, '_fingerprint'),
+    'killed in evaluation': kill_in_evaluation,
+    'killed while it saves': kill_while_it_saves,
     'terminated': terminate_last,
     'disk full': forbid_large_files,
 }
-
-
-def read_log(log: Path, world: int) -> dict[int, list[dict]]:
-    """What each process noted at each step; steps done twice must have been the same."""
-    notes = {}
-    for rank in range(world):
-        for line in Path(f'{log}.{rank}').read_text().splitlines():
-            note = json.loads(line)
-            assert notes.setdefault((note['step'], rank), note) == note
-    return {step: [notes[step, rank] for rank in range(world)] for step in sorted({step for step, _ in notes})}
 
 
 def assert_same_run(a: Path, b: Path) -> None:
@@ -137,7 +103,7 @@ def test_a_run_that_is_killed_five_times_is_the_run_that_was_not(images, whole, 
     }
     for number, (step, event) in enumerate(deaths.items()):
         command = again if number else first
-        outcome = start_processes(world, train_and_log, command, str(tmp_path / 'log'), event, step)
+        outcome = start_processes(world, train_and_log, command, str(tmp_path / 'log'), EVENTS[event], step)
         assert -signal.SIGKILL in outcome.codes
         assert not (tmp_path / 'run' / 'model.safetensors').exists()
     assert start_processes(world, train_and_log, again, str(tmp_path / 'log')).codes == [0] * world
@@ -148,7 +114,10 @@ def test_a_run_that_is_killed_five_times_is_the_run_that_was_not(images, whole, 
 def test_sigterm_to_one_process_ends_all_with_a_checkpoint_and_exit_code_0(images, whole, tmp_path):
     world, uninterrupted = whole
     first = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run')]
-    assert start_processes(world, train_and_log, first, str(tmp_path / 'log'), 'terminated', 7).codes == [0] * world
+    assert (
+        start_processes(world, train_and_log, first, str(tmp_path / 'log'), EVENTS['terminated'], 7).codes
+        == [0] * world
+    )
     # what was asked for during step 7 is heard with step 8
     assert [path.name for path in list_checkpoints(tmp_path / 'run' / 'checkpoints')][-1] == 'step-00000008'
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
@@ -161,7 +130,7 @@ def test_sigterm_to_one_process_ends_all_with_a_checkpoint_and_exit_code_0(image
 def test_a_full_disk_leaves_the_last_good_checkpoint_to_continue_from(images, whole, tmp_path):
     world, uninterrupted = whole
     first = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run')]
-    outcome = start_processes(world, train_and_log, first, str(tmp_path / 'log'), 'disk full', 4)
+    outcome = start_processes(world, train_and_log, first, str(tmp_path / 'log'), EVENTS['disk full'], 4)
     assert outcome.codes == [2] * world
     (line,) = (line for line in outcome.err.splitlines() if line.startswith('vitzoo: error:'))
     assert 'cannot write a checkpoint to' in line and 'step-00000003 is intact; make room' in line
@@ -194,7 +163,7 @@ DAMAGES = {
 @pytest.mark.parametrize('damage', DAMAGES)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(images, tmp_path, damage):
     first = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--epochs', '2']
-    start_processes(1, train_and_log, first, str(tmp_path / 'log'), 'killed', 8)
+    start_processes(1, train_and_log, first, str(tmp_path / 'log'), EVENTS['killed'], 8)
     older, newer = list_checkpoints(tmp_path / 'run' / 'checkpoints')
     assert (older.name, newer.name) == ('step-00000005', 'step-00000006')
     harm, words = DAMAGES[damage]
@@ -211,7 +180,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(images, tmp_path, d
 
 def test_a_run_without_a_whole_checkpoint_says_so(images, tmp_path):
     first = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run')]
-    start_processes(1, train_and_log, first, str(tmp_path / 'log'), 'killed', 4)
+    start_processes(1, train_and_log, first, str(tmp_path / 'log'), EVENTS['killed'], 4)
     for path in list_checkpoints(tmp_path / 'run' / 'checkpoints'):
         truncate(path)
     again = ['--resume', 'auto', '--output', str(tmp_path / 'run')]
@@ -225,7 +194,7 @@ def test_a_run_continues_on_another_number_of_processes(images, tmp_path, before
     arguments = [*TINY, *RICH, '--epochs', '2', '--checkpoint-every', '3', '--data-dir', images, '--output']
     options = {1: ['--grad-accum-steps', '2'], 2: []}
     first = [*arguments, str(tmp_path / 'run'), *options[before]]
-    start_processes(before, train_and_log, first, str(tmp_path / 'a'), 'killed', 7)
+    start_processes(before, train_and_log, first, str(tmp_path / 'a'), EVENTS['killed'], 7)
     again = ['--resume', 'auto', '--output', str(tmp_path / 'run'), '--grad-accum-steps', str(3 - after)]
     assert start_processes(after, train_and_log, again, str(tmp_path / 'b')).codes == [0] * after
     assert start_processes(
@@ -234,7 +203,7 @@ def test_a_run_continues_on_another_number_of_processes(images, tmp_path, before
     notes, expected = read_log(tmp_path / 'b', after), read_log(tmp_path / 'c', 1)
     assert list(notes) == [7, 8, 9, 10]
     for step, members in notes.items():
-        assert sorted(sum((note['images'] for note in members), [])) == sorted(expected[step][0]['images'])
+        assert sorted(image for note in members for image in note['images']) == sorted(expected[step][0]['images'])
         assert members[0]['lr'] == expected[step][0]['lr']
         assert members[0]['loss'] == pytest.approx(expected[step][0]['loss'], abs=1e-5)
 

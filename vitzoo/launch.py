@@ -11,7 +11,7 @@ LAUNCHERS = ('launch', 'launch.py', 'accelerate-launch', 'accelerate.commands.la
 
 
 def start_missing_processes() -> None:
-    """Begin again under torchrun, in the number of processes that `accelerate launch --cpu` was asked for.
+    """Begin again under torchrun, in this machine's share of the processes that `accelerate launch --cpu` shall start.
 
     Does nothing where there was no such launch, or where it did start them.
     """
@@ -20,17 +20,25 @@ def start_missing_processes() -> None:
     are_several = any(name in os.environ for name in ('LOCAL_RANK', 'WORLD_SIZE', 'PMI_SIZE', 'OMPI_COMM_WORLD_SIZE'))
     if not asked_for_several or are_several:
         return
-    num_processes = _num_processes(Process().parent().cmdline())
-    if num_processes is not None:
-        torchrun = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(num_processes)]
-        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
+    options = _torchrun_options(Process().parent().cmdline())
+    if options is not None:
+        os.execv(sys.executable, [sys.executable, '-m', 'torch.distributed.run', *options, *sys.argv])
 
 
-def _num_processes(command_line: list[str]) -> int | None:
-    """What --num_processes says in the command line of the launcher, None where it says nothing."""
+def _torchrun_options(command_line: list[str]) -> list[str] | None:
+    """What torchrun has to be told, from the command line of the launcher; None where it says nothing."""
     names = [Path(word).name for word in command_line]
     launcher = next((names.index(name) for name in LAUNCHERS if name in names), None)
     if launcher is None:
         return None
-    options, _ = launch_command_parser().parse_known_args(command_line[launcher + 1 :])
-    return options.num_processes
+    asked, _ = launch_command_parser().parse_known_args(command_line[launcher + 1 :])
+    if asked.num_processes is None:
+        return None
+    machines = asked.num_machines or 1
+    if machines == 1:
+        return ['--standalone', '--nproc_per_node', str(asked.num_processes)]
+    return [
+        *('--nnodes', str(machines), '--nproc_per_node', str(asked.num_processes // machines)),
+        *('--node_rank', str(asked.machine_rank or 0)),
+        *('--master_addr', os.environ['MASTER_ADDR'], '--master_port', os.environ['MASTER_PORT']),
+    ]
