@@ -1,8 +1,25 @@
-"""Settings of the whole suite."""
+"""Settings and fixtures of the whole suite."""
 
+import pytest
 import torch
+from toys import make_images
 
 
 def pytest_configure() -> None:
     # the tensors of the tests are small, and pytest runs one process per core already
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope='session')
+def images(tmp_path_factory) -> str:
+    """A folder with 40 training and 11 validation images of three classes."""
+    root = tmp_path_factory.mktemp('images')
+    return str(make_images(root, train_red=14, train_green=13, train_blue=13, val_red=4, val_green=4, val_blue=3))
+
+
+@pytest.fixture
+def fresh_accelerate() -> None:
+    """Accelerate keeps its state for the life of a process; let it forget, as in a new one."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)

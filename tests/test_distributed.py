@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import free_port, read_log, start_processes, train_and_log
 from safetensors.torch import load_file
-from test_train import make_images, read_metrics
+from toys import read_metrics
 
 ROOT = Path(__file__).parents[1]
 # nothing random that spans several images, such as mixup: its partners come from the same micro-batch
@@ -24,12 +24,6 @@ CASES = {
     '1 process, 2 steps': (1, '2'),
     '2 processes, 2 steps': (2, '2'),
 }
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory) -> str:
-    root = tmp_path_factory.mktemp('images')
-    return str(make_images(root, train_red=14, train_green=13, train_blue=13, val_red=4, val_green=4, val_blue=3))
 
 
 @pytest.fixture(scope='module')

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import read_log, start_processes, train_and_log
 from safetensors.torch import load_file
-from test_train import make_images, read_metrics
+from toys import read_metrics
 
 from vitzoo import checkpoint as checkpoint_module
 from vitzoo import train as train_module
@@ -22,12 +22,6 @@ TINY = split('--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-
 RICH = split('--model-ema --model-ema-warmup --mixup 0.4 --cutmix 1 --drop-path 0.2 --reprob 0.5 --clip-grad 1')
 RUN = [*TINY, *RICH, *split('--epochs 4 --checkpoint-every 3')]
 STEPS = 20
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory) -> str:
-    root = tmp_path_factory.mktemp('images')
-    return str(make_images(root, train_red=14, train_green=13, train_blue=13, val_red=4, val_green=4, val_blue=3))
 
 
 def kill_self(*_) -> None:
@@ -208,6 +202,7 @@ def test_a_run_continues_on_another_number_of_processes(images, tmp_path, before
         assert members[0]['loss'] == pytest.approx(expected[step][0]['loss'], abs=1e-5)
 
 
+@pytest.mark.usefixtures('fresh_accelerate')
 def test_checkpoints_come_by_the_clock(images, tmp_path, monkeypatch):
     arguments = [*TINY, '--epochs', '1', '--checkpoint-hist', '9', '--data-dir', images, '--output', str(tmp_path)]
     now = iter(range(0, 10_000, 60))

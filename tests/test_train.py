@@ -1,6 +1,5 @@
 """Training from the command line on generated folders: what it writes, how it continues, and what it refuses."""
 
-import csv
 import json
 import os
 import subprocess
@@ -12,9 +11,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from accelerate.state import AcceleratorState
-from PIL import Image
 from safetensors.torch import load_file, save_file
+from toys import make_images, read_metrics
 
 from vitzoo import train as train_module
 from vitzoo.build import plan_batches
@@ -32,46 +30,13 @@ ROOT = Path(__file__).parents[1]
 TINY = split('--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --crop-pct 1')
 
 
-@pytest.fixture(autouse=True)
-def small_and_alone():
-    """Accelerate starts afresh; one thread, because a second one is no use to such small models."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
 
 def run_in_root(command: list[str]) -> subprocess.CompletedProcess:
     """Run a command as a user would, from the root of the repository."""
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def make_images(root: Path, **counts: int) -> Path:
-    """Noisy pictures, each class with a colour of its own; `train_red=6` are six of class red for training."""
-    colours = dict(red=(200, 60, 60), green=(60, 200, 60), blue=(60, 60, 200))
-    for name, count in counts.items():
-        side, _, label = name.partition('_')
-        (root / side / label).mkdir(parents=True)
-        for number in range(count):
-            noise = np.random.default_rng([number, *name.encode()]).normal(0, 60, (40, 36, 3))
-            pixels = (noise + colours.get(label, (128, 128, 128))).clip(0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(root / side / label / f'{number}.jpg')
-    return root
-
-
-@pytest.fixture(scope='module')
-def images(tmp_path_factory) -> str:
-    root = tmp_path_factory.mktemp('images')
-    return str(make_images(root, train_red=14, train_green=13, train_blue=13, val_red=4, val_green=4, val_blue=3))
-
-
-def read_metrics(folder: Path) -> list[dict]:
-    with (folder / 'metrics.csv').open() as file:
-        rows = list(csv.DictReader(file))
-    # the clock is not part of a run
-    return [{name: value for name, value in row.items() if name != 'images_per_second'} for row in rows]
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
