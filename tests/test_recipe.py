@@ -1,13 +1,16 @@
 """Recipes: where a value comes from, what it may be, and that every shipped one is sound."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
+from toys import read_metrics
 
 from vitzoo.errors import UserError
 from vitzoo.recipe import FIELDS, Recipe, load_recipe, make_recipe, read_recipe_file, save_recipe
+from vitzoo.train import train
 
 CONFIGS = sorted((Path(__file__).parents[1] / 'configs').rglob('*.yaml'))
 
@@ -171,3 +174,13 @@ def test_a_paper_recipe_says_whose_it_is_and_what_to_expect(path):
     for word in ('Paper', 'arxiv.org', 'Command', 'accelerate launch', 'Hardware', 'Expected', 'Differences'):
         assert word in header
     assert yaml.safe_load(path.read_text())['batch_size'] >= 1024
+
+
+@pytest.mark.usefixtures('fresh_accelerate')
+@pytest.mark.parametrize('config', CONFIGS, ids=[str(path.relative_to(path.parents[1])) for path in CONFIGS])
+def test_every_shipped_recipe_starts(config, images, tmp_path):
+    # 40 images in batches of 20 are two steps; all but the size and the place of the data is the recipe's own
+    size = ['--img-size', '32', '--batch-size', '20', '--epochs', '1', '--workers', '0']
+    scores = train(['--config', str(config), '--data-dir', images, '--output', str(tmp_path / 'run'), *size])
+    assert scores['n'] == 11 and math.isfinite(scores['loss'])
+    assert [row['step'] for row in read_metrics(tmp_path / 'run')] == ['2']
