@@ -1,6 +1,8 @@
 """Training is the same on one process, on several, and on several machines."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 from processes import free_port, read_log, start_processes, train_and_log
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from toys import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -93,4 +96,44 @@ def test_two_machines_give_the_numbers_of_two_processes(images, alone, tmp_path)
     assert 'batch 8 = 2 processes x 1 accumulated x 4 images' in printed[0]
     # one machine speaks
     assert printed[0].count('epoch   2/2') == 1 and 'epoch   2/2' not in printed[1]
+    assert_same_numbers(tmp_path / 'run', alone / 'run')
+
+
+def train_sharded(argv: list[str], log: str, event=None, at: int = -1) -> None:
+    """Train with FSDP, which Accelerate itself starts on accelerators only."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    from vitzoo import train as train_module
+
+    start_processes = train_module.start_processes
+
+    def start_sharded(recipe, folder):
+        accelerator = start_processes(recipe, folder)
+        wrap = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block'])
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+        accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        return accelerator
+
+    train_module.start_processes = start_sharded
+    train_and_log(argv, log, event, at)
+
+
+def kill_if_sharded(run) -> None:
+    assert all(isinstance(parameter, DTensor) for parameter in run.bare.parameters())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sharded_weights_train_as_whole_ones_and_their_checkpoints_are_the_same(images, alone, tmp_path):
+    arguments = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--checkpoint-every', '2']
+    outcome = start_processes(2, train_sharded, arguments, str(tmp_path / 'log'), kill_if_sharded, 7)
+    assert -signal.SIGKILL in outcome.codes, outcome.err
+    again = ['--resume', 'auto', '--output', str(tmp_path / 'run')]
+    outcome = start_processes(2, train_sharded, again, str(tmp_path / 'log'))
+    assert outcome.codes == [0, 0], outcome.err
+    assert_same_numbers(tmp_path / 'run', alone / 'run')
+    # a checkpoint of sharded weights continues in one process
+    for folder in ('step-00000010', '../best'):
+        shutil.rmtree(tmp_path / 'run' / 'checkpoints' / folder)
+    assert start_processes(1, train_and_log, again, str(tmp_path / 'other')).codes == [0]
     assert_same_numbers(tmp_path / 'run', alone / 'run')

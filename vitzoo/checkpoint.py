@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vitzoo.errors import UserError
+from vitzoo.sharded import PlainModel
 
 # what the libraries raise where the disk is full or the file is none of theirs
 FILE_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
@@ -35,7 +36,7 @@ def save_checkpoint(
     accelerator: Accelerator,
     folder: Path,
     state: dict,
-    model: nn.Module,
+    plain: PlainModel,
     ema: nn.Module | None,
     optimizer: Optimizer,
     keep: int,
@@ -47,10 +48,12 @@ def save_checkpoint(
     """
     final = folder / f'step-{state["step"]:08d}'
     partial = folder / f'.partial-{final.name}'
+    # all processes have a part of these
+    model, optimizer_state = plain.pull(), plain.optimizer_state(optimizer)
 
     def write() -> None:
         try:
-            _write(partial, accelerator, state, model, ema, optimizer)
+            _write(partial, accelerator, state, model, ema, optimizer_state)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
         finally:
@@ -80,7 +83,7 @@ def on_main(accelerator: Accelerator, write: Callable[[], None], explain: Callab
 
 
 def load_checkpoint(
-    accelerator: Accelerator, checkpoint: Path, model: nn.Module, ema: nn.Module | None, optimizer: Optimizer
+    accelerator: Accelerator, checkpoint: Path, plain: PlainModel, ema: nn.Module | None, optimizer: Optimizer
 ) -> dict:
     """Load what `save_checkpoint` wrote into the model, its average and the optimizer, and return the state.
 
@@ -90,10 +93,12 @@ def load_checkpoint(
     """
     state = _check_files(checkpoint)
     try:
-        model.load_state_dict(load_file(checkpoint / 'model.safetensors'))
+        plain.module.load_state_dict(load_file(checkpoint / 'model.safetensors'))
+        plain.push()
         if ema is not None:
             ema.load_state_dict(load_file(checkpoint / 'ema.safetensors'))
-        optimizer.load_state_dict(torch.load(checkpoint / 'optimizer.pt', map_location='cpu', weights_only=True))
+        optimizer_state = torch.load(checkpoint / 'optimizer.pt', map_location='cpu', weights_only=True)
+        plain.load_optimizer_state(optimizer, optimizer_state)
         if accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(torch.load(checkpoint / 'scaler.pt', weights_only=True))
     except FILE_ERRORS as error:
@@ -119,14 +124,14 @@ def _write(
     state: dict,
     model: nn.Module,
     ema: nn.Module | None,
-    optimizer: Optimizer,
+    optimizer_state: dict,
 ) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     save_file(_contiguous(model.state_dict()), folder / 'model.safetensors')
     if ema is not None:
         save_file(_contiguous(ema.state_dict()), folder / 'ema.safetensors')
-    torch.save(optimizer.state_dict(), folder / 'optimizer.pt')
+    torch.save(optimizer_state, folder / 'optimizer.pt')
     if accelerator.scaler is not None:
         torch.save(accelerator.scaler.state_dict(), folder / 'scaler.pt')
     files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}

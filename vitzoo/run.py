@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from vitzoo.build import Plan
 from vitzoo.data import Images
 from vitzoo.recipe import Recipe
+from vitzoo.sharded import PlainModel
 
 
 @dataclass
@@ -29,9 +30,10 @@ class Run:
     data_config: dict
     train_set: Images
     val_set: Images
-    # `model` is `bare` as Accelerate prepared it, with gradients averaged over the processes
+    # `model` is `bare` as Accelerate prepared it, with gradients averaged over the processes; `plain` is for the rest
     bare: nn.Module
     model: nn.Module
+    plain: PlainModel
     ema: ModelEmaV3 | None
     optimizer: Optimizer
     scheduler: Scheduler

@@ -65,7 +65,7 @@ def train_step(run: Run, micro_batches: Iterator, stop: bool = False, save: bool
     run.step += 1
     run.losses.append(news.loss)
     if run.ema is not None:
-        run.ema.update(run.bare, step=run.step)
+        run.ema.update(run.plain.pull(), step=run.step)
     return news
 
 
@@ -133,9 +133,10 @@ class Letter:
 
 def explain_divergence(run: Run, images: Tensor, loss: float) -> str:
     """Say at which step and in which layer numbers stopped being finite, and what to do about it."""
+    model = run.plain.pull()
     seed_step(run, run.plan.accum - 1)
     with run.accelerator.autocast():
-        culprits = gather_object([first_not_finite(run.bare, images)])
+        culprits = gather_object([first_not_finite(model, images)])
     layer = next(
         (name for name in culprits if name), 'every layer gives finite numbers for it, so it is the loss alone'
     )

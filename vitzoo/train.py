@@ -56,6 +56,7 @@ from vitzoo.output import choose_folder, export_model, prepare_folder
 from vitzoo.progress import Display, check_trackers, describe, learning_rate, report_epoch, start_trackers
 from vitzoo.recipe import Recipe, load_recipe, save_recipe
 from vitzoo.run import Run
+from vitzoo.sharded import PlainModel
 from vitzoo.step import train_step
 
 
@@ -123,8 +124,11 @@ def start_processes(recipe: Recipe, folder: Path) -> Accelerator:
         )
     except ValueError as error:
         raise UserError(f'amp: {error}') from error
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise UserError(f'{accelerator.distributed_type.value} is not supported; launch with --multi_gpu')
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise UserError(f'{kind.value} is not supported; launch with --multi_gpu, or with --use_fsdp --fsdp_version 2')
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UserError('version 1 of FSDP is not supported; launch with --use_fsdp --fsdp_version 2')
     return accelerator
 
 
@@ -148,6 +152,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
     scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
     mixup = build_mixup(recipe, num_classes)
     compile_model(bare, recipe.torchcompile)
+    plain = PlainModel(accelerator, bare)
     model, optimizer = accelerator.prepare(bare, optimizer)
     task = build_task(recipe, model, build_loss(recipe, mixup), train_set.class_names, accelerator.device)
     return Run(
@@ -160,6 +165,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
         val_set=val_set,
         bare=bare,
         model=model,
+        plain=plain,
         ema=ema,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -255,7 +261,7 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
 def evaluate_epoch(run: Run, display: Display) -> dict:
     """Evaluate the model, and its average where there is one; the second half of a row in metrics.csv."""
     row = {}
-    for prefix, model in {'': run.bare, 'ema_': run.ema and run.ema.module}.items():
+    for prefix, model in {'': run.plain.pull(), 'ema_': run.ema and run.ema.module}.items():
         if model is None:
             continue
         with run.accelerator.autocast(), display.evaluation() as advance:
@@ -278,7 +284,7 @@ def save(run: Run) -> None:
     state = dict(fixed=fixed_facts(run), step=run.step, losses=run.losses, history=run.history)
     ema = None if run.ema is None else run.ema.module
     folder, keep = run.folder / 'checkpoints', run.recipe.checkpoint_hist
-    save_checkpoint(run.accelerator, folder, state, run.bare, ema, run.optimizer, keep)
+    save_checkpoint(run.accelerator, folder, state, run.plain, ema, run.optimizer, keep)
 
 
 def resume(run: Run, checkpoints: list[Path]) -> None:
@@ -290,7 +296,7 @@ def resume(run: Run, checkpoints: list[Path]) -> None:
     ema = None if run.ema is None else run.ema.module
     for number, checkpoint in enumerate(checkpoints):
         try:
-            state = load_checkpoint(run.accelerator, checkpoint, run.bare, ema, run.optimizer)
+            state = load_checkpoint(run.accelerator, checkpoint, run.plain, ema, run.optimizer)
             break
         except DamagedCheckpoint as error:
             if number == len(checkpoints) - 1:
@@ -321,7 +327,7 @@ def export(run: Run, folder: Path) -> str:
     """Write the raw weights or their average, whichever scored better in the last epoch, and say which."""
     row = run.history[-1]
     weights = 'ema' if run.ema is not None and row['ema_top1'] >= row['top1'] else 'raw'
-    model = run.ema.module if weights == 'ema' else run.bare
+    model = run.ema.module if weights == 'ema' else run.plain.pull()
     about = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
 
     def write() -> None:
