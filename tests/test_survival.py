@@ -1,5 +1,6 @@
 """A run that is killed, told to stop, or whose files are damaged ends as one that was left alone."""
 
+import json
 import os
 import random
 import resource
@@ -16,6 +17,7 @@ from toys import read_metrics
 from vitzoo import checkpoint as checkpoint_module
 from vitzoo import train as train_module
 from vitzoo.checkpoint import list_checkpoints
+from vitzoo.errors import UserError
 
 # 40 images and batches of 8 make 5 steps an epoch
 TINY = split('--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 1 --crop-pct 1')
@@ -210,3 +212,29 @@ def test_checkpoints_come_by_the_clock(images, tmp_path, monkeypatch):
     train_module.train([*arguments, '--checkpoint-minutes', '3'])
     steps = [int(path.name[5:]) for path in list_checkpoints(tmp_path / 'checkpoints')]
     assert 1 < len(steps) < 5 and steps[-1] == 5
+
+
+class Harmful:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.mark.usefixtures('fresh_accelerate')
+@pytest.mark.parametrize('name', ['optimizer.pt', 'model.safetensors'])
+def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(images, tmp_path, name):
+    arguments = [*TINY, '--epochs', '2', '--data-dir', images, '--output', str(tmp_path / 'run')]
+    train_module.train(arguments)
+    newer = list_checkpoints(tmp_path / 'run' / 'checkpoints')[-1]
+    torch.save({'state': Harmful(f'touch {tmp_path}/harmed')}, newer / name)
+    # as somebody who knows about the checksums would
+    state = json.loads((newer / 'state.json').read_text())
+    state['files'][name] = checkpoint_module._fingerprint(newer / name)
+    (newer / 'state.json').write_text(json.dumps(state))
+    with pytest.raises(UserError, match=f'cannot resume from {newer}'):
+        train_module.train([*arguments, '--resume', 'auto'])
+    assert not (tmp_path / 'harmed').exists()

@@ -235,3 +235,23 @@ def test_checkpointed_activations_change_neither_loss_nor_gradients():
         loss.backward()
         gradients.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'options', 'precision'),
+    [
+        (None, [], 'fp32'),
+        ('bf16', [], 'bf16'),
+        ('bf16', ['--amp', 'no'], 'fp32'),
+        ('no', ['--amp'], 'bf16'),
+        ('bf16', ['--amp', '--amp-dtype', 'float16'], 'fp16'),
+    ],
+)
+def test_the_recipe_wins_over_the_launcher_in_precision_and_leaves_it_to_it_otherwise(
+    images, tmp_path, monkeypatch, capsys, launcher, options, precision
+):
+    if launcher:
+        monkeypatch.setenv('ACCELERATE_MIXED_PRECISION', launcher)
+    run_once(images, tmp_path / 'run', *options)
+    assert f'on     1 process on cpu in {precision}, seed 42' in capsys.readouterr().out
+    assert f'in {precision}' in (tmp_path / 'run' / 'recipe.yaml').read_text()

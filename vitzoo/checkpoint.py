@@ -12,6 +12,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from accelerate import Accelerator
@@ -101,6 +102,10 @@ def load_checkpoint(
         plain.load_optimizer_state(optimizer, optimizer_state)
         if accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(torch.load(checkpoint / 'scaler.pt', weights_only=True))
+    except UnpicklingError as error:
+        raise UserError(
+            f'cannot resume from {checkpoint}: a file in it holds more than tensors, and code in it was not run'
+        ) from error
     except FILE_ERRORS as error:
         raise UserError(f'cannot resume from {checkpoint}: {error}') from error
     return state
