@@ -167,8 +167,10 @@ def _fingerprint(path: Path) -> list[int]:
 def _why_not_saved(folder: Path, error: Exception) -> str:
     last = list_checkpoints(folder)
     kept = f'{last[-1]} is intact' if last else 'there is none before it'
+    # torch does not say when a disk is full
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
     return (
-        f'cannot write a checkpoint to {folder} ({error}); {kept}; make room, or choose another --output, and continue'
+        f'cannot write a checkpoint to {folder} ({error}; {free:.0f} MB are free there); {kept}; make room, or choose another --output, and continue'
         f' with --resume'
     )
 
