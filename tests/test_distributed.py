@@ -137,3 +137,17 @@ def test_sharded_weights_train_as_whole_ones_and_their_checkpoints_are_the_same(
         shutil.rmtree(tmp_path / 'run' / 'checkpoints' / folder)
     assert start_processes(1, train_and_log, again, str(tmp_path / 'other')).codes == [0]
     assert_same_numbers(tmp_path / 'run', alone / 'run')
+
+
+def train_apart(argv: list[str], output: str) -> None:
+    """Train with a folder of its own for each process, as machines have that share no disk."""
+    from vitzoo.train import main
+
+    main([*argv, '--output', output + os.environ['RANK']])
+
+
+def test_machines_that_share_no_folder_are_told_at_the_start(images, tmp_path):
+    outcome = start_processes(2, train_apart, [*RUN, '--data-dir', images], str(tmp_path / 'run'))
+    assert outcome.codes == [2, 2]
+    (line,) = (line for line in outcome.err.splitlines() if line.startswith('vitzoo: error:'))
+    assert 'must be one that all machines share' in line

@@ -19,7 +19,7 @@ from pathlib import Path
 import timm
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration, broadcast
+from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, gather_object
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
@@ -223,6 +223,10 @@ def open_folder(run: Run, is_new: bool) -> None:
     # no process may still look at what is in the folder
     run.accelerator.wait_for_everyone()
     on_main(run.accelerator, write, lambda error: f"cannot write to the output folder '{run.folder}': {error}")
+    if not all(gather_object([(run.folder / 'recipe.yaml').is_file()])):
+        raise UserError(
+            f"the output folder '{run.folder}' must be one that all machines share; choose another --output"
+        )
     start_trackers(run)
 
 
