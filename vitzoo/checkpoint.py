@@ -170,8 +170,8 @@ def _why_not_saved(folder: Path, error: Exception) -> str:
     # torch does not say when a disk is full
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
     return (
-        f'cannot write a checkpoint to {folder} ({error}; {free:.0f} MB are free there); {kept}; make room, or choose another --output, and continue'
-        f' with --resume'
+        f'cannot write a checkpoint to {folder} ({error}; {free:.0f} MB are free there); {kept}; make room, or choose'
+        f' another --output, and continue with --resume'
     )
 
 
