@@ -21,6 +21,7 @@ KEYS = (
     'images_per_second',
     'peak_memory_mb',
     'oversmoothing',
+    'health',
 )
 # two lines each, to fit a terminal of 80 columns
 HEADINGS = {
@@ -61,8 +62,8 @@ def write_results(path: str, records: list[dict]) -> None:
         writer = csv.DictWriter(file, KEYS)
         writer.writeheader()
         for record in records:
-            curve = record['oversmoothing']
-            writer.writerow({**record, 'oversmoothing': None if curve is None else json.dumps(curve)})
+            nested = {key: json.dumps(record[key]) for key in ('oversmoothing', 'health') if record[key] is not None}
+            writer.writerow({**record, **nested})
 
 
 def print_table(records: list[dict], title: str) -> None:
@@ -83,6 +84,26 @@ def print_table(records: list[dict], title: str) -> None:
     console = Console()
     # a file has no width that a long name would have to be folded to
     Console(width=None if console.is_terminal else 160).print(table)
+
+
+def print_health(records: list[dict]) -> None:
+    """Print the health of each model that has one, a row for each mixer; 0 is good in every column."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    for record in records:
+        if not record['health']:
+            continue
+        title = Text(f'\nhealth of {record["model"]}')
+        table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
+        signs = dict.fromkeys(sign for mixer in record['health'].values() for sign in mixer)
+        table.add_column('mixer', overflow='fold')
+        for sign in signs:
+            table.add_column(sign.replace('_', ' '), justify='right')
+        for mixer, values in record['health'].items():
+            table.add_row(mixer, *('–' if sign not in values else format(values[sign], '.3f') for sign in signs))
+        Console().print(table)
 
 
 def plot_curves(path: str, records: list[dict]) -> None:
@@ -120,4 +141,6 @@ def _plain(value):
     """Replace nan, which JSON does not have, by None."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return None if isinstance(value, float) and isnan(value) else value

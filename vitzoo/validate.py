@@ -1,4 +1,4 @@
-"""`vitzoo validate`: accuracy, size, speed and oversmoothing of models, in a table, a file and a figure.
+"""`vitzoo validate`: accuracy, size, speed, oversmoothing and health of models, in a table, a file and a figure.
 
 Examples:
     vitzoo validate runs/cvt_ls_13
@@ -19,9 +19,9 @@ from vitzoo.data import Images, eval_loader, eval_transform, open_dataset, resol
 from vitzoo.errors import UserError, run_command
 from vitzoo.launch import start_missing_processes
 from vitzoo.load import find_models, load_model
-from vitzoo.metrics import OversmoothingProbe, count_macs, evaluate
+from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, evaluate
 from vitzoo.metrics.speed import PeakMemory, images_per_second
-from vitzoo.results import check_output, plot_curves, print_table, write_results
+from vitzoo.results import check_output, plot_curves, print_health, print_table, write_results
 
 DATA_DIR_HELP = """class folders, in a folder or a .tar, or one that holds them in val/, validation/ or test/, or data
 of torchvision or Hugging Face (torch/NAME, hfds/NAME); by default the bundled sample"""
@@ -58,6 +58,7 @@ def validate(argv: list[str] | None = None) -> list[dict]:
             write_results(args.results_file, records)
     if is_main:
         print_table(records, _title(args, records[0]['n']))
+        print_health(records)
         if args.plot:
             plot_curves(args.plot, records)
     return records
@@ -80,16 +81,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass (default: float32)')
     add('--results-file', metavar='FILE', help='write one record per model, .csv or .json')
     add('--plot', metavar='FILE', help='draw the oversmoothing curves, .png')
+    add('--health', action='store_true', help='compare what approximates softmax attention with it, in a second pass')
     args = parser.parse_args(argv)
     if args.no_data and args.plot:
         parser.error('--plot draws oversmoothing curves, which need images: drop --no-data')
+    if args.no_data and args.health:
+        parser.error('--health compares attention on images: drop --no-data')
     return args
 
 
 def validate_model(name: str, args: argparse.Namespace, accelerator=None) -> dict:
     """Measure one model and return its record; what needs images is None with --no-data.
 
-    The oversmoothing curve is None also for a model without feature maps of its blocks.
+    The oversmoothing curve is None also for a model without feature maps of its blocks, health for one in which nothing
+    approximates softmax attention.
     """
     device = args.device if accelerator is None else accelerator.device
     with PeakMemory(device) as memory:
@@ -106,10 +111,14 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None) -> dic
         except ValueError as error:
             raise UserError(f'{name} cannot take another image size: {error}') from error
         amp_dtype = AMP_DTYPES[args.amp_dtype]
-        with torch.autocast(device.type, amp_dtype) if amp_dtype else nullcontext():
+        autocast = torch.autocast(device.type, amp_dtype) if amp_dtype else nullcontext()
+        with autocast:
             probe = _try_model(name, model, data_config['input_size'], args.img_size is not None)
             scores = {} if args.no_data else _evaluate(name, model, data_config, probe, args, accelerator)
             speed = _measure_speed(model, data_config['input_size'], args.batch_size, accelerator)
+    with autocast:
+        # exact attention needs memory that is not the model's
+        health = _measure_health(name, model, data_config, args, accelerator) if args.health else None
     height, width = data_config['input_size'][1:]
     return dict(
         model=name,
@@ -120,6 +129,7 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None) -> dic
         img_size=height if height == width else f'{height}x{width}',
         images_per_second=speed,
         peak_memory_mb=memory.megabytes,
+        health=health,
     )
 
 
@@ -189,6 +199,22 @@ def _try_model(
         return None
     probe.per_image()
     return probe
+
+
+def _measure_health(
+    name: str, model: nn.Module, data_config: dict, args: argparse.Namespace, accelerator
+) -> dict[str, dict[str, float]] | None:
+    """Compare the mixers that approximate softmax attention with it on the validation data."""
+    try:
+        probe = HealthProbe(model)
+    except UserError as error:
+        print(f'vitzoo: {name}: {error}', file=sys.stderr)
+        return None
+    with torch.no_grad(), probe:
+        # an image shows what each mixer has to say, also to a process with no share of the data
+        model(torch.zeros(1, *data_config['input_size'], device=next(model.parameters()).device))
+    probe.per_image()
+    return probe.report(_evaluate(name, model, data_config, probe, args, accelerator)[probe.key])
 
 
 def _measure_speed(model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator) -> float | None:

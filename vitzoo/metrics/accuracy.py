@@ -33,11 +33,11 @@ def evaluate(
         num_samples: How many images there must be; by default `len(loader.dataset)`. A streaming dataset is checked
             only where this is given.
         progress: Called after every batch with the number of images in it.
-        probe: An entered `OversmoothingProbe` on this model, read after every batch.
+        probe: An entered `OversmoothingProbe` or `HealthProbe` on this model, read after every batch.
 
     Returns:
-        The integers n, correct1 and correct5, the percentages top1 and top5, the mean loss, and with a probe the list
-        oversmoothing.
+        The integers n, correct1 and correct5, the percentages top1 and top5, the mean loss, and with a probe its means
+        under its `key`.
 
     Raises:
         UserError: The dataset is empty, or an image cannot be read.
@@ -58,7 +58,7 @@ def evaluate(
         num_samples = len(loader.dataset)
     if num_samples is not None and len(rows) != num_samples:
         raise RuntimeError(f'evaluated {len(rows)} different images of {num_samples}: check the sampler of the loader')
-    return _summarise(rows[:, 1:])
+    return _summarise(rows[:, 1:], probe)
 
 
 @torch.no_grad()
@@ -112,11 +112,11 @@ def _join_processes(accelerator, rows: Tensor, mistake: UserError | None, indice
     return torch.cat([indices[:, None].double(), rows.cpu().double()], dim=1)
 
 
-def _summarise(rows: Tensor) -> dict:
+def _summarise(rows: Tensor, probe) -> dict:
     """Turn one row per image into counts, percentages and means."""
     n, correct1, correct5 = len(rows), int(rows[:, 0].sum()), int(rows[:, 1].sum())
     summary = dict(n=n, correct1=correct1, correct5=correct5, top1=100 * correct1 / n, top5=100 * correct5 / n)
     summary['loss'] = rows[:, 2].mean().item()
-    if rows.shape[1] > 3:
-        summary['oversmoothing'] = rows[:, 3:].mean(dim=0).tolist()
+    if probe is not None:
+        summary[probe.key] = rows[:, 3:].mean(dim=0).tolist()
     return summary

@@ -61,6 +61,8 @@ class OversmoothingProbe:
         UserError: The model has neither kind of block.
     """
 
+    key = 'oversmoothing'
+
     def __init__(
         self, model: nn.Module, *, absolute: bool = False, include_self: bool = False, include_cls: bool = False
     ):

@@ -94,13 +94,15 @@ class TokenMixer(nn.Module):
     * `attn_weights`: attention weights exist, so `attn_drop` can act on them;
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
     * `has_rel_bias`: takes `rel_bias='table'`, a learned bias of relative positions;
-    * `grid_bound`: has parameters for one grid size whatever the options, which `set_input_size` resamples.
+    * `grid_bound`: has parameters for one grid size whatever the options, which `set_input_size` resamples;
+    * `approximates_softmax`: stands in for softmax attention over all tokens, so that `QKVMixer.health` can compare.
     """
 
     attn_weights = False
     subsampled_kv = False
     has_rel_bias = False
     grid_bound = False
+    approximates_softmax = False
 
     op: Callable[..., torch.Tensor]
     op_naive: Callable[..., torch.Tensor]
@@ -211,6 +213,27 @@ class QKVMixer(TokenMixer):
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Queries, keys and values (B, heads, N, head_dim) -> mixed values (B, heads, N, head_dim)."""
         raise NotImplementedError
+
+    def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """What `mix` approximates where the mixer `approximates_softmax`: softmax attention over all tokens."""
+        return mixer_class('softmax').op(q, k, v, self.scale)
+
+    def health(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
+        """Signs of how well the approximation does, each a number per sample (B,); a mixer adds its own to this one.
+
+        `softmax_error` is |mix - target| / |target| over all heads and tokens, with the exact target in float32 or
+        wider. Raises ValueError for a mixer that approximates no softmax attention.
+        """
+        if not self.approximates_softmax:
+            raise ValueError(f'{type(self).__name__} as it is set up does not approximate softmax attention.')
+        mixed = self.mix(q, k, v, grid_size)
+        with no_autocast(q):
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            target = self.softmax_target(q.to(dtype), k.to(dtype), v.to(dtype)).flatten(1)
+            error = torch.linalg.vector_norm(mixed.to(dtype).flatten(1) - target, dim=1)
+            return {'softmax_error': error / torch.linalg.vector_norm(target, dim=1)}
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Merge the heads and project: (B, heads, N, head_dim) -> (B, N, dim)."""

@@ -152,6 +152,7 @@ class BigBird(QKVMixer):
     """
 
     attn_weights = True
+    approximates_softmax = True
     op = staticmethod(bigbird_attention)
     op_naive = staticmethod(bigbird_naive)
 

@@ -62,6 +62,7 @@ class Local(QKVMixer):
     """2-D local attention in `block_size` x `block_size` blocks that see `memory_halo` tokens beyond every side."""
 
     attn_weights = True
+    approximates_softmax = True
     op = staticmethod(local_attention)
     op_naive = staticmethod(local_naive)
 

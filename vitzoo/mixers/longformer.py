@@ -99,6 +99,8 @@ class Longformer(QKVMixer):
         if window_size < 1:
             raise ValueError(f'window_size must be at least 1, not {window_size}.')
         dd = {'device': device, 'dtype': dtype}
+        # a bias that ends with the window has no counterpart in attention over all tokens
+        self.approximates_softmax = rel_bias == 'none'
         self.window_size = window_size
         window = (window_size, window_size)
         self.rel_bias = OffsetBias(num_heads, window, halo=window_size, **dd) if rel_bias == 'table' else None

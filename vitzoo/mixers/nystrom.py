@@ -70,6 +70,7 @@ def nystrom_attention(
 class Nystrom(QKVMixer):
     """Nystrom attention with `num_landmarks` landmarks and `num_iterations` steps of the pseudo-inverse."""
 
+    approximates_softmax = True
     op = staticmethod(nystrom_attention)
     op_naive = staticmethod(nystrom_naive)
 
@@ -85,3 +86,17 @@ class Nystrom(QKVMixer):
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return self.op(q, k, v, self.num_landmarks, self.num_iterations, self.scale)
+
+    def health(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
+        """With `pinv_residual`, |A Z A - A| / |A| of the landmarks' matrix A and its iterated inverse Z, over heads."""
+        signs = super().health(q, k, v, grid_size)
+        with no_autocast(q):
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            m = min(self.num_landmarks, q.shape[2])
+            q_land, k_land = (segment_means(x.to(dtype), m) for x in (q, k))
+            a = (self.scale * q_land @ k_land.mT).softmax(dim=-1)
+            residual = a @ iterative_pinv(a, self.num_iterations) @ a - a
+            share = torch.linalg.matrix_norm(residual) / torch.linalg.matrix_norm(a)
+        return {**signs, 'pinv_residual': share.mean(dim=1)}

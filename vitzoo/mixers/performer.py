@@ -16,6 +16,8 @@ from .base import QKVMixer, no_autocast, register_mixer
 __all__ = ['Performer', 'orthogonal_features', 'performer_attention', 'performer_naive']
 
 RELU_EPS = 1e-3
+# what the published code adds to every softmax feature: below it a feature says nothing
+FLOOR = 1e-4
 
 
 def orthogonal_features(num_features: int, dim: int, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -106,8 +108,23 @@ class Performer(QKVMixer):
         if num_features < 1:
             raise ValueError(f'num_features must be at least 1, not {num_features}.')
         self.kernel = kernel
+        self.approximates_softmax = kernel == 'softmax'
         features = orthogonal_features(num_features, self.head_dim)
         self.register_buffer('features', features.to(device=device, dtype=dtype))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return self.op(q, k, v, self.features, self.scale, self.kernel)
+
+    def health(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
+        """With `features_at_floor`, the share of features that a query leaves below FLOOR times its largest.
+
+        A feature's weight is that of the query times the largest of any key. Near 1, one feature speaks for a query.
+        """
+        signs = super().health(q, k, v, grid_size)
+        with no_autocast(q):
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            q, k = self.scale**0.5 * q.to(dtype), self.scale**0.5 * k.to(dtype)
+            at_floor = _softmax_features(q, k, self.features.to(dtype))[0] < FLOOR
+        return {**signs, 'features_at_floor': at_floor.to(dtype).flatten(1).mean(dim=1)}

@@ -156,6 +156,7 @@ class Reformer(QKVMixer):
     """
 
     attn_weights = True
+    approximates_softmax = True
     op = staticmethod(reformer_attention)
     op_naive = staticmethod(reformer_naive)
 
@@ -183,6 +184,11 @@ class Reformer(QKVMixer):
         rotations = torch.randn_like(self.rotations) if self.training else self.rotations
         rotations = rotations[..., : self.num_buckets(grid_size) // 2]
         return self.op(q, v, rotations, grid_size, 2 * self.bucket_size, self.scale, self.dropout_p)
+
+    def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Softmax attention over all other tokens, with the keys that are shared with the queries."""
+        bias = -SELF_PENALTY * torch.eye(q.shape[2], dtype=q.dtype, device=q.device).unsqueeze(0)
+        return softmax_attention(q, F.normalize(q, dim=-1), v, self.scale, bias)
 
     def num_buckets(self, grid_size: tuple[int, int]) -> int:
         """How many buckets a grid gets: 0, which is no hashing and one bucket, or an even number."""

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .base import QKVMixer, no_autocast, register_mixer
+from .softmax import softmax_attention
 
 __all__ = ['RFA', 'rfa', 'rfa_naive']
 
@@ -146,11 +147,36 @@ class RFA(QKVMixer):
         self.register_buffer('directions', directions.to(device=device, dtype=dtype))
         self.sigma = nn.Parameter(torch.ones(num_heads, self.head_dim, device=device, dtype=dtype))
         self.gate = nn.Linear(dim, num_heads, device=device, dtype=dtype) if gate else None
+        self.approximates_softmax = not gate
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         q, k, v = self.to_qkv(x, grid_size)
         gate = None if self.gate is None else self.gate(x[:, self.num_prefix_tokens :]).mT
         return self.project(self.op(q, k, v, self.directions, self.sigma, gate))
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        """The form without a gate, which follows from the tokens alone."""
+        return self.op(q, k, v, self.directions, self.sigma)
+
+    def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Softmax attention with scores -|sigma (q^ - k^)|^2 / 2, which the features estimate."""
+        sigma = self.sigma.unsqueeze(1).to(q.dtype)
+        q, k = sigma * F.normalize(q, dim=-1), sigma * F.normalize(k, dim=-1)
+        # the part of a score that belongs to the key alone is one more channel
+        k = torch.cat([k, -k.square().sum(dim=-1, keepdim=True) / 2], dim=-1)
+        return softmax_attention(F.pad(q, (0, 1), value=1.0), k, v, 1.0)
+
+    def health(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
+        """With `normalisers_at_floor`, the share of queries whose normaliser is held up by EPS."""
+        signs = super().health(q, k, v, grid_size)
+        with no_autocast(q):
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            directions = self.sigma.unsqueeze(1).to(dtype) * self.directions.to(dtype)
+            q, k = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
+            at_floor = q @ k.sum(dim=2).unsqueeze(-1) <= EPS * k.shape[2]
+        return {**signs, 'normalisers_at_floor': at_floor.to(dtype).flatten(1).mean(dim=1)}
 
     def no_weight_decay(self) -> set[str]:
         return {'sigma'}

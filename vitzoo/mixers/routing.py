@@ -113,6 +113,7 @@ class Routing(QKVMixer):
     """
 
     attn_weights = True
+    approximates_softmax = True
     op = staticmethod(routing_attention)
     op_naive = staticmethod(routing_naive)
 

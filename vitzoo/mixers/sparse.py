@@ -133,6 +133,7 @@ class Sparse(QKVMixer):
     """
 
     attn_weights = True
+    approximates_softmax = True
     op = staticmethod(sparse_attention)
     op_naive = staticmethod(sparse_naive)
 

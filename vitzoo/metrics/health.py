@@ -1,0 +1,89 @@
+"""Health of attention that stands in for softmax attention: how far off it is in a model, on images, and why.
+
+A mixer that approximates softmax attention knows the signs of its own failing (`QKVMixer.health`): the relative error
+against exact attention of the same queries, keys and values, features that carry nothing, an inverse that has not
+converged. They are measured for each image, so that their means are the same for any batch size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from vitzoo.errors import UserError
+from vitzoo.mixers import QKVMixer
+
+
+def health(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
+    """Measure the signs of each approximating mixer, averaged over a batch of images: {mixer: {sign: mean}}.
+
+    The model is in evaluation mode meanwhile. Mixers have the names of their modules (`blocks.0.attn`).
+
+    Raises:
+        UserError: No mixer of the model approximates softmax attention.
+    """
+    was_training = model.training
+    try:
+        with torch.no_grad(), HealthProbe(model.eval()) as probe:
+            model(images)
+    finally:
+        model.train(was_training)
+    return probe.report()
+
+
+class HealthProbe:
+    """Watches the approximating mixers of a model while the context is open and measures each image that passes.
+
+    The model must be in evaluation mode. Each mixer runs a second time, and exact attention beside it.
+
+    Args:
+        model: The bare model, not a wrapper.
+
+    Raises:
+        UserError: No mixer of the model approximates softmax attention.
+    """
+
+    key = 'health'
+
+    def __init__(self, model: nn.Module):
+        mixers = {name: module for name, module in model.named_modules() if isinstance(module, QKVMixer)}
+        self.mixers = {name: mixer for name, mixer in mixers.items() if mixer.approximates_softmax}
+        if not self.mixers:
+            raise UserError(
+                f'no health to report: no mixer of this {type(model).__name__} approximates softmax attention'
+            )
+        self._values = {}
+
+    def __enter__(self) -> 'HealthProbe':
+        self._hooks = [mixer.register_forward_pre_hook(self._measurer(name)) for name, mixer in self.mixers.items()]
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """The (mixer, sign) of each column, known once an image has passed."""
+        return list(self._values)
+
+    def per_image(self) -> Tensor:
+        """Take what was measured since the last call: (images, columns), in the order the images passed."""
+        columns = [torch.cat(values) if values else torch.empty(0) for values in self._values.values()]
+        self._values = {name: [] for name in self._values}
+        return torch.stack(columns, dim=1)
+
+    def report(self, means: list[float] | None = None) -> dict[str, dict[str, float]]:
+        """Sort a mean for each column by mixer and sign; by default those since the last call."""
+        means = self.per_image().double().mean(dim=0).tolist() if means is None else means
+        signs = {mixer: {} for mixer in self.mixers}
+        for (mixer, sign), mean in zip(self.names, means, strict=True):
+            signs[mixer][sign] = mean
+        return signs
+
+    def _measurer(self, name: str):
+        @torch.no_grad()
+        def measure(mixer: QKVMixer, args: tuple) -> None:
+            x, grid_size = args
+            for sign, values in mixer.health(*mixer.to_qkv(x, grid_size), grid_size).items():
+                self._values.setdefault((name, sign), []).append(values)
+
+        return measure
