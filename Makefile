@@ -6,13 +6,14 @@ DEMO := runs/demo
 # threads that spin while they wait make a demo ten times slower where the machine has other work to do
 CALM := GOMP_SPINCOUNT=1000
 
-.PHONY: help demo test lint format bench-import clean
+.PHONY: help demo test lint format docs bench-import clean
 
 help:
 	@echo 'make demo          train cvt_ls_13 on the bundled sample, validate it, draw its oversmoothing curve (6 minutes on 2 cores)'
 	@echo 'make test          check the style and run the test suite'
 	@echo 'make lint          check the style only'
 	@echo 'make format        correct the style'
+	@echo 'make docs          write docs/mixers.md anew from the mixers'
 	@echo 'make bench-import  time `import vitzoo` against `import timm`'
 	@echo 'make clean         remove .venv, caches and $(DEMO)'
 
@@ -31,6 +32,9 @@ lint: .venv/installed
 format: .venv/installed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: .venv/installed
+	$(BIN)/python docs/generate.py
 
 bench-import: .venv/installed
 	$(BIN)/python tests/import_time.py

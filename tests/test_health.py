@@ -20,13 +20,13 @@ DIM, HEADS, GRID = 16, 2, (4, 6)
 N = GRID[0] * GRID[1]
 # in these limits a mixer is the attention that it approximates
 EXACT = {
-    'bigbird': {'block_size': 6},
+    'bigbird': {'block_size': 3},
     'local': {'block_size': 6},
-    'longformer': {'window_size': 6},
+    'longformer': {'window_size': 3},
     'nystrom': {'num_landmarks': N, 'num_iterations': 40},
     'reformer': {'bucket_size': N},
     'routing': {'num_clusters': 1},
-    'sparse': {'pattern': 'fixed', 'num_summaries': 6},
+    'sparse': {'stride': N},
 }
 APPROXIMATE = {**EXACT, 'performer': {}, 'rfa': {}}
 

@@ -3,7 +3,7 @@
     out_i = sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)
 
 * full: w_ij = u_i . u'_j, learned factors per token; O(N^2 dim)
-* local: the same, kept where |dy| < s and |dx| < s on the grid and 0 elsewhere; O(N s^2 dim)
+* local: w_ij = u_i . u'_j as in full where |dy| < s and |dx| < s on the grid, and 0 elsewhere; O(N s^2 dim)
 * simple: w = 0; O(N dim)
 * conv: one key per head and token, w_ij from a k x k kernel per head where j is in reach of i and 0 elsewhere; O(N k^2
   dim)

@@ -6,8 +6,8 @@ The grid is cut into b x b blocks. The tokens of a block attend the block and th
 blocks, on a 2-D grid), the global tokens, and r random blocks, other ones for each block and head. Global are the
 prefix tokens (the paper's extended construction, ETC) and the first g blocks in raster order (the internal one, ITC);
 they attend everything. Every token counts once: random blocks are drawn from those that are neither near nor global.
-Linear in the number of tokens: O(N ((9 + g + r) b^2 + P) dim). Big Bird, sections 2 and appendix D,
-https://arxiv.org/abs/2007.14062
+Where the grid has no more than two blocks a side it is softmax attention. Linear in the number of tokens: O(N ((9 + g +
+r) b^2 + P) dim). Big Bird, sections 2 and appendix D, https://arxiv.org/abs/2007.14062
 """
 
 import torch

@@ -4,8 +4,8 @@
 
 Linear in the number of tokens: O(N r dim). E and F have a row for each token, so a layer is bound to its grid; on a new
 one the grid's rows are resampled in two dimensions and divided by how many times more there are, so that sums keep
-their size, and the rows of prefix tokens, which are ordinary tokens, stay. Linformer, equation 7 and section 4,
-https://arxiv.org/abs/2006.04768
+their size, and the rows of prefix tokens, which are ordinary tokens, stay. With r = N and identities for E and F it is
+softmax attention. Linformer, equation 7 and section 4, https://arxiv.org/abs/2006.04768
 """
 
 import torch

@@ -4,8 +4,9 @@
 
 M(i) is the b x b query block of token i and a halo of h tokens on every side of it. The paper generates pixels in
 raster order, so its memory lies above and to the left; here nothing is masked and the memory surrounds the block.
-Prefix tokens are global: every token attends them and they attend every token. Linear in the number of tokens: O(N ((b
-+ 2h)^2 + P) dim). Image Transformer, section 3.2 "2D Local Attention", https://arxiv.org/abs/1802.05751
+Prefix tokens are global: every token attends them and they attend every token. Where one block holds the grid it is
+softmax attention. Linear in the number of tokens: O(N ((b + 2h)^2 + P) dim). Image Transformer, section 3.2 "2D Local
+Attention", https://arxiv.org/abs/1802.05751
 """
 
 import torch

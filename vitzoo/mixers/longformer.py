@@ -1,9 +1,12 @@
 """Vision Longformer attention: 2-D sliding chunks, with global tokens and relative bias.
 
-The grid is cut into w x w chunks. A grid token attends the tokens of its own chunk and the 8 around it, and the prefix
-tokens; a prefix token is global, it attends everything. Queries, keys and values of the prefix tokens are projected by
-the same layers (`sharew` of the authors' code). Linear in the number of tokens: O(N (9 w^2 + P) dim). Multi-Scale
-Vision Longformer, section 3.2, https://arxiv.org/abs/2103.15358
+    out_i = sum_{j in prefix + near(i)} softmax_j(scale * q_i . k_j + bias_ij) v_j   for i in the grid
+    out_i = sum_j softmax_j(scale * q_i . k_j + bias_ij) v_j                         for i in the prefix
+
+The grid is cut into w x w chunks, and near(i) is the chunk of i and the 8 around it. Prefix tokens are global. Queries,
+keys and values of the prefix tokens are projected by the same layers (`sharew` of the authors' code). Where the grid
+has no more than two chunks a side it is softmax attention. Linear in the number of tokens: O(N (9 w^2 + P) dim).
+Multi-Scale Vision Longformer, section 3.2, https://arxiv.org/abs/2103.15358
 """
 
 import torch

@@ -5,8 +5,9 @@
     out = softmax(scale * q . [K' ; LN(K) of the window ; LN(K) of the prefix]) [V' ; LN(V) ... ]
 
 A window is the query's w x w segment and max(1, w // 2) tokens around it. Prefix tokens are global: all grid tokens
-attend them, and they attend themselves and the *outputs* of the grid tokens. Linear in the number of tokens: O(N (4 w^2
-+ r + P) dim). Long-Short Transformer, sections 3.2 and 3.3, https://arxiv.org/abs/2107.02192
+attend them, and they attend themselves and the *outputs* of the grid tokens. With r = 0, no prefix tokens and a window
+that holds the grid it is softmax attention on normalised keys and values. Linear in the number of tokens: O(N (4 w^2 +
+r + P) dim). Long-Short Transformer, sections 3.2 and 3.3, https://arxiv.org/abs/2107.02192
 """
 
 import torch

@@ -4,8 +4,8 @@
 
 q~ and k~ are the means of m consecutive segments of tokens, whose lengths differ by one at most (nothing is padded),
 and pinv iterates Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4. Linear in the number of tokens: O(N m dim). Prefix
-tokens are ordinary tokens. With m >= N every token is its own landmark. Nystromformer,
-https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-Penrose inverse computation"
+tokens are ordinary tokens. With a landmark for every token, and an inverse that has converged, it is softmax attention.
+Nystromformer, https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-Penrose inverse computation"
 """
 
 import torch

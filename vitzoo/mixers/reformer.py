@@ -9,8 +9,9 @@ In each of the `num_hashes` rounds the tokens are sorted by bucket and cut into 
 logarithm makes a key that several rounds find count once, and the penalty lets a token attend itself only if there is
 nothing else. Grid tokens are hashed in raster order; nothing is causal, and the look-back stays one chunk as in the
 paper. Prefix tokens are global and not hashed: one more round that all tokens find. There is no projection for keys.
-Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim), and a sort; b = N / bucket_size buckets, but not
-more than 64. Reformer, section 2 and appendix A, https://arxiv.org/abs/2001.04451
+With one bucket it is softmax attention over the other tokens with keys shared with the queries. Linear in the number of
+tokens: O(N (num_hashes (2m + b/2) + P) dim), and a sort; b = N / bucket_size buckets, but not more than 64. Reformer,
+section 2 and appendix A, https://arxiv.org/abs/2001.04451
 """
 
 import torch

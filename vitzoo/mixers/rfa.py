@@ -7,6 +7,7 @@ phi(q) . phi(k) estimates exp(-|sigma (q^ - k^)|^2 / 2), which for equal sigmas 
 constant. Linear in the number of tokens: O(N m dim) for m directions. Without the gate w_ij = 1: the sums have no
 order, a grid needs no translation, and prefix tokens are ordinary tokens. The kernel is at least exp(-2 sigma^2) = 0.14
 at sigma = 1, but its estimate can be negative: EPS keeps the normaliser from 0. The scale of the scores plays no part.
+In the limit of many directions, with equal sigmas and no gate, it is softmax attention of unit queries and keys.
 
 The gated form is the paper's recurrence S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T with one gate per token and head,
 whose token j reaches token i with

@@ -8,9 +8,9 @@ Queries and keys are not shared, as in the paper's encoders. A token in several 
 of all of them, a key counting once per cluster that they share; a token in no cluster attends only itself and the
 prefix tokens. Prefix tokens are global and not routed: n = 1 for all pairs with them. In training a centroid moves by
 an exponential average to the mean of the queries and keys nearest to it, and back to the unit sphere; there is no
-auxiliary loss. Grid tokens have no order and there is no causal mask. Cost: O(N (c + w + P) dim) with w = N / c unless
-given, so N^1.5 where c grows with sqrt(N). Efficient Content-Based Sparse Attention with Routing Transformers, section
-4 and algorithm 1, https://arxiv.org/abs/2003.05997
+auxiliary loss. Grid tokens have no order and there is no causal mask. With one cluster it is softmax attention. Cost:
+O(N (c + w + P) dim) with w = N / c unless given, so N^1.5 where c grows with sqrt(N). Efficient Content-Based Sparse
+Attention with Routing Transformers, section 4 and algorithm 1, https://arxiv.org/abs/2003.05997
 """
 
 import torch

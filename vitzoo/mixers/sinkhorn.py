@@ -10,9 +10,10 @@ tiles of the grid, p is a place in a tile and m_jp is 0 where the place p of til
 sorted token is the mean of the tokens that were sorted into its place and counts as much as they weigh (M = 1 where no
 tile is cut); below 1e-3 it is masked. The paper's sorting network maps a block to one logit per block and so is bound
 to the length; here the projections q and k take its place, for each head. A block that is sorted beside itself counts
-twice, as in the paper. Gumbel noise is drawn in training only. Prefix tokens are global and not sorted. Cost: O(N (2
-b^2 + N / b^2 + P) dim), the second term for moving the sorted blocks, so N^1.5 where b^2 grows with sqrt(N). Sparse
-Sinkhorn Attention, section 3, https://arxiv.org/abs/2002.11296
+twice, as in the paper. With one block it is softmax attention in which the tokens of the grid count twice. Gumbel noise
+is drawn in training only. Prefix tokens are global and not sorted. Cost: O(N (2 b^2 + N / b^2 + P) dim), the second
+term for moving the sorted blocks, so N^1.5 where b^2 grows with sqrt(N). Sparse Sinkhorn Attention, section 3,
+https://arxiv.org/abs/2002.11296
 """
 
 import torch
