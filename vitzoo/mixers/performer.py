@@ -5,8 +5,7 @@
     relu:     phi(x) = (relu(W x') + 1e-3) / sqrt(m)
 
 Linear in the number of tokens: O(N m dim) for m features. Prefix tokens are ordinary tokens. In the limit of many
-features of the first kind it is softmax attention. Rethinking Attention with Performers,
-https://arxiv.org/abs/2009.14794
+softmax features it is softmax attention. Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794
 """
 
 import torch
