@@ -95,6 +95,9 @@ class TokenMixer(nn.Module):
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
     * `has_rel_bias`: takes `rel_bias='table'`, a learned bias of relative positions;
     * `grid_bound`: has parameters for one grid size whatever the options, which `set_input_size` resamples.
+
+    `layer` is the mixer's place among all mixers of its model. What a mixer draws at random and keeps is a function of
+    its own `seed` and of `layer`: it differs from layer to layer, and is the same in every build of the model.
     """
 
     attn_weights = False
@@ -112,6 +115,7 @@ class TokenMixer(nn.Module):
         *,
         grid_size: tuple[int, int],
         num_prefix_tokens: int = 0,
+        layer: int = 0,
         qkv_bias: bool = True,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
@@ -130,6 +134,7 @@ class TokenMixer(nn.Module):
         self.num_heads = num_heads
         self.grid_size = tuple(grid_size)
         self.num_prefix_tokens = num_prefix_tokens
+        self.layer = layer
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """(B, P + H*W, dim) -> (B, P + H*W, dim)."""

@@ -11,6 +11,7 @@ Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794
 import torch
 from torch.nn import functional as F
 
+from ._draw import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['Performer', 'orthogonal_features', 'performer_attention', 'performer_naive']
@@ -83,7 +84,7 @@ def _relu_features(q: torch.Tensor, k: torch.Tensor, features: torch.Tensor) -> 
 class Performer(QKVMixer):
     """FAVOR+ attention with `num_features` fixed random features per layer and `kernel` 'softmax' or 'relu'.
 
-    The features are a buffer, drawn from torch's CPU generator when the layer is built and saved with the weights.
+    The features are a buffer that follows from `seed` and the layer and is saved with the weights.
     """
 
     op = staticmethod(performer_attention)
@@ -96,6 +97,7 @@ class Performer(QKVMixer):
         *,
         num_features: int = 256,
         kernel: str = 'softmax',
+        seed: int = 0,
         device=None,
         dtype=None,
         **kwargs,
@@ -106,7 +108,7 @@ class Performer(QKVMixer):
         if num_features < 1:
             raise ValueError(f'num_features must be at least 1, not {num_features}.')
         self.kernel = kernel
-        features = orthogonal_features(num_features, self.head_dim)
+        features = orthogonal_features(num_features, self.head_dim, draw_generator(seed, self.layer))
         self.register_buffer('features', features.to(device=device, dtype=dtype))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ._draw import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['RFA', 'rfa', 'rfa_naive']
@@ -122,7 +123,7 @@ def _scan(q: torch.Tensor, k: torch.Tensor, sources: torch.Tensor, log_g: torch.
 class RFA(QKVMixer):
     """Random feature attention with `num_features` fixed directions per head; `gate` adds the gated recurrence.
 
-    The directions are a buffer, drawn from torch's CPU generator when the layer is built and saved with the weights.
+    The directions are a buffer that follows from `seed` and the layer and is saved with the weights.
     """
 
     op = staticmethod(rfa)
@@ -135,6 +136,7 @@ class RFA(QKVMixer):
         *,
         num_features: int = 64,
         gate: bool = False,
+        seed: int = 0,
         device=None,
         dtype=None,
         **kwargs,
@@ -142,7 +144,8 @@ class RFA(QKVMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_features < 1:
             raise ValueError(f'num_features must be at least 1, not {num_features}.')
-        directions = torch.randn(num_heads, num_features, self.head_dim, device='cpu', dtype=torch.float32)
+        shape, generator = (num_heads, num_features, self.head_dim), draw_generator(seed, self.layer)
+        directions = torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
         self.register_buffer('directions', directions.to(device=device, dtype=dtype))
         self.sigma = nn.Parameter(torch.ones(num_heads, self.head_dim, device=device, dtype=dtype))
         self.gate = nn.Linear(dim, num_heads, device=device, dtype=dtype) if gate else None

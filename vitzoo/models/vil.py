@@ -108,10 +108,11 @@ class ViL(Pyramid):
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages)
         mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
-        rates = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
+        rates = calculate_drop_path_rates(drop_path_rate, sum(depths))
         stages = []
         for i, (dim, heads, depth, P) in enumerate(zip(embed_dims, num_heads, depths, num_prefix_tokens, strict=True)):
             name, kwargs = mixers[i]
+            first = sum(depths[:i])
             if pos_embed == 'rel' and mixer_class(name).has_rel_bias:
                 kwargs = {'rel_bias': 'table', **kwargs}
             blocks = [
@@ -122,15 +123,16 @@ class ViL(Pyramid):
                     mixer_kwargs=kwargs,
                     grid_size=grid_sizes[i],
                     num_prefix_tokens=P,
+                    layer=layer,
                     mlp_ratio=mlp_ratio,
                     qkv_bias=qkv_bias,
                     proj_drop=proj_drop_rate,
                     attn_drop=attn_drop_rate,
-                    drop_path=next(rates),
+                    drop_path=rates[layer],
                     norm_layer=LayerNorm,
                     **dd,
                 )
-                for _ in range(depth)
+                for layer in range(first, first + depth)
             ]
             embed = PatchEmbed(embed_dims[i - 1] if i else in_chans, dim, PATCH_SIZES[i], **dd)
             pos = AxialPosEmbed(dim, grid_sizes[i], P, **dd) if pos_embed == 'abs' else None
