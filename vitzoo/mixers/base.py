@@ -15,7 +15,16 @@ from vitzoo.errors import did_you_mean
 
 from ._qkv import LinearQKV
 
-__all__ = ['QKVMixer', 'TokenMixer', 'create_mixer', 'list_mixers', 'mixer_class', 'no_autocast', 'register_mixer']
+__all__ = [
+    'QKVMixer',
+    'TokenMixer',
+    'create_mixer',
+    'list_mixers',
+    'mixer_class',
+    'no_autocast',
+    'register_mixer',
+    'set_step',
+]
 
 _mixers: dict[str, type['TokenMixer']] = {}
 
@@ -80,7 +89,7 @@ def check_grid(what: str, made: tuple[int, int], got: tuple[int, int]) -> None:
 
 
 def set_step(model: nn.Module, step: int) -> None:
-    """Tell every mixer of a model which optimizer step comes next."""
+    """Tell every mixer of a model which optimizer step comes next, counted from 0, before its first forward pass."""
     for module in model.modules():
         if isinstance(module, TokenMixer):
             module.set_step(step)
