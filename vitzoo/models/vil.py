@@ -168,14 +168,16 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) 
     """The layout of Microsoft's ViL and of NVIDIA's ViL-LS, or ours, to ours.
 
     Bias indices are computed, not loaded, and what the official code holds twice is loaded once: the projections of
-    global tokens (`sharew`) and those of Linformer's keys and values (`share_kv`).
+    global tokens (`sharew`), unless the model has such, and those of Linformer's keys and values (`share_kv`).
     """
     state_dict = unwrap(state_dict)
     if not any(name.startswith('layer1.') for name in state_dict):
         return state_dict
-    out = {}
+    out, own = {}, model.state_dict()
     for name, tensor in state_dict.items():
-        if name.endswith('relative_position_index') or '_global.' in name or not tensor.numel():
+        if name.endswith('relative_position_index') or not tensor.numel():
+            continue
+        if '_global.' in name and _rename(name) not in own:
             continue
         if name.endswith('.proj_v') and torch.equal(tensor, state_dict[name.replace('.proj_v', '.proj_k')]):
             continue
@@ -198,6 +200,7 @@ _RENAMES = {
     'x_pos_embed': 'pos_embed.row',
     'y_pos_embed': 'pos_embed.column',
     'query': 'q',
+    'query_global': 'q_global',
     'proj_sr': 'sr',
     'local_relative_position_bias_table': 'rel_bias.table',
     'g2g_relative_position_bias': 'prefix_bias.prefix_prefix',
