@@ -10,8 +10,12 @@ from torch._dynamo.testing import CompileCounter
 
 import vitzoo
 
-# each mixer once, the backbones in turn
-EACH_MIXER = [f'{("deit", "vil")[i % 2]}_{mixer}_tiny' for i, mixer in enumerate(vitzoo.list_mixers())]
+# each mixer once, the backbones in turn, and options that take other ways through a mixer
+EACH_MIXER = [(f'{("deit", "vil")[i % 2]}_{mixer}_tiny', None) for i, mixer in enumerate(vitzoo.list_mixers())]
+OPTIONS = [
+    ('deit_nystrom_tiny', {'num_landmarks': 5, 'landmarks': 'grid'}),
+    ('cvt_longformer_13', {'window_size': 3, 'exact': True, 'global_proj': True}),
+]
 
 
 @pytest.mark.parametrize('name', COMBINATIONS)
@@ -57,17 +61,17 @@ def test_pretrained_weights_adapt_to_other_channels_and_classes(name, in_chans, 
     assert all(torch.equal(own[key], tensor) for key, tensor in body.items())
 
 
-def compilable(name):
+def compilable(name, kwargs):
     # torch 2.6 itself cannot compile a real FFT of a dynamic batch
     fails = 'fourier' in name and torch.__version__.startswith('2.6')
-    return pytest.param(name, marks=pytest.mark.xfail(fails, reason='torch 2.6 compiles no real FFT'))
+    return pytest.param(name, kwargs, marks=pytest.mark.xfail(fails, reason='torch 2.6 compiles no real FFT'))
 
 
-@pytest.mark.parametrize('name', map(compilable, EACH_MIXER))
-def test_a_compiled_model_has_no_graph_break_and_stays_compiled_on_the_last_batch(name):
+@pytest.mark.parametrize('name, kwargs', [compilable(*case) for case in EACH_MIXER + OPTIONS])
+def test_a_compiled_model_has_no_graph_break_and_stays_compiled_on_the_last_batch(name, kwargs):
     torch._dynamo.reset()
     counter = CompileCounter()
-    model = build(name)
+    model = build(name, mixer_kwargs=kwargs)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(images()), model(images()))
@@ -78,9 +82,19 @@ def test_a_compiled_model_has_no_graph_break_and_stays_compiled_on_the_last_batc
     assert counter.frame_count == frames <= 2
 
 
-@pytest.mark.parametrize('name', EACH_MIXER)
-def test_an_exported_program_gives_the_same_logits(name):
-    model, x = build(name), images()
+def test_a_random_shift_compiles_to_one_graph_for_all_neighbours():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = build('deit_longformer_tiny', mixer_kwargs={'window_size': 2, 'random_shift': True}).train()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    logits = torch.stack([compiled(images()) for _ in range(6)])
+    assert counter.frame_count == 1
+    assert not torch.equal(logits[0].expand_as(logits), logits)
+
+
+@pytest.mark.parametrize('name, kwargs', EACH_MIXER + OPTIONS)
+def test_an_exported_program_gives_the_same_logits(name, kwargs):
+    model, x = build(name, mixer_kwargs=kwargs), images()
     program = torch.export.export(model, (x,))
     with torch.no_grad():
         torch.testing.assert_close(program.module()(x), model(x))

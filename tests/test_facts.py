@@ -170,8 +170,16 @@ def golden(name):
 
 @pytest.mark.parametrize('name', OFFICIAL)
 def test_official_weights_give_the_official_logits(name):
+    assert_official_logits(OFFICIAL[name]().eval(), name)
+
+
+def test_official_projections_of_global_tokens_load_where_the_model_has_such():
+    model = vit((1, 2, 4, 4), (1, 2, 2, 1), img_size=112, mixer_kwargs={'global_proj': True}).eval()
+    assert_official_logits(model, 'vil_rpe_112')
+
+
+def assert_official_logits(model, name):
     recorded = golden(name)
-    model = OFFICIAL[name]().eval()
     module = cvt if name.startswith('cvt') else vil
     state_dict = {key.removeprefix('state.'): t for key, t in recorded.items() if key.startswith('state.')}
     model.load_state_dict(module.checkpoint_filter_fn(state_dict, model), strict=True)

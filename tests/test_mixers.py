@@ -1,12 +1,16 @@
 """Every registered mixer against its specification, its limits, and what a backbone relies on."""
 
+import warnings
+
 import pytest
 import torch
 
 from vitzoo import create_mixer, list_mixers, register_mixer
 from vitzoo.mixers import QKVMixer, _window
+from vitzoo.mixers._random_shift import draw_neighbour
 from vitzoo.mixers.aft import aft_conv, aft_full_naive
-from vitzoo.mixers.nystrom import iterative_pinv, nystrom_attention, segment_means
+from vitzoo.mixers.longformer import longformer_attention
+from vitzoo.mixers.nystrom import grid_means, iterative_pinv, landmark_grid, nystrom_attention, segment_means
 from vitzoo.mixers.performer import orthogonal_features, performer_attention
 from vitzoo.mixers.softmax import softmax_naive
 
@@ -23,14 +27,23 @@ SETTINGS = {
     'global': [{'num_global': 3}, {'num_global': 1}],
     'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
     'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
-    'longformer': [{'window_size': 2}, {'window_size': 3, 'rel_bias': 'table'}],
+    'longformer': [
+        {'window_size': 2},
+        {'window_size': 3, 'rel_bias': 'table'},
+        {'window_size': 1, 'exact': True},
+        {'window_size': 2, 'exact': True, 'rel_bias': 'table'},
+        {'window_size': 1, 'random_shift': True},
+        {'window_size': 2, 'random_shift': True, 'rel_bias': 'table'},
+        {'window_size': 2, 'global_proj': True},
+        {'window_size': 1, 'global_proj': True, 'rel_bias': 'table', 'qk_norm': True},
+    ],
     'ls': [
         {'window_size': 3, 'rank': 2},
         {'window_size': 2, 'rank': 0},
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
     ],
-    'nystrom': [{'num_landmarks': 5}],
+    'nystrom': [{'num_landmarks': 5}, {'num_landmarks': 6, 'landmarks': 'grid'}],
     'performer': [{'num_features': 16}, {'num_features': 6, 'kernel': 'relu'}],
     'pool': [{}, {'pool_size': 5}],
     'reformer': [
@@ -253,9 +266,10 @@ def relative_error(got, expected):
     return ((got - expected).norm() / expected.norm()).item()
 
 
-def test_nystrom_with_a_landmark_per_token_is_softmax():
+@pytest.mark.parametrize('num_landmarks, grid_size', [(24, None), (99, None), (24, (4, 6)), (20, (4, 5)), (99, (1, 9))])
+def test_nystrom_with_a_landmark_per_token_is_softmax(num_landmarks, grid_size):
     q, k, v = qkv(24)
-    got = nystrom_attention(q, k, v, num_landmarks=24, num_iterations=30, scale=8**-0.5)
+    got = nystrom_attention(q, k, v, num_landmarks, num_iterations=30, scale=8**-0.5, grid_size=grid_size)
     torch.testing.assert_close(got, softmax_naive(q, k, v, 8**-0.5), rtol=1e-6, atol=1e-8)
 
 
@@ -265,6 +279,56 @@ def test_nystrom_segments_are_even_and_lose_nothing(N):
     sizes = torch.tensor([N // 16 + (i < N % 16) for i in range(16)], dtype=torch.float64)
     total = (segment_means(x, 16) * sizes[:, None]).sum(dim=2)
     torch.testing.assert_close(total, x.sum(dim=2))
+
+
+def test_nystrom_landmarks_on_the_grid_are_means_of_cells():
+    grid, prefix = torch.arange(7.0 * 5).reshape(7, 5), torch.tensor([-1.0, -2.0])
+    # 7 rows in 3 and 5 columns in 2, the longer ones first; the prefix tokens stay what they are
+    cells = [cell.mean() for rows in grid.split([3, 2, 2]) for cell in rows.split([3, 2], dim=1)]
+    got = grid_means(torch.cat([prefix, grid.flatten()])[None, None, :, None], (7, 5), 6)
+    torch.testing.assert_close(got.flatten(), torch.tensor([*prefix, *cells]))
+
+
+@pytest.mark.parametrize(
+    'grid_size, num_landmarks, expected',
+    [
+        ((14, 14), 64, (8, 8)),
+        ((14, 14), 65, (8, 8)),
+        ((14, 14), 50, (7, 7)),
+        ((56, 28), 32, (8, 4)),
+        ((28, 56), 32, (4, 8)),
+        ((7, 7), 64, (7, 7)),
+        ((3, 100), 10, (1, 10)),
+        ((13, 17), 1, (1, 1)),
+    ],
+)
+def test_nystrom_cuts_the_grid_into_cells_that_are_nearly_square(grid_size, num_landmarks, expected):
+    assert landmark_grid(grid_size, num_landmarks) == expected
+
+
+def test_nystrom_landmarks_on_the_grid_hold_together_what_lies_together():
+    # two halves of an image, each the same throughout: cells tell left from right, strips as wide as the image do not
+    left = torch.arange(8).expand(8, 8).flatten() < 4
+    q = torch.where(left[:, None], 3.0, -3.0)[None, None].double()
+    v = left[None, None, :, None].double()
+    expected = softmax_naive(q, q, v, 1.0)
+    on_grid, segments = (nystrom_attention(q, q, v, 4, 6, 1.0, grid_size) for grid_size in ((8, 8), None))
+    assert relative_error(on_grid, expected) < 1e-3
+    assert relative_error(segments, expected) > 0.2
+
+
+@pytest.mark.parametrize('kwargs, most', [({}, 21), ({'landmarks': 'grid'}, 20)], ids=str)
+def test_nystrom_warns_where_every_token_is_a_landmark(kwargs, most):
+    with pytest.warns(UserWarning, match=f'num_landmarks={most} makes each of {most} tokens a landmark'):
+        build('nystrom', GRID, 1, num_landmarks=most, **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        build('nystrom', GRID, 1, num_landmarks=most - 1, **kwargs)
+
+
+def test_nystrom_knows_two_kinds_of_landmarks():
+    with pytest.raises(ValueError, match="'segment' or 'grid', not 'pool'"):
+        build('nystrom', landmarks='pool')
 
 
 def test_iterative_pseudo_inverse_inverts():
@@ -314,12 +378,111 @@ def test_long_short_with_one_window_and_rank_0_is_softmax_on_normalised_keys_and
     torch.testing.assert_close(mixer(x, (5, 5)), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_longformer_with_one_window_is_softmax():
-    mixer = build('longformer', (4, 5), num_prefix_tokens=1, window_size=5)
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        {'window_size': 5},
+        {'window_size': 3},
+        {'window_size': 5, 'random_shift': True},
+        {'window_size': 5, 'exact': True},
+        {'window_size': 4, 'exact': True},
+    ],
+    ids=str,
+)
+def test_longformer_with_every_token_in_reach_is_softmax(kwargs):
+    mixer = build('longformer', (4, 5), num_prefix_tokens=1, **kwargs)
     x = tokens(mixer)
     q, k, v = mixer.qkv(x, GRID)
     expected = mixer.project(softmax_naive(q, k, v, mixer.scale))
     torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
+
+
+def longformer_reach(grid_size, window_size, **kwargs):
+    """Which grid tokens each grid token attends, (H*W, H*W)."""
+    N = grid_size[0] * grid_size[1]
+    q, k = torch.randn(2, 1, 1, N, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = torch.eye(N, dtype=torch.float64)[None, None]
+    return longformer_attention(q, k, weights, grid_size, window_size, 0.5, **kwargs)[0, 0] > 0
+
+
+@pytest.mark.parametrize('grid_size, window_size', [((9, 8), 2), ((7, 11), 3), ((2, 13), 4), ((5, 5), 1)], ids=str)
+def test_exact_windows_hold_the_tokens_within_their_size_of_the_query(grid_size, window_size):
+    y, x = (place.flatten() for place in torch.meshgrid(*map(torch.arange, grid_size), indexing='ij'))
+    distance = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
+    assert torch.equal(longformer_reach(grid_size, window_size, exact=True), distance <= window_size)
+    # the chunks reach at least as far
+    assert longformer_reach(grid_size, window_size)[distance <= window_size].all()
+
+
+def test_random_shift_attends_the_window_and_the_drawn_neighbour():
+    full, seen = longformer_reach((7, 8), 3), torch.zeros(56, 56, dtype=torch.bool)
+    row, column = torch.arange(56) // 8 // 3, torch.arange(56) % 8 // 3
+    down, right = row - row[:, None], column - column[:, None]
+    for neighbour in (0, 1, 2, 3, 5, 6, 7, 8):
+        reach = longformer_reach((7, 8), 3, neighbour=torch.tensor(neighbour))
+        there = (down == neighbour // 3 - 1) & (right == neighbour % 3 - 1)
+        assert torch.equal(reach, there | (down == 0) & (right == 0))
+        seen |= reach
+    assert torch.equal(seen, full)
+
+
+def test_every_neighbour_is_drawn_alike():
+    torch.manual_seed(0)
+    counts = torch.stack([draw_neighbour(torch.device('cpu')) for _ in range(1600)]).bincount(minlength=9)
+    neighbours = counts[[0, 1, 2, 3, 5, 6, 7, 8]]
+    assert neighbours.sum() == 1600
+    # binomial with a mean of 200 and a standard deviation of 13
+    assert neighbours.min() > 150 and neighbours.max() < 250
+
+
+def test_random_shift_ends_with_its_steps_and_never_reaches_evaluation():
+    mixer = build('longformer', (5, 7), 1, window_size=2, random_shift=True, shift_steps=3)
+    full = build('longformer', (5, 7), 1, window_size=2)
+    x = tokens(mixer)
+    for step in range(5):
+        mixer.set_step(step)
+        assert torch.equal(mixer.train()(x, (5, 7)), full(x, (5, 7))) == (step >= 3)
+        assert torch.equal(mixer.eval()(x, (5, 7)), full(x, (5, 7)))
+
+
+def test_random_shift_without_an_end_goes_on():
+    mixer = build('longformer', (5, 7), window_size=2, random_shift=True)
+    mixer.set_step(10**6)
+    assert mixer.random_shift
+
+
+def test_global_projections_that_equal_the_others_change_nothing():
+    mixer, shared = (build('longformer', GRID, 2, window_size=2, global_proj=own) for own in (True, False))
+    state = {name: value.clone() for name, value in shared.state_dict().items()}
+    for kind in ('weight', 'bias'):
+        state[f'q_global.{kind}'], state[f'kv_global.{kind}'] = state[f'qkv.{kind}'].split([DIM, 2 * DIM])
+        state[f'proj_global.{kind}'] = state[f'proj.{kind}']
+    mixer.load_state_dict(state)
+    x = tokens(mixer)
+    torch.testing.assert_close(mixer(x, GRID), shared(x, GRID), rtol=1e-12, atol=1e-12)
+    # and they reach no token of the grid
+    with torch.no_grad():
+        for name in ('q_global', 'kv_global', 'proj_global'):
+            getattr(mixer, name).weight.add_(1)
+    torch.testing.assert_close(mixer(x, GRID)[:, 2:], shared(x, GRID)[:, 2:], rtol=1e-12, atol=1e-12)
+    assert (mixer(x, GRID)[:, :2] - shared(x, GRID)[:, :2]).abs().min() > 1e-6
+
+
+def test_without_prefix_tokens_there_are_no_global_projections():
+    assert not [name for name, _ in build('longformer', global_proj=True).named_parameters() if 'global' in name]
+
+
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        ({'random_shift': True, 'exact': True}, 'choose one'),
+        ({'shift_steps': 5}, 'random_shift=True'),
+        ({'window_size': 0}, 'at least 1, not 0'),
+    ],
+)
+def test_longformer_refuses_what_has_no_meaning(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build('longformer', **kwargs)
 
 
 @pytest.mark.parametrize('num_prefix_tokens', [0, 1])

@@ -89,9 +89,10 @@ def test_the_smallest_grids_run_in_their_dtype(name, kwargs, grid_size):
         assert out.isfinite().all() and x.grad.isfinite().all()
 
 
-def op_macs(name, side, **kwargs):
+def op_macs(name, side, train=False, **kwargs):
     """MACs of the op alone, without the projections that every mixer has, on a side x side grid."""
-    mixer = create_mixer(name, 64, 2, grid_size=(side, side), num_prefix_tokens=1, device='meta', **kwargs).eval()
+    mixer = create_mixer(name, 64, 2, grid_size=(side, side), num_prefix_tokens=1, device='meta', **kwargs)
+    mixer.train(train)
     counter = FlopCounterMode(display=False)
 
     def counted(*args):
@@ -103,7 +104,10 @@ def op_macs(name, side, **kwargs):
     return counter.get_total_flops() / 2
 
 
-@pytest.mark.parametrize('name, kwargs', [('local', {}), ('bigbird', {}), ('reformer', {})])
+@pytest.mark.parametrize(
+    'name, kwargs',
+    [('local', {}), ('bigbird', {}), ('longformer', {}), ('longformer', {'exact': True}), ('reformer', {})],
+)
 def test_cost_is_linear(name, kwargs):
     # whole blocks on both grids, and as many hash buckets as there can be
     ratio = op_macs(name, 112, **kwargs) / op_macs(name, 56, **kwargs)
@@ -124,6 +128,11 @@ def test_cost_is_linear(name, kwargs):
 def test_cost_grows_with_the_power_of_one_and_a_half(name, small, large):
     exponent = math.log(op_macs(name, 64, **large) / op_macs(name, 16, **small), 16)
     assert 1.4 <= exponent <= 1.53
+
+
+def test_a_random_shift_costs_two_windows_of_nine():
+    cost, shifted = (op_macs('longformer', 56, train=True, random_shift=shift) for shift in (False, True))
+    assert shifted / cost == pytest.approx(2 / 9, rel=0.02)
 
 
 def bigbird_blocks(mixer, grid_size=(6, 8)):
@@ -212,9 +221,13 @@ def test_lsh_buckets_depend_on_the_direction_alone():
     assert torch.equal(lsh_buckets(-x, rotations), (buckets + 5) % 10)
 
 
-@pytest.mark.parametrize('name', ['reformer', 'sinkhorn'])
-def test_random_draws_differ_in_training_and_not_in_evaluation(name):
-    mixer = build(name, (5, 7), **SETTINGS[name][1])
+DRAWN_IN_TRAINING = [(name, SETTINGS[name][1]) for name in ('reformer', 'sinkhorn')]
+DRAWN_IN_TRAINING += [('longformer', {'window_size': 2, 'random_shift': True})]
+
+
+@pytest.mark.parametrize('name, kwargs', DRAWN_IN_TRAINING, ids=str)
+def test_random_draws_differ_in_training_and_not_in_evaluation(name, kwargs):
+    mixer = build(name, (5, 7), **kwargs)
     x = tokens(mixer)
     first, second = mixer(x, (5, 7)), mixer(x, (5, 7))
     assert not torch.equal(first, second)
@@ -257,11 +270,15 @@ def test_routing_clusters_are_balanced_and_hold_the_most_similar_tokens():
 
 
 @pytest.mark.parametrize('use_reentrant', [False, True])
-@pytest.mark.parametrize('name', ['reformer', 'routing', 'sinkhorn'])
-def test_recomputation_sees_the_same_draw_and_moves_centroids_once(name, use_reentrant):
+@pytest.mark.parametrize(
+    'name, kwargs',
+    [*DRAWN_IN_TRAINING, ('routing', {'num_clusters': 4, 'decay': 0.5})],
+    ids=str,
+)
+def test_recomputation_sees_the_same_draw_and_moves_centroids_once(name, kwargs, use_reentrant):
     runs = []
     for recompute in (False, True):
-        mixer = build(name, (5, 7), **SETTINGS[name][1], **({'decay': 0.5} if name == 'routing' else {}))
+        mixer = build(name, (5, 7), **kwargs)
         x = tokens(mixer).requires_grad_()
         torch.manual_seed(2)
         out = checkpoint(mixer, x, (5, 7), use_reentrant=use_reentrant) if recompute else mixer(x, (5, 7))

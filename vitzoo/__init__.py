@@ -2,8 +2,17 @@
 
 from . import models
 from .inherit import Inheritance, inherit_weights
-from .mixers import create_mixer, list_mixers, register_mixer
+from .mixers import create_mixer, list_mixers, register_mixer, set_step
 from .swap import swap_mixer
 
-__all__ = ['Inheritance', 'create_mixer', 'inherit_weights', 'list_mixers', 'models', 'register_mixer', 'swap_mixer']
+__all__ = [
+    'Inheritance',
+    'create_mixer',
+    'inherit_weights',
+    'list_mixers',
+    'models',
+    'register_mixer',
+    'set_step',
+    'swap_mixer',
+]
 __version__ = '0.1.0'

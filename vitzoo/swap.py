@@ -147,6 +147,7 @@ def _mixer_for(model: VisionTransformer, index: int, name: str, mixer_kwargs: di
         num_heads=attn.num_heads,
         grid_size=model.patch_embed.grid_size,
         num_prefix_tokens=model.num_prefix_tokens,
+        layer=index,
         qkv_bias=attn.qkv.bias is not None,
         attn_drop=attn.attn_drop.p,
         proj_drop=attn.proj_drop.p,

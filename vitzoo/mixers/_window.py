@@ -4,10 +4,20 @@ Grids of any size are padded to whole tiles at the bottom and right; padded keys
 padding never matters. Shared by longformer, long-short and AFT-local.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
 
-__all__ = ['halo_mask', 'tile', 'tile_with_halo', 'untile', 'window_attention', 'window_attention_naive']
+__all__ = [
+    'attend_tiles',
+    'halo_mask',
+    'tile',
+    'tile_with_halo',
+    'untile',
+    'window_attention',
+    'window_attention_naive',
+]
 
 
 def tile(x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int]) -> torch.Tensor:
@@ -118,22 +128,47 @@ def window_attention(
     and `bias_shared` (heads, S) -> (B, heads, H*W, d).
     """
     window, reach = _fit(grid_size, window_size, halo)
+    if bias is not None:
+        bias = _fit_bias(bias, window_size, halo, window, reach)
+    mask = halo_mask(grid_size, window, reach, q.device)
     q = tile(scale * q, grid_size, window)
+    out = attend_tiles(
+        q, k, v, k_shared, v_shared, mask, lambda x: tile_with_halo(x, grid_size, window, reach),
+        bias, bias_shared, dropout_p,
+    )  # fmt: skip
+    return untile(out, grid_size, window)
+
+
+def attend_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_shared: torch.Tensor,
+    v_shared: torch.Tensor,
+    mask: torch.Tensor,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    bias: torch.Tensor | None = None,
+    bias_shared: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Scaled queries in tiles (B, heads, T, s, d), tokens k and v (B, heads, H*W, d) -> (B, heads, T, s, d).
+
+    `gather` makes of tokens those that each tile attends, (B, heads, T, M, d), where `mask` (T, M) is true; `bias`
+    (heads, s, M).
+    """
     T, S = q.shape[2], k_shared.shape[2]
-    scores = q @ tile_with_halo(k, grid_size, window, reach).transpose(-2, -1)  # (B, heads, T, w*w, side*side)
+    scores = q @ gather(k).transpose(-2, -1)  # (B, heads, T, s, M)
     scores_shared = (q.flatten(2, 3) @ k_shared.transpose(-2, -1)).unflatten(2, (T, -1))
     if bias is not None:
-        scores = scores + _fit_bias(bias, window_size, halo, window, reach).unsqueeze(1)
+        scores = scores + bias.unsqueeze(1)
     if bias_shared is not None:
         scores_shared = scores_shared + bias_shared[:, None, None]
-    mask = halo_mask(grid_size, window, reach, q.device)
     scores = scores.masked_fill(~mask.unsqueeze(1), float('-inf'))
     scores = torch.cat([scores_shared, scores], dim=-1)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     attn_shared, attn = F.dropout(attn, dropout_p).split([S, attn.shape[-1] - S], dim=-1)
-    out = attn @ tile_with_halo(v, grid_size, window, reach)
-    out = out + (attn_shared.flatten(2, 3) @ v_shared).unflatten(2, (T, -1))
-    return untile(out, grid_size, window)
+    out = attn @ gather(v)
+    return out + (attn_shared.flatten(2, 3) @ v_shared).unflatten(2, (T, -1))
 
 
 def _fit(grid_size: tuple[int, int], window_size: int, halo: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -15,7 +15,16 @@ from vitzoo.errors import did_you_mean
 
 from ._qkv import LinearQKV
 
-__all__ = ['QKVMixer', 'TokenMixer', 'create_mixer', 'list_mixers', 'mixer_class', 'no_autocast', 'register_mixer']
+__all__ = [
+    'QKVMixer',
+    'TokenMixer',
+    'create_mixer',
+    'list_mixers',
+    'mixer_class',
+    'no_autocast',
+    'register_mixer',
+    'set_step',
+]
 
 _mixers: dict[str, type['TokenMixer']] = {}
 
@@ -80,7 +89,7 @@ def check_grid(what: str, made: tuple[int, int], got: tuple[int, int]) -> None:
 
 
 def set_step(model: nn.Module, step: int) -> None:
-    """Tell every mixer of a model which optimizer step comes next."""
+    """Tell every mixer of a model which optimizer step comes next, counted from 0, before its first forward pass."""
     for module in model.modules():
         if isinstance(module, TokenMixer):
             module.set_step(step)
@@ -96,6 +105,9 @@ class TokenMixer(nn.Module):
     * `has_rel_bias`: takes `rel_bias='table'`, a learned bias of relative positions;
     * `grid_bound`: has parameters for one grid size whatever the options, which `set_input_size` resamples;
     * `approximates_softmax`: stands in for softmax attention over all tokens, so that `QKVMixer.health` can compare.
+
+    `layer` is the mixer's place among all mixers of its model. What a mixer draws at random and keeps is a function of
+    its own `seed` and of `layer`: it differs from layer to layer, and is the same in every build of the model.
     """
 
     attn_weights = False
@@ -114,6 +126,7 @@ class TokenMixer(nn.Module):
         *,
         grid_size: tuple[int, int],
         num_prefix_tokens: int = 0,
+        layer: int = 0,
         qkv_bias: bool = True,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
@@ -132,6 +145,7 @@ class TokenMixer(nn.Module):
         self.num_heads = num_heads
         self.grid_size = tuple(grid_size)
         self.num_prefix_tokens = num_prefix_tokens
+        self.layer = layer
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """(B, P + H*W, dim) -> (B, P + H*W, dim)."""

@@ -148,7 +148,7 @@ class BigBird(QKVMixer):
     `block_size` tokens.
 
     The random blocks follow from one seed per head, a buffer that is saved with the weights, and from the grid: they do
-    not change during training, and layers built with the same `seed` share them.
+    not change during training. The seeds follow from `seed`, the layer and the head.
     """
 
     attn_weights = True
@@ -179,8 +179,8 @@ class BigBird(QKVMixer):
         self.num_global_blocks = num_global_blocks
         self.num_random_blocks = num_random_blocks
         # by arithmetic, since torch's own generators may change between versions; draw_blocks mixes the bits
-        seeds = ((seed + 1) * 7_368_787 + torch.arange(num_heads, device='cpu') * 15_485_863) % PRIME
-        self.register_buffer('seeds', seeds.to(device=device))
+        seeds = (seed + 1) * 7_368_787 + self.layer * 32_452_843 + torch.arange(num_heads, device='cpu') * 15_485_863
+        self.register_buffer('seeds', (seeds % PRIME).to(device=device))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         blocks = draw_blocks(self.seeds, grid_size, self.block_size, self.num_global_blocks, self.num_random_blocks)

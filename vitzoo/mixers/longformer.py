@@ -1,18 +1,24 @@
 """Vision Longformer attention: 2-D sliding chunks, with global tokens and relative bias.
 
     out_i = sum_{j in prefix + near(i)} softmax_j(scale * q_i . k_j + bias_ij) v_j   for i in the grid
-    out_i = sum_j softmax_j(scale * q_i . k_j + bias_ij) v_j                         for i in the prefix
+    out_i = sum_j softmax_j(scale * q'_i . k'_j + bias_ij) v'_j                      for i in the prefix
 
-The grid is cut into w x w chunks, and near(i) is the chunk of i and the 8 around it. Prefix tokens are global. Queries,
-keys and values of the prefix tokens are projected by the same layers (`sharew` of the authors' code). Where the grid
-has no more than two chunks a side it is softmax attention. Linear in the number of tokens: O(N (9 w^2 + P) dim).
-Multi-Scale Vision Longformer, section 3.2, https://arxiv.org/abs/2103.15358
+The grid is cut into w x w chunks, and near(i) is the chunk of i and the 8 around it; with `exact` (SW_EXACT 1 of the
+authors' code), the tokens that are no more than w rows and w columns away; with `random_shift` (MODE 1), in training,
+the chunk of i and one of the 8. Prefix tokens are global. Their q', k', v' are q, k, v (sharew) or, with `global_proj`,
+come from layers of their own, linear ones whatever the others are, with an output projection of their own. Where the
+grid has no more than two chunks a side (with `exact`, no more than w + 1 tokens) and these are shared, it is softmax
+attention. Linear in the number of tokens: O(N (9 w^2 + P) dim). Multi-Scale Vision Longformer, section 3.2,
+https://arxiv.org/abs/2103.15358; projections of global tokens: Longformer, https://arxiv.org/abs/2004.05150
 """
 
 import torch
+from torch import nn
 
+from ._qkv import split_heads
+from ._random_shift import draw_neighbour, shifted_attention
 from ._rel_bias import OffsetBias, PrefixBias
-from ._window import window_attention, window_attention_naive
+from ._window import window_attention
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -30,12 +36,38 @@ def longformer_naive(
     bias_queries: torch.Tensor | None = None,
     bias_keys: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    exact: bool = False,
+    neighbour: torch.Tensor | None = None,
+    q_global: torch.Tensor | None = None,
+    k_global: torch.Tensor | None = None,
+    v_global: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Chunk by chunk; arguments as `longformer_attention`."""
-    return _longformer(
-        window_attention_naive, softmax_naive,
-        q, k, v, grid_size, window_size, scale, bias, bias_queries, bias_keys, dropout_p,
-    )  # fmt: skip
+    """Softmax attention of the grid, with its mask and bias written out, and of the prefix; arguments as
+    `longformer_attention`."""
+    (H, W), w = grid_size, window_size
+    P, token = q.shape[2] - H * W, torch.arange(H * W, device=q.device)
+    y, x = token // W, token % W
+    # from the query's chunk to the key's
+    down, right = (place // w - (place // w).unsqueeze(1) for place in (y, x))
+    if exact:
+        near = torch.maximum((y - y.unsqueeze(1)).abs(), (x - x.unsqueeze(1)).abs()) <= w
+    elif neighbour is None:
+        near = torch.maximum(down.abs(), right.abs()) <= 1
+    else:
+        near = (down == 0) & (right == 0) | (down == neighbour // 3 - 1) & (right == neighbour % 3 - 1)
+    i, j = near.nonzero(as_tuple=True)
+    dense = q.new_full((q.shape[1], H * W, P + H * W), float('-inf'))
+    dense[:, :, :P] = 0 if bias_keys is None else bias_keys.unsqueeze(1)
+    if bias is None:
+        dense[:, i, P + j] = 0
+    else:
+        place_q = y[i] % w * w + x[i] % w
+        place_k = (down[i, j] * w + w + y[j] % w) * 3 * w + right[i, j] * w + w + x[j] % w
+        dense[:, i, P + j] = bias[:, place_q, place_k]
+    grid = softmax_naive(q[:, :, P:], k, v, scale, dense, dropout_p)
+    if q_global is None:
+        q_global, k_global, v_global = q[:, :, :P], k, v
+    return torch.cat([softmax_naive(q_global, k_global, v_global, scale, bias_queries, dropout_p), grid], dim=2)
 
 
 def longformer_attention(
@@ -49,35 +81,51 @@ def longformer_attention(
     bias_queries: torch.Tensor | None = None,
     bias_keys: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    exact: bool = False,
+    neighbour: torch.Tensor | None = None,
+    q_global: torch.Tensor | None = None,
+    k_global: torch.Tensor | None = None,
+    v_global: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d).
 
     Biases: between the tokens of neighbouring chunks (heads, w*w, 9*w*w), of prefix queries on all keys (heads, P, P +
-    H*W), of grid queries on prefix keys (heads, P).
+    H*W), of grid queries on prefix keys (heads, P). `neighbour` is that of `draw_neighbour`. The prefix attends with
+    `q_global` (B, heads, P, d) the tokens' `k_global` and `v_global`, if given.
     """
-    return _longformer(
-        window_attention, softmax_attention,
-        q, k, v, grid_size, window_size, scale, bias, bias_queries, bias_keys, dropout_p,
-    )  # fmt: skip
-
-
-def _longformer(window_op, global_op, q, k, v, grid_size, window_size, scale, bias, bias_queries, bias_keys, dropout_p):
     P = q.shape[2] - grid_size[0] * grid_size[1]
-    grid = window_op(
-        q[:, :, P:], k[:, :, P:], v[:, :, P:], k[:, :, :P], v[:, :, :P],
-        grid_size, window_size, window_size, scale, bias, bias_keys, dropout_p,
-    )  # fmt: skip
+    local = q[:, :, P:], k[:, :, P:], v[:, :, P:], k[:, :, :P], v[:, :, :P], grid_size, window_size
+    if neighbour is not None:
+        grid = shifted_attention(*local, neighbour, scale, bias, bias_keys, dropout_p)
+    else:
+        bias = _within(bias, window_size, q) if exact else bias
+        grid = window_attention(*local, window_size, scale, bias, bias_keys, dropout_p)
     if P == 0:
         return grid
-    prefix = global_op(q[:, :, :P], k, v, scale, bias_queries, dropout_p)
-    return torch.cat([prefix, grid], dim=2)
+    if q_global is None:
+        q_global, k_global, v_global = q[:, :, :P], k, v
+    return torch.cat([softmax_attention(q_global, k_global, v_global, scale, bias_queries, dropout_p), grid], dim=2)
+
+
+def _within(bias: torch.Tensor | None, window_size: int, q: torch.Tensor) -> torch.Tensor:
+    """The bias (heads or 1, w*w, 9*w*w), minus infinity on the keys of the 9 chunks that are too far from the query."""
+    w = window_size
+    query, key = torch.arange(w, device=q.device), torch.arange(-w, 2 * w, device=q.device)
+    near = (query[:, None] - key).abs() <= w  # (w, 3w)
+    near = (near[:, None, :, None] & near[None, :, None, :]).flatten(2).flatten(0, 1)
+    if bias is None:
+        bias = q.new_zeros(1, *near.shape)
+    return bias.masked_fill(~near, float('-inf'))
 
 
 @register_mixer('longformer')
 class Longformer(QKVMixer):
     """2-D sliding chunk attention of Vision Longformer with `window_size` x `window_size` chunks.
 
-    `rel_bias` is 'none' or 'table'. The table belongs to the window, so no parameter is bound to the grid.
+    `rel_bias` is 'none' or 'table'. The table belongs to the window, so no parameter is bound to the grid. `exact`
+    narrows the reach to `window_size` rows and columns around each token. `random_shift` cheapens training, in the
+    first `shift_steps` optimizer steps where given (the authors: three quarters of all); evaluation attends all
+    chunks. `global_proj` gives prefix tokens projections of their own.
     """
 
     attn_weights = True
@@ -92,28 +140,75 @@ class Longformer(QKVMixer):
         *,
         window_size: int = 7,
         rel_bias: str = 'none',
+        exact: bool = False,
+        random_shift: bool = False,
+        shift_steps: int | None = None,
+        global_proj: bool = False,
+        qkv_bias: bool = True,
         device=None,
         dtype=None,
         **kwargs,
     ) -> None:
-        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        super().__init__(dim, num_heads, qkv_bias=qkv_bias, device=device, dtype=dtype, **kwargs)
         if rel_bias not in ('none', 'table'):
             raise ValueError(f"rel_bias of longformer is 'none' or 'table', not {rel_bias!r}.")
         if window_size < 1:
             raise ValueError(f'window_size must be at least 1, not {window_size}.')
+        if random_shift and exact:
+            raise ValueError('random_shift takes whole chunks and exact takes parts of them; choose one.')
+        if shift_steps is not None and not random_shift:
+            raise ValueError(f'shift_steps={shift_steps} says how long to shift at random; set random_shift=True.')
         dd = {'device': device, 'dtype': dtype}
         # a bias that ends with the window has no counterpart in attention over all tokens
-        self.approximates_softmax = rel_bias == 'none'
+        self.approximates_softmax = rel_bias == 'none' and not global_proj
         self.window_size = window_size
+        self.exact = exact
+        self.random_shift = random_shift
+        self.shift_steps = shift_steps
         window = (window_size, window_size)
         self.rel_bias = OffsetBias(num_heads, window, halo=window_size, **dd) if rel_bias == 'table' else None
         has_prefix = self.rel_bias is not None and self.num_prefix_tokens
         self.prefix_bias = PrefixBias(num_heads, self.num_prefix_tokens, **dd) if has_prefix else None
+        self.q_global = self.kv_global = self.proj_global = None
+        if global_proj and self.num_prefix_tokens:
+            self.q_global = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+            self.kv_global = nn.Linear(dim, 2 * dim, bias=qkv_bias, **dd)
+            self.proj_global = nn.Linear(dim, dim, **dd)
 
-    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        q, k, v = self.to_qkv(x, grid_size)
+        return self.project(self.mix(q, k, v, grid_size, *self.to_global_qkv(x)))
+
+    def mix(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int], *global_qkv: torch.Tensor
+    ) -> torch.Tensor:
+        """`global_qkv` is what `to_global_qkv` gives, by default projections that are shared."""
         bias = self.rel_bias() if self.rel_bias is not None else None
         bias_queries = bias_keys = None
         if self.prefix_bias is not None:
             bias_queries = self.prefix_bias.queries(grid_size[0] * grid_size[1])
             bias_keys = self.prefix_bias.keys()
-        return self.op(q, k, v, grid_size, self.window_size, self.scale, bias, bias_queries, bias_keys, self.dropout_p)
+        neighbour = draw_neighbour(q.device) if self.training and self.random_shift else None
+        return self.op(
+            q, k, v, grid_size, self.window_size, self.scale, bias, bias_queries, bias_keys, self.dropout_p,
+            self.exact, neighbour, *global_qkv,
+        )  # fmt: skip
+
+    def to_global_qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries of the prefix tokens and the keys and values that these attend; none where projections are shared."""
+        if self.q_global is None:
+            return ()
+        q = split_heads(self.q_global(x[:, : self.num_prefix_tokens]), self.num_heads)
+        k, v = (split_heads(part, self.num_heads) for part in self.kv_global(x).chunk(2, dim=-1))
+        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        if self.proj_global is None:
+            return super().project(x)
+        x = x.transpose(1, 2).flatten(2)
+        prefix, grid = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        return self.proj_drop(torch.cat([self.proj_global(prefix), self.proj(grid)], dim=1))
+
+    def set_step(self, step: int) -> None:
+        if self.shift_steps is not None:
+            self.random_shift = step < self.shift_steps

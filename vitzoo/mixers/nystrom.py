@@ -2,27 +2,65 @@
 
     out = softmax(q k~^T) pinv(softmax(q~ k~^T)) softmax(q~ k^T) v
 
-q~ and k~ are the means of m consecutive segments of tokens, whose lengths differ by one at most (nothing is padded),
-and pinv iterates Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4. Linear in the number of tokens: O(N m dim). Prefix
-tokens are ordinary tokens. With a landmark for every token, and an inverse that has converged, it is softmax attention.
-Nystromformer, https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-Penrose inverse computation"
+q~ and k~ are m landmarks, means of neighbouring tokens, and pinv iterates
+
+    Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4
+
+Linear in the number of tokens: O(N m dim). With a landmark for every token, and an inverse that has
+converged, it is softmax attention. The landmarks are
+
+* segment: the means of m consecutive segments of the tokens, as in the paper; prefix tokens are ordinary tokens;
+* grid: the means of h x w cells of the grid, h w <= m, each as nearly square as can be, and every prefix token itself.
+  On an image a segment is a strip, of less than a row or of several; a cell holds what lies together.
+
+Lengths of segments, and sides of cells, differ by one at most: nothing is padded. Nystromformer,
+https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-Penrose inverse computation"
 """
+
+import warnings
 
 import torch
 
 from .base import QKVMixer, no_autocast, register_mixer
 
-__all__ = ['Nystrom', 'iterative_pinv', 'nystrom_attention', 'nystrom_naive', 'segment_means']
+__all__ = ['Nystrom', 'grid_means', 'iterative_pinv', 'nystrom_attention', 'nystrom_naive', 'segment_means']
 
 
-def segment_means(x: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """Means of consecutive segments of tokens, the longer segments first: (B, heads, N, d) -> (B, heads, m, d)."""
-    B, heads, N, d = x.shape
-    size, longer = divmod(N, num_segments)
-    head, tail = x.split([longer * (size + 1), (num_segments - longer) * size], dim=2)
-    head = head.reshape(B, heads, longer, size + 1, d).mean(dim=3)
-    tail = tail.reshape(B, heads, num_segments - longer, size, d).mean(dim=3)
-    return torch.cat([head, tail], dim=2)
+def segment_means(x: torch.Tensor, num_segments: int, dim: int = 2) -> torch.Tensor:
+    """Means of consecutive segments along a dimension, the longer segments first: (..., N, ...) -> (..., m, ...)."""
+    size, longer = divmod(x.shape[dim], num_segments)
+    head, tail = x.split([longer * (size + 1), (num_segments - longer) * size], dim=dim)
+    head = head.unflatten(dim, (longer, size + 1)).mean(dim=dim + 1)
+    tail = tail.unflatten(dim, (num_segments - longer, size)).mean(dim=dim + 1)
+    return torch.cat([head, tail], dim=dim)
+
+
+def grid_means(x: torch.Tensor, grid_size: tuple[int, int], num_landmarks: int) -> torch.Tensor:
+    """The prefix tokens and the means of cells: (B, heads, P + H*W, d) -> (B, heads, P + h*w, d)."""
+    P = x.shape[2] - grid_size[0] * grid_size[1]
+    h, w = landmark_grid(grid_size, num_landmarks)
+    prefix, grid = x[:, :, :P], x[:, :, P:].unflatten(2, grid_size)
+    grid = segment_means(segment_means(grid, h, dim=2), w, dim=3)
+    return torch.cat([prefix, grid.flatten(2, 3)], dim=2)
+
+
+def landmark_means(x: torch.Tensor, num_landmarks: int, grid_size: tuple[int, int] | None) -> torch.Tensor:
+    """The landmarks, of cells where there is a grid and of segments elsewhere."""
+    if grid_size is None:
+        return segment_means(x, min(num_landmarks, x.shape[2]))
+    return grid_means(x, grid_size, num_landmarks)
+
+
+def landmark_grid(grid_size: tuple[int, int], num_landmarks: int) -> tuple[int, int]:
+    """Into how many rows and columns of cells to cut a grid: at most `num_landmarks`, as nearly square as can be."""
+    H, W = grid_size
+    best, best_ratio = (1, 1), float('inf')
+    for h in range(1, min(H, num_landmarks) + 1):
+        w = min(W, num_landmarks // h)
+        ratio = max(H * w, W * h) / min(H * w, W * h)
+        if ratio < best_ratio:
+            best, best_ratio = (h, w), ratio
+    return best
 
 
 def iterative_pinv(a: torch.Tensor, num_iterations: int) -> torch.Tensor:
@@ -37,13 +75,29 @@ def iterative_pinv(a: torch.Tensor, num_iterations: int) -> torch.Tensor:
 
 
 def nystrom_naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_landmarks: int, num_iterations: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    num_landmarks: int,
+    num_iterations: int,
+    scale: float,
+    grid_size: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """The whole N x N approximation, then the values; arguments as `nystrom_attention`."""
+
+    def cut(length, pieces):
+        return torch.arange(length).split([length // pieces + (i < length % pieces) for i in range(pieces)])
+
     N = q.shape[2]
-    m = min(num_landmarks, N)
-    sizes = [N // m + (i < N % m) for i in range(m)]
-    q_land, k_land = (torch.stack([segment.mean(dim=2) for segment in x.split(sizes, dim=2)], dim=2) for x in (q, k))
+    if grid_size is None:
+        groups = cut(N, min(num_landmarks, N))
+    else:
+        H, W = grid_size
+        prefix = torch.arange(N - H * W).unsqueeze(1)
+        rows, columns = map(cut, grid_size, landmark_grid(grid_size, num_landmarks))
+        cells = [(row.unsqueeze(1) * W + column).flatten() for row in rows for column in columns]
+        groups = [*prefix, *(len(prefix) + cell for cell in cells)]
+    q_land, k_land = (torch.stack([x[:, :, group].mean(dim=2) for group in groups], dim=2) for x in (q, k))
     left = (scale * q @ k_land.mT).softmax(dim=-1)
     middle = (scale * q_land @ k_land.mT).softmax(dim=-1)
     right = (scale * q_land @ k.mT).softmax(dim=-1)
@@ -51,15 +105,23 @@ def nystrom_naive(
 
 
 def nystrom_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_landmarks: int, num_iterations: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    num_landmarks: int,
+    num_iterations: int,
+    scale: float,
+    grid_size: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider: the inverse does not survive half
-    precision."""
+    precision.
+
+    With `grid_size` the landmarks are cells of the grid, which the last H*W tokens are; without, segments.
+    """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v_wide = scale * q.to(dtype), k.to(dtype), v.to(dtype)
-        m = min(num_landmarks, q.shape[2])
-        q_land, k_land = segment_means(q, m), segment_means(k, m)
+        q_land, k_land = (landmark_means(x, num_landmarks, grid_size) for x in (q, k))
         middle = (q_land @ k_land.mT).softmax(dim=-1)
         context = (q_land @ k.mT).softmax(dim=-1) @ v_wide  # (B, heads, m, d)
         context = iterative_pinv(middle, num_iterations) @ context
@@ -68,24 +130,48 @@ def nystrom_attention(
 
 @register_mixer('nystrom')
 class Nystrom(QKVMixer):
-    """Nystrom attention with `num_landmarks` landmarks and `num_iterations` steps of the pseudo-inverse."""
+    """Nystrom attention with `num_landmarks` landmarks and `num_iterations` steps of the pseudo-inverse.
+
+    `landmarks` is 'segment' or 'grid'; the prefix tokens of 'grid' come on top of `num_landmarks`. Warns where every
+    token is a landmark.
+    """
 
     approximates_softmax = True
     op = staticmethod(nystrom_attention)
     op_naive = staticmethod(nystrom_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, num_landmarks: int = 64, num_iterations: int = 6, **kwargs) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_landmarks: int = 64,
+        num_iterations: int = 6,
+        landmarks: str = 'segment',
+        **kwargs,
+    ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if num_landmarks < 1 or num_iterations < 1:
             raise ValueError(
                 f'nystrom needs num_landmarks and num_iterations of at least 1, '
                 f'not {num_landmarks} and {num_iterations}.'
             )
+        if landmarks not in ('segment', 'grid'):
+            raise ValueError(f"landmarks of nystrom is 'segment' or 'grid', not {landmarks!r}.")
         self.num_landmarks = num_landmarks
         self.num_iterations = num_iterations
+        self.on_grid = landmarks == 'grid'
+        num_tokens = self.grid_size[0] * self.grid_size[1] + (0 if self.on_grid else self.num_prefix_tokens)
+        if num_landmarks >= num_tokens:
+            warnings.warn(
+                f'nystrom with num_landmarks={num_landmarks} makes each of {num_tokens} tokens a landmark, which is '
+                f'softmax attention at a higher cost; take fewer landmarks, or the mixer softmax.',
+                stacklevel=2,
+            )
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        return self.op(q, k, v, self.num_landmarks, self.num_iterations, self.scale)
+        on_grid = grid_size if self.on_grid else None
+        return self.op(q, k, v, self.num_landmarks, self.num_iterations, self.scale, on_grid)
 
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
@@ -94,8 +180,8 @@ class Nystrom(QKVMixer):
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
             dtype = torch.promote_types(q.dtype, torch.float32)
-            m = min(self.num_landmarks, q.shape[2])
-            q_land, k_land = (segment_means(x.to(dtype), m) for x in (q, k))
+            on_grid = grid_size if self.on_grid else None
+            q_land, k_land = (landmark_means(x.to(dtype), self.num_landmarks, on_grid) for x in (q, k))
             a = (self.scale * q_land @ k_land.mT).softmax(dim=-1)
             residual = a @ iterative_pinv(a, self.num_iterations) @ a - a
             share = torch.linalg.matrix_norm(residual) / torch.linalg.matrix_norm(a)

@@ -11,7 +11,8 @@ softmax features it is softmax attention. Rethinking Attention with Performers, 
 import torch
 from torch.nn import functional as F
 
-from .base import QKVMixer, no_autocast, register_mixer
+from ._draw import RandomFeatureMixer
+from .base import no_autocast, register_mixer
 
 __all__ = ['Performer', 'orthogonal_features', 'performer_attention', 'performer_naive']
 
@@ -82,10 +83,10 @@ def _relu_features(q: torch.Tensor, k: torch.Tensor, features: torch.Tensor) -> 
 
 
 @register_mixer('performer')
-class Performer(QKVMixer):
-    """FAVOR+ attention with `num_features` fixed random features per layer and `kernel` 'softmax' or 'relu'.
+class Performer(RandomFeatureMixer):
+    """FAVOR+ attention with `num_features` random features per layer and `kernel` 'softmax' or 'relu'.
 
-    The features are a buffer, drawn from torch's CPU generator when the layer is built and saved with the weights.
+    The features are those of `seed` and the layer; other ones are drawn every `redraw_every` optimizer steps, if any.
     """
 
     op = staticmethod(performer_attention)
@@ -98,19 +99,16 @@ class Performer(QKVMixer):
         *,
         num_features: int = 256,
         kernel: str = 'softmax',
-        device=None,
-        dtype=None,
         **kwargs,
     ) -> None:
-        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        super().__init__(dim, num_heads, num_features=num_features, **kwargs)
         if kernel not in ('softmax', 'relu'):
             raise ValueError(f"kernel of performer is 'softmax' or 'relu', not {kernel!r}.")
-        if num_features < 1:
-            raise ValueError(f'num_features must be at least 1, not {num_features}.')
         self.kernel = kernel
         self.approximates_softmax = kernel == 'softmax'
-        features = orthogonal_features(num_features, self.head_dim)
-        self.register_buffer('features', features.to(device=device, dtype=dtype))
+
+    def draw_features(self, generator: torch.Generator) -> torch.Tensor:
+        return orthogonal_features(self.num_features, self.head_dim, generator)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return self.op(q, k, v, self.features, self.scale, self.kernel)

@@ -17,6 +17,7 @@ section 2 and appendix A, https://arxiv.org/abs/2001.04451
 import torch
 from torch.nn import functional as F
 
+from ._draw import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -151,9 +152,8 @@ def _look_back(x: torch.Tensor) -> torch.Tensor:
 class Reformer(QKVMixer):
     """LSH attention of `num_hashes` rounds with buckets of `bucket_size` tokens on average.
 
-    In training each forward pass draws new rotations, as in the paper; in evaluation they are a buffer, drawn from
-    torch's CPU generator when the layer is built and saved with the weights. A grid of `bucket_size` tokens or fewer is
-    one bucket.
+    In training each forward pass draws new rotations, as in the paper; in evaluation they are a buffer that follows
+    from `seed` and the layer and is saved with the weights. A grid of `bucket_size` tokens or fewer is one bucket.
     """
 
     attn_weights = True
@@ -168,6 +168,7 @@ class Reformer(QKVMixer):
         *,
         num_hashes: int = 2,
         bucket_size: int = 16,
+        seed: int = 0,
         device=None,
         dtype=None,
         **kwargs,
@@ -178,7 +179,8 @@ class Reformer(QKVMixer):
                 f'reformer needs num_hashes and bucket_size of at least 1, not {num_hashes} and {bucket_size}.'
             )
         self.bucket_size = bucket_size
-        rotations = torch.randn(num_hashes, self.head_dim, MAX_BUCKETS // 2, device='cpu', dtype=torch.float32)
+        shape, generator = (num_hashes, self.head_dim, MAX_BUCKETS // 2), draw_generator(seed, self.layer)
+        rotations = torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
         self.register_buffer('rotations', rotations.to(device=device, dtype=dtype))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

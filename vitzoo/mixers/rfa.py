@@ -23,7 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .base import QKVMixer, no_autocast, register_mixer
+from ._draw import RandomFeatureMixer
+from .base import no_autocast, register_mixer
 from .softmax import softmax_attention
 
 __all__ = ['RFA', 'rfa', 'rfa_naive']
@@ -121,12 +122,14 @@ def _scan(q: torch.Tensor, k: torch.Tensor, sources: torch.Tensor, log_g: torch.
 
 
 @register_mixer('rfa')
-class RFA(QKVMixer):
-    """Random feature attention with `num_features` fixed directions per head; `gate` adds the gated recurrence.
+class RFA(RandomFeatureMixer):
+    """Random feature attention with `num_features` directions per head; `gate` adds the gated recurrence.
 
-    The directions are a buffer, drawn from torch's CPU generator when the layer is built and saved with the weights.
+    The directions are those of `seed` and the layer; other ones are drawn every `redraw_every` optimizer steps, if any.
+    The authors' training takes other ones in each step, out of a fixed pool.
     """
 
+    buffer_name = 'directions'
     op = staticmethod(rfa)
     op_naive = staticmethod(rfa_naive)
 
@@ -141,14 +144,14 @@ class RFA(QKVMixer):
         dtype=None,
         **kwargs,
     ) -> None:
-        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
-        if num_features < 1:
-            raise ValueError(f'num_features must be at least 1, not {num_features}.')
-        directions = torch.randn(num_heads, num_features, self.head_dim, device='cpu', dtype=torch.float32)
-        self.register_buffer('directions', directions.to(device=device, dtype=dtype))
+        super().__init__(dim, num_heads, num_features=num_features, device=device, dtype=dtype, **kwargs)
         self.sigma = nn.Parameter(torch.ones(num_heads, self.head_dim, device=device, dtype=dtype))
         self.gate = nn.Linear(dim, num_heads, device=device, dtype=dtype) if gate else None
         self.approximates_softmax = not gate
+
+    def draw_features(self, generator: torch.Generator) -> torch.Tensor:
+        shape = (self.num_heads, self.num_features, self.head_dim)
+        return torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         q, k, v = self.to_qkv(x, grid_size)

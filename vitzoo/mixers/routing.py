@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 from torch.nn import functional as F
 
+from ._draw import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -108,8 +109,8 @@ class Routing(QKVMixer):
     """Routing attention with `num_clusters` clusters per head of `cluster_size` tokens; None shares the tokens out
     evenly.
 
-    The centroids are a buffer, drawn from torch's CPU generator when the layer is built and saved with the weights.
-    They move once per backward pass, by 1 - `decay` of the way, on all processes alike.
+    The centroids are a buffer that starts from `seed` and the layer and is saved with the weights. They move once per
+    backward pass, by 1 - `decay` of the way, on all processes alike.
     """
 
     attn_weights = True
@@ -125,6 +126,7 @@ class Routing(QKVMixer):
         num_clusters: int = 8,
         cluster_size: int | None = None,
         decay: float = 0.999,
+        seed: int = 0,
         device=None,
         dtype=None,
         **kwargs,
@@ -139,7 +141,8 @@ class Routing(QKVMixer):
             raise ValueError(f'decay of routing lies between 0 and 1; {decay} does not.')
         self.cluster_size = cluster_size
         self.decay = decay
-        centroids = torch.randn(num_heads, num_clusters, self.head_dim, device='cpu', dtype=torch.float32)
+        shape, generator = (num_heads, num_clusters, self.head_dim), draw_generator(seed, self.layer)
+        centroids = torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
         self.register_buffer('centroids', F.normalize(centroids, dim=-1).to(device=device, dtype=dtype))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ class Block(nn.Module):
     """Pre-norm block: x + mixer(norm(x)), then x + mlp(norm(x)), with timm's parameter names.
 
     `mixer` is a name from `vitzoo.list_mixers()`, `mixer_kwargs` what that mixer takes beyond the common arguments.
+    `layer` is the block's place among all blocks of the model.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class Block(nn.Module):
         grid_size: tuple[int, int],
         mixer_kwargs: dict | None = None,
         num_prefix_tokens: int = 0,
+        layer: int = 0,
         mlp_ratio: float = 4.0,
         qkv_bias: bool = True,
         proj_drop: float = 0.0,
@@ -46,6 +48,7 @@ class Block(nn.Module):
             num_heads,
             grid_size=grid_size,
             num_prefix_tokens=num_prefix_tokens,
+            layer=layer,
             qkv_bias=qkv_bias,
             attn_drop=attn_drop,
             proj_drop=proj_drop,

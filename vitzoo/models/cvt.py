@@ -93,6 +93,7 @@ class CvT(Pyramid):
                     mixer_kwargs=kwargs,
                     grid_size=grid_sizes[i],
                     num_prefix_tokens=num_prefix_tokens,
+                    layer=layer,
                     mlp_ratio=mlp_ratio,
                     qkv_bias=qkv_bias,
                     proj_drop=proj_drop_rate,
@@ -101,7 +102,7 @@ class CvT(Pyramid):
                     act_layer=QuickGELU,
                     **dd,
                 )
-                for rate in rates
+                for layer, rate in enumerate(rates, start=sum(depths[:i]))
             ]
             embed = ConvEmbed(
                 embed_dims[i - 1] if i else in_chans, dim, KERNELS[i > 0], STRIDES[i > 0], PADDINGS[i > 0], **dd

@@ -96,6 +96,7 @@ class DeiT(VisionTransformer):
                     mixer_kwargs=mixer_kwargs,
                     grid_size=grid_size,
                     num_prefix_tokens=self.num_prefix_tokens,
+                    layer=i,
                     mlp_ratio=mlp_ratio,
                     qkv_bias=qkv_bias,
                     proj_drop=proj_drop_rate,
@@ -104,7 +105,7 @@ class DeiT(VisionTransformer):
                     norm_layer=LayerNorm,
                     **dd,
                 )
-                for rate in calculate_drop_path_rates(drop_path_rate, depth)
+                for i, rate in enumerate(calculate_drop_path_rates(drop_path_rate, depth))
             )
         )
         reduction = self.patch_embed.feat_ratio()

@@ -108,10 +108,11 @@ class ViL(Pyramid):
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages)
         mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
-        rates = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
+        rates = calculate_drop_path_rates(drop_path_rate, sum(depths))
         stages = []
         for i, (dim, heads, depth, P) in enumerate(zip(embed_dims, num_heads, depths, num_prefix_tokens, strict=True)):
             name, kwargs = mixers[i]
+            first = sum(depths[:i])
             if pos_embed == 'rel' and mixer_class(name).has_rel_bias:
                 kwargs = {'rel_bias': 'table', **kwargs}
             blocks = [
@@ -122,15 +123,16 @@ class ViL(Pyramid):
                     mixer_kwargs=kwargs,
                     grid_size=grid_sizes[i],
                     num_prefix_tokens=P,
+                    layer=layer,
                     mlp_ratio=mlp_ratio,
                     qkv_bias=qkv_bias,
                     proj_drop=proj_drop_rate,
                     attn_drop=attn_drop_rate,
-                    drop_path=next(rates),
+                    drop_path=rates[layer],
                     norm_layer=LayerNorm,
                     **dd,
                 )
-                for _ in range(depth)
+                for layer in range(first, first + depth)
             ]
             embed = PatchEmbed(embed_dims[i - 1] if i else in_chans, dim, PATCH_SIZES[i], **dd)
             pos = AxialPosEmbed(dim, grid_sizes[i], P, **dd) if pos_embed == 'abs' else None
@@ -166,14 +168,16 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) 
     """The layout of Microsoft's ViL and of NVIDIA's ViL-LS, or ours, to ours.
 
     Bias indices are computed, not loaded, and what the official code holds twice is loaded once: the projections of
-    global tokens (`sharew`) and those of Linformer's keys and values (`share_kv`).
+    global tokens (`sharew`), unless the model has such, and those of Linformer's keys and values (`share_kv`).
     """
     state_dict = unwrap(state_dict)
     if not any(name.startswith('layer1.') for name in state_dict):
         return state_dict
-    out = {}
+    out, own = {}, model.state_dict()
     for name, tensor in state_dict.items():
-        if name.endswith('relative_position_index') or '_global.' in name or not tensor.numel():
+        if name.endswith('relative_position_index') or not tensor.numel():
+            continue
+        if '_global.' in name and _rename(name) not in own:
             continue
         if name.endswith('.proj_v') and torch.equal(tensor, state_dict[name.replace('.proj_v', '.proj_k')]):
             continue
@@ -196,6 +200,7 @@ _RENAMES = {
     'x_pos_embed': 'pos_embed.row',
     'y_pos_embed': 'pos_embed.column',
     'query': 'q',
+    'query_global': 'q_global',
     'proj_sr': 'sr',
     'local_relative_position_bias_table': 'rel_bias.table',
     'g2g_relative_position_bias': 'prefix_bias.prefix_prefix',

@@ -1,0 +1,68 @@
+"""What mixers draw at random and keep: each draw follows from (seed, layer, index) and from nothing else."""
+
+import numpy as np
+import torch
+
+from .base import QKVMixer
+
+__all__ = ['RandomFeatureMixer', 'draw_generator']
+
+
+def draw_generator(seed: int, layer: int, index: int = 0) -> torch.Generator:
+    """A CPU generator of its own for the draw `index` of a layer.
+
+    Two builds of a model, all processes of a run and a resumed one draw the same, whatever else was drawn from torch's
+    own generator. Raises ValueError for a negative number.
+    """
+    if min(seed, layer, index) < 0:
+        raise ValueError(f'seed, layer and index of a draw are at least 0, not {seed}, {layer} and {index}.')
+    # torch's generators start from 32 bits, into which numpy mixes the three
+    (state,) = np.random.SeedSequence((seed, layer, index)).generate_state(1)
+    return torch.Generator(device='cpu').manual_seed(int(state))
+
+
+class RandomFeatureMixer(QKVMixer):
+    """A mixer with `num_features` random features, a buffer that is saved with the weights.
+
+    Subclasses say how features are drawn and, by `buffer_name`, what they are called. They follow from `seed`, the
+    layer and, with `redraw_every`, from the training step: every so many optimizer steps `set_step` draws others. The
+    step alone says which, so all processes, the passes of gradient checkpointing and accumulation, and a resumed run
+    agree, and there is nothing to save but the features.
+    """
+
+    buffer_name = 'features'
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_features: int,
+        seed: int = 0,
+        redraw_every: int = 0,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if num_features < 1:
+            raise ValueError(f'num_features must be at least 1, not {num_features}.')
+        if redraw_every < 0:
+            raise ValueError(f'redraw_every is a number of optimizer steps, or 0 for never, not {redraw_every}.')
+        self.num_features = num_features
+        self.seed = seed
+        self.redraw_every = redraw_every
+        self.draw_index = 0
+        features = self.draw_features(draw_generator(seed, self.layer))
+        self.register_buffer(self.buffer_name, features.to(device=device, dtype=dtype))
+
+    def draw_features(self, generator: torch.Generator) -> torch.Tensor:
+        """The random features that follow from a generator, in float32."""
+        raise NotImplementedError
+
+    def set_step(self, step: int) -> None:
+        index = step // self.redraw_every if self.redraw_every else 0
+        if index != self.draw_index:
+            self.draw_index = index
+            # in place, so that a compiled model and its captured graphs see the new features
+            self.get_buffer(self.buffer_name).copy_(self.draw_features(draw_generator(self.seed, self.layer, index)))
