@@ -5,20 +5,22 @@ from collections import Counter
 from itertools import chain
 from types import SimpleNamespace
 
+import cv2
 import numpy as np
 import pytest
 import timm
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageColor
 from timm.data import create_transform
 from torch.utils.data import DataLoader
 from torchvision.datasets import FakeData
 
 from vitzoo.data import eval_loader, eval_transform, open_dataset, resolve_data_config, train_loader, train_transform
-from vitzoo.data.folder import Images, TorchReader
+from vitzoo.data.folder import Images
 from vitzoo.data.image import read_rgb
 from vitzoo.data.loader import EvalBatches, TrainBatches
+from vitzoo.data.named import TorchReader
 from vitzoo.data.transforms import PIPELINES, Albumentations
 from vitzoo.errors import UserError
 from vitzoo.recipe import make_recipe
@@ -61,18 +63,72 @@ def test_what_is_transparent_becomes_white(tmp_path, mode):
     assert (pixels[:, 4:] == 255).all()
 
 
-def test_cmyk_keeps_its_colours(tmp_path):
-    pixels = np.asarray(read_rgb(save(tmp_path / 'image.jpg', colour('red').convert('CMYK'), quality=95)))
-    assert np.abs(pixels.astype(int) - (255, 0, 0)).max() < 8
+STRIPES = (np.stack([RAMP, RAMP.T, 1 - RAMP], 2)[:, :40] * 255).astype(np.uint8)
 
 
-def test_exif_rotation_is_applied(tmp_path):
-    upright = Image.fromarray((np.stack([RAMP, RAMP.T, 1 - RAMP], 2)[:, :40] * 255).astype(np.uint8))
+@pytest.mark.parametrize('colours', ['red', 'lime', 'blue', 'white', 'black', '#804020'])
+@pytest.mark.parametrize('suffix', ['jpg', 'tif'])
+def test_cmyk_keeps_its_colours(tmp_path, suffix, colours):
+    pixels = np.asarray(read_rgb(save(tmp_path / f'image.{suffix}', colour(colours).convert('CMYK'), quality=95)))
+    assert np.abs(pixels.astype(int) - ImageColor.getrgb(colours)).max() < 8
+
+
+# what undoes each EXIF orientation, as turns by 90 degrees to the left and then a flip from left to right
+# (the table of https://exiftool.org/TagNames/EXIF.html#Orientation, in numpy)
+ORIENTATIONS = {1: (0, False), 2: (0, True), 3: (2, False), 4: (2, True), 5: (3, True), 6: (3, False), 7: (1, True)}
+ORIENTATIONS |= {8: (1, False)}
+
+
+@pytest.mark.parametrize(('orientation', 'turns', 'flips'), [(key, *value) for key, value in ORIENTATIONS.items()])
+@pytest.mark.parametrize('suffix', ['png', 'jpg', 'tif', 'webp'])
+def test_exif_rotation_is_applied(tmp_path, suffix, orientation, turns, flips):
     exif = Image.Exif()
-    # the camera lay on its side: turn by 90 degrees to see it upright
-    exif[0x0112] = 6
-    turned = save(tmp_path / 'turned.png', upright.transpose(Image.Transpose.ROTATE_90), exif=exif)
-    assert (np.asarray(read_rgb(turned)) == np.asarray(upright)).all()
+    exif[0x0112] = orientation
+    stored = STRIPES[:, ::-1] if flips else STRIPES
+    stored = np.rot90(stored, -turns)
+    path = save(tmp_path / f'turned.{suffix}', Image.fromarray(np.ascontiguousarray(stored)), exif=exif, quality=100)
+    pixels = np.asarray(read_rgb(path)).astype(int)
+    assert pixels.shape == STRIPES.shape
+    assert np.abs(pixels - STRIPES).mean() < 3
+    # opencv turns JPEG files on its own
+    if suffix == 'jpg':
+        assert np.abs(pixels - cv2.imread(str(path))[..., ::-1]).mean() < 1
+
+
+def test_a_few_colours_from_a_palette_stay_these_colours(tmp_path):
+    colours = np.array([[255, 0, 0], [0, 128, 7], [12, 34, 56]], dtype=np.uint8)[np.arange(60).reshape(6, 10) % 3]
+    for suffix in ('png', 'gif', 'bmp'):
+        path = save(tmp_path / f'image.{suffix}', Image.fromarray(colours).convert('P', palette=Image.Palette.ADAPTIVE))
+        assert Image.open(path).mode == 'P'
+        assert (np.asarray(read_rgb(path)) == colours).all()
+
+
+def test_black_and_white_is_black_and_white(tmp_path):
+    pattern = np.arange(60).reshape(6, 10) % 2 == 0
+    for suffix in ('png', 'tif', 'bmp'):
+        path = save(tmp_path / f'image.{suffix}', Image.fromarray(pattern))
+        assert Image.open(path).mode == '1'
+        assert (np.asarray(read_rgb(path)) == pattern[..., None] * 255).all()
+
+
+@pytest.mark.parametrize('suffix', ['gif', 'png', 'webp', 'tif'])
+def test_of_an_animation_the_first_picture_counts(tmp_path, suffix):
+    frames = [colour(name) for name in ('red', 'blue', 'lime')]
+    options = dict(lossless=True) if suffix == 'webp' else {}
+    path = save(tmp_path / f'image.{suffix}', frames[0], save_all=True, append_images=frames[1:], **options)
+    assert Image.open(path).n_frames == 3
+    assert (np.asarray(read_rgb(path)) == (255, 0, 0)).all()
+
+
+@pytest.mark.parametrize('channels', [3, 4])
+@pytest.mark.parametrize('suffix', ['png', 'tif'])
+def test_colour_of_16_bits_keeps_its_tones(tmp_path, suffix, channels):
+    values = np.stack([RAMP, RAMP.T, 1 - RAMP, np.ones_like(RAMP)], 2)[..., :channels] * 65535
+    # opencv counts the channels from blue
+    order = [2, 1, 0, 3][:channels]
+    assert cv2.imwrite(str(tmp_path / f'image.{suffix}'), values.astype(np.uint16)[..., order])
+    pixels = np.asarray(read_rgb(tmp_path / f'image.{suffix}'))
+    assert np.abs(pixels - values[..., :3] / 257).max() <= 1
 
 
 def test_class_folders_are_in_natural_order_and_hidden_or_empty_ones_do_not_count(tmp_path):
@@ -145,7 +201,7 @@ def make_broken_tar(root):
         (make_flat, 'has 1 images but no class folders'),
         (make_imageless, 'there are no images'),
         (make_no_train, "has val but nothing for 'train'"),
-        (make_text_file, 'neither a folder nor a .tar file'),
+        (make_text_file, 'neither a folder nor a .tar or .zip file'),
         (make_broken_tar, 'cannot read the tar file'),
     ],
 )
@@ -250,6 +306,34 @@ def test_repeated_augmentation_repeats_images_with_different_seeds():
     keys = list(chain.from_iterable(steps_of(aug_repeats=3)))
     assert set(Counter(index for index, _ in keys).values()) == {3}
     assert len({numbers for _, numbers in keys}) == len(keys) == 48
+
+
+UNEQUAL = [0] * 36 + [1] * 9 + [3] * 5
+
+
+def test_classes_of_unequal_size_are_drawn_equally_often():
+    steps = [chain.from_iterable(steps_of(epoch, labels=UNEQUAL)) for epoch in range(24)]
+    epochs = [[index for index, _ in epoch] for epoch in steps]
+    for epoch in epochs:
+        assert len(epoch) == 48
+        times, classes = Counter(epoch), Counter(UNEQUAL[index] for index in epoch)
+        # 50 draws of three classes, of which a batch that is not full leaves out two
+        assert all(14 <= classes[label] <= 17 for label in (0, 1, 3))
+        for label in (0, 1, 3):
+            of_class = [times[index] for index in range(50) if UNEQUAL[index] == label]
+            # what is left out may be of any class
+            assert max(of_class) - min(of_class) <= 3
+    assert epochs[0] != epochs[1]
+    # an image of a large class has its turn in some epoch
+    assert {index for epoch in epochs for index in epoch} == set(range(50))
+
+
+def test_drawing_equally_follows_from_seed_and_epoch_for_any_processes_and_after_an_interruption():
+    whole = steps_of(epoch=2, labels=UNEQUAL, seed=3)
+    for world, accum in ((2, 1), (1, 2), (3, 2)):
+        assert steps_of(epoch=2, world=world, accum=accum, labels=UNEQUAL, seed=3) == whole
+    assert steps_of(epoch=2, first_step=2, labels=UNEQUAL, seed=3) == whole[2:]
+    assert steps_of(epoch=2, labels=UNEQUAL, seed=4) != whole
 
 
 @pytest.fixture

@@ -52,6 +52,55 @@ def test_validation_counts_are_the_same_for_any_batch_size(size, batch_size):
     assert scores['loss'] == pytest.approx(loss, rel=1e-5)
 
 
+def with_several_labels(dataset: TensorDataset, num_classes: int = 7) -> TensorDataset:
+    """The same images with 1 to 3 labels each; the last class never occurs."""
+    images, target = dataset.tensors
+    labels = torch.stack([target, target * 3 + 1, target * 5 + 2], dim=1) % (num_classes - 1)
+    return TensorDataset(images, torch.zeros(len(images), num_classes).scatter_(1, labels, 1))
+
+
+def average_precision_by_hand(scores: list[float], is_positive: list[bool]) -> float:
+    """Precision at the place of each positive, every image with the same score standing at the same place."""
+    precisions = []
+    for score, positive in zip(scores, is_positive, strict=True):
+        if positive:
+            above = [
+                other_positive for other, other_positive in zip(scores, is_positive, strict=True) if other >= score
+            ]
+            precisions.append(sum(above) / len(above))
+    return sum(precisions) / len(precisions)
+
+
+@pytest.mark.parametrize('size', SIZES)
+@pytest.mark.parametrize('batch_size', BATCH_SIZES)
+def test_several_labels_are_scored_image_by_image(size, batch_size):
+    model, dataset = make_problem(size)
+    images, target = with_several_labels(dataset).tensors
+    scores = evaluate(model, DataLoader(TensorDataset(images, target), batch_size))
+    logits = model(images).detach()
+    hits = [bool(labels[row.argmax()]) for row, labels in zip(logits, target)]
+    assert (scores['n'], scores['correct1'], scores['top1']) == (size, sum(hits), 100 * sum(hits) / size)
+    probability = logits.double().sigmoid()
+    loss = -(target * probability.log() + (1 - target) * (1 - probability).log()).mean()
+    assert scores['loss'] == pytest.approx(loss.item(), rel=1e-5)
+    classes = [label for label in range(7) if target[:, label].any()]
+    by_hand = [average_precision_by_hand(logits[:, i].tolist(), (target[:, i] > 0).tolist()) for i in classes]
+    assert scores['map'] == pytest.approx(100 * sum(by_hand) / len(by_hand), rel=1e-9)
+
+
+def test_images_with_equal_scores_share_their_precision():
+    dataset = TensorDataset(torch.tensor([[1.0], [1.0], [0.0], [0.0]]), torch.tensor([[1.0], [0.0], [0.0], [1.0]]))
+    assert evaluate(nn.Identity(), DataLoader(dataset, 2))['map'] == 50
+
+
+def test_an_image_without_labels_cannot_be_right_or_wrong():
+    target = torch.tensor([[1.0, 0], [0, 0], [0, 1.0]])
+    scores = evaluate(nn.Identity(), DataLoader(TensorDataset(torch.tensor([[2.0, 1]] * 3), target), 2))
+    assert (scores['n'], scores['correct1'], scores['top1'], scores['top5']) == (3, 1, 50, 100)
+    scores = evaluate(nn.Identity(), DataLoader(TensorDataset(torch.ones(3, 2), torch.zeros(3, 2)), 2))
+    assert scores['n'] == 3 and isnan(scores['top1']) and isnan(scores['map'])
+
+
 class BrokenAt(Dataset):
     def __init__(self, dataset: Dataset, index: int):
         self.dataset, self.index = dataset, index
@@ -86,6 +135,8 @@ def evaluate_in_process(rank: int, world: int, port: int, folder: str) -> None:
             }
             for name, loader in loaders.items():
                 results[f'{name} {size} {batch_size}'] = evaluate(model, loader, accelerator)
+            loader = eval_loader(with_several_labels(dataset), batch_size, rank=rank, world=world)
+            results[f'labels {size} {batch_size}'] = evaluate(model, loader, accelerator)
     model, dataset = make_problem(22)
     for name, index in {'first': 0, 'last': 21}.items():
         with pytest.raises(UserError) as error:
@@ -109,8 +160,9 @@ def test_validation_counts_are_the_same_for_any_number_of_processes(world, tmp_p
     assert results.pop('first') == 'cannot read the image 0'
     assert results.pop('last') == 'cannot read the image 21'
     for key, scores in results.items():
-        _, size, batch_size = key.rsplit(' ', 2)
+        name, size, batch_size = key.rsplit(' ', 2)
         model, dataset = make_problem(int(size))
+        dataset = with_several_labels(dataset) if name == 'labels' else dataset
         alone = evaluate(model, DataLoader(dataset, int(batch_size)))
         assert scores.pop('loss') == pytest.approx(alone.pop('loss'), rel=1e-6)
         assert scores == alone, key
@@ -422,7 +474,10 @@ def test_evaluation_reads_the_probe_of_each_image_once():
     dataset = TensorDataset(torch.randn(5, 3, 32, 32), torch.arange(5) % 4)
     with OversmoothingProbe(model) as probe:
         curve = evaluate(model, DataLoader(dataset, 2, sampler=[0, 1, 2, 3, 4, 4, 4]), probe=probe)['oversmoothing']
+        dataset = with_several_labels(dataset, num_classes=4)
+        scores = evaluate(model, DataLoader(dataset, 2), probe=probe)
     assert curve == pytest.approx(oversmoothing(model.eval(), dataset.tensors[0]), abs=1e-5)
+    assert scores['oversmoothing'] == pytest.approx(curve, abs=1e-5) and 0 < scores['map'] <= 100
 
 
 def test_speed_is_that_of_one_batch():

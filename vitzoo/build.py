@@ -8,7 +8,7 @@ import timm
 import torch
 from accelerate import PartialState
 from timm.data import Mixup
-from timm.loss import create_classification_loss
+from timm.loss import compute_class_weights, create_classification_loss
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -16,9 +16,10 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import Optimizer
 
-from vitzoo.data import resolve_data_config
+from vitzoo.data import Images, resolve_data_config
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.load import find_models, load_checkpoint
+from vitzoo.loss import BalancedLoss, count_labels
 from vitzoo.recipe import Recipe
 
 
@@ -260,14 +261,20 @@ def build_mixup(recipe: Recipe, num_classes: int) -> Mixup | None:
         mode=recipe.mixup_mode,
         label_smoothing=recipe.smoothing,
         num_classes=num_classes,
+        multi_label=recipe.multi_label,
     )
 
 
-def build_loss(recipe: Recipe, mixup: Mixup | None) -> nn.Module:
-    """The loss from timm for the kind of targets there are."""
-    return create_classification_loss(
-        'bce' if recipe.bce_loss else 'ce',
-        smoothing=recipe.smoothing,
-        soft_targets=mixup is not None,
-        bce_target_thresh=recipe.bce_target_thresh if recipe.bce_loss else None,
-    )
+def build_loss(recipe: Recipe, mixup: Mixup | None, train_set: Images, num_classes: int) -> nn.Module:
+    """The loss from timm for the kind of targets there are, balanced over the classes if the recipe says so."""
+    kind = 'bce' if recipe.bce_loss or recipe.multi_label else 'ce'
+    options = dict(smoothing=recipe.smoothing, bce_target_thresh=recipe.bce_target_thresh if kind == 'bce' else None)
+    if recipe.balance == 'loss':
+        counts = count_labels(train_set.targets, num_classes)
+        if not recipe.multi_label:
+            return BalancedLoss(counts, kind, **options)
+        # an image has labels of many classes, so each class balances those that have it against those that lack it;
+        # a label that all images have would else weigh nothing
+        counts = counts.clamp(max=len(train_set) - 1)
+        _, options['pos_weight'] = compute_class_weights(counts, len(train_set), 'neg_pos')
+    return create_classification_loss(kind, multi_label=recipe.multi_label, soft_targets=mixup is not None, **options)

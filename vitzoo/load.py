@@ -1,5 +1,6 @@
 """Turns what a user calls a model into a model: a timm name, a wildcard, a folder that training wrote, a checkpoint."""
 
+import json
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +9,7 @@ import timm
 from torch import Tensor, nn
 
 import vitzoo  # noqa: F401  registers the models
+from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.models._checkpoint import read_checkpoint, unwrap
 
@@ -59,6 +61,17 @@ def load_model(
     if checkpoint is not None:
         load_checkpoint(model, checkpoint)
     return model.eval(), source
+
+
+def read_about(name: str) -> dict:
+    """What training left in its folder about the data: multi_label, held_out (a path) …; nothing of another model."""
+    folder = Path(name.removeprefix('local-dir:')).expanduser()
+    if not (folder / 'config.json').is_file():
+        return {}
+    about = json.loads((folder / 'config.json').read_text(encoding='utf-8')).get('vitzoo', {})
+    # the best epoch of a run lies in a folder of its own, below the run's
+    lists = [place / HELD_OUT for place in (folder, folder.resolve().parent) if (place / HELD_OUT).is_file()]
+    return about | (dict(held_out=lists[0]) if lists else {})
 
 
 def load_checkpoint(model: nn.Module, path: str) -> None:

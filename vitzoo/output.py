@@ -1,6 +1,7 @@
 """The folder of a run: where it is, and what ends up in it besides checkpoints.
 
 <run>/recipe.yaml                        the effective recipe, replayed by --config
+<run>/held_out.csv                       the images held out for validation, where the data has none for it
 <run>/metrics.csv, curves.png            one row per epoch, and its picture
 <run>/config.json, model.safetensors     the trained model, as timm.models.save_for_hf writes it
 <run>/best/                              the same of the epoch with the best top-1
@@ -14,10 +15,11 @@ from timm.models import save_for_hf
 from torch import nn
 
 from vitzoo.checkpoint import find_checkpoints
+from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
 from vitzoo.recipe import Recipe
 
-FILES = ('recipe.yaml', 'metrics.csv', 'curves.png', 'config.json', 'model.safetensors')
+FILES = ('recipe.yaml', HELD_OUT, 'metrics.csv', 'curves.png', 'config.json', 'model.safetensors')
 FOLDERS = ('checkpoints', 'best')
 
 

@@ -10,6 +10,7 @@ from accelerate.utils import LoggerType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn, TimeRemainingColumn
 
 from vitzoo.checkpoint import on_main
+from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.metrics.speed import peak_megabytes
 from vitzoo.mixers import TokenMixer
@@ -43,9 +44,12 @@ def remarks(run: Run) -> list[str]:
     """What may be other than the user thinks."""
     recipe, plan, notes = run.recipe, run.plan, []
     left_out, grid = len(run.train_set) % plan.batch_size, smallest_grid(run)
+    if run.val_set.is_held_out:
+        share = f'{100 * recipe.val_fraction:g} % of the images of each class are held out'
+        notes.append(f'no validation folder: {share} (seed {recipe.seed}, listed in {HELD_OUT})')
     if plan.batch_size < recipe.batch_size:
         notes.append(f'batch_size {recipe.batch_size} is more than there are images: {plan.batch_size} it is')
-    if left_out:
+    if left_out and recipe.balance != 'sampler':
         notes.append(f'a batch is always full: each epoch leaves out {left_out} images, different ones')
     if recipe.warmup_epochs >= recipe.epochs:
         notes.append(f'lr is never reached: warmup_epochs {recipe.warmup_epochs:g} of {recipe.epochs} epochs')
@@ -124,10 +128,11 @@ def report_epoch(run: Run) -> None:
     """Print the scores of the last epoch, and add them to metrics.csv, its picture and the trackers."""
     row = run.history[-1]
     ema = f'  ema {row["ema_top1"]:5.2f} %' if run.ema is not None else ''
+    mean_precision = f'  mAP {row["map"]:5.2f} %' if 'map' in row else ''
     run.console.print(
         f'epoch {row["epoch"]:3}/{run.plan.epochs}  loss {row["train_loss"]:.4f}  lr {row["lr"]:.2e}'
         f'  {row["images_per_second"]:.0f} images/s  validation loss {row["eval_loss"]:.4f}'
-        f'  top-1 {row["top1"]:5.2f} %{ema}'
+        f'  top-1 {row["top1"]:5.2f} %{ema}{mean_precision}'
     )
 
     def write() -> None:

@@ -49,7 +49,13 @@ class Recipe:
     torchcompile: str | None = key(None, 'compile the model with this backend of torch.compile, such as inductor')
 
     # data
-    data_dir: str = key('sample', "folder with train/ and val/, 'sample', torch/<name>[:<root>] or hfds/<name>")
+    data_dir: str = key(
+        'sample', "folder, .tar or .zip of class folders, in train/ and val/ or not; 'sample', wds/…, torch/… or hfds/…"
+    )
+    val_fraction: float = key(
+        0.2, 'share of each class that is held out where data_dir has no validation part', low=0, high=0.9
+    )
+    multi_label: bool = key(False, 'images have any number of labels, from labels.csv (columns file, labels)')
     workers: int = key(4, 'loader processes of each training process', low=0)
     validation_batch_size: int | None = key(
         None, 'images per evaluation batch; by default batch_size, at most 256', low=1
@@ -85,6 +91,12 @@ class Recipe:
     bce_loss: bool = key(False, 'binary cross-entropy for each class')
     bce_target_thresh: float | None = key(
         None, 'make mixed targets 0 or 1 at this value (with bce_loss)', low=0, high=1
+    )
+
+    balance: str = key(
+        'none',
+        'what makes up for classes of unequal size: weights in the loss, or drawing each class equally often',
+        choices=('none', 'loss', 'sampler'),
     )
 
     # distillation

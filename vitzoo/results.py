@@ -22,11 +22,13 @@ KEYS = (
     'peak_memory_mb',
     'oversmoothing',
     'health',
+    'map',
 )
 # two lines each, to fit a terminal of 80 columns
 HEADINGS = {
     'top1': ('top-1\n%', '.2f'),
     'top5': ('top-5\n%', '.2f'),
+    'map': ('mAP\n%', '.2f'),
     'loss': ('\nloss', '.3f'),
     'params': ('params\nM', '.2f'),
     'gmacs': ('\nGMACs', '.3f'),
@@ -74,12 +76,14 @@ def print_table(records: list[dict], title: str) -> None:
 
     table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
     table.add_column('\nmodel', overflow='fold')
-    for heading, _ in HEADINGS.values():
+    # only of models with several labels for an image
+    headings = {key: HEADINGS[key] for key in HEADINGS if key != 'map' or any(record['map'] for record in records)}
+    for heading, _ in headings.values():
         table.add_column(heading, justify='right', no_wrap=True)
     for record in records:
         curve = record['oversmoothing']
         shown = {**record, 'params': record['params'] / 1e6, 'oversmoothing': curve[-1] if curve else None}
-        numbers = ['–' if shown[key] is None else format(shown[key], form) for key, (_, form) in HEADINGS.items()]
+        numbers = ['–' if shown[key] is None else format(shown[key], form) for key, (_, form) in headings.items()]
         table.add_row(Text(record['model']).append(f'\n{record["weights"]}', style='dim'), *numbers)
     console = Console()
     # a file has no width that a long name would have to be folded to

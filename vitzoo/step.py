@@ -88,7 +88,8 @@ def mix(mixup: Mixup, images: Tensor, target: Tensor) -> Tensor:
     even = len(images) // 2 * 2
     soft = [mixup(images[:even], target[:even])[1]] if even else []
     if even < len(images):
-        soft.append(mixup_target(target[even:], mixup.num_classes, smoothing=mixup.label_smoothing))
+        smoothing, multi_label = mixup.label_smoothing, mixup.multi_label
+        soft.append(mixup_target(target[even:], mixup.num_classes, smoothing=smoothing, multi_label=multi_label))
     return torch.cat(soft)
 
 

@@ -46,6 +46,7 @@ from vitzoo.data import (
     train_loader,
     train_transform,
 )
+from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.data.loader import TrainBatches, seed_everything
 from vitzoo.data.transforms import expand_pipeline
 from vitzoo.distill import build_task
@@ -151,10 +152,11 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
     optimizer = build_optimizer(recipe, bare, plan.lr)
     scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
     mixup = build_mixup(recipe, num_classes)
+    loss = build_loss(recipe, mixup, train_set, num_classes)
     compile_model(bare, recipe.torchcompile)
     plain = PlainModel(accelerator, bare)
     model, optimizer = accelerator.prepare(bare, optimizer)
-    task = build_task(recipe, model, build_loss(recipe, mixup), train_set.class_names, accelerator.device)
+    task = build_task(recipe, model, loss, train_set.class_names, accelerator.device)
     return Run(
         recipe=recipe,
         plan=plan,
@@ -180,25 +182,39 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
 
 def open_data(recipe: Recipe) -> tuple[Images, Images]:
     """The training and the validation images, with the same classes."""
-    train_set = open_dataset(recipe.data_dir, 'train')
-    val_set = open_dataset(recipe.data_dir, 'val', class_to_idx=train_set.class_to_idx)
-    classes = len(train_set.class_names)
-    if train_set.root == val_set.root:
+    options = dict(multi_label=recipe.multi_label, val_fraction=recipe.val_fraction, seed=recipe.seed)
+    train_set = open_dataset(recipe.data_dir, 'train', **options)
+    val_set = open_dataset(recipe.data_dir, 'val', class_to_idx=train_set.class_to_idx, **options)
+    if train_set.root == val_set.root and not val_set.is_held_out:
         raise UserError(
             f"'{recipe.data_dir}' has no validation images; put the class folders into '{recipe.data_dir}/train', and"
-            f" part of the images of each class into '{recipe.data_dir}/val/<class>'"
+            f" part of the images of each class into '{recipe.data_dir}/val/<class>', or use --val-fraction 0.2"
         )
-    if classes < 2:
-        raise UserError(f'{train_set.root} has one class, {train_set.class_names[0]}, and telling apart takes two')
-    if recipe.num_classes and recipe.num_classes < classes:
-        raise UserError(f'num_classes is {recipe.num_classes}, but {train_set.root} has {classes} classes')
+    check_classes(recipe, train_set)
     return train_set, val_set
+
+
+def check_classes(recipe: Recipe, train_set: Images) -> None:
+    """Raise UserError unless the recipe suits the number of classes, and of labels that an image has."""
+    classes, wanted = len(train_set.class_names), recipe.num_classes
+    if classes < 2 and not recipe.multi_label:
+        raise UserError(f'{train_set.root} has one class, {train_set.class_names[0]}, and telling apart takes two')
+    # a target of several labels is as wide as there are classes in the data
+    if wanted and (wanted < classes or (recipe.multi_label and wanted > classes)):
+        raise UserError(f'num_classes is {wanted}, but {train_set.root} has {classes} classes')
+    if recipe.multi_label and recipe.balance == 'sampler':
+        raise UserError('balance: sampler draws by class, and with multi_label an image has several: use balance: loss')
+    if recipe.multi_label and recipe.kd_model_name:
+        raise UserError(
+            'kd_model_name: a teacher tells which one class it sees, and with multi_label there are several'
+        )
 
 
 def build_train_loader(recipe: Recipe, plan: Plan, train_set: Images, rank: int) -> DataLoader:
     """This process's share of every training batch."""
     num_images, repeats = len(train_set), recipe.aug_repeats
-    batches = TrainBatches(num_images, plan.batch_size, plan.accum, rank, plan.world, recipe.seed, repeats)
+    labels = train_set.targets if recipe.balance == 'sampler' else None
+    batches = TrainBatches(num_images, plan.batch_size, plan.accum, rank, plan.world, recipe.seed, repeats, labels)
     return train_loader(train_set, batches, recipe.workers)
 
 
@@ -219,6 +235,8 @@ def open_folder(run: Run, is_new: bool) -> None:
     def write() -> None:
         prepare_folder(run.folder, is_new)
         save_recipe(run.recipe, run.folder / 'recipe.yaml', lines)
+        if run.val_set.is_held_out:
+            write_held_out(run.folder / HELD_OUT, run.val_set.reader)
 
     # no process may still look at what is in the folder
     run.accelerator.wait_for_everyone()
@@ -271,6 +289,7 @@ def evaluate_epoch(run: Run, display: Display) -> dict:
         with run.accelerator.autocast(), display.evaluation() as advance:
             scores = evaluate_shared(run, model, advance)
         row |= {f'{prefix}eval_loss': scores['loss'], f'{prefix}top1': scores['top1'], f'{prefix}top5': scores['top5']}
+        row |= {f'{prefix}map': scores['map']} if 'map' in scores else {}
     return row
 
 
@@ -317,6 +336,7 @@ def fixed_facts(run: Run) -> dict:
     """What decides the order of the images, and so must not change within a run."""
     recipe = run.recipe
     facts = dict(batch_size=run.plan.batch_size, seed=recipe.seed, aug_repeats=recipe.aug_repeats)
+    facts |= dict(balance=recipe.balance)
     return facts | dict(num_images=len(run.train_set), class_names=run.train_set.class_names)
 
 
@@ -333,6 +353,7 @@ def export(run: Run, folder: Path) -> str:
     weights = 'ema' if run.ema is not None and row['ema_top1'] >= row['top1'] else 'raw'
     model = run.ema.module if weights == 'ema' else run.plain.pull()
     about = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
+    about |= dict(multi_label=True) if run.recipe.multi_label else {}
 
     def write() -> None:
         export_model(folder, model, run.train_set.class_names, run.data_config, about)
@@ -349,9 +370,10 @@ def finish(run: Run) -> dict:
     # in float32 from the files, so that `vitzoo validate` gives this very number
     written = timm.create_model(f'local-dir:{run.folder}', pretrained=True).to(run.accelerator.device)
     scores = evaluate_shared(run, written)
+    mean_precision = f', mAP {scores["map"]:.2f} %' if 'map' in scores else ''
     run.console.print(
         f'{run.folder} has the {weights} weights after epoch {row["epoch"]}: top-1 {scores["top1"]:.2f} %,'
-        f' top-5 {scores["top5"]:.2f} %, loss {scores["loss"]:.4f} on {scores["n"]} images'
+        f' top-5 {scores["top5"]:.2f} %{mean_precision}, loss {scores["loss"]:.4f} on {scores["n"]} images'
     )
     return dict(scores, weights=weights, folder=str(run.folder))
 

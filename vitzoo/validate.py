@@ -18,13 +18,14 @@ from torch import nn
 from vitzoo.data import Images, eval_loader, eval_transform, open_dataset, resolve_data_config
 from vitzoo.errors import UserError, run_command
 from vitzoo.launch import start_missing_processes
-from vitzoo.load import find_models, load_model
+from vitzoo.load import find_models, load_model, read_about
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, evaluate
 from vitzoo.metrics.speed import PeakMemory, images_per_second
 from vitzoo.results import check_output, plot_curves, print_health, print_table, write_results
 
-DATA_DIR_HELP = """class folders, in a folder or a .tar, or one that holds them in val/, validation/ or test/, or data
-of torchvision or Hugging Face (torch/NAME, hfds/NAME); by default the bundled sample"""
+DATA_DIR_HELP = """class folders, in a folder, .tar or .zip, or one that holds them in val/, validation/ or test/, or
+WebDataset shards (wds/FOLDER), or data of torchvision or Hugging Face (torch/NAME, hfds/NAME); by default the bundled
+sample"""
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -123,7 +124,7 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None) -> dic
     return dict(
         model=name,
         weights=weights,
-        **{key: scores.get(key) for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing')},
+        **{key: scores.get(key) for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing', 'map')},
         params=sum(parameter.numel() for parameter in model.parameters()),
         gmacs=count_macs(model, (height, width)) / 1e9,
         img_size=height if height == width else f'{height}x{width}',
@@ -133,8 +134,10 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None) -> dic
     )
 
 
-def open_validation_data(data_dir: str, model: nn.Module, transform=None) -> Images:
+def open_validation_data(data_dir: str, model: nn.Module, transform=None, run: str | None = None) -> Images:
     """Open the validation split with the labels of the model's classes.
+
+    With the folder of a run that held images of this very data out of training, these are the validation split.
 
     Classes are found by name where the model knows their names: those it was trained on, or ImageNet's WordNet ids, of
     which the data may have only some. Without names, class folders in natural order are the classes.
@@ -142,7 +145,9 @@ def open_validation_data(data_dir: str, model: nn.Module, transform=None) -> Ima
     Raises:
         UserError: The data has other classes than the model.
     """
-    dataset = open_dataset(data_dir, 'val', transform)
+    about = {} if run is None else read_about(run)
+    options = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
+    dataset = open_dataset(data_dir, 'val', transform, **options)
     class_names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
     if isinstance(class_names, dict):
         class_names = [class_names[label] for label in sorted(class_names, key=int)]
@@ -153,7 +158,7 @@ def open_validation_data(data_dir: str, model: nn.Module, transform=None) -> Ima
         if not set(dataset.class_names) <= set(class_names):
             class_names = []
     if class_names:
-        return open_dataset(data_dir, 'val', transform, class_to_idx={name: i for i, name in enumerate(class_names)})
+        return Images(dataset.reader, transform, {name: i for i, name in enumerate(class_names)})
     if len(dataset.class_names) != model.num_classes:
         raise UserError(
             f'the model has {model.num_classes} classes and {data_dir} has {len(dataset.class_names)}, which are not '
@@ -168,11 +173,16 @@ def _evaluate(name: str, model: nn.Module, data_config: dict, probe, args: argpa
     from rich.console import Console
     from rich.progress import Progress
 
-    dataset = open_validation_data(args.data_dir, model, eval_transform(data_config))
+    dataset = open_validation_data(args.data_dir, model, eval_transform(data_config), run=name)
     share = dict(rank=accelerator.process_index, world=accelerator.num_processes) if accelerator is not None else {}
     loader = eval_loader(dataset, args.batch_size, args.workers, **share)
     console = Console(stderr=True)
     hidden = bool(share.get('rank')) or not console.is_terminal
+    if dataset.is_held_out and not share.get('rank'):
+        print(
+            f'vitzoo: of {args.data_dir}, the {len(dataset)} images that {name} held out of its training',
+            file=sys.stderr,
+        )
     with Progress(console=console, disable=hidden) as bar, probe or nullcontext():
         task = bar.add_task(name, total=len(loader))
         return evaluate(model, loader, accelerator, progress=lambda n: bar.advance(task), probe=probe)

@@ -35,6 +35,9 @@ class TrainBatches(Sampler):
     Yields lists of (index, seed numbers). A global batch is always full: the remainder of an epoch is left out, a
     different one in every epoch. Micro-batch m of process r gets every `accum * world`-th image of the batch, beginning
     with number m * world + r, so two processes and two accumulation steps make the same micro-batches.
+
+    With `labels`, the class of every image, each class is drawn equally often instead: an epoch is as long, but has the
+    images of a large class once or not at all, and those of a small one several times.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class TrainBatches(Sampler):
         world: int = 1,
         seed: int = 0,
         aug_repeats: int = 1,
+        labels: list[int] | None = None,
     ):
         self.num_images, self.batch_size, self.aug_repeats, self.seed = num_images, batch_size, aug_repeats, seed
         self.accum, self.rank, self.world = accum, rank, world
+        self.classes = None if labels is None else _group_by_label(labels)
         self.epoch = self.first_step = 0
 
     @property
@@ -63,7 +68,7 @@ class TrainBatches(Sampler):
     def order(self) -> list[int]:
         """The images of the epoch in the order of training; with `aug_repeats` each of a part of them so many times."""
         generator = torch.Generator().manual_seed(hash_seed(self.seed, ORDER_STREAM, self.epoch))
-        order = torch.randperm(self.num_images, generator=generator)
+        order = self._draw_equally(generator) if self.classes else torch.randperm(self.num_images, generator=generator)
         return order.repeat_interleave(self.aug_repeats)[: self.num_images].tolist()
 
     def __len__(self) -> int:
@@ -76,6 +81,17 @@ class TrainBatches(Sampler):
             for micro in range(self.accum):
                 positions = range(start + micro * self.world + self.rank, start + self.batch_size, chunks)
                 yield [(order[i], (self.seed, DATA_STREAM, self.epoch, i)) for i in positions]
+
+    def _draw_equally(self, generator: torch.Generator) -> torch.Tensor:
+        """As many images of each class, give or take one, and of a class each image as often, give or take one."""
+        share, rest = divmod(self.num_images, len(self.classes))
+        luck = torch.randperm(len(self.classes), generator=generator).tolist()
+        draws = []
+        for images, number in zip(self.classes, luck):
+            count = share + (number < rest)
+            rounds = range(-(-count // len(images)))
+            draws.append(torch.cat([images[:0]] + [_shuffle(images, generator) for _ in rounds])[:count])
+        return _shuffle(torch.cat(draws), generator)
 
 
 class EvalBatches(Sampler):
@@ -116,6 +132,16 @@ class SeededImages(Dataset):
         index, numbers = key
         seed_everything(*numbers, cpu_only=True)
         return self.dataset[index]
+
+
+def _group_by_label(labels: list[int]) -> list[torch.Tensor]:
+    """The images of each class that has any."""
+    labels = torch.as_tensor(labels)
+    return [(labels == label).nonzero()[:, 0] for label in labels.unique()]
+
+
+def _shuffle(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return images[torch.randperm(len(images), generator=generator)]
 
 
 def _loader(dataset: Dataset, batches: Sampler, workers: int) -> DataLoader:
