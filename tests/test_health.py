@@ -69,7 +69,9 @@ def test_the_error_is_zero_where_the_mixer_is_exact(name, num_prefix_tokens):
         ('bigbird', {'block_size': 1, 'num_global_blocks': 0, 'num_random_blocks': 0}),
         ('local', {'block_size': 1, 'memory_halo': 0}),
         ('longformer', {'window_size': 1}),
+        ('longformer', {'window_size': 1, 'exact': True}),
         ('nystrom', {'num_landmarks': 2}),
+        ('nystrom', {'num_landmarks': 2, 'landmarks': 'grid'}),
         ('reformer', {'bucket_size': 1, 'num_hashes': 1}),
         ('routing', {'num_clusters': 12}),
         ('sparse', {'stride': 2}),
@@ -131,8 +133,10 @@ def test_rfas_normalisers_reach_the_floor_where_the_kernel_is_narrow():
     assert wide == 0 < signs(mixer)['normalisers_at_floor'] < 1
 
 
-def test_the_pseudo_inverse_converges_with_its_iterations():
-    residuals = [signs(build('nystrom', num_landmarks=8, num_iterations=i))['pinv_residual'] for i in (1, 6, 30)]
+@pytest.mark.parametrize('landmarks', ['segment', 'grid'])
+def test_the_pseudo_inverse_converges_with_its_iterations(landmarks):
+    mixers = [build('nystrom', num_landmarks=8, num_iterations=i, landmarks=landmarks) for i in (1, 6, 30)]
+    residuals = [signs(mixer)['pinv_residual'] for mixer in mixers]
     assert residuals[0] > residuals[1] > residuals[2] and residuals[2] < 1e-6
 
 
@@ -143,6 +147,7 @@ def test_the_pseudo_inverse_converges_with_its_iterations():
         ('performer', {'kernel': 'relu'}),
         ('rfa', {'gate': True}),
         ('longformer', {'rel_bias': 'table'}),
+        ('longformer', {'global_proj': True, 'num_prefix_tokens': 1}),
     ],
 )
 def test_other_mixers_do_not_pretend(name, kwargs):

@@ -159,8 +159,6 @@ class Longformer(QKVMixer):
         if shift_steps is not None and not random_shift:
             raise ValueError(f'shift_steps={shift_steps} says how long to shift at random; set random_shift=True.')
         dd = {'device': device, 'dtype': dtype}
-        # a bias that ends with the window has no counterpart in attention over all tokens
-        self.approximates_softmax = rel_bias == 'none' and not global_proj
         self.window_size = window_size
         self.exact = exact
         self.random_shift = random_shift
@@ -174,6 +172,8 @@ class Longformer(QKVMixer):
             self.q_global = nn.Linear(dim, dim, bias=qkv_bias, **dd)
             self.kv_global = nn.Linear(dim, 2 * dim, bias=qkv_bias, **dd)
             self.proj_global = nn.Linear(dim, dim, **dd)
+        # a bias that ends with the window has no counterpart in attention over all tokens, nor have two kinds of keys
+        self.approximates_softmax = rel_bias == 'none' and self.q_global is None
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         q, k, v = self.to_qkv(x, grid_size)
