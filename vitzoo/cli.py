@@ -8,6 +8,7 @@ from vitzoo.errors import UserError, did_you_mean, run_command
 COMMANDS = {
     'train': 'train a model on a folder of images',
     'validate': 'measure accuracy, size, speed and oversmoothing of models',
+    'doctor': 'find what is wrong with a folder of images, and how to put it right',
     'convert': "turn an official checkpoint, or another model's weights, into a folder that timm loads",
     'list': 'list the models and the token mixers',
 }

@@ -77,7 +77,8 @@ def print_table(records: list[dict], title: str) -> None:
     table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
     table.add_column('\nmodel', overflow='fold')
     # only of models with several labels for an image
-    headings = {key: HEADINGS[key] for key in HEADINGS if key != 'map' or any(record['map'] for record in records)}
+    has_map = any(record['map'] is not None for record in records)
+    headings = {key: heading for key, heading in HEADINGS.items() if key != 'map' or has_map}
     for heading, _ in headings.values():
         table.add_column(heading, justify='right', no_wrap=True)
     for record in records:

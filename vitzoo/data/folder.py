@@ -1,17 +1,15 @@
 """Labelled images from folders, tar and zip files, and the other sources that timm reads."""
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from PIL import Image
 from timm.data import MultiLabelTarget
 from timm.data.readers.reader import Reader
 from torch.utils.data import Dataset
 
 from vitzoo.data.held_out import Subset, find_held_out, hold_out
-from vitzoo.data.image import read_rgb
-from vitzoo.data.labels import LabelsReader
+from vitzoo.data.image import DECODING_ERRORS, read_rgb, why_unreadable
+from vitzoo.data.labels import TABLE, LabelsReader
 from vitzoo.data.layout import ARCHIVES, SPLIT_NAMES, SUFFIXES, common_folder, find_split, group_by_class, is_hidden
 from vitzoo.data.named import open_named
 from vitzoo.data.sources import FileReader, Folder, Tar, Zip, open_source
@@ -19,8 +17,6 @@ from vitzoo.errors import UserError, did_you_mean
 
 SAMPLE = Path(__file__).parent / 'sample'
 SCHEMES = ('torch', 'hfds', 'hfids', 'wds', 'tfds')
-# everything that PIL's decoders raise for a damaged file
-DECODING_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
 
 
 def open_dataset(
@@ -56,15 +52,7 @@ def open_dataset(
             on indexing: an image cannot be read.
     """
     divides = bool(val_fraction or held_out)
-    scheme, _, name = str(data_dir).partition('/')
-    if name and scheme.lower() in SCHEMES and not Path(data_dir).exists():
-        if multi_label:
-            raise UserError(f"multi_label reads labels.csv from a folder, a tar or a zip file, not from '{data_dir}'")
-        reader, is_undivided = open_named(str(data_dir), split, divides)
-    else:
-        root = SAMPLE if data_dir == 'sample' else Path(data_dir).expanduser()
-        source, prefix, is_undivided = _find_images(root, split, divides)
-        reader = (LabelsReader if multi_label else FolderReader)(source, prefix)
+    reader, is_undivided = open_reader(data_dir, split, multi_label=multi_label, divides=divides)
     if held_out is not None:
         reader = find_held_out(held_out, reader)
         if reader is None:
@@ -73,6 +61,29 @@ def open_dataset(
     elif val_fraction and is_undivided:
         reader = hold_out(reader, split, val_fraction, seed)
     return Images(reader, transform, class_to_idx)
+
+
+def open_reader(
+    data_dir: str, split: str, *, multi_label: bool | None = False, divides: bool = False
+) -> tuple[Reader, bool]:
+    """A reader for all images of a split, and whether the data has no validation part.
+
+    Args:
+        data_dir: As in `open_dataset`.
+        split: As in `open_dataset`.
+        multi_label: Whether labels are read from labels.csv; None for where there is one.
+        divides: Whether 'val' is where 'train' is, if there is no validation part.
+    """
+    scheme, _, name = str(data_dir).partition('/')
+    if name and scheme.lower() in SCHEMES and not Path(data_dir).exists():
+        if multi_label:
+            raise UserError(f"multi_label reads labels.csv from a folder, a tar or a zip file, not from '{data_dir}'")
+        return open_named(str(data_dir), split, divides)
+    root = SAMPLE if data_dir == 'sample' else Path(data_dir).expanduser()
+    source, prefix, is_undivided = _find_images(root, split, divides)
+    if multi_label is None:
+        multi_label = prefix + TABLE in source.names
+    return (LabelsReader if multi_label else FolderReader)(source, prefix), is_undivided
 
 
 class Images(Dataset):
@@ -129,9 +140,8 @@ class Images(Dataset):
             file, label = self.reader[index]
             image = read_rgb(file)
         except DECODING_ERRORS as error:
-            raise UserError(
-                f'cannot read the image {self.filename(index)} of {self.root} ({error}); replace or remove it'
-            ) from error
+            where, why = f'{self.filename(index)} of {self.root}', why_unreadable(error)
+            raise UserError(f'cannot read the image {where} ({why}); replace or remove it') from error
         label = self._label(label)
         label = label if self.to_multi_hot is None else self.to_multi_hot(label)
         return image if self.transform is None else self.transform(image), label

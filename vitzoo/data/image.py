@@ -1,9 +1,18 @@
 """Decoding a picture, whatever its pixel format, to the 8-bit RGB a person would see."""
 
+import struct
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+# everything that PIL's decoders raise for a damaged file
+DECODING_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
+
+
+def why_unreadable(error: Exception) -> str:
+    """What was wrong with a file, in words."""
+    return 'it is no image, or empty' if isinstance(error, UnidentifiedImageError) else str(error) or repr(error)
 
 
 def read_rgb(file: BinaryIO | Image.Image) -> Image.Image:
