@@ -16,9 +16,9 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import Optimizer
 
-from vitzoo.data import Images, resolve_data_config
+from vitzoo.data import Images
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.load import find_models, load_checkpoint
+from vitzoo.load import find_model, fit_data_config, load_checkpoint
 from vitzoo.loss import BalancedLoss, count_labels
 from vitzoo.recipe import Recipe
 
@@ -79,10 +79,8 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
     Raises:
         UserError: There is no such model, size, argument or weights.
     """
-    names = find_models([recipe.model])
-    if len(names) > 1:
-        raise UserError(f"'{recipe.model}' stands for {len(names)} models, and one can be trained")
-    name = f'local-dir:{names[0]}' if Path(names[0]).is_dir() else names[0]
+    name = find_model(recipe.model)
+    name = f'local-dir:{name}' if Path(name).is_dir() else name
     if recipe.pretrained and ':' not in name and not timm.is_model_pretrained(name):
         raise UserError(f'there are no published weights of {name}; leave out pretrained')
     model = _create(name, recipe, num_classes)
@@ -93,8 +91,8 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
         _start_from(model, recipe.initial_checkpoint)
     if recipe.grad_checkpointing:
         model.set_grad_checkpointing()
-    if recipe.img_size is not None:
-        _try_one_image(name, model, resolve_data_config(model, recipe.img_size)['input_size'])
+    # a size that the model cannot take is better said now than at the first step
+    fit_data_config(name, model, recipe.img_size)
     return model
 
 
@@ -147,14 +145,6 @@ def _num_classes_in(model: nn.Module, path: str) -> int | None:
         head = timm.models.load_state_dict(path).get(f'{model.pretrained_cfg["classifier"]}.weight')
         return None if head is None else len(head)
     return None
-
-
-@torch.no_grad()
-def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]) -> None:
-    try:
-        model.eval()(torch.zeros(1, *input_size))
-    except (AssertionError, RuntimeError, ValueError) as error:
-        raise UserError(f'{name} cannot take images of {input_size[1]} x {input_size[2]}: {error}') from error
 
 
 def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitzoo.errors import UserError
-from vitzoo.load import find_models, load_model
+from vitzoo.load import find_model, label_names, load_model
 from vitzoo.recipe import Recipe
 
 
@@ -56,16 +56,14 @@ def build_task(recipe: Recipe, model: nn.Module, loss: nn.Module, class_names: l
 
 
 def _load_teacher(recipe: Recipe, class_names: list[str]) -> nn.Module:
-    names = find_models([recipe.kd_model_name])
-    if len(names) > 1:
-        raise UserError(f"the teacher '{recipe.kd_model_name}' stands for {len(names)} models, and one can teach")
-    teacher, source = load_model(names[0])
+    name = find_model(recipe.kd_model_name)
+    teacher, source = load_model(name)
     if source == 'random weights':
-        raise UserError(f'the teacher {names[0]} has no published weights; name a folder that training wrote')
-    its_names = teacher.pretrained_cfg.get('label_names')
-    if teacher.num_classes != len(class_names) or (its_names and list(its_names) != class_names):
+        raise UserError(f'the teacher {name} has no published weights; name a folder that training wrote')
+    its_names = label_names(teacher)
+    if teacher.num_classes != len(class_names) or (its_names and its_names != class_names):
         raise UserError(
-            f'the teacher {names[0]} knows {teacher.num_classes} classes, and not the {len(class_names)} of'
+            f'the teacher {name} knows {teacher.num_classes} classes, and not the {len(class_names)} of'
             f' {recipe.data_dir}; train it on them first'
         )
     return teacher.requires_grad_(False)

@@ -6,9 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import timm
+import torch
 from torch import Tensor, nn
 
 import vitzoo  # noqa: F401  registers the models
+from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.models._checkpoint import read_checkpoint, unwrap
@@ -23,6 +25,18 @@ def find_models(patterns: list[str]) -> list[str]:
         UserError: A name is unknown, a wildcard matches nothing, or a folder holds no model.
     """
     return list(dict.fromkeys(name for pattern in patterns for name in _expand(pattern)))
+
+
+def find_model(name: str) -> str:
+    """The one model that a name, a wildcard or a folder stands for, as `load_model` takes it.
+
+    Raises:
+        UserError: It stands for none, or for several.
+    """
+    names = find_models([name])
+    if len(names) > 1:
+        raise UserError(f"'{name}' stands for {len(names)} models ({_first(names)}), and this command takes one")
+    return names[0]
 
 
 def load_model(
@@ -61,6 +75,27 @@ def load_model(
     if checkpoint is not None:
         load_checkpoint(model, checkpoint)
     return model.eval(), source
+
+
+def fit_data_config(name: str, model: nn.Module, img_size: tuple[int, int] | int | None = None) -> dict:
+    """The model's data config, at another image size where one is given, which the model is tried on.
+
+    Raises:
+        UserError: The model cannot take images of this size.
+    """
+    try:
+        data_config = resolve_data_config(model, img_size)
+    except ValueError as error:
+        raise UserError(f'{name} cannot take another image size: {error}') from error
+    if img_size is not None:
+        _try_one_image(name, model, data_config['input_size'])
+    return data_config
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """Names of the classes that the model was trained on, in label order, where its config has them."""
+    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names') or []
+    return [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
 
 
 def read_about(name: str) -> dict:
@@ -136,6 +171,15 @@ def _create(name: str, img_size: tuple[int, int] | None, num_classes: int | None
         raise UserError(
             f'cannot fetch the weights of {name} ({error}); give a --checkpoint, or use --random-weights'
         ) from error
+
+
+@torch.no_grad()
+def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]) -> None:
+    image = torch.zeros(1, *input_size, device=next(model.parameters()).device)
+    try:
+        model.eval()(image)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise UserError(f'{name} cannot take images of {input_size[1]} x {input_size[2]}: {error}') from error
 
 
 def _load_if_fits(model: nn.Module, state_dict: dict[str, Tensor]) -> str:

@@ -15,18 +15,18 @@ import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
-from vitzoo.data import Images, eval_loader, eval_transform, open_dataset, resolve_data_config
+from vitzoo.data import Images, eval_loader, eval_transform, open_dataset
 from vitzoo.errors import UserError, run_command
 from vitzoo.launch import start_missing_processes
-from vitzoo.load import find_models, load_model, read_about
+from vitzoo.load import find_models, fit_data_config, label_names, load_model, read_about
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, evaluate
 from vitzoo.metrics.speed import PeakMemory, images_per_second
+from vitzoo.options import add_model_options, autocast
 from vitzoo.results import check_output, plot_curves, print_health, print_table, write_results
 
 DATA_DIR_HELP = """class folders, in a folder, .tar or .zip, or one that holds them in val/, validation/ or test/, or
 WebDataset shards (wds/FOLDER), or data of torchvision or Hugging Face (torch/NAME, hfds/NAME); by default the bundled
 sample"""
-AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,14 +72,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('models', nargs='+', metavar='MODEL', help='a timm name, a wildcard in quotes, or a folder that training wrote')
     add('--data-dir', default='sample', metavar='DIR', help=DATA_DIR_HELP)
     add('--no-data', action='store_true', help='report only what needs no images')
-    add('--checkpoint', metavar='FILE', help='weights to load, .safetensors or .pth')
     add('--random-weights', action='store_true', help='do not fetch published weights')
-    add('--num-classes', type=_positive, metavar='N', help='number of classes of the checkpoint, where not the usual')
-    add('--img-size', type=_size, metavar='N', help='size of the images, N or HxW (default: the size of the model)')
-    add('--batch-size', type=_positive, default=64, metavar='N', help='images per process and batch (default: 64)')
-    add('--workers', type=_natural, default=min(4, os.cpu_count() or 1), metavar='N', help='processes that read images')
-    add('--device', type=_device, default=_default_device(), help='where to run (default: the GPU if there is one)')
-    add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass (default: float32)')
+    add_model_options(parser)
     add('--results-file', metavar='FILE', help='write one record per model, .csv or .json')
     add('--plot', metavar='FILE', help='draw the oversmoothing curves, .png')
     add('--health', action='store_true', help='compare what approximates softmax attention with it, in a second pass')
@@ -107,17 +101,12 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None) -> dic
             pretrained=not (args.no_data or args.random_weights),
         )
         model = model.to(device)
-        try:
-            data_config = resolve_data_config(model, args.img_size)
-        except ValueError as error:
-            raise UserError(f'{name} cannot take another image size: {error}') from error
-        amp_dtype = AMP_DTYPES[args.amp_dtype]
-        autocast = torch.autocast(device.type, amp_dtype) if amp_dtype else nullcontext()
-        with autocast:
-            probe = _try_model(name, model, data_config['input_size'], args.img_size is not None)
+        with autocast(device, args.amp_dtype):
+            data_config = fit_data_config(name, model, args.img_size)
+            probe = _find_probe(model, data_config['input_size'])
             scores = {} if args.no_data else _evaluate(name, model, data_config, probe, args, accelerator)
             speed = _measure_speed(model, data_config['input_size'], args.batch_size, accelerator)
-    with autocast:
+    with autocast(device, args.amp_dtype):
         # exact attention needs memory that is not the model's
         health = _measure_health(name, model, data_config, args, accelerator) if args.health else None
     height, width = data_config['input_size'][1:]
@@ -148,9 +137,7 @@ def open_validation_data(data_dir: str, model: nn.Module, transform=None, run: s
     about = {} if run is None else read_about(run)
     options = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
     dataset = open_dataset(data_dir, 'val', transform, **options)
-    class_names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
-    if isinstance(class_names, dict):
-        class_names = [class_names[label] for label in sorted(class_names, key=int)]
+    class_names = label_names(model)
     # training may have been told to leave room for more classes
     if not class_names or len(class_names) > model.num_classes:
         subset = infer_imagenet_subset(model)
@@ -189,18 +176,9 @@ def _evaluate(name: str, model: nn.Module, data_config: dict, probe, args: argpa
 
 
 @torch.no_grad()
-def _try_model(
-    name: str, model: nn.Module, input_size: tuple[int, int, int], size_is_asked: bool
-) -> OversmoothingProbe | None:
-    """Pass an image through a model, to see whether the user's image size suits it and its blocks can be watched."""
+def _find_probe(model: nn.Module, input_size: tuple[int, int, int]) -> OversmoothingProbe | None:
+    """A probe of the model's blocks, tried on an image; None where they cannot be watched, and a line that says why."""
     images = torch.zeros(1, *input_size, device=next(model.parameters()).device)
-    try:
-        model(images)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        if not size_is_asked:
-            raise
-        height, width = input_size[1:]
-        raise UserError(f'{name} cannot take images of {height} x {width}: {error}') from error
     try:
         with OversmoothingProbe(model) as probe:
             model(images)
@@ -257,38 +235,6 @@ def _title(args: argparse.Namespace, num_images: int | None) -> str:
     world = int(os.environ.get('WORLD_SIZE', '1'))
     processes = f', {world} processes' if world > 1 else ''
     return f'{data}, {device}, {args.amp_dtype}, batches of {args.batch_size}{processes}'
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device('cuda')
-    return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
-
-
-def _device(text: str) -> torch.device:
-    try:
-        return torch.empty(0, device=text).device
-    except (AssertionError, RuntimeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot use the device '{text}'") from error
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of 0 or more")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if _natural(text) == 0:
-        raise argparse.ArgumentTypeError('it must be 1 or more')
-    return int(text)
-
-
-def _size(text: str) -> tuple[int, int]:
-    sizes = [_positive(size) for size in text.lower().split('x')]
-    if len(sizes) > 2:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 224 or 224x288")
-    return sizes[0], sizes[-1]
 
 
 if __name__ == '__main__':

@@ -1,0 +1,64 @@
+"""Options that commands have in common: how they are spelled, and what their values may be."""
+
+import argparse
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that runs a model on images."""
+    add = parser.add_argument
+    add('--checkpoint', metavar='FILE', help='weights to load, .safetensors or .pth')
+    add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint, where not the usual')
+    add('--img-size', type=size, metavar='N', help='size of the images, N or HxW (default: the size of the model)')
+    add('--batch-size', type=positive, default=64, metavar='N', help='images per process and batch (default: 64)')
+    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='processes that read images')
+    add('--device', type=device, default=default_device(), help='where to run (default: the GPU if there is one)')
+    add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass (default: float32)')
+
+
+def autocast(device: torch.device, amp_dtype: str) -> AbstractContextManager:
+    """The context for a forward pass in the precision that --amp-dtype names."""
+    dtype = AMP_DTYPES[amp_dtype]
+    return torch.autocast(device.type, dtype) if dtype else nullcontext()
+
+
+def default_device() -> torch.device:
+    """The GPU if there is one."""
+    if torch.cuda.is_available():
+        return torch.device('cuda')
+    return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
+
+
+def device(text: str) -> torch.device:
+    """A device that works here, such as 'cpu' or 'cuda:1'."""
+    try:
+        return torch.empty(0, device=text).device
+    except (AssertionError, RuntimeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot use the device '{text}'") from error
+
+
+def natural(text: str) -> int:
+    """A whole number of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of 0 or more")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if natural(text) == 0:
+        raise argparse.ArgumentTypeError('it must be 1 or more')
+    return int(text)
+
+
+def size(text: str) -> tuple[int, int]:
+    """Height and width, from '224' or '224x288'."""
+    sizes = [positive(side) for side in text.lower().split('x')]
+    if len(sizes) > 2:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 224 or 224x288")
+    return sizes[0], sizes[-1]
