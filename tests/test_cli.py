@@ -49,6 +49,14 @@ def test_an_interrupt_is_exit_code_130(capsys):
     assert 'Traceback' not in capsys.readouterr().err
 
 
+def test_a_reader_that_goes_away_ends_the_command_quietly():
+    command = [sys.executable, '-m', 'vitzoo', 'list', '--all']
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b''
+        assert child.wait(timeout=120) == 141
+
+
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         run_command(fail(ZeroDivisionError()))

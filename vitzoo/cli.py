@@ -9,6 +9,7 @@ COMMANDS = {
     'train': 'train a model on a folder of images',
     'validate': 'measure accuracy, size, speed and oversmoothing of models',
     'doctor': 'find what is wrong with a folder of images, and how to put it right',
+    'predict': 'name the most likely classes of images',
     'convert': "turn an official checkpoint, or another model's weights, into a folder that timm loads",
     'list': 'list the models and the token mixers',
 }

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError, run_command
 from vitzoo.inherit import inherit_weights, shorten
-from vitzoo.load import find_models, load_model
+from vitzoo.load import find_model, load_model
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._checkpoint import read_checkpoint, unwrap
@@ -89,10 +89,8 @@ def create_model(name: str, model_kwargs: dict) -> nn.Module:
     Raises:
         UserError: There is no such model, or it cannot be made with these arguments.
     """
-    names = find_models([name])
-    if len(names) > 1:
-        raise UserError(f"'{name}' stands for {len(names)} models, and one can be written")
-    source = f'local-dir:{names[0]}' if Path(names[0]).is_dir() else names[0]
+    name = find_model(name)
+    source = f'local-dir:{name}' if Path(name).is_dir() else name
     try:
         return timm.create_model(source, **model_kwargs)
     except (AssertionError, TypeError, ValueError) as error:
@@ -191,10 +189,7 @@ def _given_size(args: argparse.Namespace) -> dict:
 def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     if args.checkpoint:
         return load_official(args.checkpoint, args.parent, {}), args.checkpoint
-    names = find_models([args.parent])
-    if len(names) > 1:
-        raise UserError(f"'{args.parent}' stands for {len(names)} models, and a model has one parent")
-    parent, source = load_model(names[0], pretrained=not args.random_weights)
+    parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights)
     if source == 'random weights' and not args.random_weights:
         raise UserError(f'there are no published weights of {args.parent}; give its --checkpoint')
     return parent, source

@@ -25,10 +25,12 @@ def run_command(main: Callable[[list[str] | None], None], argv: list[str] | None
     """Run a command's main function and end the process the way a shell expects.
 
     A `UserError` becomes one line on stderr (from the main process where several run, unless one met it alone) and exit
-    code 2, Ctrl-C becomes exit code 130, and every other exception keeps its traceback.
+    code 2. Ctrl-C becomes exit code 130, and a reader of the output that goes away, as `head` does, 141. Every other
+    exception keeps its traceback.
     """
     try:
         main(argv)
+        sys.stdout.flush()
     except UserError as error:
         # torchrun and accelerate launch both number their processes in RANK
         if os.environ.get('RANK', '0') == '0' or isinstance(error, LonelyError):
@@ -36,6 +38,10 @@ def run_command(main: Callable[[list[str] | None], None], argv: list[str] | None
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except BrokenPipeError:
+        # what is left of the output would be written, and fail, once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

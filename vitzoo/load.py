@@ -93,9 +93,11 @@ def fit_data_config(name: str, model: nn.Module, img_size: tuple[int, int] | int
 
 
 def label_names(model: nn.Module) -> list[str]:
-    """Names of the classes that the model was trained on, in label order, where its config has them."""
+    """Names of the classes that the model was trained on, in label order; empty where its config has none that fit."""
     names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names') or []
-    return [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
+    names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
+    # fewer are right, because training may have been told to leave room for more classes
+    return names if len(names) <= model.num_classes else []
 
 
 def read_about(name: str) -> dict:
@@ -168,9 +170,7 @@ def _create(name: str, img_size: tuple[int, int] | None, num_classes: int | None
         height, width = img_size
         raise UserError(f'{name} cannot be made for images of {height} x {width}: {error}') from error
     except OSError as error:
-        raise UserError(
-            f'cannot fetch the weights of {name} ({error}); give a --checkpoint, or use --random-weights'
-        ) from error
+        raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a --checkpoint') from error
 
 
 @torch.no_grad()

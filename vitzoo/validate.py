@@ -138,8 +138,7 @@ def open_validation_data(data_dir: str, model: nn.Module, transform=None, run: s
     options = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
     dataset = open_dataset(data_dir, 'val', transform, **options)
     class_names = label_names(model)
-    # training may have been told to leave room for more classes
-    if not class_names or len(class_names) > model.num_classes:
+    if not class_names:
         subset = infer_imagenet_subset(model)
         class_names = ImageNetInfo(subset).label_names() if subset else []
         if not set(dataset.class_names) <= set(class_names):
