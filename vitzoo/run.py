@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from vitzoo.build import Plan
-from vitzoo.data import Images
+from vitzoo.data import Images, Normalize
 from vitzoo.recipe import Recipe
 from vitzoo.sharded import PlainModel
 
@@ -42,6 +42,7 @@ class Run:
     mixup: Mixup | None
     # modules without a trainable parameter, which stay in evaluation mode
     frozen: list[nn.Module]
+    normalize: Normalize
     train_loader: DataLoader
     val_loader: DataLoader
     console: Console

@@ -45,6 +45,7 @@ def train_step(run: Run, micro_batches: Iterator, stop: bool = False, save: bool
     total = torch.zeros((), device=accelerator.device)
     for micro in range(accum):
         images, target = (tensor.to(accelerator.device, non_blocking=True) for tensor in next_batch(micro_batches))
+        images = run.normalize(images)
         seed_step(run, micro)
         if run.mixup is not None:
             target = mix(run.mixup, images, target)

@@ -39,6 +39,7 @@ from vitzoo.build import (
 from vitzoo.checkpoint import DamagedCheckpoint, load_checkpoint, on_main, save_checkpoint
 from vitzoo.data import (
     Images,
+    Normalize,
     eval_loader,
     eval_transform,
     open_dataset,
@@ -174,6 +175,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
         task=task,
         mixup=mixup,
         frozen=frozen,
+        normalize=Normalize(data_config).to(accelerator.device),
         train_loader=build_train_loader(recipe, plan, train_set, accelerator.process_index),
         val_loader=build_val_loader(recipe, plan, val_set, accelerator.process_index),
         console=Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True),

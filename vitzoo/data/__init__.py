@@ -2,10 +2,11 @@
 
 from vitzoo.data.folder import Images, open_dataset
 from vitzoo.data.loader import eval_loader, train_loader
-from vitzoo.data.transforms import eval_transform, resolve_data_config, train_transform
+from vitzoo.data.transforms import Normalize, eval_transform, resolve_data_config, train_transform
 
 __all__ = [
     'Images',
+    'Normalize',
     'eval_loader',
     'eval_transform',
     'open_dataset',

@@ -136,9 +136,11 @@ class Images(Dataset):
         if not -len(self) <= index < len(self):
             # the end of a loop over the images, no damaged file
             raise IndexError(index)
+        # a training transform reads no more of a file than the crop that it chooses
+        read = getattr(self.transform, 'read', read_rgb)
         try:
             file, label = self.reader[index]
-            image = read_rgb(file)
+            image = read(file)
         except DECODING_ERRORS as error:
             where, why = f'{self.filename(index)} of {self.root}', why_unreadable(error)
             raise UserError(f'cannot read the image {where} ({why}); replace or remove it') from error

@@ -8,6 +8,7 @@ an interruption changes what is trained on.
 import random
 from collections.abc import Iterator
 
+import cv2
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -151,4 +152,10 @@ def _loader(dataset: Dataset, batches: Sampler, workers: int) -> DataLoader:
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_keep_to_one_core,
     )
+
+
+def _keep_to_one_core(worker: int) -> None:
+    """Let OpenCV, as torch does by itself, leave the other cores to the other workers."""
+    cv2.setNumThreads(0)

@@ -1,0 +1,45 @@
+"""Benchmarks on a few small images: that they measure what they say, not what they find."""
+
+import pytest
+from PIL import Image
+
+from vitzoo.benchmark import bench, main, make_photographs
+
+QUICK = ['--img-size', '32', '--batch-size', '8', '--workers', '0', '--rounds', '2']
+
+
+@pytest.mark.parametrize('options', (['--images', '8'], ['--data-dir', 'sample', '--images', '20']), ids=' '.join)
+def test_both_loaders_pass_over_the_images_in_every_round(options, capsys):
+    passes = bench(['loader', *QUICK, *options])
+    assert list(passes) == ['torchvision', 'vitzoo']
+    for timed in passes.values():
+        assert len(timed) == 2
+        assert all(one['images_per_second'] > 0 and one['cpu_ms'] > 0 for one in timed)
+    printed = capsys.readouterr().out
+    faster = [ours['images_per_second'] / theirs['images_per_second'] for theirs, ours in zip(*passes.values())]
+    assert f'vitzoo loads {sum(faster) / 2:.2f} times the images/s ({min(faster):.2f} – {max(faster):.2f}' in printed
+    assert f'{options[-1]} images' in printed
+
+
+def test_the_photographs_have_the_size_of_imagenets(tmp_path):
+    make_photographs(tmp_path, 3)
+    files = sorted(tmp_path.rglob('*.jpg'))
+    assert len(files) == 3
+    for file in files:
+        assert Image.open(file).size == (500, 375)
+        assert 70_000 < file.stat().st_size < 130_000
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        (['loader', *QUICK, '--images', '7'], '7 images are fewer than a batch of 8'),
+        (['loader', *QUICK, '--data-dir', 'nowhere'], "'nowhere' does not exist"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(argv, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith('vitzoo: error: ') and message in error and error.count('\n') == 1

@@ -1,0 +1,208 @@
+"""`vitzoo bench`: measures a part of the zoo against what one would use instead, in one run, by turns.
+
+Examples:
+    vitzoo bench loader
+    vitzoo bench loader --data-dir photos --workers 2
+
+A benchmark is a function that adds its subcommand to the parser, with the function that runs it as `run`.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from PIL import Image
+from psutil import Process
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
+from vitzoo.data.loader import TrainBatches
+from vitzoo.errors import UserError, run_command
+from vitzoo.options import default_device, device, natural, positive
+from vitzoo.recipe import make_recipe
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command and end the process with its exit code."""
+    run_command(bench, argv)
+
+
+def bench(argv: list[str] | None = None) -> dict:
+    """Run the benchmark that the command line names, and return what it measured.
+
+    Raises:
+        UserError: An option is not what it should be.
+    """
+    parser = argparse.ArgumentParser('vitzoo bench', description=__doc__.partition('\n')[0])
+    benchmarks = parser.add_subparsers(metavar='BENCHMARK', required=True)
+    add_loader(benchmarks)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+def add_loader(benchmarks: argparse._SubParsersAction) -> None:
+    """Add `vitzoo bench loader`."""
+    summary = "training images per second, against torchvision's ImageFolder with the same augmentation"
+    parser = benchmarks.add_parser('loader', help=summary, description=summary)
+    add = parser.add_argument
+    add('--data-dir', metavar='DIR', help='images in class folders (default: JPEGs of 500 x 375 that are made up)')
+    add('--images', type=positive, default=512, metavar='N', help='images of a pass (default: 512)')
+    add('--img-size', type=positive, default=224, metavar='N', help='side of the crops (default: 224)')
+    add('--batch-size', type=positive, default=32, metavar='N', help='images per batch (default: 32)')
+    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='processes that read images')
+    add('--rounds', type=positive, default=5, metavar='N', help='passes of each, after one to warm up (default: 5)')
+    add('--device', type=device, default=default_device(), help='where the batches go (default: the GPU, if any)')
+    parser.set_defaults(run=bench_loader)
+
+
+def bench_loader(args: argparse.Namespace) -> dict[str, list[dict]]:
+    """Load the same images with both, by turns, and return the speed of every pass."""
+    with TemporaryDirectory() as folder:
+        if args.data_dir:
+            args.images = copy_images(args.data_dir, Path(folder), args.images)
+        else:
+            make_photographs(Path(folder), args.images)
+        if args.images < args.batch_size:
+            raise UserError(f'{args.images} images are fewer than a batch of {args.batch_size}; lower --batch-size')
+        passes = time_loaders(folder, args)
+    print_loaders(passes, args)
+    return passes
+
+
+def time_loaders(folder: str, args: argparse.Namespace) -> dict[str, list[dict]]:
+    """Every pass of both loaders, by turns, but for the first, in which worker processes start and files are cached."""
+    normalize = Normalize(data_config(args.img_size)).to(args.device)
+    loaders = {'torchvision': torchvision_loader(folder, args), 'vitzoo': vitzoo_loader(folder, args)}
+    passes = {name: [] for name in loaders}
+    for _ in show_progress(range(1 + args.rounds), 'loading'):
+        for name, loader in loaders.items():
+            passes[name].append(time_pass(loader, normalize, args.device))
+    return {name: timed[1:] for name, timed in passes.items()}
+
+
+def data_config(img_size: int) -> dict:
+    """That of most models, at this size."""
+    size = (3, img_size, img_size)
+    return dict(input_size=size, interpolation='bicubic', mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+
+
+def torchvision_loader(folder: str, args: argparse.Namespace) -> DataLoader:
+    """Random resized crop and flip as torchvision's references write them."""
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(args.img_size, interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+        ]
+    )
+    return DataLoader(
+        ImageFolder(folder, transform),
+        args.batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def vitzoo_loader(folder: str, args: argparse.Namespace) -> DataLoader:
+    """The same augmentation as vitzoo trains with it."""
+    recipe = make_recipe(dict(train_interpolation='bicubic', color_jitter=0))
+    dataset = open_dataset(folder, 'train', train_transform(recipe, data_config(args.img_size)))
+    return train_loader(dataset, TrainBatches(len(dataset), args.batch_size), args.workers)
+
+
+def time_pass(loader: DataLoader, normalize: Normalize, device: torch.device) -> dict:
+    """Load every batch once, and normalise it on the device; images per second, and CPU milliseconds per image."""
+    images, start, cpu = 0, time.perf_counter(), cpu_seconds()
+    for batch, _ in loader:
+        batch = normalize(batch.to(device, non_blocking=True))
+        images += len(batch)
+    if device.type != 'cpu':
+        torch.accelerator.synchronize()
+    return dict(images_per_second=images / (time.perf_counter() - start), cpu_ms=1e3 * (cpu_seconds() - cpu) / images)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its workers so far, which other programs on the machine do not change much."""
+    workers = [process.cpu_times() for process in Process().children(recursive=True)]
+    return time.process_time() + sum(worker.user + worker.system for worker in workers)
+
+
+def copy_images(data_dir: str, folder: Path, count: int) -> int:
+    """Copy at most so many images, chosen at random but always the same, into class folders; return how many."""
+    dataset = open_dataset(data_dir, 'train')
+    chosen = np.random.default_rng(0).permutation(len(dataset))[:count]
+    for index in chosen.tolist():
+        file, label = dataset.reader[index]
+        if isinstance(file, Image.Image):
+            raise UserError(f"'{data_dir}' has images that are decoded already; give a folder or a tar of image files")
+        path = folder / str(label) / f'{index}{Path(dataset.filename(index)).suffix}'
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(file.read())
+    return len(chosen)
+
+
+def make_photographs(folder: Path, count: int) -> None:
+    """Make JPEGs of ImageNet's size, 500 x 375 and 100 kB: photographs of the sample, enlarged, with a texture."""
+    sample, size = open_dataset('sample', 'train'), (500, 375)
+    for index in show_progress(range(count), 'making photographs'):
+        # 7 and the 2,000 photographs have no factor in common
+        image, label = sample[index * 7 % len(sample)]
+        pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC), dtype=np.float32)
+        for coarseness in (1, 2, 4, 8):
+            shape = (size[1] // coarseness, size[0] // coarseness)
+            noise = np.random.default_rng([index, coarseness]).normal(0, 8, shape).astype(np.float32)
+            pixels = pixels + np.asarray(Image.fromarray(noise).resize(size, Image.Resampling.BILINEAR))[..., None]
+        path = folder / str(label) / f'{index}.jpg'
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=95)
+
+
+def show_progress(steps: range, description: str) -> Iterable[int]:
+    """Go through steps behind a bar that goes away with the last, on a terminal."""
+    console = Console(stderr=True)
+    return track(steps, description, console=console, transient=True, disable=not console.is_terminal)
+
+
+def print_loaders(passes: dict[str, list[dict]], args: argparse.Namespace) -> None:
+    """Print the median and the range over all passes, and by how much vitzoo is faster within each round."""
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    for heading in ('', 'images/s', 'lowest – highest', 'CPU ms per image'):
+        table.add_column(heading, justify='right' if heading else 'left')
+    for name, timed in passes.items():
+        speeds = [one['images_per_second'] for one in timed]
+        spread = f'{min(speeds):,.0f} – {max(speeds):,.0f}'
+        table.add_row(name, f'{median(speeds):,.0f}', spread, f'{median(one["cpu_ms"] for one in timed):.2f}')
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    rounds = list(zip(passes['torchvision'], passes['vitzoo']))
+    faster = [ours['images_per_second'] / theirs['images_per_second'] for theirs, ours in rounds]
+    cheaper = median(theirs['cpu_ms'] / ours['cpu_ms'] for theirs, ours in rounds)
+    console.print(
+        f'vitzoo loads {median(faster):.2f} times the images/s ({min(faster):.2f} – {max(faster):.2f} in {len(rounds)}'
+        f' rounds), and {cheaper:.2f} times the images per second of CPU time'
+    )
+    data = args.data_dir or 'made up, 500 x 375'
+    console.print(
+        f'{args.images} images ({data}), crops of {args.img_size}, batches of {args.batch_size},'
+        f' {args.workers} workers, {args.device.type}'
+    )
+
+
+if __name__ == '__main__':
+    main()
