@@ -132,6 +132,15 @@ def test_the_image_that_a_file_holds_is_augmented_like_the_file():
     assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
+@pytest.mark.parametrize('aa', ('rand-m9-mstd0.5-inc1', 'rand-m10-n6-inc1', 'augmix-m10', 'original', 'v0', '3a'))
+def test_every_policy_of_timm_runs_at_full_strength(aa):
+    transform = train_transform(make_recipe(dict(aa=aa)), {**CONFIG, 'input_size': (3, 16, 16)})
+    image = photograph(20, 20)
+    for seed in range(300):
+        seed_everything(seed)
+        assert transform(image).shape == (3, 16, 16)
+
+
 def test_what_is_not_erased_stays_bytes_until_it_is_normalised():
     pixels = np.array(photograph(64, 64))
     recipe = make_recipe({**CROP_AND_FLIP, 'scale': [1, 1], 'ratio': [1, 1], 'hflip': 0})

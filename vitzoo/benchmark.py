@@ -76,7 +76,11 @@ def bench_loader(args: argparse.Namespace) -> dict[str, list[dict]]:
             make_photographs(Path(folder), args.images)
         if args.images < args.batch_size:
             raise UserError(f'{args.images} images are fewer than a batch of {args.batch_size}; lower --batch-size')
+        threads = torch.get_num_threads()
+        # more would spin beside the workers while they wait for each other
+        torch.set_num_threads(1)
         passes = time_loaders(folder, args)
+        torch.set_num_threads(threads)
     print_loaders(passes, args)
     return passes
 

@@ -7,12 +7,14 @@ which `Normalize` makes the model's input. Evaluation is always timm's own, from
 
 import os
 import random
+from itertools import chain
 from typing import BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_transform, resolve_input_data_config
+from timm.data.auto_augment import posterize
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor, nn
 from torchvision.transforms import Compose, Grayscale, PILToTensor, ToPILImage
@@ -80,6 +82,7 @@ def train_transform(recipe, data_config: dict) -> 'TrainTransform':
         re_count=recipe.recount,
     )
     crop, *steps = crop_and_flip.transforms
+    _mend_posterize(change_look)
     if recipe.aug == 'albumentations':
         change_look = Compose([Albumentations(recipe.albumentations)])
     if change_look.transforms:
@@ -203,6 +206,18 @@ def _build_transform(step: dict, albumentations):
 
 def _is_range(value) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(item, int | float) for item in value)
+
+
+def _mend_posterize(change_look: Compose) -> None:
+    """Let timm's policies keep 0 bits of an image, as they do at full strength, where Pillow 13 refuses to."""
+    for policy in change_look.transforms:
+        for op in chain(getattr(policy, 'ops', ()), *getattr(policy, 'policy', ())):
+            if op.aug_fn is posterize:
+                op.aug_fn = _posterize
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **options) -> Image.Image:
+    return posterize(image, bits_to_keep, **options) if bits_to_keep else image.point(lambda value: 0)
 
 
 def _to_channels(data_config: dict) -> list:
