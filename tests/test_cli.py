@@ -8,7 +8,7 @@ import pytest
 import timm
 
 import vitzoo
-from vitzoo.cli import COMMANDS, MODULES, main
+from vitzoo.cli import COMMANDS, main
 from vitzoo.errors import UserError, run_command
 
 ROOT = Path(__file__).parents[1]
@@ -87,7 +87,7 @@ def test_an_unknown_command_gets_close_ones(command, hint, capsys):
 
 @pytest.mark.parametrize('command', COMMANDS)
 def test_every_command_has_help_of_its_own(command, capsys):
-    assert callable(import_module(f'vitzoo.{MODULES.get(command, command)}').main)
+    assert callable(import_module(f'vitzoo.{command}').main)
     with pytest.raises(SystemExit) as end:
         main([command, '--help'])
     assert end.value.code == 0

@@ -11,11 +11,9 @@ COMMANDS = {
     'doctor': 'find what is wrong with a folder of images, and how to put it right',
     'predict': 'name the most likely classes of images',
     'convert': "turn an official checkpoint, or another model's weights, into a folder that timm loads",
-    'bench': 'measure speed side by side with the alternatives',
+    'bench': 'measure speed, side by side with others',
     'list': 'list the models and the token mixers',
 }
-# of the commands whose module has another name
-MODULES = {'bench': 'benchmark'}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,7 +35,7 @@ def dispatch(argv: list[str]) -> None:
         hint = did_you_mean(command, COMMANDS) or f'; the commands are {", ".join(COMMANDS)}'
         raise UserError(f"unknown command '{command}'{hint}")
     # imported only now, because a command may need what the others do not
-    import_module(f'vitzoo.{MODULES.get(command, command)}').main(rest)
+    import_module(f'vitzoo.{command}').main(rest)
 
 
 def _help() -> str:

@@ -1,16 +1,17 @@
-"""Benchmarks on a few small images: that they measure what they say, not what they find."""
+"""The loaders' benchmark on a few small images: that it measures what it says, not what it finds."""
 
 import pytest
 from PIL import Image
 
-from vitzoo.benchmark import bench, main, make_photographs
+from vitzoo import bench
+from vitzoo.bench.loader import main, make_photographs
 
 QUICK = ['--img-size', '32', '--batch-size', '8', '--workers', '0', '--rounds', '2']
 
 
 @pytest.mark.parametrize('options', (['--images', '8'], ['--data-dir', 'sample', '--images', '20']), ids=' '.join)
 def test_both_loaders_pass_over_the_images_in_every_round(options, capsys):
-    passes = bench(['loader', *QUICK, *options])
+    passes = main([*QUICK, *options])
     assert list(passes) == ['torchvision', 'vitzoo']
     for timed in passes.values():
         assert len(timed) == 2
@@ -35,11 +36,12 @@ def test_the_photographs_have_the_size_of_imagenets(tmp_path):
     [
         (['loader', *QUICK, '--images', '7'], '7 images are fewer than a batch of 8'),
         (['loader', *QUICK, '--data-dir', 'nowhere'], "'nowhere' does not exist"),
+        (['loaders'], "unknown table 'loaders', did you mean loader?"),
     ],
 )
 def test_a_mistake_gets_one_sentence(argv, message, capsys):
     with pytest.raises(SystemExit) as end:
-        main(argv)
+        bench.main(argv)
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith('vitzoo: error: ') and message in error and error.count('\n') == 1

@@ -1,10 +1,10 @@
-"""`vitzoo bench`: measures a part of the zoo against what one would use instead, in one run, by turns.
+"""`vitzoo bench loader`: training images per second, against torchvision's ImageFolder with the same augmentation.
+
+Both load the same files, by turns in one process, after a pass to warm up.
 
 Examples:
     vitzoo bench loader
     vitzoo bench loader --data-dir photos --workers 2
-
-A benchmark is a function that adds its subcommand to the parser, with the function that runs it as `run`.
 """
 
 import argparse
@@ -29,46 +29,18 @@ from torchvision.datasets import ImageFolder
 
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.loader import TrainBatches
-from vitzoo.errors import UserError, run_command
+from vitzoo.errors import UserError
 from vitzoo.options import default_device, device, natural, positive
 from vitzoo.recipe import make_recipe
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
-    run_command(bench, argv)
-
-
-def bench(argv: list[str] | None = None) -> dict:
-    """Run the benchmark that the command line names, and return what it measured.
+def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
+    """Measure what the command line asks for; return the speed of every pass of both loaders.
 
     Raises:
-        UserError: An option is not what it should be.
+        UserError: There are no such images, or fewer than a batch.
     """
-    parser = argparse.ArgumentParser('vitzoo bench', description=__doc__.partition('\n')[0])
-    benchmarks = parser.add_subparsers(metavar='BENCHMARK', required=True)
-    add_loader(benchmarks)
-    args = parser.parse_args(argv)
-    return args.run(args)
-
-
-def add_loader(benchmarks: argparse._SubParsersAction) -> None:
-    """Add `vitzoo bench loader`."""
-    summary = "training images per second, against torchvision's ImageFolder with the same augmentation"
-    parser = benchmarks.add_parser('loader', help=summary, description=summary)
-    add = parser.add_argument
-    add('--data-dir', metavar='DIR', help='images in class folders (default: JPEGs of 500 x 375 that are made up)')
-    add('--images', type=positive, default=512, metavar='N', help='images of a pass (default: 512)')
-    add('--img-size', type=positive, default=224, metavar='N', help='side of the crops (default: 224)')
-    add('--batch-size', type=positive, default=32, metavar='N', help='images per batch (default: 32)')
-    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='processes that read images')
-    add('--rounds', type=positive, default=5, metavar='N', help='passes of each, after one to warm up (default: 5)')
-    add('--device', type=device, default=default_device(), help='where the batches go (default: the GPU, if any)')
-    parser.set_defaults(run=bench_loader)
-
-
-def bench_loader(args: argparse.Namespace) -> dict[str, list[dict]]:
-    """Load the same images with both, by turns, and return the speed of every pass."""
+    args = parse_args(argv)
     with TemporaryDirectory() as folder:
         if args.data_dir:
             args.images = copy_images(args.data_dir, Path(folder), args.images)
@@ -83,6 +55,20 @@ def bench_loader(args: argparse.Namespace) -> dict[str, list[dict]]:
         torch.set_num_threads(threads)
     print_loaders(passes, args)
     return passes
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
+    add = parser.add_argument
+    add('--data-dir', metavar='DIR', help='images in class folders (default: JPEGs of 500 x 375 that are made up)')
+    add('--images', type=positive, default=512, metavar='N', help='images of a pass (default: 512)')
+    add('--img-size', type=positive, default=224, metavar='N', help='side of the crops (default: 224)')
+    add('--batch-size', type=positive, default=32, metavar='N', help='images per batch (default: 32)')
+    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='processes that read images')
+    add('--rounds', type=positive, default=5, metavar='N', help='passes of each, after one to warm up (default: 5)')
+    add('--device', type=device, default=default_device(), help='where the batches go (default: the GPU, if any)')
+    return parser.parse_args(argv)
 
 
 def time_loaders(folder: str, args: argparse.Namespace) -> dict[str, list[dict]]:
@@ -206,7 +192,3 @@ def print_loaders(passes: dict[str, list[dict]], args: argparse.Namespace) -> No
         f'{args.images} images ({data}), crops of {args.img_size}, batches of {args.batch_size},'
         f' {args.workers} workers, {args.device.type}'
     )
-
-
-if __name__ == '__main__':
-    main()
