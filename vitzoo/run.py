@@ -42,6 +42,7 @@ class Run:
     mixup: Mixup | None
     # modules without a trainable parameter, which stay in evaluation mode
     frozen: list[nn.Module]
+    # makes the model's input of the bytes that the loader gives
     normalize: Normalize
     train_loader: DataLoader
     val_loader: DataLoader
