@@ -63,6 +63,14 @@ def load_model(
     return model.eval(), source
 
 
+def label_names(model: nn.Module) -> list[str]:
+    """Names of the classes that the model was trained on, in label order; empty where its config has none that fit."""
+    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names') or []
+    names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
+    # fewer are right, because training may have been told to leave room for more classes
+    return names if len(names) <= model.num_classes else []
+
+
 def read_about(name: str) -> dict:
     """What training left in its folder about the data: multi_label, held_out (a path) …; nothing of another model."""
     folder = Path(name.removeprefix('local-dir:')).expanduser()

@@ -14,6 +14,7 @@ from vitzoo.data import Images, split_eval_transform
 from vitzoo.data.corruptions import CONDITIONS, SEVERITIES, CorruptedImages
 from vitzoo.data.variants import Found, Readout, find_suite
 from vitzoo.errors import UserError
+from vitzoo.load import label_names
 from vitzoo.metrics import mark_hits, rank_classes
 from vitzoo.metrics.robustness import corruption_errors, score_allowed, summarise_allowed
 from vitzoo.scoring import score_dataset
@@ -89,8 +90,8 @@ def evaluate_suite(
 
 def check_classes(name: str, model: nn.Module) -> None:
     """Raise UserError unless the model answers with the 1,000 classes of ImageNet in their usual order."""
-    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
-    if model.num_classes != 1000 or (names and list(names) != ImageNetInfo().label_names()):
+    names = label_names(model)
+    if model.num_classes != 1000 or (names and names != ImageNetInfo().label_names()):
         raise UserError(
             f'the robustness suite is for classifiers of the 1,000 classes of ImageNet, and {name} has '
             f'{"others" if model.num_classes == 1000 else model.num_classes}; --corrupt is for a model of any classes'

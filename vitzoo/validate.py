@@ -25,7 +25,7 @@ from vitzoo.data import Images, eval_transform, open_dataset, resolve_data_confi
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError, run_command
 from vitzoo.launch import start_missing_processes
-from vitzoo.load import find_models, load_model, read_about
+from vitzoo.load import find_models, label_names, load_model, read_about
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarise
 from vitzoo.metrics.predictions import FORMATS, Predictions, read_predictions, write_predictions
 from vitzoo.metrics.speed import PeakMemory, images_per_second
@@ -168,11 +168,8 @@ def open_validation_data(data_dir: str, model: nn.Module, transform=None, run: s
     about = {} if run is None else read_about(run)
     options = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
     dataset = open_dataset(data_dir, 'val', transform, **options)
-    class_names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
-    if isinstance(class_names, dict):
-        class_names = [class_names[label] for label in sorted(class_names, key=int)]
-    # training may have been told to leave room for more classes
-    if not class_names or len(class_names) > model.num_classes:
+    class_names = label_names(model)
+    if not class_names:
         subset = infer_imagenet_subset(model)
         class_names = ImageNetInfo(subset).label_names() if subset else []
         if not set(dataset.class_names) <= set(class_names):
