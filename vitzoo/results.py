@@ -39,6 +39,19 @@ HEADINGS = {
 }
 
 
+SUITE_ROWS = {
+    'imagenet_9_gap': 'ImageNet-9 gap, in points',
+    'imagenet_c_top1': 'ImageNet-C, mean',
+    'imagenet_c_mce': "ImageNet-C mCE, AlexNet's is 100",
+    'imagenet_c_mce_unnormalised': 'ImageNet-C mCE, unnormalised',
+}
+CORRUPTION_TABLES = {
+    'imagenet_c': 'ImageNet-C',
+    'imagenet_c_partial': 'a part of ImageNet-C',
+    'corrupt': 'its images under corruptions',
+}
+
+
 def check_output(path: str, suffixes: tuple[str, ...]) -> None:
     """Raise UserError unless a file of one of these formats can be written at `path`, whose folder is made.
 
@@ -55,17 +68,21 @@ def check_output(path: str, suffixes: tuple[str, ...]) -> None:
 
 
 def write_results(path: str, records: list[dict]) -> None:
-    """Write one record per model with the keys of `KEYS`; a value that is not defined is null, in a CSV file empty."""
-    records = [{key: _plain(record[key]) for key in KEYS} for record in records]
+    """Write one record per model with the keys of `KEYS`, and with those of its robustness where that was measured.
+
+    A value that is not defined is null, in a CSV file empty; there, lists and tables are JSON.
+    """
+    more = [key for record in records for key in record if key not in (*KEYS, 'weights')]
+    keys = (*KEYS, *dict.fromkeys(more))
+    records = [{key: _plain(record.get(key)) for key in keys} for record in records]
     with open(path, 'w', newline='') as file:
         if Path(path).suffix.lower() == '.json':
             json.dump(records, file, indent=2, allow_nan=False)
             return
-        writer = csv.DictWriter(file, KEYS)
+        writer = csv.DictWriter(file, keys)
         writer.writeheader()
         for record in records:
-            nested = {key: json.dumps(record[key]) for key in ('oversmoothing', 'health') if record[key] is not None}
-            writer.writerow({**record, **nested})
+            writer.writerow({key: _cell(value) for key, value in record.items()})
 
 
 def print_table(records: list[dict], title: str) -> None:
@@ -89,6 +106,28 @@ def print_table(records: list[dict], title: str) -> None:
     console = Console()
     # a file has no width that a long name would have to be folded to
     Console(width=None if console.is_terminal else 160).print(table)
+
+
+def print_robustness(records: list[dict]) -> None:
+    """Print the suite with a column for each model, then each model's tables of corruptions, of what was measured."""
+    from vitzoo.data.variants import SUITE
+
+    titles = {f'{key}_top1': title for variant in SUITE for key, title in variant.titles.items()} | SUITE_ROWS
+    titles |= {f'{key}_partial': f'{title} (part of it)' for key, title in titles.items()}
+    rows = []
+    for key, title in titles.items():
+        values = [record.get(key) for record in records]
+        if any(value is not None for value in values):
+            n = records[0].get(key.replace('_top1', '_n')) if '_top1' in key else None
+            rows.append([title, *values, n and f'{n:,}'])
+    if rows:
+        _print_grid('Robustness: top-1 %', ['', *(record['model'] for record in records), 'images'], rows)
+    for record in records:
+        for key, title in CORRUPTION_TABLES.items():
+            if key in record:
+                _print_corruptions(f'{record["model"]} on {title}: top-1 %', record[key])
+        if record.get('corrupt_relative') is not None:
+            print('clean {top1:.2f}, corrupted {corrupt_top1:.2f}, {corrupt_relative:.1f} % of it'.format(**record))
 
 
 def print_health(records: list[dict]) -> None:
@@ -136,16 +175,47 @@ def plot_curves(path: str, records: list[dict]) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _print_corruptions(title: str, table: dict[str, list[float | None]]) -> None:
+    """Print the accuracy under each corruption, one column per severity; there is no mean where one is missing."""
+    rows = [[name, *values, _mean(values)] for name, values in table.items()]
+    mean = [_mean(values) for values in zip(*(row[1:] for row in rows))]
+    _print_grid(title, ['severity', '1', '2', '3', '4', '5', 'mean'], [*rows, ['mean', *mean]])
+
+
+def _print_grid(title: str, columns: list[str], rows: list[list]) -> None:
+    """Print a table of names, and of numbers with two digits."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f'\n{title}', title_justify='left', box=None, pad_edge=False, header_style='bold')
+    for number, column in enumerate(columns):
+        table.add_column(column, justify='right' if number else 'left', overflow='fold')
+    for row in rows:
+        table.add_row(*('–' if cell is None else f'{cell:.2f}' if isinstance(cell, float) else cell for cell in row))
+    console = Console()
+    Console(width=None if console.is_terminal else 160).print(table)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    values = list(values)
+    return None if None in values else sum(values) / len(values)
+
+
 def _short(name: str, names: Iterable[str]) -> str:
     """The last part of a folder's path, where that is enough to tell it from the others."""
     short = Path(name).name
     return short if sum(Path(other).name == short for other in names) == 1 else name
 
 
+def _cell(value):
+    """A value as a cell of a CSV file."""
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
 def _plain(value):
     """Replace nan, which JSON does not have, by None."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and isnan(value) else value

@@ -3,30 +3,40 @@
 Examples:
     vitzoo validate runs/cvt_ls_13
     vitzoo validate 'deit_*' resnet50 --data-dir imagenet --results-file results.csv --plot curves.png
+    vitzoo validate cvt_ls_13 --suite robust --data-root variants --results-file robustness.csv
+    vitzoo validate runs/photos --data-dir photos --corrupt
+    vitzoo validate cvt_ls_13 --data-dir imagenet --save-predictions predictions.csv
+    vitzoo validate --from-predictions predictions.csv
     accelerate launch --num_processes 4 validate.py cvt_ls_13 --data-dir imagenet
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
-from vitzoo.data import Images, eval_loader, eval_transform, open_dataset
+from vitzoo.data import Images, eval_transform, open_dataset
+from vitzoo.data.variants import Found
 from vitzoo.errors import UserError, run_command
 from vitzoo.launch import start_missing_processes
 from vitzoo.load import find_models, fit_data_config, label_names, load_model, read_about
-from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, evaluate
+from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarise
+from vitzoo.metrics.predictions import FORMATS, Predictions, read_predictions, write_predictions
 from vitzoo.metrics.speed import PeakMemory, images_per_second
 from vitzoo.options import add_model_options, autocast
-from vitzoo.results import check_output, plot_curves, print_health, print_table, write_results
+from vitzoo.results import KEYS, check_output, plot_curves, print_health, print_robustness, print_table, write_results
+from vitzoo.robust import check_classes, evaluate_corruptions, evaluate_suite, open_suite
+from vitzoo.scoring import score_dataset
 
 DATA_DIR_HELP = """class folders, in a folder, .tar or .zip, or one that holds them in val/, validation/ or test/, or
 WebDataset shards (wds/FOLDER), or data of torchvision or Hugging Face (torch/NAME, hfds/NAME); by default the bundled
-sample"""
+sample, or with --suite none"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -43,23 +53,26 @@ def validate(argv: list[str] | None = None) -> list[dict]:
     """
     args = parse_args(argv)
     names = find_models(args.models)
-    if args.checkpoint and len(names) > 1:
-        raise UserError(f'--checkpoint {args.checkpoint} is for one model, and there are {len(names)}')
-    if args.results_file:
-        check_output(args.results_file, ('.csv', '.json'))
-    if args.plot:
-        check_output(args.plot, ('.png', '.pdf', '.svg'))
+    for option in ('checkpoint', 'save_predictions'):
+        if getattr(args, option) and len(names) > 1:
+            flag = option.replace('_', '-')
+            raise UserError(f'--{flag} {getattr(args, option)} is for one model, and there are {len(names)}')
+    _check_outputs(args)
+    if args.from_predictions:
+        return [_validate_predictions(args)]
     accelerator = _accelerator()
     is_main = accelerator is None or accelerator.is_main_process
+    suite = open_suite(args.data_root, args.allow_partial, is_main) if args.suite else []
     records = []
     for name in names:
-        records.append(validate_model(name, args, accelerator))
+        records.append(validate_model(name, args, accelerator, suite))
         if is_main and args.results_file:
             # after every model, so that an interrupted run keeps what it has
             write_results(args.results_file, records)
     if is_main:
         print_table(records, _title(args, records[0]['n']))
         print_health(records)
+        print_robustness(records)
         if args.plot:
             plot_curves(args.plot, records)
     return records
@@ -69,27 +82,33 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser('vitzoo validate', description=__doc__.partition('\n')[0])
     add = parser.add_argument
-    add('models', nargs='+', metavar='MODEL', help='a timm name, a wildcard in quotes, or a folder that training wrote')
-    add('--data-dir', default='sample', metavar='DIR', help=DATA_DIR_HELP)
+    add('models', nargs='*', metavar='MODEL', help='a timm name, a wildcard in quotes, or a folder that training wrote')
+    add('--data-dir', metavar='DIR', help=DATA_DIR_HELP)
     add('--no-data', action='store_true', help='report only what needs no images')
     add('--random-weights', action='store_true', help='do not fetch published weights')
     add_model_options(parser)
     add('--results-file', metavar='FILE', help='write one record per model, .csv or .json')
     add('--plot', metavar='FILE', help='draw the oversmoothing curves, .png')
     add('--health', action='store_true', help='compare what approximates softmax attention with it, in a second pass')
+    add('--save-predictions', metavar='FILE', help='write what the model says of each image, .csv, or .npz with logits')
+    add('--from-predictions', metavar='FILE', help='compute the accuracy again from such a file, without a model')
+    add('--corrupt', action='store_true', help="also evaluate under ImageNet-C's 15 corruptions at 5 severities")
+    add('--suite', choices=['robust'], help='also evaluate on the variants of ImageNet that lie in --data-root')
+    add('--data-root', metavar='DIR', help='the folder with imagenet-a, imagenet-c, imagenetv2-… (docs/robustness.md)')
+    add('--allow-partial', action='store_true', help='let images of the suite be missing; the columns say so')
     args = parser.parse_args(argv)
-    if args.no_data and args.plot:
-        parser.error('--plot draws oversmoothing curves, which need images: drop --no-data')
-    if args.no_data and args.health:
-        parser.error('--health compares attention on images: drop --no-data')
+    if args.data_dir is None and not args.suite:
+        args.data_dir = 'sample'
+    _check_args(parser, args)
     return args
 
 
-def validate_model(name: str, args: argparse.Namespace, accelerator=None) -> dict:
+def validate_model(name: str, args: argparse.Namespace, accelerator=None, suite: Sequence[Found] = ()) -> dict:
     """Measure one model and return its record; what needs images is None with --no-data.
 
     The oversmoothing curve is None also for a model without feature maps of its blocks, health for one in which nothing
-    approximates softmax attention.
+    approximates softmax attention. With a suite and no data of one's own, the accuracy is that on ImageNet's validation
+    set.
     """
     device = args.device if accelerator is None else accelerator.device
     with PeakMemory(device) as memory:
@@ -104,7 +123,7 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None) -> dic
         with autocast(device, args.amp_dtype):
             data_config = fit_data_config(name, model, args.img_size)
             probe = _find_probe(model, data_config['input_size'])
-            scores = {} if args.no_data else _evaluate(name, model, data_config, probe, args, accelerator)
+            scores = _evaluate(name, model, data_config, probe, suite, args, accelerator)
             speed = _measure_speed(model, data_config['input_size'], args.batch_size, accelerator)
     with autocast(device, args.amp_dtype):
         # exact attention needs memory that is not the model's
@@ -113,13 +132,14 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None) -> dic
     return dict(
         model=name,
         weights=weights,
-        **{key: scores.get(key) for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing', 'map')},
+        **{key: scores.pop(key, None) for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing', 'map')},
         params=sum(parameter.numel() for parameter in model.parameters()),
         gmacs=count_macs(model, (height, width)) / 1e9,
         img_size=height if height == width else f'{height}x{width}',
         images_per_second=speed,
         peak_memory_mb=memory.megabytes,
         health=health,
+        **scores,
     )
 
 
@@ -154,24 +174,78 @@ def open_validation_data(data_dir: str, model: nn.Module, transform=None, run: s
     return dataset
 
 
-def _evaluate(name: str, model: nn.Module, data_config: dict, probe, args: argparse.Namespace, accelerator) -> dict:
-    """Evaluate a model on the validation data, this process's share of it where several run."""
-    from rich.console import Console
-    from rich.progress import Progress
+def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
+    if bool(args.models) == bool(args.from_predictions):
+        parser.error('name at least one MODEL, or give --from-predictions FILE alone')
+    if bool(args.suite) != bool(args.data_root):
+        parser.error('--suite robust and --data-root DIR go together')
+    if args.suite and args.no_data:
+        parser.error('--suite needs images: drop --no-data')
+    for option in ('plot', 'health', 'save_predictions', 'corrupt'):
+        if getattr(args, option) and (args.no_data or args.data_dir is None):
+            remedy = 'drop --no-data' if args.no_data else 'name them with --data-dir'
+            parser.error(f'--{option.replace("_", "-")} needs images: {remedy}')
 
-    dataset = open_validation_data(args.data_dir, model, eval_transform(data_config), run=name)
-    share = dict(rank=accelerator.process_index, world=accelerator.num_processes) if accelerator is not None else {}
-    loader = eval_loader(dataset, args.batch_size, args.workers, **share)
-    console = Console(stderr=True)
-    hidden = bool(share.get('rank')) or not console.is_terminal
-    if dataset.is_held_out and not share.get('rank'):
-        print(
-            f'vitzoo: of {args.data_dir}, the {len(dataset)} images that {name} held out of its training',
-            file=sys.stderr,
-        )
-    with Progress(console=console, disable=hidden) as bar, probe or nullcontext():
-        task = bar.add_task(name, total=len(loader))
-        return evaluate(model, loader, accelerator, progress=lambda n: bar.advance(task), probe=probe)
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuse a file that cannot be written before the work begins."""
+    formats = dict(results_file=('.csv', '.json'), plot=('.png', '.pdf', '.svg'), save_predictions=FORMATS)
+    for option, suffixes in formats.items():
+        if getattr(args, option):
+            check_output(getattr(args, option), suffixes)
+
+
+def _validate_predictions(args: argparse.Namespace) -> dict:
+    """Compute the record of a file of predictions, which has no more than accuracies."""
+    scores = summarise(read_predictions(args.from_predictions).columns)
+    record = dict.fromkeys(KEYS) | {key: scores.get(key) for key in ('top1', 'top5', 'loss', 'n', 'map')}
+    record |= dict(model=args.from_predictions, weights='predictions')
+    if args.results_file:
+        write_results(args.results_file, [record])
+    print('{model}: top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {loss:.3f}, {n:,} images'.format(**record))
+    return record
+
+
+def _evaluate(
+    name: str,
+    model: nn.Module,
+    data_config: dict,
+    probe,
+    suite: Sequence[Found],
+    args: argparse.Namespace,
+    accelerator,
+) -> dict:
+    """Everything that needs images but health: accuracy, and what --corrupt and --suite add to it."""
+    if suite:
+        check_classes(name, model)
+    scores = {}
+    if not args.no_data and args.data_dir is not None:
+        images = open_validation_data(args.data_dir, model, eval_transform(data_config), run=name)
+        columns = _score(name, model, images, probe, args, accelerator)
+        scores = {key: value for key, value in summarise(columns).items() if not key.startswith('correct')}
+        if args.save_predictions and (accelerator is None or accelerator.is_main_process):
+            files = [images.filename(index) for index in range(len(images))]
+            write_predictions(args.save_predictions, Predictions(files, dict(enumerate(images.class_names)), columns))
+        if args.corrupt:
+            images.transform = None
+            scores |= evaluate_corruptions(name, model, images, scores['top1'], data_config, args, accelerator)
+    if suite:
+        columns = evaluate_suite(name, model, suite, data_config, args, accelerator)
+        scores = {key: columns.get(f'imagenet_{key}') for key in ('top1', 'top5', 'n')} | scores | columns
+    return scores
+
+
+def _score(name: str, model: nn.Module, images: Images, probe, args: argparse.Namespace, accelerator) -> dict:
+    """Score the validation images with a probe, if there is one, watching."""
+    if images.is_held_out and (accelerator is None or accelerator.is_main_process):
+        share = f'the {len(images)} images that {name} held out of its training'
+        print(f'vitzoo: of {args.data_dir}, {share}', file=sys.stderr)
+    if images.is_multi_label and (args.save_predictions or '').lower().endswith('.csv'):
+        raise UserError(f'{args.data_dir} has several labels for an image: save the predictions as .npz')
+    score = partial(rank_classes, keep_logits=(args.save_predictions or '').lower().endswith('.npz'))
+    with probe or nullcontext():
+        return score_dataset(name, model, images, score, args, accelerator, probe)
 
 
 @torch.no_grad()
@@ -201,7 +275,8 @@ def _measure_health(
         # an image shows what each mixer has to say, also to a process with no share of the data
         model(torch.zeros(1, *data_config['input_size'], device=next(model.parameters()).device))
     probe.per_image()
-    return probe.report(_evaluate(name, model, data_config, probe, args, accelerator)[probe.key])
+    images = open_validation_data(args.data_dir, model, eval_transform(data_config), run=name)
+    return probe.report(summarise(_score(name, model, images, probe, args, accelerator))[probe.key])
 
 
 def _measure_speed(model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator) -> float | None:
@@ -230,7 +305,9 @@ def _accelerator():
 
 def _title(args: argparse.Namespace, num_images: int | None) -> str:
     device = torch.cuda.get_device_name(args.device) if args.device.type == 'cuda' else args.device.type
-    data = 'no images' if args.no_data else f'{num_images:,} images of {args.data_dir}'
+    data = f'the suite in {args.data_root}' if args.suite else 'no images'
+    if num_images is not None:
+        data = f'{num_images:,} images of {args.data_dir or "ImageNet"}'
     world = int(os.environ.get('WORLD_SIZE', '1'))
     processes = f', {world} processes' if world > 1 else ''
     return f'{data}, {device}, {args.amp_dtype}, batches of {args.batch_size}{processes}'

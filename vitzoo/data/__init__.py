@@ -2,7 +2,13 @@
 
 from vitzoo.data.folder import Images, open_dataset
 from vitzoo.data.loader import eval_loader, train_loader
-from vitzoo.data.transforms import Normalize, eval_transform, resolve_data_config, train_transform
+from vitzoo.data.transforms import (
+    Normalize,
+    eval_transform,
+    resolve_data_config,
+    split_eval_transform,
+    train_transform,
+)
 
 __all__ = [
     'Images',
@@ -11,6 +17,7 @@ __all__ = [
     'eval_transform',
     'open_dataset',
     'resolve_data_config',
+    'split_eval_transform',
     'train_loader',
     'train_transform',
 ]

@@ -17,7 +17,7 @@ from timm.data import create_transform, resolve_input_data_config
 from timm.data.auto_augment import posterize
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor, nn
-from torchvision.transforms import Compose, Grayscale, PILToTensor, ToPILImage
+from torchvision.transforms import Compose, Grayscale, PILToTensor, ToPILImage, ToTensor
 from torchvision.transforms.v2.functional import resize
 
 from vitzoo.data.image import read_crop
@@ -58,6 +58,13 @@ def eval_transform(data_config: dict) -> Compose:
     """timm's evaluation transform for a data config."""
     to_channels = _to_channels(data_config)
     return Compose(to_channels + [create_transform(**data_config, is_training=False)])
+
+
+def split_eval_transform(data_config: dict) -> tuple[Compose, Compose]:
+    """Evaluation in two parts: what makes a colour image the model's size, and what makes it the model's input."""
+    steps = create_transform(**data_config, is_training=False).transforms
+    first = next(number for number, step in enumerate(steps) if isinstance(step, ToTensor))
+    return Compose(steps[:first]), Compose(_to_channels(data_config) + steps[first:])
 
 
 def train_transform(recipe, data_config: dict) -> 'TrainTransform':

@@ -1,8 +1,19 @@
 """What is measured about a model: accuracy, multiply-accumulates, speed and memory, oversmoothing, health."""
 
-from vitzoo.metrics.accuracy import evaluate
+from vitzoo.metrics.accuracy import evaluate, mark_hits, rank_classes, score_images, summarise
 from vitzoo.metrics.flops import count_macs
 from vitzoo.metrics.health import HealthProbe, health
 from vitzoo.metrics.oversmoothing import OversmoothingProbe, oversmoothing
 
-__all__ = ['HealthProbe', 'OversmoothingProbe', 'count_macs', 'evaluate', 'health', 'oversmoothing']
+__all__ = [
+    'HealthProbe',
+    'OversmoothingProbe',
+    'count_macs',
+    'evaluate',
+    'health',
+    'mark_hits',
+    'oversmoothing',
+    'rank_classes',
+    'score_images',
+    'summarise',
+]

@@ -1,0 +1,92 @@
+"""What a model said about each image, in a file from which its accuracies can be computed again.
+
+.csv    one row per image: index, file, label, loss, and the five likeliest classes with their names and probabilities;
+        not for data with several labels for an image
+.npz    the same as arrays, and all logits, for calibration, ensembles and other sets of classes
+"""
+
+import csv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitzoo.errors import UserError
+
+FORMATS = ('.csv', '.npz')
+
+
+@dataclass
+class Predictions:
+    """The columns of `rank_classes` for the images of a dataset, in its order.
+
+    Attributes:
+        files: Name of each image, relative to its dataset.
+        class_names: Name of each class index; from a .csv, of those that occur in it.
+        columns: label (N,), or with several labels for an image (N, num_classes) of booleans; loss (N,); top (N, k) and
+            prob (N, k), where k is at most 5; logits (N, num_classes) if they were kept, oversmoothing (N, blocks)
+            where it was measured.
+    """
+
+    files: list[str]
+    class_names: dict[int, str]
+    columns: dict[str, Tensor]
+
+
+def write_predictions(path: str, predictions: Predictions) -> None:
+    """Write predictions to a .csv file, or to an .npz file, which holds every column."""
+    columns = {name: column.numpy() for name, column in predictions.columns.items()}
+    if Path(path).suffix.lower() == '.npz':
+        names = np.array([predictions.class_names[label] for label in sorted(predictions.class_names)])
+        np.savez(path, files=np.array(predictions.files), class_names=names, **columns)
+        return
+    ranks = range(1, columns['top'].shape[1] + 1)
+    ranked = [f'{key}{rank}{end}' for rank in ranks for key, end in (('top', ''), ('top', '_name'), ('prob', ''))]
+    with open(path, 'w', newline='') as file:
+        writer = csv.writer(file)
+        writer.writerow(['index', 'file', 'label', 'label_name', 'loss', *ranked])
+        rows = zip(predictions.files, *(columns[name].tolist() for name in ('label', 'loss', 'top', 'prob')))
+        for index, (name, label, loss, top, prob) in enumerate(rows):
+            ranked = [value for c, p in zip(top, prob) for value in (c, predictions.class_names[c], p)]
+            writer.writerow([index, name, label, predictions.class_names[label], loss, *ranked])
+
+
+def read_predictions(path: str) -> Predictions:
+    """Read what `write_predictions` wrote.
+
+    Raises:
+        UserError: There is no such file, or it is not one of predictions.
+    """
+    try:
+        return (_read_npz if Path(path).suffix.lower() == '.npz' else _read_csv)(path)
+    except OSError as error:
+        raise UserError(f"cannot read the predictions '{path}': {error.strerror or error}") from error
+    except (KeyError, ValueError, TypeError, IndexError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"'{path}' is not a file that --save-predictions wrote: {error!r}") from error
+
+
+def _read_npz(path: str) -> Predictions:
+    with np.load(path) as file:
+        arrays = dict(file)
+    files, class_names = arrays.pop('files').tolist(), dict(enumerate(arrays.pop('class_names').tolist()))
+    if not {'label', 'loss', 'top', 'prob'} <= arrays.keys():
+        raise ValueError(f'it holds only {", ".join(arrays)}')
+    return Predictions(files, class_names, {name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def _read_csv(path: str) -> Predictions:
+    with open(path, newline='') as file:
+        rows = list(csv.DictReader(file))
+    ranks = range(1, sum(key.startswith('prob') for key in rows[0]) + 1)
+    class_names = {int(row['label']): row['label_name'] for row in rows}
+    class_names |= {int(row[f'top{rank}']): row[f'top{rank}_name'] for row in rows for rank in ranks}
+    columns = dict(
+        label=torch.tensor([int(row['label']) for row in rows]),
+        loss=torch.tensor([float(row['loss']) for row in rows]),
+        top=torch.tensor([[int(row[f'top{rank}']) for rank in ranks] for row in rows]),
+        prob=torch.tensor([[float(row[f'prob{rank}']) for rank in ranks] for row in rows]),
+    )
+    return Predictions([row['file'] for row in rows], dict(sorted(class_names.items())), columns)
