@@ -150,4 +150,4 @@ def test_machines_that_share_no_folder_are_told_at_the_start(images, tmp_path):
     outcome = start_processes(2, train_apart, [*RUN, '--data-dir', images], str(tmp_path / 'run'))
     assert outcome.codes == [2, 2]
     (line,) = (line for line in outcome.err.splitlines() if line.startswith('vitzoo: error:'))
-    assert 'all machines must share the output folder' in line
+    assert 'must be one that all machines share' in line
