@@ -167,7 +167,8 @@ def test_without_data_everything_else_is_reported(tmp_path, capsys):
         assert tuple(record) == KEYS
         assert all(record[key] is None for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing'))
         assert all(record[key] > 0 for key in ('params', 'gmacs', 'img_size', 'images_per_second', 'peak_memory_mb'))
-        assert record['model'] in table
+        assert record['gflops'] == 2 * record['gmacs']
+        assert all(text in table for text in (record['model'], f'{record["gmacs"]:.3f}', f'{record["gflops"]:.3f}'))
 
 
 def test_results_files_and_the_figure_hold_every_model(data, trained, tmp_path, capsys):

@@ -17,6 +17,7 @@ KEYS = (
     'n',
     'params',
     'gmacs',
+    'gflops',
     'img_size',
     'images_per_second',
     'peak_memory_mb',
@@ -31,7 +32,7 @@ HEADINGS = {
     'map': ('mAP\n%', '.2f'),
     'loss': ('\nloss', '.3f'),
     'params': ('params\nM', '.2f'),
-    'gmacs': ('\nGMACs', '.3f'),
+    'gmacs': ('GMACs\nGFLOPs', '.3f'),
     'img_size': ('\nsize', ''),
     'images_per_second': ('images\n/s', ',.0f'),
     'peak_memory_mb': ('peak\nMB', ',.0f'),
@@ -101,8 +102,10 @@ def print_table(records: list[dict], title: str) -> None:
     for record in records:
         curve = record['oversmoothing']
         shown = {**record, 'params': record['params'] / 1e6, 'oversmoothing': curve[-1] if curve else None}
-        numbers = ['–' if shown[key] is None else format(shown[key], form) for key, (_, form) in headings.items()]
-        table.add_row(Text(record['model']).append(f'\n{record["weights"]}', style='dim'), *numbers)
+        cells = {key: '–' if shown[key] is None else format(shown[key], form) for key, (_, form) in headings.items()}
+        # one under the other as in the heading, so that nobody takes one for the other
+        cells['gmacs'] += f'\n{record["gflops"]:.3f}'
+        table.add_row(Text(record['model']).append(f'\n{record["weights"]}', style='dim'), *cells.values())
     console = Console()
     # a file has no width that a long name would have to be folded to
     Console(width=None if console.is_terminal else 160).print(table)

@@ -129,12 +129,14 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None, suite:
         # exact attention needs memory that is not the model's
         health = _measure_health(name, model, data_config, args, accelerator) if args.health else None
     height, width = data_config['input_size'][1:]
+    gmacs = count_macs(model, (height, width)) / 1e9
     return dict(
         model=name,
         weights=weights,
         **{key: scores.pop(key, None) for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing', 'map')},
         params=sum(parameter.numel() for parameter in model.parameters()),
-        gmacs=count_macs(model, (height, width)) / 1e9,
+        gmacs=gmacs,
+        gflops=2 * gmacs,
         img_size=height if height == width else f'{height}x{width}',
         images_per_second=speed,
         peak_memory_mb=memory.megabytes,

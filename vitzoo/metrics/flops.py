@@ -1,7 +1,8 @@
 """Multiply-accumulates (MACs) of one image, counted on the meta device with attention in its textbook form.
 
-The "FLOPs" of the vision papers are MACs: one multiplication and one addition. Matrix products and convolutions count;
-element-wise work, reductions and copies do not.
+The "FLOPs" of the vision papers are MACs: one multiplication and one addition. Matrix products and convolutions count,
+and Fourier transforms; activations, norms, reductions and copies do not. Inside a token mixer products of two tensors
+and pooling count too, because they are how Hydra, AFT and PoolFormer mix.
 """
 
 import copy
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from vitzoo.errors import UserError
+from vitzoo.mixers import TokenMixer
 
 # what needs no formula, beside the ops that carry torch's own tag of a view or of point-wise work (which some
 # activations lack, more of them in older versions)
@@ -39,6 +41,25 @@ FREE_OPS = {
 FREE_OP_NAMES = frozenset(name for names in FREE_OPS.values() for name in names.split())
 
 
+def _product_macs(out: torch.Tensor, *factors) -> int:
+    """A product with a number is a change of scale, not of tokens."""
+    is_mixing = all(isinstance(factor, torch.Tensor) and factor.numel() > 1 for factor in factors)
+    return out.numel() if is_mixing else 0
+
+
+def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *args) -> int:
+    """The depthwise convolution with equal weights."""
+    return out.numel() * kernel_size[0] * kernel_size[-1]
+
+
+# what is element-wise and mixes tokens, if a token mixer does it; elsewhere these are gates, layer scale, downsampling
+MIXING_OPS = {
+    torch.ops.aten.mul: _product_macs,
+    torch.ops.aten.mul_: _product_macs,
+    torch.ops.aten.avg_pool2d: _pooling_macs,
+}
+
+
 def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) -> int:
     """Count the multiply-accumulates of one image; the model itself is neither run nor changed.
 
@@ -57,19 +78,17 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
     for module in model.modules():
         if hasattr(module, 'fused_attn'):
             module.fused_attn = False
-    watcher, counter = _OpWatcher(), FlopCounterMode(display=False)
     try:
-        # the watcher stands outside the counter, so that it sees what composite ops are made of
-        with torch.no_grad(), torch.device('meta'), sdpa_kernel(SDPBackend.MATH), watcher, counter:
-            model(images)
+        with torch.device('meta'):
+            macs, uncounted = run_and_count(model, images)
     except NotImplementedError as error:
         raise UserError(f'cannot count the MACs of {model_name} on the meta device: {error}') from error
-    if watcher.uncounted:
+    if uncounted:
         raise UserError(
-            f'cannot count the MACs of {model_name}: no formula for {", ".join(sorted(watcher.uncounted))}; '
+            f'cannot count the MACs of {model_name}: no formula for {", ".join(sorted(uncounted))}; '
             'add one with torch.utils.flop_counter.register_flop_formula'
         )
-    return counter.get_total_flops() // 2
+    return macs
 
 
 def input_shape(model: nn.Module, img_size: int | tuple[int, int] | None = None) -> tuple[int, int, int]:
@@ -80,19 +99,48 @@ def input_shape(model: nn.Module, img_size: int | tuple[int, int] | None = None)
     return channels, height, width
 
 
+@torch.no_grad()
+def run_and_count(model: nn.Module, images: torch.Tensor) -> tuple[int, set[str]]:
+    """Run a model, on any device, and return its MACs and the names of the operations that have no formula."""
+    watcher, counter = _OpWatcher(), FlopCounterMode(display=False)
+    hooks = []
+    for mixer in model.modules():
+        if isinstance(mixer, TokenMixer):
+            hooks += [mixer.register_forward_pre_hook(watcher.enter), mixer.register_forward_hook(watcher.leave)]
+    try:
+        # the watcher stands outside the counter, so that it sees what composite ops are made of
+        with sdpa_kernel(SDPBackend.MATH), watcher, counter:
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counter.get_total_flops() // 2 + watcher.mixing_macs, watcher.uncounted
+
+
 class _OpWatcher(TorchDispatchMode):
-    """Collects the names of the operations that nobody counts and that are not free."""
+    """Counts what token mixers do element-wise, and collects the operations that nobody counts and are not free."""
 
     def __init__(self):
         super().__init__()
         self.uncounted = set()
+        self.mixing_macs = 0
+        self.depth = 0
+
+    def enter(self, mixer: TokenMixer, args: tuple) -> None:
+        self.depth += 1
+
+    def leave(self, mixer: TokenMixer, args: tuple, output: torch.Tensor) -> None:
+        self.depth -= 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         packet = func._overloadpacket
         cheap = func.is_view or torch.Tag.pointwise in func.tags or packet.__name__.rstrip('_') in FREE_OP_NAMES
         if packet not in flop_registry and not (cheap and func.namespace in ('aten', 'prim', 'prims')):
             self.uncounted.add(str(packet))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if self.depth and packet in MIXING_OPS:
+            self.mixing_macs += MIXING_OPS[packet](out, *args)
+        return out
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
