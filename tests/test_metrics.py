@@ -2,7 +2,6 @@ import copy
 import json
 import os
 import socket
-from math import isnan
 
 import pytest
 import timm
@@ -15,7 +14,6 @@ import vitzoo
 from vitzoo.data import eval_loader
 from vitzoo.errors import UserError
 from vitzoo.metrics import OversmoothingProbe, count_macs, evaluate, oversmoothing
-from vitzoo.metrics.oversmoothing import mean_cosine
 from vitzoo.metrics.speed import CLEAR_REFS, PeakMemory, images_per_second
 
 SIZES = (1, 3, 5, 10, 17, 22)
@@ -353,120 +351,6 @@ def test_a_fast_path_is_counted_by_its_plain_form():
 def test_every_mixer_can_be_counted(mixer):
     model = timm.create_model(f'deit_{mixer}_tiny', img_size=64, depth=1)
     assert count_macs(model) > 16 * 192 * 192 * 8
-
-
-def brute_force(tokens: torch.Tensor, absolute: bool = False, include_self: bool = False) -> float:
-    pairs = []
-    for i, a in enumerate(tokens.double()):
-        for j, b in enumerate(tokens.double()):
-            cosine = (a @ b / (a.norm() * b.norm())).item()
-            pairs += [abs(cosine) if absolute else cosine] if i != j or include_self else []
-    return sum(pairs) / len(pairs)
-
-
-@pytest.mark.parametrize('num_tokens', (4, 49, 196))
-def test_random_tokens_are_not_alike(num_tokens):
-    cosine = mean_cosine(torch.randn(64, num_tokens, 192, generator=torch.Generator().manual_seed(0)))
-    assert cosine.mean().item() == pytest.approx(0, abs=0.01)
-
-
-@pytest.mark.parametrize('num_tokens', (2, 49, 3136))
-def test_identical_tokens_are_alike(num_tokens):
-    tokens = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).expand(2, num_tokens, 64)
-    torch.testing.assert_close(mean_cosine(tokens), torch.ones(2), rtol=0, atol=1e-5)
-
-
-def test_two_orthogonal_clusters_share_only_their_own_pairs():
-    tokens = torch.eye(2).repeat_interleave(torch.tensor([3, 5]), dim=0)[None]
-    assert mean_cosine(tokens).item() == pytest.approx((3 * 2 + 5 * 4) / (8 * 7))
-    opposite = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])[None]
-    assert mean_cosine(opposite).item() == pytest.approx(-1)
-    assert mean_cosine(opposite, absolute=True).item() == pytest.approx(1)
-
-
-@pytest.mark.parametrize('absolute', (True, False))
-@pytest.mark.parametrize('include_self', (True, False))
-def test_mean_cosine_equals_brute_force(absolute, include_self):
-    tokens = torch.randn(3, 11, 5, generator=torch.Generator().manual_seed(0)) + 0.3
-    cosine = mean_cosine(tokens, absolute=absolute, include_self=include_self)
-    expected = [brute_force(image, absolute, include_self) for image in tokens]
-    assert cosine.tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_single_token_has_no_similarity():
-    assert mean_cosine(torch.ones(2, 1, 8)).isnan().all()
-    assert mean_cosine(torch.ones(2, 1, 8), absolute=True).isnan().all()
-    model = timm.create_model('deit_softmax_tiny', img_size=16, depth=1)
-    assert isnan(oversmoothing(model, torch.randn(2, 3, 16, 16))[0])
-
-
-def record_outputs(model: nn.Module, blocks: list[nn.Module], images: torch.Tensor) -> list[torch.Tensor]:
-    outputs = []
-    hooks = [block.register_forward_hook(lambda block, args, output: outputs.append(output)) for block in blocks]
-    with torch.no_grad():
-        model(images)
-    for hook in hooks:
-        hook.remove()
-    return outputs
-
-
-@pytest.mark.parametrize('name', ('deit_softmax_tiny', 'deit_tiny_distilled_patch16_224'))
-@pytest.mark.parametrize('include_cls', (True, False))
-def test_prefix_tokens_count_only_on_request(name, include_cls):
-    torch.manual_seed(0)
-    model = timm.create_model(name, img_size=48, depth=2).eval()
-    images = torch.randn(2, 3, 48, 48)
-    outputs = record_outputs(model, list(model.blocks), images)
-    first = 0 if include_cls else model.num_prefix_tokens
-    expected = [sum(brute_force(image[first:]) for image in output) / 2 for output in outputs]
-    assert oversmoothing(model, images, include_cls=include_cls) == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize('name', ('cvt_13', 'vil_ls_tiny'))
-def test_every_block_of_a_pyramid_has_its_value(name):
-    model = timm.create_model(name, img_size=64).eval()
-    curve = oversmoothing(model, torch.randn(1, 3, 64, 64))
-    assert len(curve) == sum(type(module).__name__ == 'Block' for module in model.modules())
-    assert all(-1 <= value <= 1 for value in curve if not isnan(value))
-
-
-@pytest.mark.parametrize(
-    ('name', 'size', 'stages', 'layout'),
-    [
-        ('test_resnet', 64, ('act1', 'layer1', 'layer2', 'layer3', 'layer4'), 'NCHW'),
-        ('swin_tiny_patch4_window7_224', 64, ('layers.0', 'layers.1', 'layers.2', 'layers.3'), 'NHWC'),
-        ('cait_xxs24_224', 224, ('blocks.0', 'blocks.23'), 'NLC'),
-    ],
-)
-def test_feature_maps_of_timm_models_are_tokens(name, size, stages, layout):
-    torch.manual_seed(0)
-    model = timm.create_model(name, **({} if layout == 'NCHW' else dict(img_size=size))).eval()
-    images = torch.randn(1, 3, size, size)
-    outputs = record_outputs(model, [model.get_submodule(stage) for stage in stages], images)
-    tokens = [output.permute(0, 2, 3, 1) if layout == 'NCHW' else output for output in outputs]
-    expected = [mean_cosine(token.flatten(1, -2)).item() for token in tokens]
-    with torch.no_grad(), OversmoothingProbe(model) as probe:
-        model(images)
-    curve = dict(zip(probe.names, probe.curve()))
-    assert [curve[stage] for stage in stages] == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_model_without_blocks_says_so():
-    with pytest.raises(UserError, match='no oversmoothing curve for Flatten'):
-        OversmoothingProbe(nn.Flatten())
-    model = timm.create_model('pit_ti_224')
-    with pytest.raises(UserError, match='no single feature map'):
-        oversmoothing(model, torch.randn(1, 3, 224, 224))
-
-
-def test_a_probe_streams_and_leaves_no_hooks():
-    model = timm.create_model('test_vit', img_size=32).eval()
-    images = torch.randn(5, 3, 32, 32)
-    with torch.no_grad(), OversmoothingProbe(model) as probe:
-        for batch in images.split(2):
-            model(batch)
-    assert probe.curve() == pytest.approx(oversmoothing(model, images), abs=1e-5)
-    assert not model._forward_pre_hooks and not any(module._forward_hooks for module in model.modules())
 
 
 def test_evaluation_reads_the_probe_of_each_image_once():

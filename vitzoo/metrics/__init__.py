@@ -3,7 +3,7 @@
 from vitzoo.metrics.accuracy import evaluate, mark_hits, rank_classes, score_images, summarise
 from vitzoo.metrics.flops import count_macs
 from vitzoo.metrics.health import HealthProbe, health
-from vitzoo.metrics.oversmoothing import OversmoothingProbe, oversmoothing
+from vitzoo.metrics.oversmoothing import OversmoothingProbe, oversmoothing, token_statistics
 
 __all__ = [
     'HealthProbe',
@@ -16,4 +16,5 @@ __all__ = [
     'rank_classes',
     'score_images',
     'summarise',
+    'token_statistics',
 ]

@@ -101,6 +101,8 @@ class TokenMixer(nn.Module):
     Subclasses set `op` (fast) and `op_naive` (the specification) and state what a backbone may ask of them:
 
     * `attn_weights`: attention weights exist, so `attn_drop` can act on them;
+    * `token_weights`: `mix(q, k, v, grid_size)` is A v with weights A between tokens that do not depend on v, rows
+      summing to 1 (those of nystrom nearly), for a v of any width;
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
     * `has_rel_bias`: takes `rel_bias='table'`, a learned bias of relative positions;
     * `grid_bound`: has parameters for one grid size whatever the options, which `set_input_size` resamples;
@@ -111,6 +113,7 @@ class TokenMixer(nn.Module):
     """
 
     attn_weights = False
+    token_weights = False
     subsampled_kv = False
     has_rel_bias = False
     grid_bound = False

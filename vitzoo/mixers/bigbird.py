@@ -153,6 +153,7 @@ class BigBird(QKVMixer):
 
     attn_weights = True
     approximates_softmax = True
+    token_weights = True
     op = staticmethod(bigbird_attention)
     op_naive = staticmethod(bigbird_naive)
 

@@ -49,6 +49,7 @@ def _log_features(x: torch.Tensor) -> torch.Tensor:
 class Linear(QKVMixer):
     """Linear attention with the feature map elu(x) + 1."""
 
+    token_weights = True
     op = staticmethod(linear_attention)
     op_naive = staticmethod(linear_naive)
 

@@ -64,6 +64,7 @@ class Local(QKVMixer):
 
     attn_weights = True
     approximates_softmax = True
+    token_weights = True
     op = staticmethod(local_attention)
     op_naive = staticmethod(local_naive)
 

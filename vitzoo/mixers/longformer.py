@@ -129,6 +129,7 @@ class Longformer(QKVMixer):
     """
 
     attn_weights = True
+    token_weights = True
     has_rel_bias = True
     op = staticmethod(longformer_attention)
     op_naive = staticmethod(longformer_naive)

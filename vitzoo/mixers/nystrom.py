@@ -137,6 +137,7 @@ class Nystrom(QKVMixer):
     """
 
     approximates_softmax = True
+    token_weights = True
     op = staticmethod(nystrom_attention)
     op_naive = staticmethod(nystrom_naive)
 

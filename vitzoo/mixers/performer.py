@@ -89,6 +89,7 @@ class Performer(RandomFeatureMixer):
     The features are those of `seed` and the layer; other ones are drawn every `redraw_every` optimizer steps, if any.
     """
 
+    token_weights = True
     op = staticmethod(performer_attention)
     op_naive = staticmethod(performer_naive)
 

@@ -158,6 +158,7 @@ class Reformer(QKVMixer):
 
     attn_weights = True
     approximates_softmax = True
+    token_weights = True
     op = staticmethod(reformer_attention)
     op_naive = staticmethod(reformer_naive)
 

@@ -115,6 +115,7 @@ class Routing(QKVMixer):
 
     attn_weights = True
     approximates_softmax = True
+    token_weights = True
     op = staticmethod(routing_attention)
     op_naive = staticmethod(routing_naive)
 

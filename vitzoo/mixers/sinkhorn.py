@@ -162,6 +162,7 @@ class Sinkhorn(QKVMixer):
     """
 
     attn_weights = True
+    token_weights = True
     op = staticmethod(sinkhorn_attention)
     op_naive = staticmethod(sinkhorn_naive)
 

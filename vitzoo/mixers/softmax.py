@@ -62,6 +62,7 @@ class Softmax(QKVMixer):
     """
 
     attn_weights = True
+    token_weights = True
     subsampled_kv = True
     has_rel_bias = True
     op = staticmethod(softmax_attention)

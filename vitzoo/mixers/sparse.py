@@ -135,6 +135,7 @@ class Sparse(QKVMixer):
 
     attn_weights = True
     approximates_softmax = True
+    token_weights = True
     op = staticmethod(sparse_attention)
     op_naive = staticmethod(sparse_naive)
 

@@ -1,0 +1,320 @@
+"""How alike the tokens of an image are after each block, by every measure, against what can be counted by hand."""
+
+import json
+from math import isnan, log
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import vitzoo
+from vitzoo.errors import UserError
+from vitzoo.metrics import OversmoothingProbe, oversmoothing, token_statistics
+from vitzoo.metrics._attention import attention_weights
+from vitzoo.metrics.oversmoothing import (
+    MEASURES,
+    effective_rank,
+    head_similarity,
+    high_frequency_energy,
+    mean_cosine,
+    rank_one_residual,
+)
+
+
+def brute_force(tokens: torch.Tensor, absolute: bool = False, include_self: bool = False) -> float:
+    pairs = []
+    for i, a in enumerate(tokens.double()):
+        for j, b in enumerate(tokens.double()):
+            cosine = (a @ b / (a.norm() * b.norm())).item()
+            pairs += [abs(cosine) if absolute else cosine] if i != j or include_self else []
+    return sum(pairs) / len(pairs)
+
+
+@pytest.mark.parametrize('num_tokens', (4, 49, 196))
+def test_random_tokens_are_not_alike(num_tokens):
+    cosine = mean_cosine(torch.randn(64, num_tokens, 192, generator=torch.Generator().manual_seed(0)))
+    assert cosine.mean().item() == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize('num_tokens', (2, 49, 3136))
+def test_identical_tokens_are_alike(num_tokens):
+    tokens = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).expand(2, num_tokens, 64)
+    torch.testing.assert_close(mean_cosine(tokens), torch.ones(2), rtol=0, atol=1e-5)
+
+
+def test_two_orthogonal_clusters_share_only_their_own_pairs():
+    tokens = torch.eye(2).repeat_interleave(torch.tensor([3, 5]), dim=0)[None]
+    assert mean_cosine(tokens).item() == pytest.approx((3 * 2 + 5 * 4) / (8 * 7))
+    opposite = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])[None]
+    assert mean_cosine(opposite).item() == pytest.approx(-1)
+    assert mean_cosine(opposite, absolute=True).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize('absolute', (True, False))
+@pytest.mark.parametrize('include_self', (True, False))
+def test_mean_cosine_equals_brute_force(absolute, include_self):
+    tokens = torch.randn(3, 11, 5, generator=torch.Generator().manual_seed(0)) + 0.3
+    cosine = mean_cosine(tokens, absolute=absolute, include_self=include_self)
+    expected = [brute_force(image, absolute, include_self) for image in tokens]
+    assert cosine.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_single_token_has_no_similarity():
+    assert mean_cosine(torch.ones(2, 1, 8)).isnan().all()
+    assert mean_cosine(torch.ones(2, 1, 8), absolute=True).isnan().all()
+    model = timm.create_model('deit_softmax_tiny', img_size=16, depth=1)
+    assert isnan(oversmoothing(model, torch.randn(2, 3, 16, 16))[0])
+
+
+def record_outputs(model: nn.Module, blocks: list[nn.Module], images: torch.Tensor) -> list[torch.Tensor]:
+    outputs = []
+    hooks = [block.register_forward_hook(lambda block, args, output: outputs.append(output)) for block in blocks]
+    with torch.no_grad():
+        model(images)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+@pytest.mark.parametrize('name', ('deit_softmax_tiny', 'deit_tiny_distilled_patch16_224'))
+@pytest.mark.parametrize('include_cls', (True, False))
+def test_prefix_tokens_count_only_on_request(name, include_cls):
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=48, depth=2).eval()
+    images = torch.randn(2, 3, 48, 48)
+    outputs = record_outputs(model, list(model.blocks), images)
+    first = 0 if include_cls else model.num_prefix_tokens
+    expected = [sum(brute_force(image[first:]) for image in output) / 2 for output in outputs]
+    assert oversmoothing(model, images, include_cls=include_cls) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize('name', ('cvt_13', 'vil_ls_tiny'))
+def test_every_block_of_a_pyramid_has_its_value(name):
+    model = timm.create_model(name, img_size=64).eval()
+    curve = oversmoothing(model, torch.randn(1, 3, 64, 64))
+    assert len(curve) == sum(type(module).__name__ == 'Block' for module in model.modules())
+    assert all(-1 <= value <= 1 for value in curve if not isnan(value))
+
+
+@pytest.mark.parametrize(
+    ('name', 'size', 'stages', 'layout'),
+    [
+        ('test_resnet', 64, ('act1', 'layer1', 'layer2', 'layer3', 'layer4'), 'NCHW'),
+        ('swin_tiny_patch4_window7_224', 64, ('layers.0', 'layers.1', 'layers.2', 'layers.3'), 'NHWC'),
+        ('cait_xxs24_224', 224, ('blocks.0', 'blocks.23'), 'NLC'),
+    ],
+)
+def test_feature_maps_of_timm_models_are_tokens(name, size, stages, layout):
+    torch.manual_seed(0)
+    model = timm.create_model(name, **({} if layout == 'NCHW' else dict(img_size=size))).eval()
+    images = torch.randn(1, 3, size, size)
+    outputs = record_outputs(model, [model.get_submodule(stage) for stage in stages], images)
+    tokens = [output.permute(0, 2, 3, 1) if layout == 'NCHW' else output for output in outputs]
+    expected = [mean_cosine(token.flatten(1, -2)).item() for token in tokens]
+    found = token_statistics(model, images)
+    curve = dict(zip(found['blocks'], found['cosine']['mean']))
+    assert [curve[stage] for stage in stages] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_model_without_blocks_says_so():
+    with pytest.raises(UserError, match='cannot read the tokens of Flatten'):
+        OversmoothingProbe(nn.Flatten())
+    model = timm.create_model('pit_ti_224')
+    with pytest.raises(UserError, match='no single feature map'):
+        oversmoothing(model, torch.randn(1, 3, 224, 224))
+
+
+def test_statistics_do_not_depend_on_the_batches_and_leave_no_hooks():
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2).eval()
+    images = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    expected = token_statistics(model, images, MEASURES)
+    for batch_size in (1, 2, 5):
+        for batches in (images.split(batch_size), DataLoader(TensorDataset(images, torch.arange(5)), batch_size)):
+            found = token_statistics(model, batches, MEASURES)
+            for measure in MEASURES:
+                for key in ('mean', 'std'):
+                    assert found[measure][key] == pytest.approx(expected[measure][key], rel=1e-4, abs=1e-5)
+    assert not model._forward_pre_hooks and not any(module._forward_hooks for module in model.modules())
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_spread_is_that_of_the_images():
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2).eval()
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    alone = torch.tensor([oversmoothing(model, image[None]) for image in images])
+    found = token_statistics(model, images)['cosine']
+    assert found['mean'] == pytest.approx(alone.mean(dim=0).tolist(), abs=1e-5)
+    assert found['std'] == pytest.approx(alone.std(dim=0, correction=0).tolist(), abs=1e-5)
+
+
+def test_a_probe_keeps_one_number_per_image_and_block():
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2).eval()
+    with torch.no_grad(), OversmoothingProbe(model, measures=MEASURES) as probe:
+        for _ in range(3):
+            model(torch.randn(2, 3, 32, 32))
+        kept = [tensor for values in probe._values.values() for tensor in values]
+    assert {tensor.shape for tensor in kept} == {(2,)}
+    # a view would keep what it is a view of
+    assert all(tensor.untyped_storage().nbytes() <= 64 for tensor in kept)
+    assert probe.per_image().shape == (6, len(probe.names)) == (6, 2 * len(MEASURES))
+
+
+def test_an_unknown_measure_is_named():
+    with pytest.raises(UserError, match="unknown measure 'efective_rank', did you mean effective_rank?"):
+        OversmoothingProbe(timm.create_model('test_vit'), measures=['efective_rank'])
+
+
+@pytest.mark.parametrize(
+    ('name', 'stages'),
+    [
+        ('cvt_13', [0] + [1] * 2 + [2] * 10),
+        ('vil_tiny', [0, 1] + [2] * 9 + [3]),
+        ('deit_ls_tiny', [0] * 12),
+        ('resnet50', [0, 1, 2, 3, 4]),
+        ('vit_tiny_patch16_224', [0] * 12),
+    ],
+)
+def test_blocks_belong_to_stages(name, stages):
+    with torch.device('meta'):
+        model = timm.create_model(name)
+    assert OversmoothingProbe(model).blocks.stages == stages
+
+
+def rank_by_hand(image: torch.Tensor) -> float:
+    singular = torch.linalg.eigvalsh(image.double().T @ image.double()).clamp(min=0).sqrt()
+    shares = [share for share in (singular / singular.sum()).tolist() if share > 0]
+    return torch.tensor(-sum(share * log(share) for share in shares)).exp().item()
+
+
+def test_effective_rank_counts_directions():
+    tokens = torch.randn(3, 11, 5, generator=torch.Generator().manual_seed(0))
+    assert effective_rank(tokens).tolist() == pytest.approx([rank_by_hand(image) for image in tokens], rel=1e-4)
+    assert effective_rank(torch.ones(1, 9, 4)).item() == pytest.approx(1, abs=1e-4)
+    assert effective_rank(torch.eye(6)[None]).item() == pytest.approx(6)
+    # two clusters of two tokens each, of equal length and orthogonal
+    assert effective_rank(torch.eye(2).repeat_interleave(2, dim=0)[None]).item() == pytest.approx(2)
+    assert effective_rank(torch.randn(1, 1, 8)).item() == pytest.approx(1)
+
+
+def test_residual_is_the_distance_to_equal_tokens():
+    tokens = torch.randn(2, 11, 5, generator=torch.Generator().manual_seed(0)) + 1
+    expected = []
+    for image in tokens:
+        mean = sum(image) / 11
+        rest = sum((token - mean).square().sum() for token in image)
+        expected.append((rest / sum(token.square().sum() for token in image)).sqrt().item())
+    assert rank_one_residual(tokens).tolist() == pytest.approx(expected, rel=1e-5)
+    assert rank_one_residual(torch.randn(1, 1, 8).expand(1, 9, 8)).item() == pytest.approx(0, abs=1e-6)
+    assert rank_one_residual(torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]])).item() == pytest.approx(1)
+    assert rank_one_residual(torch.eye(2)[None]).item() == pytest.approx(0.5**0.5)
+
+
+def energy_by_hand(image: torch.Tensor) -> float:
+    (H, W, C), high, total = image.shape, 0.0, 0.0
+    y, x = torch.arange(H)[:, None], torch.arange(W)
+    for u in range(H):
+        for v in range(W):
+            wave = torch.polar(torch.ones(H, W), -2 * torch.pi * (u * y / H + v * x / W))
+            energy = sum((wave * image[..., c]).sum().abs().item() ** 2 for c in range(C))
+            total += energy
+            # a frequency above one half is a negative one
+            high += energy * (max(min(u, H - u) / H, min(v, W - v) / W) > 1 / 4)
+    return high / total
+
+
+def test_high_frequencies_are_those_of_short_waves():
+    image = torch.randn(1, 6, 5, 3, generator=torch.Generator().manual_seed(0))
+    assert high_frequency_energy(image).item() == pytest.approx(energy_by_hand(image[0]), rel=1e-4)
+    assert high_frequency_energy(torch.ones(1, 8, 8, 3)).item() == pytest.approx(0, abs=1e-6)
+    chequers = (torch.arange(8)[:, None] + torch.arange(8)).remainder(2).float()[None, :, :, None]
+    assert high_frequency_energy(2 * chequers - 1).item() == pytest.approx(1)
+    slow = torch.cos(2 * torch.pi * torch.arange(8) / 8).expand(8, 8)[None, :, :, None]
+    assert high_frequency_energy(slow).item() == pytest.approx(0, abs=1e-6)
+    noise = torch.randn(16, 32, 32, 8, generator=torch.Generator().manual_seed(0))
+    # 17 of 32 frequencies are low in each direction
+    assert high_frequency_energy(noise).mean().item() == pytest.approx(1 - (17 / 32) ** 2, abs=0.005)
+
+
+MAPPED = [name for name in vitzoo.list_mixers() if vitzoo.mixers.mixer_class(name).token_weights]
+
+
+@pytest.mark.parametrize('mixer', MAPPED)
+@pytest.mark.parametrize(('grid', 'P'), [((5, 7), 1), ((4, 4), 0)])
+def test_attention_weights_are_those_the_mixer_applies(mixer, grid, P):
+    torch.manual_seed(0)
+    N = P + grid[0] * grid[1]
+    attn = vitzoo.create_mixer(mixer, 24, 3, grid_size=grid, num_prefix_tokens=P).eval().double()
+    x = torch.randn(2, N, 24, dtype=torch.float64)
+    weights = attention_weights(attn, x, grid)
+    A = weights.dense()
+    assert A.shape == (2, 3, N, N)
+    torch.testing.assert_close(attn.project(A @ weights.values), attn(x, grid), rtol=1e-9, atol=1e-9)
+    rows = A.sum(dim=-1)
+    torch.testing.assert_close(rows, torch.ones_like(rows), rtol=0, atol=0.01 if mixer == 'nystrom' else 1e-9)
+    row = torch.rand(2, N, dtype=torch.float64)
+    torch.testing.assert_close(weights.pull_back(row), torch.einsum('bn,bhnm->bm', row, A) / 3)
+
+
+def test_attention_weights_of_timm_are_those_of_the_same_mixer():
+    torch.manual_seed(0)
+    theirs = timm.layers.Attention(24, 3, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm).eval()
+    ours = vitzoo.create_mixer('softmax', 24, 3, grid_size=(4, 4), qk_norm=True).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 16, 24)
+    expected = attention_weights(ours, x, (4, 4))
+    found = attention_weights(theirs, x, None)
+    torch.testing.assert_close(found.dense(), expected.dense())
+    row = torch.rand(2, 16)
+    torch.testing.assert_close(found.pull_back(row), expected.pull_back(row))
+
+
+def test_heads_that_attend_alike_are_similar():
+    torch.manual_seed(0)
+    attn = vitzoo.create_mixer('softmax', 24, 3, grid_size=(3, 3))
+    x = torch.randn(2, 9, 24)
+    A = attention_weights(attn, x, (3, 3)).dense()
+    expected = [brute_force(image.flatten(1)) for image in A]
+    assert head_similarity(attn, x, (3, 3)).tolist() == pytest.approx(expected, abs=1e-6)
+    # with keys of no length every head attends everything
+    attn.qkv.weight.data[24:48] = attn.qkv.bias.data[24:48] = 0
+    assert head_similarity(attn, x, (3, 3)).tolist() == pytest.approx([1, 1])
+
+
+@pytest.mark.parametrize('mixer', ['fourier', 'aft_conv', 'xca', 'ls'])
+def test_a_mixer_without_a_map_has_no_similar_heads(mixer):
+    model = timm.create_model(f'deit_{mixer}_tiny', img_size=32, depth=1).eval()
+    assert isnan(token_statistics(model, torch.randn(1, 3, 32, 32), ['head_similarity'])['head_similarity']['mean'][0])
+
+
+def test_one_head_has_none_to_be_similar_to():
+    attn = vitzoo.create_mixer('softmax', 24, 1, grid_size=(3, 3))
+    assert head_similarity(attn, torch.randn(2, 9, 24), (3, 3)).isnan().all()
+
+
+@pytest.mark.parametrize('name', ('cvt_13', 'vil_ls_tiny', 'aft_conv_tiny', 'test_resnet', 'vit_tiny_patch16_224'))
+def test_every_measure_is_taken_of_every_block(name):
+    small = {'aft': dict(depth=2), 'vit': dict(depth=2)}.get(name.partition('_')[0], {})
+    model = timm.create_model(name, **(small if 'resnet' in name else dict(img_size=64, **small))).eval()
+    found = token_statistics(model, torch.randn(2, 3, 64, 64), MEASURES)
+    for measure in MEASURES[:-1]:
+        assert len(found[measure]['mean']) == len(found['blocks']) == len(found['stages'])
+        assert not any(isnan(value) for value in found[measure]['mean'][:-1])
+        assert all(value >= 0 for value in found[measure]['std'][:-1])
+
+
+def test_frequencies_need_a_grid():
+    class Dropping(nn.Module):
+        feature_info = [{'module': 'drop', 'num_chs': 3, 'reduction': 1}]
+
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Identity()
+
+        def forward(self, x):
+            return self.drop(x.flatten(2).mT[:, :-3])
+
+    with pytest.raises(UserError, match='13 patch tokens .* do not lie on a grid'):
+        token_statistics(Dropping(), torch.randn(1, 3, 4, 4), ['high_frequency_energy'])
+    assert len(oversmoothing(Dropping(), torch.randn(1, 3, 4, 4))) == 1

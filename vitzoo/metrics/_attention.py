@@ -1,0 +1,52 @@
+"""Attention weights of a layer, as the linear map that they are: nothing of size N x N is made unless asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from timm.layers import Attention
+from torch import Tensor, nn
+
+from vitzoo.mixers import TokenMixer
+
+
+@dataclass
+class AttentionWeights:
+    """The weights A of M keys for N queries, (B, heads, N, M); `apply` maps values (B, heads, M, c) to A v."""
+
+    apply: Callable[[Tensor], Tensor]
+    values: Tensor  # (B, heads, M, head_dim), those of the layer
+
+    def dense(self) -> Tensor:
+        """A itself, (B, heads, N, M)."""
+        B, heads, M, _ = self.values.shape
+        return self.apply(torch.eye(M, device=self.values.device, dtype=self.values.dtype).expand(B, heads, M, M))
+
+    @torch.enable_grad()
+    def pull_back(self, row: Tensor) -> Tensor:
+        """row A, averaged over the heads: weights of the queries (B, N) -> weights of the keys (B, M).
+
+        It is the gradient of a linear map, so it takes the memory of the layer's own backward pass with one channel.
+        """
+        channel = torch.zeros_like(self.values[..., :1]).requires_grad_()
+        out = self.apply(channel).squeeze(-1).mean(dim=1)  # (B, N)
+        (weights,) = torch.autograd.grad(out, channel, row.to(out.dtype))
+        return weights.squeeze(-1).sum(dim=1)
+
+
+@torch.no_grad()
+def attention_weights(attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None) -> AttentionWeights | None:
+    """The weights of an attention layer for its input x (B, N, C); None where its output is no average of tokens."""
+    if isinstance(attn, TokenMixer) and attn.token_weights:
+        q, k, v = attn.to_qkv(x, grid_size)
+        return AttentionWeights(lambda values: attn.mix(q, k, values, grid_size), v)
+    if isinstance(attn, Attention):
+        return _timm_weights(attn, x)
+    return None
+
+
+def _timm_weights(attn: Attention, x: Tensor) -> AttentionWeights:
+    qkv = attn.qkv(x).unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv.unbind(0)
+    weights = (attn.scale * attn.q_norm(q) @ attn.k_norm(k).mT).softmax(dim=-1)
+    return AttentionWeights(lambda values: weights @ values, v)

@@ -1,0 +1,95 @@
+"""Where a model's tokens are: its blocks, and how to read what goes in and out of them; for vitzoo's models and
+timm's."""
+
+from math import ceil, prod
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from vitzoo.errors import UserError
+from vitzoo.models._block import Block
+
+
+class Tokens(NamedTuple):
+    """Tokens x (B, P + N, C), their number P of prefix tokens, and the grid (H, W) with H * W = N, None if unknown."""
+
+    x: Tensor
+    num_prefix_tokens: int
+    grid_size: tuple[int, int] | None
+
+    @property
+    def patches(self) -> Tensor:
+        """The patch tokens, (B, N, C)."""
+        return self.x[:, self.num_prefix_tokens :]
+
+    def to_map(self, values: Tensor) -> Tensor:
+        """Values of the patch tokens (B, N, ...) -> (B, H, W, ...)."""
+        if self.grid_size is None:
+            raise UserError(f'the {values.shape[1]} patch tokens of a block do not lie on a grid')
+        return values.unflatten(1, self.grid_size)
+
+
+class TokenBlocks:
+    """The blocks of a model, by name, in order.
+
+    They are vitzoo's, or what timm lists in `feature_info`: every block of a ViT, every stage of a CNN or of a pyramid,
+    whose H x W positions are then the tokens. Raises UserError where the model has neither.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.modules = {name: block for name, block in model.named_modules() if isinstance(block, Block)}
+        self.features = {} if self.modules else _timm_features(model)
+        self.modules = self.modules or {name: model.get_submodule(name) for name in self.features}
+        self.names = list(self.modules)
+
+    @property
+    def stages(self) -> list[int]:
+        """The stage of each block, from 0: a stage is one width and one grid."""
+        if self.features:
+            keys = [(info['reduction'], info['num_chs']) for info in self.features.values()]
+        else:
+            keys = [name.rpartition('blocks.')[0] for name in self.names]
+        order = list(dict.fromkeys(keys))
+        return [order.index(key) for key in keys]
+
+    def read(
+        self, name: str, args: tuple, x: Tensor, image_size: tuple[int, int], num_chs: int | None = None
+    ) -> Tokens:
+        """Read x, what a block gives or what has its grid, as tokens; `args` is what the block was called with.
+
+        `num_chs` is the width of x, where that is not the block's. Raises UserError where x is no feature map.
+        """
+        if not self.features:
+            return Tokens(x, self.modules[name].num_prefix_tokens, tuple(args[1]))
+        if not isinstance(x, Tensor) or x.ndim not in (3, 4):
+            raise UserError(
+                f'cannot read the tokens of {type(self.model).__name__}: {name} gives no single feature map'
+            )
+        if x.ndim == 4:
+            x = self._channels_last(x, num_chs or self.features[name]['num_chs'])
+            return Tokens(x.flatten(1, 2), 0, tuple(x.shape[1:3]))
+        grid_size = tuple(ceil(size / self.features[name]['reduction']) for size in image_size)
+        num_prefix_tokens = getattr(self.model, 'num_prefix_tokens', 0)
+        num_patches = prod(grid_size)
+        if x.shape[1] == num_patches + num_prefix_tokens:
+            return Tokens(x, num_prefix_tokens, grid_size)
+        # in CaiT and XCiT the class token joins after these blocks
+        return Tokens(x, 0, grid_size if x.shape[1] == num_patches else None)
+
+    def _channels_last(self, x: Tensor, num_chs: int) -> Tensor:
+        # a map may be NHWC inside a model that does not say so (VOLO): trust the number of channels
+        last = getattr(self.model, 'output_fmt', 'NCHW') == 'NHWC'
+        return x.movedim(1, -1) if x.shape[1] == num_chs and not (last and x.shape[3] == num_chs) else x
+
+
+def _timm_features(model: nn.Module) -> dict[str, dict]:
+    """Find the modules whose outputs timm lists as a model's features, with their num_chs and reduction (stride)."""
+    info = getattr(model, 'feature_info', None) or []
+    features = {feature['module']: feature for feature in getattr(info, 'info', info)}
+    modules = dict(model.named_modules())
+    if not features or not all(name in modules for name in features):
+        raise UserError(
+            f'cannot read the tokens of {type(model).__name__}: it has neither vitzoo blocks nor timm feature maps'
+        )
+    return features
