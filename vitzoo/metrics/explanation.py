@@ -1,0 +1,157 @@
+"""Where a classifier looks: attention rollout where there is attention, gradients everywhere.
+
+rollout    what the class token, or the mean of the tokens, is made of: its row of the product over the blocks of
+           the last stage of (A + 1) / 2, for attention weights A averaged over heads; of no class in particular.
+           Abnar and Zuidema, https://arxiv.org/abs/2005.00928
+gradient   how much a class's logit owes to each token: sum over blocks of |g . (x - mean of x)| for the tokens x
+           that enter the mixer and their gradient g, and the same for the tokens that the head pools. To first
+           order it is what changes where a token is replaced by the mean token. The only one that needs nothing of
+           a mixer and sees the whole depth.
+gradcam    relu(sum_c a_c x_c), where x are the features that the head pools, and a_c is the mean gradient of the
+           logit by channel c; the usual for a CNN. Where the head looks at the class token alone, x are the tokens
+           that enter the last mixer. Selvaraju et al., https://arxiv.org/abs/1610.02391
+"""
+
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitzoo.errors import UserError
+from vitzoo.metrics._attention import attention_weights
+from vitzoo.metrics._tokens import TokenBlocks, Tokens
+
+METHODS = ('auto', 'rollout', 'gradient', 'gradcam')
+
+
+def explain(model: nn.Module, images: Tensor, method: str = 'auto', target: Tensor | None = None) -> tuple[Tensor, str]:
+    """Map what a model's answer rests on: images (B, C, H, W) -> maps (B, H, W) from 0 to 1, and the method used.
+
+    Each map is stretched over its image and over the range; one that is the same everywhere is 0.
+
+    Args:
+        model: In eval mode, without a wrapper.
+        method: One of `METHODS`; 'auto' is gradient where blocks have mixers, whichever these are, and gradcam for a
+            CNN.
+        target: The classes (B,) to explain, by default each image's likeliest; rollout has no class.
+
+    Raises:
+        UserError: The model has neither vitzoo's blocks nor timm's feature maps, or no weights to roll out.
+    """
+    if method == 'auto':
+        has_mixers = any(hasattr(block, 'attn') for block in TokenBlocks(model).modules.values())
+        method = 'gradient' if has_mixers else 'gradcam'
+    if method == 'rollout':
+        maps = rollout(model, images)
+    else:
+        maps = {'gradient': gradient, 'gradcam': gradcam}[method](model, images, target)
+    maps = F.interpolate(maps.unsqueeze(1), size=images.shape[2:], mode='bicubic').squeeze(1)
+    maps = maps - maps.amin(dim=(1, 2), keepdim=True)
+    return maps / maps.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny), method
+
+
+def rollout(model: nn.Module, images: Tensor) -> Tensor:
+    """Attention rollout through the blocks of the last stage: (B, C, H, W) -> (B, h, w).
+
+    The values of an image and the share of its prefix tokens, which is left out, sum to 1. Needs no N x N memory where
+    the attention does not. Raises UserError where a block of the last stage has no attention weights between all its
+    tokens.
+    """
+    layers, tokens = _last_stage(model, images)
+    N, P = tokens.x.shape[1], tokens.num_prefix_tokens
+    place = torch.arange(N, device=images.device)
+    is_pooled = place == 0 if getattr(model, 'global_pool', None) == 'token' else place >= P
+    row = (is_pooled.to(tokens.x) / is_pooled.sum()).expand(len(images), -1)
+    for attn, args in reversed(layers):
+        weights = attention_weights(attn, *args)
+        if weights is None or weights.values.shape[2] != N:
+            raise UserError(
+                f'there is no rollout of {type(model).__name__}: {type(attn).__name__} in its last stage has no '
+                f'attention weights between all tokens; use gradient or gradcam'
+            )
+        row = (row + weights.pull_back(row)) / 2
+    return tokens.to_map(row[:, P:])
+
+
+def gradient(model: nn.Module, images: Tensor, target: Tensor | None = None) -> Tensor:
+    """What a class's logit owes to each token, over all blocks: (B, C, H, W) -> (B, h, w) on the finest grid."""
+    maps = []
+    for tokens, gradients in _gradients(model, images, target):
+        x = tokens.patches - tokens.patches.mean(dim=1, keepdim=True)
+        maps.append(tokens.to_map((x * gradients.patches).sum(dim=-1).abs()).unsqueeze(1))
+    size = max((found.shape[2:] for found in maps), key=prod)
+    return sum(F.interpolate(found, size=size, mode='bilinear') for found in maps).squeeze(1)
+
+
+def gradcam(model: nn.Module, images: Tensor, target: Tensor | None = None) -> Tensor:
+    """Grad-CAM of a class: (B, C, H, W) -> (B, h, w), 0 or more, on the grid of the last stage."""
+    entered, pooled = _gradients(model, images, target)[-2:]
+    # a head that looks at the class token alone leaves the patches no gradient
+    tokens, gradients = pooled if pooled[1].patches.any() else entered
+    weights = gradients.patches.mean(dim=1, keepdim=True)
+    return tokens.to_map((weights * tokens.patches).sum(dim=-1)).relu()
+
+
+@torch.no_grad()
+def _last_stage(model: nn.Module, images: Tensor) -> tuple[list[tuple[nn.Module, tuple]], Tokens]:
+    """The attention of each block of the last stage with what it is called with, and the tokens that leave the stage.
+
+    A block without `attn` stands for itself.
+    """
+    blocks = TokenBlocks(model)
+    names = [name for name, stage in zip(blocks.names, blocks.stages) if stage == blocks.stages[-1]]
+    layers = [getattr(blocks.modules[name], 'attn', blocks.modules[name]) for name in names]
+    calls, last = [], {}
+    hooks = [layer.register_forward_pre_hook(lambda layer, args: calls.append((layer, args))) for layer in layers]
+    hooks.append(blocks.modules[names[-1]].register_forward_hook(lambda block, *call: last.update(call=call)))
+    try:
+        model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, blocks.read(names[-1], *last['call'], images.shape[2:])
+
+
+@torch.enable_grad()
+def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[tuple[Tokens, Tokens]]:
+    """The tokens that enter the mixer of each block, then those that the head pools, each with the gradients of each
+    image's logit by them.
+
+    All lie behind a norm: in front of one, a token times its gradient is zero, whatever the token says. Of a block
+    without `attn`, such as a stage of a CNN, it is the tokens that leave it.
+    """
+    B, blocks = len(images), TokenBlocks(model)
+    if B == 1:
+        # torch's batch norm on a CPU gives one image wrong gradients where they come channels last, as they do in CvT
+        images = images.expand(2, -1, -1, -1)
+        target = None if target is None else target.expand(2)
+    seen = []
+
+    def keep(name: str, module: nn.Module, args: tuple, output: Tensor | None = None) -> None:
+        seen.append((name, args, args[0] if output is None else output, None))
+
+    hooks = [
+        block.attn.register_forward_pre_hook(partial(keep, name))
+        if hasattr(block, 'attn')
+        else block.register_forward_hook(partial(keep, name))
+        for name, block in blocks.modules.items()
+    ]
+    try:
+        # frozen weights would leave no gradients otherwise
+        features = model.forward_features(images.detach().requires_grad_())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    seen.append((blocks.names[-1], seen[-1][1], features, model.num_features))
+    # what changes the features in place shall not change what is explained
+    logits = model.forward_head(features.clone())
+    target = logits.argmax(dim=1) if target is None else target
+    # the gradient of an image's logit by another image is zero, so one sum serves the batch
+    score = logits.gather(1, target[:, None]).sum()
+    gradients = torch.autograd.grad(score, [x for _, _, x, _ in seen])
+    return [
+        tuple(blocks.read(name, args, t[:B].detach(), images.shape[2:], num_chs) for t in (x, gradient))
+        for (name, args, x, num_chs), gradient in zip(seen, gradients)
+    ]
