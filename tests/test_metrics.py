@@ -2,6 +2,7 @@ import copy
 import json
 import os
 import socket
+from math import isnan
 
 import pytest
 import timm

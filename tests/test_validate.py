@@ -16,11 +16,14 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 from timm.models import save_for_hf
+from torch.utils.data import DataLoader
 
+from vitzoo.data import eval_transform, resolve_data_config
 from vitzoo.load import find_models, load_checkpoint, load_model
+from vitzoo.metrics import token_statistics
 from vitzoo.metrics.speed import images_per_second
 from vitzoo.results import KEYS
-from vitzoo.validate import main, validate
+from vitzoo.validate import main, open_validation_data, validate
 
 ROOT = Path(__file__).parents[1]
 PHOTOGRAPHS = ROOT.parent / 'shared' / 'data' / 'imagenet1k_sample.tar'
@@ -165,7 +168,7 @@ def test_without_data_everything_else_is_reported(tmp_path, capsys):
     table = capsys.readouterr().out
     for record in records:
         assert tuple(record) == KEYS
-        assert all(record[key] is None for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing'))
+        assert all(record[key] is None for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing', 'token_statistics'))
         assert all(record[key] > 0 for key in ('params', 'gmacs', 'img_size', 'images_per_second', 'peak_memory_mb'))
         assert record['gflops'] == 2 * record['gmacs']
         assert all(text in table for text in (record['model'], f'{record["gmacs"]:.3f}', f'{record["gflops"]:.3f}'))
@@ -186,6 +189,41 @@ def test_results_files_and_the_figure_hold_every_model(data, trained, tmp_path, 
         assert json.loads(row['oversmoothing']) == pytest.approx(record['oversmoothing'])
     with Image.open(tmp_path / 'curves.png') as image:
         assert image.width > 600 and len(image.convert('RGB').getcolors(1 << 20)) > 3
+
+
+def test_measures_of_the_tokens_are_those_of_all_images(data, trained, tmp_path):
+    argv = [str(trained), '--data-dir', str(data), '--batch-size', '3', '--include-cls', '--plot', tmp_path / 'a.png']
+    record = validate_one(*argv, '--measures', 'effective_rank,head_similarity', '--results-file', tmp_path / 'a.csv')
+    model = load_model(str(trained))[0]
+    images = open_validation_data(str(data), model, eval_transform(resolve_data_config(model)))
+    expected = token_statistics(
+        model, DataLoader(images, 10), ['cosine', 'effective_rank', 'head_similarity'], include_cls=True
+    )
+    found = record['token_statistics']
+    assert found.keys() == expected.keys()
+    assert found['stages'] == [0, 0] and found['grids'] == [[2, 2], [2, 2]]
+    for measure in ('cosine', 'effective_rank', 'head_similarity'):
+        for key in ('mean', 'std'):
+            assert found[measure][key] == pytest.approx(expected[measure][key], rel=1e-4, abs=1e-5)
+    assert record['oversmoothing'] == found['cosine']['mean']
+    with open(tmp_path / 'a.csv', newline='') as file:
+        (row,) = csv.DictReader(file)
+    assert json.loads(row['token_statistics']) == found
+    with Image.open(tmp_path / 'a.png') as image:
+        assert image.width > 2000
+
+
+def test_the_error_analysis_is_of_the_images_that_were_validated(data, trained, tmp_path, capsys):
+    record = validate_one(trained, '--data-dir', data, '--errors', tmp_path / 'errors')
+    with open(tmp_path / 'errors' / 'per_class.csv', newline='') as file:
+        rows = list(csv.DictReader(file))
+    assert {row['class']: int(row['images']) for row in rows} == {'blue': 5, 'green': 3, 'red': 2}
+    assert sum(int(row['images']) * float(row['accuracy']) for row in rows) / 10 == pytest.approx(
+        record['top1'], abs=0.01
+    )
+    assert 0 < record['ece'] < 100 and f'{record["ece"]:.2f} %' in capsys.readouterr().out
+    names = {'calibration.csv', 'confused.csv', 'confused.png', 'confusion.csv', 'confusion.png', 'reliability.png'}
+    assert {path.name for path in (tmp_path / 'errors').iterdir()} == names | {'per_class.csv'}
 
 
 def test_a_value_that_is_not_defined_is_null_in_json(data, tmp_path):
@@ -218,6 +256,7 @@ def test_two_processes_give_the_numbers_of_one(data, trained, tmp_path):
     assert all(two[key] == one[key] for key in ('n', 'top1', 'top5', 'params', 'gmacs'))
     assert two['loss'] == pytest.approx(one['loss'], rel=1e-5)
     assert two['oversmoothing'] == pytest.approx(one['oversmoothing'], abs=1e-5)
+    assert two['token_statistics']['cosine']['std'] == pytest.approx(one['token_statistics']['cosine']['std'], abs=1e-5)
 
 
 @pytest.mark.parametrize('wrap', ('safetensors', 'pth', 'model', 'state_dict', 'module'))
@@ -306,7 +345,15 @@ def test_a_mistake_gets_one_sentence(argv, message, tmp_path, capsys, monkeypatc
 
 @pytest.mark.parametrize(
     'argv',
-    (['--img-size', '2x2x2'], ['--img-size', 'big'], ['--batch-size', '0'], ['--workers', '-1'], ['--plot', 'a.png']),
+    (
+        ['--measures', 'rank'],
+        ['--errors', 'a'],
+        ['--img-size', '2x2x2'],
+        ['--img-size', 'big'],
+        ['--batch-size', '0'],
+        ['--workers', '-1'],
+        ['--plot', 'a.png'],
+    ),
 )
 def test_a_value_that_makes_no_sense_is_exit_code_2(argv, capsys):
     with pytest.raises(SystemExit) as end:

@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: a table in the terminal, a CSV or JSON file, a figure of oversmoothing curves."""
+"""What an evaluation leaves behind: a table in the terminal, a CSV or JSON file."""
 
 import csv
 import json
@@ -22,6 +22,7 @@ KEYS = (
     'images_per_second',
     'peak_memory_mb',
     'oversmoothing',
+    'token_statistics',
     'health',
     'map',
 )
@@ -153,31 +154,6 @@ def print_health(records: list[dict]) -> None:
         Console().print(table)
 
 
-def plot_curves(path: str, records: list[dict]) -> None:
-    """Draw the oversmoothing curves of all models in one figure, over relative depth where their depths differ."""
-    from cycler import cycler
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    curves = {record['model']: record['oversmoothing'] for record in records if record['oversmoothing']}
-    if not curves:
-        raise UserError('there is no oversmoothing curve to draw')
-    same_depth = len({len(curve) for curve in curves.values()}) == 1
-    figure = Figure(figsize=(8, 5), layout='constrained')
-    axes = figure.subplots()
-    axes.set_prop_cycle(cycler(linestyle=['-', '--', ':']) * rcParams['axes.prop_cycle'])
-    for name, curve in curves.items():
-        depth = [i + 1 if same_depth else (i + 1) / len(curve) for i in range(len(curve))]
-        axes.plot(depth, curve, marker='o', markersize=4, label=_short(name, curves))
-    axes.set_xlabel('block' if same_depth else 'relative depth (block / number of blocks)')
-    axes.set_ylabel('mean cosine similarity of patch tokens')
-    axes.set_title('Oversmoothing')
-    axes.xaxis.get_major_locator().set_params(integer=same_depth)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize='small', ncols=1 + len(curves) // 16)
-    figure.savefig(path, dpi=150)
-
-
 def _print_corruptions(title: str, table: dict[str, list[float | None]]) -> None:
     """Print the accuracy under each corruption, one column per severity; there is no mean where one is missing."""
     rows = [[name, *values, _mean(values)] for name, values in table.items()]
@@ -202,12 +178,6 @@ def _print_grid(title: str, columns: list[str], rows: list[list]) -> None:
 def _mean(values: Iterable[float | None]) -> float | None:
     values = list(values)
     return None if None in values else sum(values) / len(values)
-
-
-def _short(name: str, names: Iterable[str]) -> str:
-    """The last part of a folder's path, where that is enough to tell it from the others."""
-    short = Path(name).name
-    return short if sum(Path(other).name == short for other in names) == 1 else name
 
 
 def _cell(value):

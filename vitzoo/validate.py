@@ -5,7 +5,8 @@ Examples:
     vitzoo validate 'deit_*' resnet50 --data-dir imagenet --results-file results.csv --plot curves.png
     vitzoo validate cvt_ls_13 --suite robust --data-root variants --results-file robustness.csv
     vitzoo validate runs/photos --data-dir photos --corrupt
-    vitzoo validate cvt_ls_13 --data-dir imagenet --save-predictions predictions.csv
+    vitzoo validate cvt_13 deit_ls_tiny --data-dir imagenet --measures cosine,effective_rank --plot tokens.png
+    vitzoo validate cvt_ls_13 --data-dir imagenet --save-predictions predictions.csv --errors errors
     vitzoo validate --from-predictions predictions.csv
     accelerate launch --num_processes 4 validate.py cvt_ls_13 --data-dir imagenet
 """
@@ -15,11 +16,12 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
-from torch import nn
+from torch import Tensor, nn
 
 from vitzoo.data import Images, eval_transform, open_dataset
 from vitzoo.data.variants import Found
@@ -27,16 +29,19 @@ from vitzoo.errors import UserError, run_command
 from vitzoo.launch import start_missing_processes
 from vitzoo.load import find_models, fit_data_config, label_names, load_model, read_about
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarise
+from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.metrics.predictions import FORMATS, Predictions, read_predictions, write_predictions
 from vitzoo.metrics.speed import PeakMemory, images_per_second
+from vitzoo.mistakes import readable, write_mistakes
 from vitzoo.options import add_model_options, autocast
-from vitzoo.results import KEYS, check_output, plot_curves, print_health, print_robustness, print_table, write_results
+from vitzoo.results import KEYS, check_output, print_health, print_robustness, print_table, write_results
 from vitzoo.robust import check_classes, evaluate_corruptions, evaluate_suite, open_suite
 from vitzoo.scoring import score_dataset
 
 DATA_DIR_HELP = """class folders, in a folder, .tar or .zip, or one that holds them in val/, validation/ or test/, or
 WebDataset shards (wds/FOLDER), or data of torchvision or Hugging Face (torch/NAME, hfds/NAME); by default the bundled
 sample, or with --suite none"""
+MEASURES_HELP = f'what to measure of the tokens after each block: {",".join(MEASURES)} (default: cosine)'
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -53,7 +58,7 @@ def validate(argv: list[str] | None = None) -> list[dict]:
     """
     args = parse_args(argv)
     names = find_models(args.models)
-    for option in ('checkpoint', 'save_predictions'):
+    for option in ('checkpoint', 'save_predictions', 'errors'):
         if getattr(args, option) and len(names) > 1:
             flag = option.replace('_', '-')
             raise UserError(f'--{flag} {getattr(args, option)} is for one model, and there are {len(names)}')
@@ -73,7 +78,12 @@ def validate(argv: list[str] | None = None) -> list[dict]:
         print_table(records, _title(args, records[0]['n']))
         print_health(records)
         print_robustness(records)
+        if args.errors:
+            print(f'\nexpected calibration error {records[0]["ece"]:.2f} %; who is taken for whom is in {args.errors}')
         if args.plot:
+            # imported here, because only who asks for a figure waits for matplotlib
+            from vitzoo.figures import plot_curves
+
             plot_curves(args.plot, records)
     return records
 
@@ -88,9 +98,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--random-weights', action='store_true', help='do not fetch published weights')
     add_model_options(parser)
     add('--results-file', metavar='FILE', help='write one record per model, .csv or .json')
-    add('--plot', metavar='FILE', help='draw the oversmoothing curves, .png')
+    add('--measures', type=_measures, default=('cosine',), metavar='NAMES', help=MEASURES_HELP)
+    add('--absolute', action='store_true', help='take the absolute value of each cosine')
+    add('--include-self', action='store_true', help='count each token among those it is similar to')
+    add('--include-cls', action='store_true', help='count class and distillation tokens among the tokens')
+    add('--plot', metavar='FILE', help='draw what --measures names over the blocks, .png')
     add('--health', action='store_true', help='compare what approximates softmax attention with it, in a second pass')
     add('--save-predictions', metavar='FILE', help='write what the model says of each image, .csv, or .npz with logits')
+    add('--errors', metavar='DIR', help='write accuracy per class, confusion matrix, calibration and confused images')
     add('--from-predictions', metavar='FILE', help='compute the accuracy again from such a file, without a model')
     add('--corrupt', action='store_true', help="also evaluate under ImageNet-C's 15 corruptions at 5 severities")
     add('--suite', choices=['robust'], help='also evaluate on the variants of ImageNet that lie in --data-root')
@@ -122,7 +137,7 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None, suite:
         model = model.to(device)
         with autocast(device, args.amp_dtype):
             data_config = fit_data_config(name, model, args.img_size)
-            probe = _find_probe(model, data_config['input_size'])
+            probe = _find_probe(model, data_config['input_size'], args)
             scores = _evaluate(name, model, data_config, probe, suite, args, accelerator)
             speed = _measure_speed(model, data_config['input_size'], args.batch_size, accelerator)
     with autocast(device, args.amp_dtype):
@@ -133,7 +148,8 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None, suite:
     return dict(
         model=name,
         weights=weights,
-        **{key: scores.pop(key, None) for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing', 'map')},
+        **{key: scores.pop(key, None) for key in ('top1', 'top5', 'loss', 'n', 'map')},
+        **{key: scores.pop(key, None) for key in ('oversmoothing', 'token_statistics')},
         params=sum(parameter.numel() for parameter in model.parameters()),
         gmacs=gmacs,
         gflops=2 * gmacs,
@@ -184,7 +200,7 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error('--suite robust and --data-root DIR go together')
     if args.suite and args.no_data:
         parser.error('--suite needs images: drop --no-data')
-    for option in ('plot', 'health', 'save_predictions', 'corrupt'):
+    for option in ('plot', 'health', 'save_predictions', 'errors', 'corrupt'):
         if getattr(args, option) and (args.no_data or args.data_dir is None):
             remedy = 'drop --no-data' if args.no_data else 'name them with --data-dir'
             parser.error(f'--{option.replace("_", "-")} needs images: {remedy}')
@@ -196,6 +212,8 @@ def _check_outputs(args: argparse.Namespace) -> None:
     for option, suffixes in formats.items():
         if getattr(args, option):
             check_output(getattr(args, option), suffixes)
+    if args.errors:
+        check_output(f'{args.errors}/per_class.csv', ('.csv',))
 
 
 def _validate_predictions(args: argparse.Namespace) -> dict:
@@ -226,9 +244,14 @@ def _evaluate(
         images = open_validation_data(args.data_dir, model, eval_transform(data_config), run=name)
         columns = _score(name, model, images, probe, args, accelerator)
         scores = {key: value for key, value in summarise(columns).items() if not key.startswith('correct')}
+        if probe is not None:
+            scores['token_statistics'] = probe.describe(columns[probe.key])
+            scores[probe.key] = scores['token_statistics']['cosine']['mean']
         if args.save_predictions and (accelerator is None or accelerator.is_main_process):
             files = [images.filename(index) for index in range(len(images))]
             write_predictions(args.save_predictions, Predictions(files, dict(enumerate(images.class_names)), columns))
+        if args.errors and (accelerator is None or accelerator.is_main_process):
+            scores['ece'] = _write_mistakes(args.errors, images, columns)
         if args.corrupt:
             images.transform = None
             scores |= evaluate_corruptions(name, model, images, scores['top1'], data_config, args, accelerator)
@@ -236,6 +259,23 @@ def _evaluate(
         columns = evaluate_suite(name, model, suite, data_config, args, accelerator)
         scores = {key: columns.get(f'imagenet_{key}') for key in ('top1', 'top5', 'n')} | scores | columns
     return scores
+
+
+def _write_mistakes(folder: str, images: Images, columns: dict[str, Tensor]) -> float:
+    """Write the error analysis of the validation images, and return the expected calibration error in percent."""
+    if images.is_multi_label:
+        raise UserError(f'--errors is for images with one label, and those of {images.root} have several')
+    untouched = copy(images)
+    untouched.transform = None
+    return write_mistakes(
+        folder,
+        columns['label'],
+        columns['top'][:, 0],
+        columns['prob'][:, 0],
+        readable(images.class_names),
+        [images.filename(index) for index in range(len(images))],
+        lambda index: untouched[index][0],
+    )['ece']
 
 
 def _score(name: str, model: nn.Module, images: Images, probe, args: argparse.Namespace, accelerator) -> dict:
@@ -251,11 +291,14 @@ def _score(name: str, model: nn.Module, images: Images, probe, args: argparse.Na
 
 
 @torch.no_grad()
-def _find_probe(model: nn.Module, input_size: tuple[int, int, int]) -> OversmoothingProbe | None:
+def _find_probe(
+    model: nn.Module, input_size: tuple[int, int, int], args: argparse.Namespace
+) -> OversmoothingProbe | None:
     """A probe of the model's blocks, tried on an image; None where they cannot be watched, and a line that says why."""
     images = torch.zeros(1, *input_size, device=next(model.parameters()).device)
+    options = {key: getattr(args, key) for key in ('measures', 'absolute', 'include_self', 'include_cls')}
     try:
-        with OversmoothingProbe(model) as probe:
+        with OversmoothingProbe(model, **options) as probe:
             model(images)
     except UserError as error:
         print(f'vitzoo: {error}', file=sys.stderr)
@@ -313,6 +356,14 @@ def _title(args: argparse.Namespace, num_images: int | None) -> str:
     world = int(os.environ.get('WORLD_SIZE', '1'))
     processes = f', {world} processes' if world > 1 else ''
     return f'{data}, {device}, {args.amp_dtype}, batches of {args.batch_size}{processes}'
+
+
+def _measures(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(['cosine', *(name.strip() for name in text.split(','))]))
+    unknown = [name for name in names if name not in MEASURES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"'{unknown[0]}' is not one of {', '.join(MEASURES)}")
+    return names
 
 
 if __name__ == '__main__':

@@ -1,0 +1,164 @@
+"""Every figure there is: oversmoothing curves, confusion matrices, reliability diagrams, mistaken images, explanations.
+
+Nothing else draws. A figure is written to the path it is given, in the format of its suffix.
+"""
+
+from collections.abc import Iterable
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import torch
+from cycler import cycler
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor
+
+from vitzoo.errors import UserError
+from vitzoo.metrics.confusion import Calibration
+
+# what is written at the axis of each measure of tokens
+MEASURE_LABELS = {
+    'cosine': 'mean cosine similarity of patch tokens',
+    'effective_rank': 'effective rank of the tokens',
+    'rank_one_residual': 'distance to equal tokens, |X - 1x| / |X|',
+    'high_frequency_energy': 'energy in high frequencies',
+    'head_similarity': 'cosine similarity of attention heads',
+}
+
+
+def plot_curves(path: str, records: list[dict]) -> None:
+    """Draw what was measured of the tokens after each block, all models in one figure, one panel per measure.
+
+    Curves are over relative depth where the depths differ. A band is one standard deviation among images to either
+    side, and large dots are the last blocks of stages.
+    """
+    statistics = {record['model']: record['token_statistics'] for record in records if record['token_statistics']}
+    if not statistics:
+        raise UserError('there is no oversmoothing curve to draw')
+    measures = [name for name in MEASURE_LABELS if any(name in found for found in statistics.values())]
+    columns = min(len(measures), 3)
+    rows = ceil(len(measures) / columns)
+    figure = Figure(
+        figsize=(8 if columns == 1 else 5.5 * columns, 5 if rows == 1 else 4.2 * rows), layout='constrained'
+    )
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    same_depth = len({len(found['blocks']) for found in statistics.values()}) == 1
+    for axes, measure in zip(panels, measures):
+        axes.set_prop_cycle(cycler(linestyle=['-', '--', ':']) * rcParams['axes.prop_cycle'])
+        for name, found in statistics.items():
+            # bands of many models would cover each other
+            _plot_curve(axes, found, measure, shorten(name, statistics), same_depth, min(0.2, 0.5 / len(statistics)))
+        axes.set_xlabel('block' if same_depth else 'relative depth (block / number of blocks)')
+        axes.set_ylabel(MEASURE_LABELS[measure])
+        axes.xaxis.get_major_locator().set_params(integer=same_depth)
+        axes.grid(alpha=0.3)
+    for axes in panels[len(measures) :]:
+        axes.remove()
+    figure.suptitle('Band: standard deviation among images. Large dot: last block of a stage.', fontsize='medium')
+    figure.legend(*panels[0].get_legend_handles_labels(), loc='outside right center', fontsize='small')
+    figure.savefig(path, dpi=150)
+
+
+def _plot_curve(axes: Axes, statistics: dict, measure: str, label: str, same_depth: bool, band_alpha: float) -> None:
+    if measure not in statistics:
+        return
+    mean, std = (np.array(statistics[measure][key], dtype=float) for key in ('mean', 'std'))
+    depth = np.arange(1, len(mean) + 1) / (1 if same_depth else len(mean))
+    (line,) = axes.plot(depth, mean, marker='o', markersize=3, label=label)
+    axes.fill_between(depth, mean - std, mean + std, color=line.get_color(), alpha=band_alpha, linewidth=0)
+    stages = np.array(statistics['stages'])
+    last = np.append(stages[1:] != stages[:-1], True)
+    axes.plot(depth[last], mean[last], marker='o', markersize=7, linestyle='', color=line.get_color())
+
+
+def _cut(text: str, length: int = 30) -> str:
+    return text if len(text) <= length else f'{text[: length - 1]}…'
+
+
+def shorten(name: str, names: Iterable[str]) -> str:
+    """The last part of a folder's path, where that is enough to tell it from the others."""
+    short = Path(name).name
+    return short if sum(Path(other).name == short for other in names) == 1 else name
+
+
+def draw_confusion(path: str, matrix: Tensor, class_names: list[str]) -> None:
+    """Draw a confusion matrix (K, K), each row as shares of its class; few classes with their names and numbers.
+
+    Classes without images have no row, and one column for all of them.
+    """
+    has_images = matrix.sum(dim=1) > 0
+    names = [name for name, has in zip(class_names, has_images.tolist()) if has]
+    matrix, elsewhere = matrix[has_images][:, has_images], matrix[has_images][:, ~has_images].sum(dim=1)
+    columns = names + ['another class'] * bool(elsewhere.any())
+    matrix = torch.cat([matrix, elsewhere[:, None]], dim=1)[:, : len(columns)]
+    shares = (matrix.double() / matrix.sum(dim=1, keepdim=True)).numpy()
+    side = min(max(5.0, 0.42 * len(names) + 2), 12)
+    figure = Figure(figsize=(side + 1, side), layout='constrained')
+    axes = figure.subplots()
+    # the square root, because mistakes are few beside what is right
+    picture = axes.imshow(shares, cmap='Blues', norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation='nearest')
+    axes.set_xlabel('predicted class')
+    axes.set_ylabel('class of the image')
+    if len(names) <= 30:
+        axes.set_xticks(range(len(columns)), [_cut(name) for name in columns], rotation=90)
+        axes.set_yticks(range(len(names)), [_cut(name) for name in names])
+        for i, j in matrix.nonzero().tolist():
+            color = 'white' if shares[i, j] > 0.4 else 'black'
+            axes.text(j, i, f'{matrix[i, j]:,}', ha='center', va='center', color=color, fontsize='x-small')
+    figure.colorbar(picture, label='share of the images of the class', shrink=0.8)
+    figure.savefig(path, dpi=150)
+
+
+def draw_reliability(path: str, calibration: Calibration) -> None:
+    """Draw accuracy over confidence, and below it how many images have that confidence."""
+    bins = len(calibration.counts)
+    middle, width = (np.arange(bins) + 0.5) / bins, 1 / bins
+    figure = Figure(figsize=(5, 6), layout='constrained')
+    top, bottom = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    accuracy, confidence = calibration.accuracy.numpy(), calibration.confidence.numpy()
+    top.plot([0, 1], [0, 1], color='grey', linestyle='--', linewidth=1, label='perfectly calibrated')
+    top.bar(middle, accuracy, width, color='tab:blue', edgecolor='white', label='accuracy')
+    low, gap = np.minimum(accuracy, confidence), np.abs(accuracy - confidence)
+    top.bar(middle, gap, width, low, color='none', edgecolor='tab:red', hatch='///', label='gap to the confidence')
+    top.set(xlim=(0, 1), ylim=(0, 1), ylabel='accuracy')
+    top.set_title(f'expected calibration error {100 * calibration.error:.2f} %', fontsize='medium')
+    top.legend(fontsize='small', loc='upper left')
+    bottom.bar(middle, calibration.counts.numpy(), width, color='tab:grey', edgecolor='white')
+    bottom.set(xlabel='confidence', ylabel='images')
+    figure.savefig(path, dpi=150)
+
+
+def draw_mistakes(path: str, rows: list[tuple[str, list[tuple[Image.Image, str]]]]) -> None:
+    """Draw rows of images, each with a title, and with a caption under each image."""
+    columns = max(len(images) for _, images in rows)
+    figure = Figure(figsize=(max(1.7 * columns, 5), 2.2 * len(rows)), layout='constrained')
+    for part, (title, images) in zip(figure.subfigures(len(rows), squeeze=False)[:, 0], rows):
+        part.suptitle(title, fontsize='small', x=0.01, ha='left')
+        panels = part.subplots(1, columns, squeeze=False)[0]
+        for axes, (image, caption) in zip(panels, images):
+            axes.imshow(image)
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+            axes.set_xlabel(caption, fontsize=6)
+        for axes in panels[len(images) :]:
+            axes.axis('off')
+    figure.savefig(path, dpi=150)
+
+
+def draw_explanation(path: str, image: Tensor, heat: Tensor, title: str) -> None:
+    """Draw an image (3, H, W) and beside it the same under a map (H, W), both from 0 to 1."""
+    height, width = heat.shape
+    figure = Figure(figsize=(7, 3.5 * height / width + 0.5), layout='constrained')
+    left, right = figure.subplots(1, 2)
+    pixels = image.permute(1, 2, 0).numpy()
+    for axes in (left, right):
+        axes.imshow(pixels)
+        axes.axis('off')
+    # what is cold stays visible as it is
+    right.imshow(heat.numpy(), cmap='turbo', vmin=0, vmax=1, alpha=(0.2 + 0.5 * heat).numpy())
+    figure.suptitle(title, fontsize='medium')
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,135 @@
+"""Writes where a classifier errs into a folder: `vitzoo validate MODEL --errors FOLDER`.
+
+<folder>/per_class.csv      accuracy (recall) and precision of each class, and what it is taken for most often
+<folder>/confusion.csv      how many images of each class (row) were taken for each class (column); also confusion.png
+<folder>/calibration.csv    accuracy and confidence in 15 bins of confidence; reliability.png draws them
+<folder>/confused.csv       the pairs of classes confused most often, with the surest mistakes; confused.png shows them
+"""
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from PIL import Image
+from timm.data import ImageNetInfo
+from torch import Tensor
+
+from vitzoo.metrics.confusion import (
+    Calibration,
+    calibrate,
+    confusion_matrix,
+    most_confident,
+    most_confused,
+    precision,
+    recall,
+)
+
+NUM_PAIRS, NUM_EXAMPLES = 10, 6
+
+
+def write_mistakes(
+    folder: str,
+    label: Tensor,
+    prediction: Tensor,
+    confidence: Tensor,
+    class_names: list[str],
+    files: list[str],
+    load_image: Callable[[int], Image.Image],
+) -> dict:
+    """Write the files named above and return the expected calibration error in percent, as `ece`.
+
+    Args:
+        folder: Made where it does not exist.
+        label: The class of each image (N,), an index of `class_names`.
+        prediction: The likeliest class (N,).
+        confidence: Its probability (N,).
+        files: The name of each image.
+        load_image: Gives the image of an index, for the mistakes that are shown.
+    """
+    # imported here, because only who asks for figures waits for matplotlib
+    from vitzoo.figures import draw_confusion, draw_mistakes, draw_reliability
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    matrix = confusion_matrix(label, prediction, len(class_names))
+    # an ImageNet model on ten of its classes errs among few others
+    present = (matrix.sum(dim=0) + matrix.sum(dim=1)).nonzero().flatten()
+    matrix, names = matrix[present][:, present], [class_names[index] for index in present.tolist()]
+    calibration = calibrate(confidence, label == prediction)
+    pairs = [
+        (
+            names[i],
+            names[j],
+            times,
+            most_confident(label, prediction, confidence, (present[i], present[j]), NUM_EXAMPLES),
+        )
+        for i, j, times in most_confused(matrix, NUM_PAIRS)
+    ]
+    _write_csv(folder, 'per_class.csv', PER_CLASS, _per_class_rows(matrix, names))
+    _write_csv(folder, 'confusion.csv', ['', *names], [[name, *row] for name, row in zip(names, matrix.tolist())])
+    _write_csv(folder, 'calibration.csv', CALIBRATION, _calibration_rows(calibration))
+    examples = ([a, b, times, *(files[index] for index in found)] for a, b, times, found in pairs)
+    _write_csv(folder, 'confused.csv', ['class', 'taken_for', 'times', 'examples'], examples)
+    draw_confusion(f'{folder}/confusion.png', matrix, names)
+    draw_reliability(f'{folder}/reliability.png', calibration)
+    if pairs:
+        draw_mistakes(f'{folder}/confused.png', [_row(*pair, confidence, files, load_image) for pair in pairs])
+    return dict(ece=100 * calibration.error)
+
+
+def readable(class_names: list[str]) -> list[str]:
+    """What ImageNet's WordNet ids stand for, in a word or two; other names stay as they are."""
+    info = ImageNetInfo()
+    if not set(class_names) <= set(info.label_names()):
+        return class_names
+    words = [info.label_name_to_description(name).partition(',')[0] for name in class_names]
+    # a crane is a bird and a machine
+    count = Counter(words)
+    return [word if count[word] == 1 else f'{word} ({name})' for word, name in zip(words, class_names)]
+
+
+PER_CLASS = ('class', 'images', 'accuracy', 'precision', 'taken_for', 'times')
+CALIBRATION = ('above', 'up_to', 'images', 'confidence', 'accuracy')
+
+
+def _per_class_rows(matrix: Tensor, names: list[str]) -> Iterable[list]:
+    """One row for each class of which there are images, the least accurate first; shares in percent."""
+    accuracies, precisions = 100 * recall(matrix), 100 * precision(matrix)
+    wrong = matrix - matrix.diagonal().diag()
+    for i in accuracies.argsort(stable=True).tolist():
+        images, times = int(matrix[i].sum()), int(wrong[i].max())
+        taken_for = names[int(wrong[i].argmax())] if times else ''
+        if images:
+            yield [names[i], images, f'{accuracies[i]:.2f}', _defined(precisions[i], '.2f'), taken_for, times]
+
+
+def _calibration_rows(calibration: Calibration) -> Iterable[list]:
+    bins = len(calibration.counts)
+    for i in range(bins):
+        shares = (_defined(values[i], '.4f') for values in (calibration.confidence, calibration.accuracy))
+        yield [f'{i / bins:.4f}', f'{(i + 1) / bins:.4f}', int(calibration.counts[i]), *shares]
+
+
+def _defined(value: Tensor, form: str) -> str:
+    return '' if value.isnan() else format(value.item(), form)
+
+
+def _row(
+    name: str,
+    taken_for: str,
+    times: int,
+    indices: list[int],
+    confidence: Tensor,
+    files: list[str],
+    load_image: Callable,
+) -> tuple[str, list[tuple[Image.Image, str]]]:
+    """One row of the figure of confused pairs."""
+    captions = (f'{Path(files[index]).name}\n{100 * confidence[index]:.0f} % sure' for index in indices)
+    return f'{name}, taken for {taken_for} ({times} times)', list(zip(map(load_image, indices), captions))
+
+
+def _write_csv(folder: str, name: str, header: Iterable[str], rows: Iterable[list]) -> None:
+    with open(Path(folder) / name, 'w', newline='', encoding='utf-8') as file:
+        writer = csv.writer(file, lineterminator='\n')
+        writer.writerow(header)
+        writer.writerows(rows)
