@@ -138,13 +138,15 @@ def validate_model(name: str, args: argparse.Namespace, accelerator=None, suite:
         with autocast(device, args.amp_dtype):
             data_config = fit_data_config(name, model, args.img_size)
             probe = _find_probe(model, data_config['input_size'], args)
+        # before the evaluation, because it fails where an operation has no formula
+        gmacs = count_macs(model, data_config['input_size'][1:]) / 1e9
+        with autocast(device, args.amp_dtype):
             scores = _evaluate(name, model, data_config, probe, suite, args, accelerator)
             speed = _measure_speed(model, data_config['input_size'], args.batch_size, accelerator)
     with autocast(device, args.amp_dtype):
         # exact attention needs memory that is not the model's
         health = _measure_health(name, model, data_config, args, accelerator) if args.health else None
     height, width = data_config['input_size'][1:]
-    gmacs = count_macs(model, (height, width)) / 1e9
     return dict(
         model=name,
         weights=weights,
