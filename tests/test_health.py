@@ -245,7 +245,7 @@ def test_validation_reports_health_where_there_is_one(tmp_path, capsys):
 def test_health_needs_images(capsys):
     with pytest.raises(SystemExit):
         validate(['deit_nystrom_tiny', '--no-data', '--health'])
-    assert '--health compares attention on images: drop --no-data' in capsys.readouterr().err
+    assert '--health needs images: drop --no-data' in capsys.readouterr().err
 
 
 def test_the_table_has_a_column_for_every_sign(capsys):
