@@ -9,6 +9,7 @@ QUANTITIES = {
 }
 STYLES = {'forward': dict(color='C0', marker='o'), 'forward + backward': dict(color='C1', marker='s')}
 COLUMNS = 7
+TICKS = (196, 1024, 4096, 16384)
 
 
 def plot_scaling(path: str, quantity: str, rows: list[dict], title: str, baseline: str = 'softmax') -> None:
@@ -17,7 +18,8 @@ def plot_scaling(path: str, quantity: str, rows: list[dict], title: str, baselin
     from matplotlib.figure import Figure
 
     curves, label = _curves(quantity, rows), QUANTITIES[quantity][2]
-    names = sorted({name for name, _ in curves} - {baseline})
+    # the reference's other form first
+    names = sorted({name for name, _ in curves} - {baseline}, key=lambda name: (not name.startswith(baseline), name))
     columns = min(COLUMNS, len(names))
     lines = -(-len(names) // columns)
     figure = Figure(figsize=(2.1 * columns + 0.6, 1.9 * lines + 1.2), layout='constrained')
@@ -26,11 +28,14 @@ def plot_scaling(path: str, quantity: str, rows: list[dict], title: str, baselin
         _draw_panel(axes, name, curves, baseline)
     for axes in grid[len(names) :]:
         axes.axis('off')
+    # after log axes have made their own
+    sizes = sorted({tokens for points in curves.values() for tokens, _ in points})
+    grid[0].set_xticks([tokens for tokens in TICKS if tokens in sizes] or sizes)
+    grid[0].xaxis.set_major_formatter('{x:,.0f}')
     handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc='outside upper center', ncols=len(labels), frameon=False)
-    figure.supxlabel('tokens')
-    figure.supylabel(label)
-    figure.suptitle(f'{label.capitalize()} of a layer over the number of tokens\n{title}', fontsize='small')
+    figure.legend(handles, labels, loc='outside lower center', ncols=len(labels), frameon=False)
+    figure.supylabel(label, fontsize='medium')
+    figure.suptitle(f'{label} of a layer, by number of tokens\n{title}', fontsize='medium')
     figure.savefig(path, dpi=130)
 
 
