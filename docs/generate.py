@@ -36,7 +36,7 @@ There are N tokens: P prefix tokens (class, distillation, register), then a grid
 here is a layer of DeiT-Small, {dim} wide and with {heads} heads: every option at its default, no prefix tokens.
 
 * **exponent**: the multiply-accumulates (MACs) of the attention grow as N^exponent from 28 × 28 to 56 × 56 tokens. The
-  linear layers before and after it (`qkv`, `proj`) are left out. `–` where there is nothing to count.
+  linear layers before and after it (`qkv`, `proj`) are left out.
 * **MMACs**: millions of those MACs at 14 × 14 and at 56 × 56 tokens. The linear layers add {projections}.
 * **parameters**: how many more than the {parameters} of softmax attention, at 14 × 14 tokens.
 * **error**: |out − softmax| / |softmax| where a mixer approximates softmax attention, on 14 × 14 random tokens whose q

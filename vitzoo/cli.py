@@ -11,7 +11,7 @@ COMMANDS = {
     'doctor': 'find what is wrong with a folder of images, and how to put it right',
     'predict': 'name the most likely classes of images',
     'convert': "turn an official checkpoint, or another model's weights, into a folder that timm loads",
-    'bench': 'measure speed, side by side with others',
+    'bench': 'measure speed and memory, side by side with others',
     'list': 'list the models and the token mixers',
 }
 

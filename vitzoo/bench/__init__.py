@@ -1,7 +1,12 @@
-"""`vitzoo bench`: speed, measured side by side with what one would use instead.
+"""`vitzoo bench`: speed and memory, measured side by side in one process.
 
 Examples:
+    vitzoo bench mixers
+    vitzoo bench models vil_ls_medium resnet50 --img-size 224 384
+    vitzoo bench peers
     vitzoo bench loader
+    vitzoo bench trainer
+    vitzoo bench startup
 """
 
 import sys
@@ -10,7 +15,12 @@ from importlib import import_module
 from vitzoo.errors import UserError, did_you_mean, run_command
 
 TABLES = {
+    'mixers': 'every token mixer against fused softmax attention, over the number of tokens',
+    'models': 'throughput, latency, training step and memory of any timm models',
+    'peers': 'ours against the packages that do the same',
     'loader': "training images per second, against torchvision's ImageFolder with the same augmentation",
+    'trainer': 'a training step of vitzoo against a bare loop of timm and PyTorch',
+    'startup': 'importing vitzoo and creating a model against timm',
 }
 
 
@@ -25,14 +35,23 @@ def dispatch(argv: list[str]) -> None:
     Raises:
         UserError: There is no such table.
     """
-    if not argv or argv[0] in ('-h', '--help', 'help'):
-        lines = [f'  {table:10} {summary}' for table, summary in TABLES.items()]
-        print('\n'.join(['usage: vitzoo bench <table> [arguments]', '', *lines]))
+    if not argv:
+        print(_help())
+        return
+    table, *rest = argv
+    if table in ('-h', '--help', 'help'):
+        print(_help())
         # as argparse ends where it was asked for help
         raise SystemExit(0)
-    table, *rest = argv
     if table not in TABLES:
         hint = did_you_mean(table, TABLES) or f'; there are {", ".join(TABLES)}'
         raise UserError(f"unknown table '{table}'{hint}")
-    # imported only now, because a table may need what the others do not
+    # imported only now, because some need packages that others do not
     import_module(f'vitzoo.bench.{table}').main(rest)
+
+
+def _help() -> str:
+    lines = [f'  {table:10} {summary}' for table, summary in TABLES.items()]
+    return '\n'.join(
+        ['usage: vitzoo bench <table> [arguments]', '', *lines, '', '`vitzoo bench <table> --help` says more.']
+    )

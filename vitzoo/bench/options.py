@@ -1,0 +1,64 @@
+"""What every table of `vitzoo bench` takes on its command line."""
+
+import argparse
+
+import torch
+
+from vitzoo.bench.harness import DTYPES, RESULTS
+from vitzoo.results import check_output
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None, min_rounds: int = 5) -> argparse.Namespace:
+    """Add what all tables take, and read the command line.
+
+    Raises:
+        UserError: The results file cannot be written.
+    """
+    add = parser.add_argument
+    add('--device', type=device, default=default_device(), help='where to run (default: the GPU if there is one)')
+    add('--seconds', type=seconds, default=1.0, metavar='S', help='time for each contender and size (default: 1)')
+    add('--min-rounds', type=positive, default=min_rounds, metavar='N', help=f'fewest rounds (default: {min_rounds})')
+    add('--threads', type=positive, metavar='N', help='threads of PyTorch (default: one per core)')
+    add('--results-file', default=RESULTS, metavar='FILE.csv', help=f'add the measurements to it (default: {RESULTS})')
+    args = parser.parse_args(argv)
+    check_output(args.results_file, ('.csv',))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return args
+
+
+def add_dtype(parser: argparse.ArgumentParser, **kwargs) -> None:
+    """Take `--dtype`, one or several."""
+    text = 'precision of the computation; what is not float32 runs under autocast (default: float32)'
+    parser.add_argument('--dtype', choices=DTYPES, help=text, **kwargs)
+
+
+def default_device() -> torch.device:
+    """The accelerator if there is one."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device('cpu')
+
+
+def device(text: str) -> torch.device:
+    """A device that works here."""
+    try:
+        return torch.empty(0, device=text).device
+    except (AssertionError, RuntimeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot use the device '{text}'") from error
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time of 0 seconds or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float('inf'):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds")
+    return number
