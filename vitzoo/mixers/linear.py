@@ -10,6 +10,7 @@ section 3.2, https://arxiv.org/abs/2006.16236
 import torch
 from torch.nn import functional as F
 
+from ._features import LOG2_E, feature_attention
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['Linear', 'linear_attention', 'linear_naive']
@@ -22,27 +23,37 @@ def linear_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
 
 
 def linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider.
-
-    Key features are divided by their largest value over the tokens, per sample, head and channel, and query features
-    multiplied by it before each row is divided by its own largest. The factors cancel, no feature exceeds 1 and no
-    normaliser is below 1, so that elu(x) + 1 = exp(x) of very negative x needs no epsilon.
-    """
+    """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        k_log, v_wide = _log_features(k.to(dtype)), v.to(dtype)
-        k_max = k_log.detach().amax(dim=2, keepdim=True)
-        q_log = _log_features(q.to(dtype)) + k_max
-        q_features = (q_log - q_log.detach().amax(dim=-1, keepdim=True)).exp()
-        k_features = (k_log - k_max).exp()
-        context = k_features.mT @ v_wide  # (B, heads, d, d)
-        normaliser = q_features @ k_features.sum(dim=2).unsqueeze(-1)  # (B, heads, N, 1)
-        return (q_features @ context / normaliser).to(v.dtype)
+        return feature_attention(q, k, v, EluFeatures(q.shape[-1]))
 
 
-def _log_features(x: torch.Tensor) -> torch.Tensor:
-    """log(elu(x) + 1), which is x below 0 and log(1 + x) above."""
-    return torch.where(x < 0, x, x.clamp(min=0).log1p())
+class EluFeatures:
+    """elu(x) + 1 = exp(min(x, 0)) (1 + max(x, 0)), which needs no epsilon at any x once its exponents are shifted."""
+
+    weight = None
+
+    def __init__(self, num_features: int) -> None:
+        self.num_features = num_features
+
+    def log_keys(self, k: torch.Tensor) -> torch.Tensor:
+        return k.clamp(max=0).mul_(LOG2_E)
+
+    def log_queries(self, q: torch.Tensor) -> torch.Tensor:
+        return q.clamp(max=0).mul_(LOG2_E)
+
+    def exp(self, log: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        exp = log.exp2_()
+        return torch.addcmul(exp, exp, x.relu())
+
+    def grad_keys(
+        self, grad: torch.Tensor, features: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # the derivative is the exponential on both sides of 0
+        grad = grad.mul_(features).div_(k.relu().add_(1))
+        return grad, grad
+
+    grad_queries = grad_keys
 
 
 @register_mixer('linear')

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from ._draw import RandomFeatureMixer
+from ._features import LOG2_E, feature_attention, query_features
 from .base import no_autocast, register_mixer
 
 __all__ = ['Performer', 'orthogonal_features', 'performer_attention', 'performer_naive']
@@ -56,30 +57,52 @@ def performer_attention(
     """q, k, v (B, heads, N, d) and features (m, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
+        if kernel == 'softmax':
+            return feature_attention(q, k, v, SoftmaxFeatures(features.to(dtype), scale))
         q, k, v_wide, features = scale**0.5 * q.to(dtype), scale**0.5 * k.to(dtype), v.to(dtype), features.to(dtype)
-        q_features, k_features = (_relu_features if kernel == 'relu' else _softmax_features)(q, k, features)
-        context = k_features.transpose(-2, -1) @ v_wide  # (B, heads, m, d)
+        q_features, k_features = _relu_features(q, features), _relu_features(k, features)
+        context = k_features.mT @ v_wide  # (B, heads, m, d)
         normaliser = q_features @ k_features.sum(dim=2).unsqueeze(-1)  # (B, heads, N, 1)
         return (q_features @ context / normaliser).to(v.dtype)
 
 
-def _softmax_features(q: torch.Tensor, k: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """phi(q) and phi(k), up to factors that cancel in the quotient.
-
-    Key features are divided by their largest value over the tokens, per sample, head and feature, and query features
-    multiplied by it before each row is divided by its own largest. No feature exceeds 1 and no normaliser is below 1,
-    at any scale of q and k, with no epsilon and no mixing of samples. |q|^2 is constant in a row and drops out.
-    """
-    k_log = k @ features.T - k.square().sum(dim=-1, keepdim=True) / 2
-    k_max = k_log.detach().amax(dim=2, keepdim=True)
-    q_log = q @ features.T + k_max
-    q_max = q_log.detach().amax(dim=-1, keepdim=True)
-    return (q_log - q_max).exp(), (k_log - k_max).exp()
+def _relu_features(x: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """phi(x) without the 1 / sqrt(m) that cancels in the quotient."""
+    return F.relu(x @ features.T) + RELU_EPS
 
 
-def _relu_features(q: torch.Tensor, k: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """phi(q) and phi(k) without the 1 / sqrt(m) that cancels in the quotient."""
-    return F.relu(q @ features.T) + RELU_EPS, F.relu(k @ features.T) + RELU_EPS
+class SoftmaxFeatures:
+    """exp(W x' - |x'|^2 / 2) without the 1 / sqrt(m) that cancels; of a query |x'|^2 is constant and cancels too."""
+
+    def __init__(self, features: torch.Tensor, scale: float) -> None:
+        self.weight = scale**0.5 * features
+        self.scale = scale
+        self.num_features = features.shape[0]
+        self.to_base_2 = LOG2_E * self.weight.T
+
+    def log_keys(self, k: torch.Tensor) -> torch.Tensor:
+        return torch.sub(k @ self.to_base_2, k.square().sum(dim=-1, keepdim=True), alpha=LOG2_E * self.scale / 2)
+
+    def log_queries(self, q: torch.Tensor) -> torch.Tensor:
+        return q @ self.to_base_2
+
+    def exp(self, log: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return log.exp2_()
+
+    def grad_keys(
+        self, grad: torch.Tensor, features: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        grad = grad.mul_(features)
+        return torch.addcmul(grad @ self.weight, grad.sum(dim=-1, keepdim=True), k, value=-self.scale), grad
+
+    def grad_queries(
+        self, grad: torch.Tensor, features: torch.Tensor, q: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        grad = grad.mul_(features)
+        return grad @ self.weight, grad
+
+    def grad_weight(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (grad.mT @ x).sum(dim=(0, 1))
 
 
 @register_mixer('performer')
@@ -124,6 +147,7 @@ class Performer(RandomFeatureMixer):
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
             dtype = torch.promote_types(q.dtype, torch.float32)
-            q, k = self.scale**0.5 * q.to(dtype), self.scale**0.5 * k.to(dtype)
-            at_floor = _softmax_features(q, k, self.features.to(dtype))[0] < FLOOR
+            phi = SoftmaxFeatures(self.features.to(dtype), self.scale)
+            shift = phi.log_keys(k.to(dtype)).amax(dim=2, keepdim=True)
+            at_floor = query_features(q.to(dtype), shift, phi) < FLOOR
         return {**signs, 'features_at_floor': at_floor.to(dtype).flatten(1).mean(dim=1)}
