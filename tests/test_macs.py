@@ -20,6 +20,9 @@ SHAPES = [((14, 14), 0), ((9, 13), 1), ((7, 7), 2)]
 CASES = {
     **{name: (name, {}) for name in vitzoo.list_mixers()},
     'linformer_shared': ('linformer', dict(share_kv=True, share_heads=False)),
+    'longformer_exact': ('longformer', dict(exact=True)),
+    'longformer_global': ('longformer', dict(global_proj=True)),
+    'nystrom_grid': ('nystrom', dict(landmarks='grid', num_landmarks=16)),
     'rfa_gated': ('rfa', dict(gate=True)),
     'sparse_fixed': ('sparse', dict(pattern='fixed')),
     'srformer_4': ('srformer', dict(sr_ratio=4)),
@@ -49,8 +52,10 @@ def linformer(grid, P, N, C, h, rank=64, share_kv=False, share_heads=True):
     return 2 * N * rank * C + attend(N, rank, C)
 
 
-def longformer(grid, P, N, C, h, window_size=7):
-    return window(grid, window_size, window_size, P, C) + attend(P, N, C)
+def longformer(grid, P, N, C, h, window_size=7, exact=False, global_proj=False):
+    """Exact windows are masked, not cut; projections of global tokens take two more keys and values of all tokens."""
+    own = (P > 0) * global_proj * (2 * N + P) * C * C
+    return own + window(grid, window_size, window_size, P, C) + attend(P, N, C)
 
 
 def local(grid, P, N, C, h, block_size=7, halo=3):
@@ -97,8 +102,11 @@ def rfa(grid, P, N, C, h, m=64, gate=False, chunk=64):
     return features + 2 * scan + itself + prefix
 
 
-def nystrom(grid, P, N, C, h, m=64, iterations=6):
-    m = min(m, N)
+def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment'):
+    m = min(num_landmarks, N)
+    if landmarks == 'grid':
+        # 4 x 4 cells of a square, 3 x 5 of what is wider, and the prefix tokens
+        m = P + (16 if grid[0] == grid[1] else 15)
     return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3
 
 

@@ -257,6 +257,11 @@ def test_attention_weights_are_those_the_mixer_applies(mixer, grid, P):
     torch.testing.assert_close(weights.pull_back(row), torch.einsum('bn,bhnm->bm', row, A) / 3)
 
 
+def test_other_values_than_those_that_are_mixed_have_no_weights():
+    attn = vitzoo.create_mixer('longformer', 24, 3, grid_size=(4, 4), num_prefix_tokens=1, global_proj=True)
+    assert attention_weights(attn, torch.randn(1, 17, 24), (4, 4)) is None
+
+
 def test_attention_weights_of_timm_are_those_of_the_same_mixer():
     torch.manual_seed(0)
     theirs = timm.layers.Attention(24, 3, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm).eval()

@@ -10,6 +10,7 @@ COMMANDS = {
     'validate': 'measure accuracy, size, speed and oversmoothing of models',
     'doctor': 'find what is wrong with a folder of images, and how to put it right',
     'predict': 'name the most likely classes of images',
+    'explain': 'show what the answers of a model rest on, as maps over images',
     'convert': "turn an official checkpoint, or another model's weights, into a folder that timm loads",
     'bench': 'measure speed and memory, side by side with others',
     'list': 'list the models and the token mixers',

@@ -173,6 +173,8 @@ class Longformer(QKVMixer):
             self.q_global = nn.Linear(dim, dim, bias=qkv_bias, **dd)
             self.kv_global = nn.Linear(dim, 2 * dim, bias=qkv_bias, **dd)
             self.proj_global = nn.Linear(dim, dim, **dd)
+        # values of other layers are not those that mix is given
+        self.token_weights = self.q_global is None
         # a bias that ends with the window has no counterpart in attention over all tokens, nor have two kinds of keys
         self.approximates_softmax = rel_bias == 'none' and self.q_global is None
 

@@ -1,0 +1,151 @@
+"""`vitzoo explain`: what a model's answers rest on, as maps over the images.
+
+Examples:
+    vitzoo explain photo.jpg --model runs/photos --out maps
+    vitzoo explain holiday 'scans/**/*.png' --model cvt_13 --out maps --target 'Egyptian cat'
+    vitzoo explain photo.jpg --model deit_small_patch16_224 --out maps --method rollout
+
+Each image becomes a figure in the folder: what the model saw of it, and the same under the map. The methods are
+described in vitzoo/metrics/explanation.py. An image that cannot be read is named on stderr and makes the exit code 1.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from vitzoo.data import eval_loader, eval_transform
+from vitzoo.data.files import ImageFiles, find_files
+from vitzoo.errors import UserError, did_you_mean, run_command
+from vitzoo.load import find_model, fit_data_config, load_model, read_about
+from vitzoo.metrics.explanation import METHODS, explain
+from vitzoo.options import add_model_options, autocast
+from vitzoo.predict import class_names
+from vitzoo.results import check_output
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command and end the process with its exit code."""
+    run_command(_explain_and_exit, argv)
+
+
+def explain_files(argv: list[str] | None = None) -> list[str]:
+    """Explain the images that the command line names, and return the names of those that could not be read.
+
+    Raises:
+        UserError: There are no images, or the model, the class or the folder is not what it should be.
+    """
+    # imported here, because `vitzoo explain --help` should not wait for matplotlib
+    from vitzoo.figures import draw_explanation
+
+    args = parse_args(argv)
+    check_output(f'{args.out}/image.png', ('.png',))
+    files = find_files(args.images)
+    name = find_model(args.model)
+    model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
+    if weights == 'random weights':
+        raise UserError(f'there are no weights of {name}; give a --checkpoint, or the folder of a trained model')
+    model, names = model.to(args.device), class_names(model)
+    target = None if args.target is None else _find_class(args.target, names)
+    paths, unreadable = _choose_paths(args.out, list(files)), []
+    with autocast(args.device, args.amp_dtype):
+        data_config = fit_data_config(name, model, args.img_size)
+        dataset = ImageFiles(files, eval_transform(data_config))
+        loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
+        records = explain_images(model, loader, args.method, target, read_about(name).get('multi_label', False))
+        for path, record in zip(paths, _watch(records, len(files))):
+            if 'error' in record:
+                print(f'vitzoo: cannot read {record["file"]}: {record["error"]}', file=sys.stderr)
+                unreadable.append(record['file'])
+                continue
+            title = f'{names[record["label"]]} ({100 * record["probability"]:.0f} %), {record["method"]}'
+            draw_explanation(path, unnormalise(record['image'], data_config), record['heat'], title)
+    return unreadable
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser('vitzoo explain', description=__doc__.partition('\n')[0])
+    add = parser.add_argument
+    add('images', nargs='+', metavar='IMAGES', help='files, folders, .tar, .zip, or globs of these in quotes')
+    add('--model', required=True, help='a folder that training wrote, or a timm name')
+    add('--out', required=True, metavar='DIR', help='folder for the figures, one .png for each image')
+    add('--method', choices=METHODS, default='auto', help='auto: gradient where there are mixers, gradcam for a CNN')
+    add('--target', metavar='CLASS', help="name or number of the class to explain (default: each image's likeliest)")
+    add_model_options(parser)
+    # gradients need the memory of training
+    parser.set_defaults(batch_size=8)
+    return parser.parse_args(argv)
+
+
+def explain_images(
+    model: nn.Module, loader: DataLoader, method: str, target: int | None = None, is_multi_label: bool = False
+) -> Iterator[dict]:
+    """Explain each image of a loader of `ImageFiles`, one record per image in order.
+
+    A record is {file, image, heat, method, label, probability}, with the image (C, H, W) as the model saw it and its
+    map (H, W), of the likeliest class or of `target`; or {file, error} of an image that cannot be read.
+    """
+    device = next(model.parameters()).device
+    for images, files, errors in loader:
+        images = images.to(device, non_blocking=True)
+        with torch.no_grad():
+            logits = model(images).float()
+        shares = logits.sigmoid() if is_multi_label else logits.softmax(dim=1)
+        labels = shares.argmax(dim=1) if target is None else torch.full_like(shares[:, 0], target, dtype=torch.long)
+        heat, used = explain(model, images, method, labels)
+        for i, (file, error) in enumerate(zip(files, errors)):
+            if error:
+                yield dict(file=file, error=error)
+                continue
+            found = dict(image=images[i].cpu(), heat=heat[i].float().cpu(), method=used)
+            yield dict(file=file, **found, label=int(labels[i]), probability=shares[i, labels[i]].item())
+
+
+def unnormalise(image: Tensor, data_config: dict) -> Tensor:
+    """An image (C, H, W) as a model takes it -> as a person sees it, (3, H, W) from 0 to 1."""
+    mean, std = (torch.tensor(data_config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
+    return (image.float() * std + mean).clamp(0, 1).expand(3, -1, -1)
+
+
+def _find_class(text: str, names: list[str]) -> int:
+    """The index of a class by its name, or by its number where no class has that name."""
+    if text in names:
+        return names.index(text)
+    if text.isdecimal() and int(text) < len(names):
+        return int(text)
+    hint = did_you_mean(text, names) or f': there are {len(names)}, from {names[0]} to {names[-1]}'
+    raise UserError(f"the model has no class '{text}'{hint}")
+
+
+def _choose_paths(folder: str, files: list[str]) -> list[str]:
+    """A .png in the folder for each image, numbered where images have one name."""
+    taken, paths = set(), []
+    for file in files:
+        stem, number = Path(file).stem, 1
+        while (name := stem if number == 1 else f'{stem}-{number}') in taken:
+            number += 1
+        taken.add(name)
+        paths.append(f'{folder}/{name}.png')
+    return paths
+
+
+def _watch(records: Iterator[dict], total: int) -> Iterator[dict]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    yield from track(records, 'explaining', total, console=console, disable=not console.is_terminal)
+
+
+def _explain_and_exit(argv: list[str] | None) -> None:
+    if explain_files(argv):
+        raise SystemExit(1)
+
+
+if __name__ == '__main__':
+    main()
