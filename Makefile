@@ -13,7 +13,7 @@ help:
 	@echo 'make test          check the style and run the test suite'
 	@echo 'make lint          check the style only'
 	@echo 'make format        correct the style'
-	@echo 'make docs          write docs/mixers.md anew from the mixers'
+	@echo 'make docs          write docs/mixers.md and the tables of models anew'
 	@echo 'make bench-import  time `import vitzoo` against `import timm`'
 	@echo 'make clean         remove .venv, caches and $(DEMO)'
 
@@ -35,6 +35,7 @@ format: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/tables.py
 
 bench-import: .venv/installed
 	$(BIN)/python tests/import_time.py

@@ -1,0 +1,199 @@
+"""Writes the tables of README.md and docs/models.md from weights/results.csv. Run by `make docs`.
+
+With --measure, the parameters and MACs of every row are counted anew first; no other cell of results.csv changes.
+"""
+
+import csv
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+import timm
+import torch
+from rich.console import Console
+from rich.progress import track
+
+import vitzoo
+from vitzoo.metrics import count_macs
+from vitzoo.models.vil import ViL
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / 'weights' / 'results.csv'
+README = ROOT / 'README.md'
+PAGE = ROOT / 'docs' / 'models.md'
+FAMILIES = {'cvt': 'CvT', 'vil': 'ViL', 'deit': 'DeiT', 'aft': 'AFT'}
+OTHERS = 'Others'
+# the backbone whose attention was swapped in public
+SWAPPED = 'vil_small_abs'
+
+
+def main(argv: list[str]) -> None:
+    """Write both files."""
+    if argv == ['--measure']:
+        measure_rows()
+    rows = read_rows()
+    for path, tables in ((README, readme_tables(rows)), (PAGE, page_tables(rows))):
+        path.write_text(fill(path.read_text(), tables))
+        print(f'wrote {path}', file=sys.stderr)
+
+
+def read_rows() -> list[dict[str, str]]:
+    """The rows of results.csv."""
+    with RESULTS.open(newline='') as file:
+        return list(csv.DictReader(file))
+
+
+def measure_rows() -> None:
+    """Count parameters and MACs of every row, and write results.csv with them."""
+    rows = read_rows()
+    for row in track(rows, 'counting', console=Console(stderr=True)):
+        params, macs = measure(row)
+        row |= dict(params=params, gmacs=round(macs / 1e9, 4), versions=versions())
+    with RESULTS.open('w', newline='') as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator='\n')
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def measure(row: dict[str, str]) -> tuple[int, int]:
+    """Parameters, and MACs at the row's image size, of the model that a row describes."""
+    model = timm.create_model(row['model'], device='meta', **json.loads(row['kwargs'] or '{}'))
+    sizes = [int(size) for size in row['img_size'].split('x')]
+    return sum(parameter.numel() for parameter in model.parameters()), count_macs(model, (sizes[0], sizes[-1]))
+
+
+def versions() -> str:
+    """What the numbers depend on."""
+    packages = dict(torch=torch.__version__.partition('+')[0], timm=timm.__version__, vitzoo=vitzoo.__version__)
+    return ', '.join(f'{name} {version}' for name, version in packages.items())
+
+
+def fill(text: str, tables: dict[str, str]) -> str:
+    """Put each table between its two markers, which are comments with its name.
+
+    Raises:
+        ValueError: The text does not have each table's markers once.
+    """
+    for name, table in tables.items():
+        begin, end = f'<!-- {name}: made by `make docs` -->', f'<!-- end of {name} -->'
+        if (text.count(begin), text.count(end)) != (1, 1):
+            raise ValueError(f'there are not one {begin} and one {end}')
+        text = f'{text.partition(begin)[0]}{begin}\n\n{table}\n\n{end}{text.partition(end)[2]}'
+    return text
+
+
+def readme_tables(rows: list[dict[str, str]]) -> dict[str, str]:
+    """One line per architecture at 224 x 224 pixels, with what ImageNet-1k alone gave it."""
+    lines = {}
+    for row in rows:
+        name, is_published = row['model'].partition('.')[0], row['source'] in ('paper', '')
+        if is_published and name not in lines and not row['kwargs'] and row['img_size'] == '224':
+            lines[name] = [f'`{name}`', *(numbers(row)[key] for key in ('params', 'gmacs', 'top1'))]
+    return {'models': to_table(['model', 'parameters', 'GMACs', 'top-1 %'], list(lines.values()))}
+
+
+def page_tables(rows: list[dict[str, str]]) -> dict[str, str]:
+    """A table per backbone of what was published, one of what was swapped, and one of what was measured here."""
+    published = [row for row in rows if row['source'] in ('paper', '')]
+    tables = {}
+    for family in (*FAMILIES.values(), OTHERS):
+        members = [row for row in published if family_of(row) == family and not row['kwargs']]
+        tables[family] = published_table(members)
+    same_backbone = [row for row in published if row['model'].partition('.')[0] == SWAPPED]
+    tables['swapped'] = swapped_table(same_backbone)
+    tables['measured'] = measured_table([row for row in rows if row not in published])
+    return tables
+
+
+def published_table(rows: list[dict[str, str]]) -> str:
+    """Size, cost and published accuracy of models."""
+    head = ['model', 'trained on', 'image', 'parameters', 'GMACs', 'GFLOPs', 'top-1 %', 'top-5 %', 'published in']
+    keys = ('trained_on', 'img_size', 'params', 'gmacs', 'gflops', 'top1', 'top5', 'reference')
+    return to_table(head, [[f'`{row["model"]}`', *(numbers(row)[key] for key in keys)] for row in rows])
+
+
+def swapped_table(rows: list[dict[str, str]]) -> str:
+    """The same for one backbone with several mixers, the best first."""
+    own_mixer = inspect.signature(ViL).parameters['mixer'].default
+    lines = []
+    for row in sorted(rows, key=lambda row: -float(row['top1'])):
+        kwargs = json.loads(row['kwargs'] or '{}')
+        mixer = kwargs.pop('mixer', own_mixer)
+        mixers = [mixer] * 4 if isinstance(mixer, str) else mixer
+        stages = [str(stage) for stage, name in enumerate(mixers, 1) if name == mixers[0]]
+        options = ', '.join(f'{key}={value}' for key, value in kwargs.items())
+        keys = ('params', 'gmacs', 'gflops', 'top1', 'top5')
+        lines.append([f'`{mixers[0]}`', f'{stages[0]}–{stages[-1]}', options and f'`{options}`'])
+        lines[-1] += [numbers(row)[key] for key in keys]
+    return to_table(['mixer', 'stages', 'keywords', 'parameters', 'GMACs', 'GFLOPs', 'top-1 %', 'top-5 %'], lines)
+
+
+def measured_table(rows: list[dict[str, str]]) -> str:
+    """What `vitzoo validate` reported, and how the weights came about."""
+    head = [
+        'model',
+        'images',
+        'image',
+        'top-1 %',
+        'top-5 %',
+        'images/s',
+        'peak MB',
+        'last cosine',
+        'weights',
+        'made by',
+    ]
+    keys = (
+        'data',
+        'img_size',
+        'top1',
+        'top5',
+        'images_per_second',
+        'peak_memory_mb',
+        'oversmoothing',
+        'source',
+        'reference',
+    )
+    return to_table(head, [[f'`{row["model"]}`', *(numbers(row)[key] for key in keys)] for row in rows])
+
+
+def numbers(row: dict[str, str]) -> dict[str, str]:
+    """A row's cells as they are printed."""
+    shown = {**row, **{key: accuracy(row[key]) for key in ('top1', 'top5')}, 'params': f'{int(row["params"]):,}'}
+    for key, factor in (('gmacs', 1), ('gflops', 2)):
+        value = factor * float(row['gmacs'])
+        shown[key] = f'{value:.2f}' if value >= 1 else f'{value:.3f}'
+    for key, form in (('images_per_second', ',.0f'), ('peak_memory_mb', ',.0f'), ('oversmoothing', '.3f')):
+        shown[key] = format(float(row[key]), form) if row[key] else ''
+    if row['images_per_second']:
+        shown['images_per_second'] += f' ({row["device"]})'
+    shown['reference'] = re.sub(r'https://(\S+)', lambda link: f'[{link_name(link[1])}]({link[0]})', row['reference'])
+    return shown
+
+
+def accuracy(cell: str) -> str:
+    """A percentage with as many digits as were published, two at most."""
+    return f'{float(cell):.{min(2, len(cell.partition(".")[2]))}f}' if cell else ''
+
+
+def link_name(address: str) -> str:
+    """What a link is called: arXiv's number, or the repository."""
+    host, first, second, *_ = address.split('/')
+    return f'arXiv {second}' if host == 'arxiv.org' else f'{first}/{second}'
+
+
+def family_of(row: dict[str, str]) -> str:
+    """The backbone of a row's model."""
+    return FAMILIES.get(row['model'].partition('_')[0], OTHERS)
+
+
+def to_table(head: list[str], lines: list[list[str]]) -> str:
+    """Markdown, with every column right-aligned that holds numbers only."""
+    numeric = [all(re.fullmatch(r'[\d,.]*', line[column]) for line in lines) for column in range(len(head))]
+    rule = ['---:' if right else '---' for right in numeric]
+    return '\n'.join(f'| {" | ".join(cells)} |' for cells in (head, rule, *lines))
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
