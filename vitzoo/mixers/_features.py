@@ -66,7 +66,7 @@ def feature_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap) -> Tenso
 
 
 def _sum_keys(pieces: list[tuple[Tensor, Tensor]], phi: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
-    """sum_j phi(k_j) v_j^T (B, heads, m, d), sum_j phi(k_j) (B, heads, m, 1), and the shift (B, heads, 1, m) in both."""
+    """sum_j phi(k_j) v_j^T (B, heads, m, d), sum_j phi(k_j) (B, heads, m, 1), their shift (B, heads, 1, m)."""
     context = total = shift = None
     for k, v in pieces:
         log = phi.log_keys(k)
