@@ -36,7 +36,7 @@ def test_the_photographs_have_the_size_of_imagenets(tmp_path):
     [
         (['loader', *QUICK, '--images', '7'], '7 images are fewer than a batch of 8'),
         (['loader', *QUICK, '--data-dir', 'nowhere'], "'nowhere' does not exist"),
-        (['loaders'], "unknown table 'loaders', did you mean loader?"),
+        (['loaders'], "unknown table 'loaders', did you mean loader"),
     ],
 )
 def test_a_mistake_gets_one_sentence(argv, message, capsys):
