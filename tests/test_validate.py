@@ -213,6 +213,19 @@ def test_measures_of_the_tokens_are_those_of_all_images(data, trained, tmp_path)
         assert image.width > 2000
 
 
+def test_tokens_are_measured_on_images_of_any_class_or_none(data, trained, tmp_path, capsys):
+    for i, file in enumerate(sorted((data / 'val').rglob('*.png'))):
+        shutil.copy(file, tmp_path / f'{i}.png')
+    argv = ('--ignore-labels', '--results-file', tmp_path / 'results.json')
+    record = validate_one(trained, '--data-dir', tmp_path, *argv)
+    labelled = validate_one(trained, '--data-dir', data)['token_statistics']['cosine']
+    assert record['token_statistics']['cosine']['mean'] == pytest.approx(labelled['mean'], abs=1e-5)
+    assert record['n'] == 10 and record['top1'] is None and record['loss'] is None
+    assert json.loads((tmp_path / 'results.json').read_text())[0]['top1'] is None
+    (tmp_path / 'broken.png').write_bytes(b'nothing')
+    assert 'broken.png' in fails(capsys, trained, '--data-dir', tmp_path, '--ignore-labels')
+
+
 def test_the_error_analysis_is_of_the_images_that_were_validated(data, trained, tmp_path, capsys):
     record = validate_one(trained, '--data-dir', data, '--errors', tmp_path / 'errors')
     with open(tmp_path / 'errors' / 'per_class.csv', newline='') as file:
@@ -348,6 +361,7 @@ def test_a_mistake_gets_one_sentence(argv, message, tmp_path, capsys, monkeypatc
     (
         ['--measures', 'rank'],
         ['--errors', 'a'],
+        ['--ignore-labels'],
         ['--img-size', '2x2x2'],
         ['--img-size', 'big'],
         ['--batch-size', '0'],

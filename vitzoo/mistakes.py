@@ -125,7 +125,8 @@ def _row(
 ) -> tuple[str, list[tuple[Image.Image, str]]]:
     """One row of the figure of confused pairs."""
     captions = (f'{Path(files[index]).name}\n{100 * confidence[index]:.0f} % sure' for index in indices)
-    return f'{name}, taken for {taken_for} ({times} times)', list(zip(map(load_image, indices), captions))
+    often = f'{times} times' if times > 1 else 'once'
+    return f'{name}, taken for {taken_for} {often}', list(zip(map(load_image, indices), captions))
 
 
 def _write_csv(folder: str, name: str, header: Iterable[str], rows: Iterable[list]) -> None:

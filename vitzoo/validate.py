@@ -14,7 +14,7 @@ Examples:
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
@@ -22,8 +22,10 @@ from functools import partial
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from vitzoo.data import Images, eval_transform, open_dataset
+from vitzoo.data.files import UnlabelledImages, find_files
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError, run_command
 from vitzoo.launch import start_missing_processes
@@ -94,6 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add('models', nargs='*', metavar='MODEL', help='a timm name, a wildcard in quotes, or a folder that training wrote')
     add('--data-dir', metavar='DIR', help=DATA_DIR_HELP)
+    add('--ignore-labels', action='store_true', help='take all images in --data-dir, of any class; no accuracy')
     add('--no-data', action='store_true', help='report only what needs no images')
     add('--random-weights', action='store_true', help='do not fetch published weights')
     add_model_options(parser)
@@ -202,6 +205,11 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error('--suite robust and --data-root DIR go together')
     if args.suite and args.no_data:
         parser.error('--suite needs images: drop --no-data')
+    if args.ignore_labels and args.data_dir in (None, 'sample'):
+        parser.error('--ignore-labels takes any images: name them with --data-dir')
+    for option in ('health', 'save_predictions', 'errors', 'corrupt'):
+        if getattr(args, option) and args.ignore_labels:
+            parser.error(f'--{option.replace("_", "-")} needs the labels: drop --ignore-labels')
     for option in ('plot', 'health', 'save_predictions', 'errors', 'corrupt'):
         if getattr(args, option) and (args.no_data or args.data_dir is None):
             remedy = 'drop --no-data' if args.no_data else 'name them with --data-dir'
@@ -243,17 +251,16 @@ def _evaluate(
         check_classes(name, model)
     scores = {}
     if not args.no_data and args.data_dir is not None:
-        images = open_validation_data(args.data_dir, model, eval_transform(data_config), run=name)
+        images = _open_images(name, model, eval_transform(data_config), args)
         columns = _score(name, model, images, probe, args, accelerator)
         scores = {key: value for key, value in summarise(columns).items() if not key.startswith('correct')}
+        if args.ignore_labels:
+            scores = dict(n=scores['n'])
         if probe is not None:
             scores['token_statistics'] = probe.describe(columns[probe.key])
             scores[probe.key] = scores['token_statistics']['cosine']['mean']
-        if args.save_predictions and (accelerator is None or accelerator.is_main_process):
-            files = [images.filename(index) for index in range(len(images))]
-            write_predictions(args.save_predictions, Predictions(files, dict(enumerate(images.class_names)), columns))
-        if args.errors and (accelerator is None or accelerator.is_main_process):
-            scores['ece'] = _write_mistakes(args.errors, images, columns)
+        if accelerator is None or accelerator.is_main_process:
+            scores |= _write_rows(images, columns, args)
         if args.corrupt:
             images.transform = None
             scores |= evaluate_corruptions(name, model, images, scores['top1'], data_config, args, accelerator)
@@ -263,30 +270,45 @@ def _evaluate(
     return scores
 
 
-def _write_mistakes(folder: str, images: Images, columns: dict[str, Tensor]) -> float:
-    """Write the error analysis of the validation images, and return the expected calibration error in percent."""
-    if images.is_multi_label:
-        raise UserError(f'--errors is for images with one label, and those of {images.root} have several')
-    untouched = copy(images)
-    untouched.transform = None
-    return write_mistakes(
-        folder,
-        columns['label'],
-        columns['top'][:, 0],
-        columns['prob'][:, 0],
-        readable(images.class_names),
-        [images.filename(index) for index in range(len(images))],
-        lambda index: untouched[index][0],
-    )['ece']
-
-
-def _score(name: str, model: nn.Module, images: Images, probe, args: argparse.Namespace, accelerator) -> dict:
-    """Score the validation images with a probe, if there is one, watching."""
-    if images.is_held_out and (accelerator is None or accelerator.is_main_process):
-        share = f'the {len(images)} images that {name} held out of its training'
-        print(f'vitzoo: of {args.data_dir}, {share}', file=sys.stderr)
+def _open_images(name: str, model: nn.Module, transform: Callable, args: argparse.Namespace) -> Dataset:
+    """The validation images, or all that there are where their labels do not matter."""
+    if args.ignore_labels:
+        return UnlabelledImages(find_files([args.data_dir]), transform)
+    images = open_validation_data(args.data_dir, model, transform, run=name)
     if images.is_multi_label and (args.save_predictions or '').lower().endswith('.csv'):
         raise UserError(f'{args.data_dir} has several labels for an image: save the predictions as .npz')
+    if images.is_multi_label and args.errors:
+        raise UserError(f'--errors is for images with one label, and those of {images.root} have several')
+    return images
+
+
+def _write_rows(images: Images, columns: dict[str, Tensor], args: argparse.Namespace) -> dict:
+    """Write what --save-predictions and --errors ask for, and return what the latter adds to the scores."""
+    if not args.save_predictions and not args.errors:
+        return {}
+    files = [images.filename(index) for index in range(len(images))]
+    if args.save_predictions:
+        write_predictions(args.save_predictions, Predictions(files, dict(enumerate(images.class_names)), columns))
+    if not args.errors:
+        return {}
+    untouched = copy(images)
+    untouched.transform = None
+    likeliest = dict(prediction=columns['top'][:, 0], confidence=columns['prob'][:, 0])
+    return write_mistakes(
+        args.errors,
+        columns['label'],
+        **likeliest,
+        class_names=readable(images.class_names),
+        files=files,
+        load_image=lambda index: untouched[index][0],
+    )
+
+
+def _score(name: str, model: nn.Module, images: Dataset, probe, args: argparse.Namespace, accelerator) -> dict:
+    """Score the validation images with a probe, if there is one, watching."""
+    if getattr(images, 'is_held_out', False) and (accelerator is None or accelerator.is_main_process):
+        share = f'the {len(images)} images that {name} held out of its training'
+        print(f'vitzoo: of {args.data_dir}, {share}', file=sys.stderr)
     score = partial(rank_classes, keep_logits=(args.save_predictions or '').lower().endswith('.npz'))
     with probe or nullcontext():
         return score_dataset(name, model, images, score, args, accelerator, probe)

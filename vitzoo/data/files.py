@@ -45,6 +45,16 @@ class ImageFiles(Dataset):
         return self.transform(image), name.encode(errors='surrogateescape').decode(errors='replace'), reason
 
 
+class UnlabelledImages(ImageFiles):
+    """Images whose labels do not matter and are all 0; one that cannot be read raises UserError."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, name, reason = super().__getitem__(index)
+        if reason:
+            raise UserError(f'cannot read the image {name} ({reason}); replace or remove it')
+        return image, 0
+
+
 def find_files(patterns: list[str]) -> dict[str, Callable[[], bytes]]:
     """Find the images that paths stand for, each once.
 
