@@ -8,6 +8,7 @@ from vitzoo.errors import UserError, did_you_mean, run_command
 COMMANDS = {
     'train': 'train a model on a folder of images',
     'validate': 'measure accuracy, size, speed and oversmoothing of models',
+    'report': 'write what was found of models as one HTML page',
     'doctor': 'find what is wrong with a folder of images, and how to put it right',
     'predict': 'name the most likely classes of images',
     'convert': "turn an official checkpoint, or another model's weights, into a folder that timm loads",

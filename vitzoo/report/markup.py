@@ -1,0 +1,39 @@
+"""HTML and SVG as trees of elements: whatever a text contains, it arrives as text."""
+
+from collections.abc import Iterable
+from xml.etree.ElementTree import Element, tostring
+
+__all__ = ['Element', 'tag', 'to_html']
+
+
+def tag(name: str, *children: Element | str | Iterable | None, **attributes: object) -> Element:
+    """Make an element; None among children and attributes is left out.
+
+    Attributes are written with underscores for hyphens, `class_` and `for_` for Python's own words.
+    """
+    element = Element(name)
+    for key, value in attributes.items():
+        if value is not None:
+            element.set(key.rstrip('_').replace('_', '-'), f'{value:.2f}' if isinstance(value, float) else str(value))
+    for child in children:
+        _append(element, child)
+    return element
+
+
+def _append(parent: Element, child: Element | str | Iterable | None) -> None:
+    if isinstance(child, Element):
+        parent.append(child)
+    elif isinstance(child, str):
+        # text stands before the first element, or behind one of them
+        if len(parent):
+            parent[-1].tail = (parent[-1].tail or '') + child
+        else:
+            parent.text = (parent.text or '') + child
+    elif child is not None:
+        for part in child:
+            _append(parent, part)
+
+
+def to_html(element: Element) -> str:
+    """Write an element as HTML."""
+    return tostring(element, encoding='unicode', method='html')

@@ -1,0 +1,93 @@
+"""From what was measured to one HTML page; a part of it for which nothing was measured is left out.
+
+A report is plain data: `title`, `made` (date and time), `command`, and `records`, one per model: those of
+`vitzoo validate` with what `vitzoo.report.gather` adds. A page is made from nothing else, so it can be made again.
+"""
+
+from importlib.resources import files
+from string import Template
+
+from vitzoo.report.figure import key, number, scrolling
+from vitzoo.report.markup import Element, tag, to_html
+from vitzoo.report.records import prepare
+from vitzoo.report.robustness import robustness_section
+from vitzoo.report.sections import (
+    cost_section,
+    errors_section,
+    explanations_section,
+    health_section,
+    oversmoothing_section,
+    scaling_section,
+)
+from vitzoo.report.table import models_section
+
+# between the table and the commands: each makes the figures for which the records have the numbers
+SECTIONS = (
+    ('cost', 'Accuracy and cost', cost_section),
+    ('oversmoothing', 'Oversmoothing', oversmoothing_section),
+    ('health', 'Approximation of softmax attention', health_section),
+    ('scaling', 'Scaling', scaling_section),
+    ('robustness', 'Robustness', robustness_section),
+    ('errors', 'Errors', errors_section),
+    ('explanations', 'Explanations', explanations_section),
+)
+
+
+def render(report: dict) -> str:
+    """Make the page."""
+    records = prepare(report['records'])
+    sections = [('models', 'Models', models_section(records))]
+    for name, title, make in SECTIONS:
+        parts = make(records)
+        if parts:
+            sections.append((name, title, parts))
+    sections.append(('provenance', 'How this was made', provenance_section(report, records)))
+    body = [header(report, records, sections)]
+    for name, title, parts in sections:
+        body.append(
+            tag('section', tag('h2', title, id=f'{name}-title'), parts, id=name, aria_labelledby=f'{name}-title')
+        )
+    here = files('vitzoo.report')
+    return Template((here / 'template.html').read_text(encoding='utf-8')).substitute(
+        title=to_html(tag('title', report['title'])),
+        style=(here / 'style.css').read_text(encoding='utf-8'),
+        script=(here / 'script.js').read_text(encoding='utf-8'),
+        body='\n'.join(to_html(element) for element in body),
+    )
+
+
+def header(report: dict, records: list[dict], sections: list[tuple]) -> Element:
+    """The title, what was measured where, and links to the sections."""
+    data = dict.fromkeys(_say_data(record) for record in records if record.get('n'))
+    about = [f'{len(records)} model{"s" if len(records) > 1 else ""}', *data, report['made']]
+    places = {record.get('measured_on') for record in records} - {None}
+    links = [tag('a', title, href=f'#{name}') for name, title, _ in sections]
+    toggle = tag('button', 'Dark', type='button', id='theme', aria_pressed='false', title='Switch light and dark')
+    top = tag('div', tag('h1', report['title']), toggle, class_='top')
+    where = tag('p', *places, class_='about') if len(places) == 1 else None
+    return tag(
+        'header', top, tag('p', ' · '.join(about), class_='about'), where, tag('nav', links, aria_label='Sections')
+    )
+
+
+def _say_data(record: dict) -> str:
+    return f'{record["n"]:,} images' + (f' of {record["data"]}' if record.get('data') else '')
+
+
+def provenance_section(report: dict, records: list[dict]) -> list[Element]:
+    """The commands, the machines and whose weights each model has."""
+    fields = ('architecture', 'weights', 'measured_on', 'load')
+    rows = []
+    for record in records:
+        name = tag('th', key(record['index']), record['name'], scope='row')
+        rows.append(tag('tr', name, (tag('td', number(record.get(field)), class_='text') for field in fields)))
+    head = [
+        tag('th', text, scope='col')
+        for text in ('model', 'architecture', 'weights', 'measured on', 'load of the machine')
+    ]
+    commands = [*dict.fromkeys(command for record in records for command in record.get('commands', ()))]
+    return [
+        tag('p', 'Made by:'),
+        tag('pre', '\n'.join([*commands, report['command']])),
+        scrolling(tag('table', tag('thead', tag('tr', head)), tag('tbody', rows)), 'Where each model was measured'),
+    ]

@@ -1,0 +1,92 @@
+"""The section on harder images: the published variants of ImageNet, and corruptions."""
+
+from collections.abc import Iterable
+
+from vitzoo.data.variants import SUITE
+from vitzoo.report.charts import Curve, bars, curves, dots
+from vitzoo.report.figure import figure, key
+from vitzoo.report.markup import Element, tag
+from vitzoo.results import SUITE_ROWS
+
+SEVERITIES = [1, 2, 3, 4, 5]
+# tables of corruptions in a record, with their title and the accuracy without corruption
+TABLES = {
+    'imagenet_c': ('ImageNet-C', 'imagenet_top1'),
+    'imagenet_c_partial': ('A part of ImageNet-C', 'imagenet_top1'),
+    'corrupt': ('The same images, corrupted', 'top1'),
+}
+
+
+def robustness_section(records: list[dict]) -> list[Element]:
+    """Accuracy on each variant of ImageNet, and under each corruption."""
+    parts = suite_figures(records)
+    for field, (title, clean) in TABLES.items():
+        tested = [record for record in records if record.get(field)]
+        if tested:
+            parts += corruption_figures(tested, field, title, clean)
+    return [tag('div', parts, class_='charts')] if parts else []
+
+
+def suite_figures(records: list[dict]) -> list[Element]:
+    """The variants of ImageNet that some model was tested on, in one chart."""
+    titles = {f'{field}_top1': title for variant in SUITE for field, title in variant.titles.items()}
+    titles |= {f'{field}_partial': f'{title} (a part)' for field, title in titles.items()}
+    found = {field: title for field, title in titles.items() if any(field in record for record in records)}
+    if not found:
+        return []
+    tested = [record for record in records if found.keys() & record.keys()]
+    columns = [(record['index'], record['name'], [record.get(field) for field in found]) for record in tested]
+    chart = dots('top-1 accuracy on variants of ImageNet', list(found.values()), columns, 'top-1 %')
+    more = {field: title for field, title in SUITE_ROWS.items() if any(field in record for record in tested)}
+    rows = [[title, *(record.get(field) for record in tested)] for field, title in (found | more).items()]
+    head = ['top-1 %', *(record['name'] for record in tested)]
+    return [figure('Variants of ImageNet', legend(tested), chart, head, rows)]
+
+
+def corruption_figures(records: list[dict], field: str, title: str, clean: str) -> list[Element]:
+    """The accuracies under each corruption at each severity, averaged in three ways."""
+    names = list(dict.fromkeys(name for record in records for name in record[field]))
+    plain = [name.replace('_', ' ') for name in names]
+    overall = {r['index']: mean(value for row in r[field].values() for value in row) for r in records}
+    rows = [
+        (r['index'], r['name'], overall[r['index']], r.get(clean)) for r in records if overall[r['index']] is not None
+    ]
+    parts = []
+    if rows:
+        chart = bars(f'{title}: mean top-1', rows, 'top-1 %', 'clean')
+        about = 'Mean top-1; strokes are the accuracy on images as they are.'
+        parts.append(figure(title, about, chart, ['model', 'corrupted', 'clean'], [list(row[1:]) for row in rows]))
+    columns = [(r['index'], r['name'], [mean(r[field].get(name) or [None]) for name in names]) for r in records]
+    values = [[name, *(column[2][row] for column in columns)] for row, name in enumerate(plain)]
+    if any(value is not None for _, *row in values for value in row):
+        chart = dots(f'{title}: top-1 under each corruption', plain, columns, 'top-1 %')
+        head = ['corruption', *(record['name'] for record in records)]
+        parts.append(figure('By corruption', legend(records), chart, head, values, class_='tall'))
+    return [*parts, *severity_figure(records, field, title)]
+
+
+def severity_figure(records: list[dict], field: str, title: str) -> list[Element]:
+    """How the accuracy falls with the severity; nothing where one of them is missing."""
+    lines = []
+    for record in records:
+        values = [mean(row[i] for row in record[field].values()) for i in range(len(SEVERITIES))]
+        if None not in values:
+            tips = [f'{record["name"]}, severity {i}: {value:.1f} %' for i, value in zip(SEVERITIES, values)]
+            lines.append(Curve(record['index'], record['name'], SEVERITIES, values, tips))
+    if not lines:
+        return []
+    chart = curves(f'{title}: top-1 by severity', lines, 'severity', 'top-1 %', x_ticks=SEVERITIES)
+    rows = [[line.name, *line.y] for line in lines]
+    return [figure('By severity', 'Mean over corruptions.', chart, ['model', *map(str, SEVERITIES)], rows)]
+
+
+def legend(records: list[dict]) -> Element:
+    """The models' signs and names, for a chart that has no room for names."""
+    names = (tag('span', key(record['index']), record['name'], data_model=record['index']) for record in records)
+    return tag('span', names, class_='legend')
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of some numbers, None where one is missing."""
+    values = list(values)
+    return None if None in values else sum(values) / len(values)

@@ -1,0 +1,71 @@
+'use strict';
+
+// the numbers of a cell are in data-value, in full; a cell without one stays at the end in either order
+function sortRows(table, column, order) {
+  const body = table.tBodies[0];
+  const value = (row) => row.cells[column].dataset.value;
+  const compare = (a, b) => {
+    const [x, y] = [value(a), value(b)];
+    if (x === undefined || y === undefined) return (x === undefined) - (y === undefined);
+    const difference = isNaN(x) || isNaN(y) ? x.localeCompare(y, 'en', { numeric: true }) : x - y;
+    return order === 'ascending' ? difference : -difference;
+  };
+  body.append(...[...body.rows].sort(compare));
+}
+
+for (const table of document.querySelectorAll('table.models')) {
+  const headings = [...table.tHead.rows[0].cells];
+  for (const [column, heading] of headings.entries()) {
+    const button = heading.querySelector('button');
+    button.addEventListener('click', () => {
+      const now = heading.getAttribute('aria-sort');
+      const other = { ascending: 'descending', descending: 'ascending' };
+      const order = other[now] ?? button.dataset.first;
+      for (const each of headings) each.setAttribute('aria-sort', 'none');
+      heading.setAttribute('aria-sort', order);
+      sortRows(table, column, order);
+    });
+  }
+}
+
+// light or dark as the system has it, until somebody asks for the other
+const toggle = document.getElementById('theme');
+const system = matchMedia('(prefers-color-scheme: dark)');
+const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? 'dark' : 'light')) === 'dark';
+function showTheme() {
+  toggle.textContent = isDark() ? 'Light' : 'Dark';
+  toggle.setAttribute('aria-pressed', String(isDark()));
+}
+function recall() {
+  // a browser may forbid a file to remember
+  try { return localStorage.getItem('vitzoo-theme'); } catch { return null; }
+}
+function remember(theme) {
+  try { localStorage.setItem('vitzoo-theme', theme); } catch { return; }
+}
+toggle.addEventListener('click', () => {
+  document.documentElement.dataset.theme = isDark() ? 'light' : 'dark';
+  remember(document.documentElement.dataset.theme);
+  showTheme();
+});
+if (recall()) document.documentElement.dataset.theme = recall();
+system.addEventListener('change', showTheme);
+showTheme();
+
+// pointing at a model anywhere shows it everywhere, and a mark says its numbers
+const tip = document.getElementById('tip');
+const marks = document.querySelectorAll('[data-model]');
+function showModel(number) {
+  for (const mark of marks) mark.classList.toggle('faded', number !== undefined && mark.dataset.model !== number);
+}
+document.addEventListener('pointerover', (event) => {
+  showModel(event.target.closest('[data-model]')?.dataset.model);
+  const text = event.target.closest('[data-tip]')?.dataset.tip;
+  tip.hidden = !text;
+  if (text) tip.textContent = text;
+});
+document.addEventListener('pointermove', (event) => {
+  if (tip.hidden) return;
+  tip.style.left = `${Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)}px`;
+  tip.style.top = `${Math.max(event.clientY - tip.offsetHeight - 10, 8)}px`;
+});

@@ -1,0 +1,241 @@
+"""The sections on what was measured on images as they are: cost, tokens, scaling, errors, explanations."""
+
+from collections.abc import Iterable
+from math import isnan, log
+
+from vitzoo.report.charts import Curve, Point, curves, matrix, scatter
+from vitzoo.report.figure import figure, key, scrolling
+from vitzoo.report.markup import Element, tag
+from vitzoo.report.records import SCORES, interval, machines
+
+# what is written above the axis of each measure of tokens, and what it is
+MEASURES = {
+    'cosine': ('Mean cosine similarity', 'of patch tokens, each with every other.'),
+    'effective_rank': ('Effective rank', 'of the tokens: the exponential of the entropy of their singular values.'),
+    'rank_one_residual': ('Distance to equal tokens', 'as a share of their length.'),
+    'high_frequency_energy': ('High-frequency energy', 'of the tokens: periods below four of them, as a share.'),
+    'head_similarity': ('Similarity of heads', 'mean cosine between their attention maps.'),
+}
+
+# more of them hide each other
+MOST_BANDS = 8
+
+
+def cost_section(records: list[dict]) -> list[Element]:
+    """Accuracy against multiply-accumulates, parameters and time."""
+    parts = []
+    for score, title in SCORES.items():
+        for label, (cost, scale) in COSTS.items():
+            known = [record for record in records if record.get(score) is not None and record.get(cost)]
+            # times of different machines are not comparable
+            if len(known) > 1 and (cost != 'images_per_second' or len(machines(known)) == 1):
+                parts.append(_cost_figure(known, score, title, label, [scale(record[cost]) for record in known]))
+    if not parts:
+        return []
+    note = (
+        'Up and to the left is better; the grey line joins the models that no other beats in both. Strokes are 95 % '
+        'intervals.'
+    )
+    return [tag('div', parts, class_='grid three'), tag('p', note, class_='note')]
+
+
+# what a model costs, by the axis's label: the number of a record, and what to do with it
+COSTS = {
+    'GMACs': ('gmacs', float),
+    'million parameters': ('params', lambda params: params / 1e6),
+    'milliseconds per image': ('images_per_second', lambda speed: 1e3 / speed),
+}
+
+
+def _cost_figure(records: list[dict], score: str, title: str, label: str, costs: list[float]) -> Element:
+    points = []
+    for record, x in zip(records, costs):
+        y = record[score]
+        low, high = interval(y, record.get('n') if score == 'top1' else None)
+        tip = f'{record["name"]}: {y:.2f} %, {x:,.4g} {label}'
+        points.append(Point(record['index'], record['name'], x, y, low, high, tip))
+    chart = scatter(f'{title} against {label}', points, label, f'{title} %')
+    rows = [[point.name, point.x, point.y, point.low, point.high] for point in points]
+    return figure(f'{title} against {label}', '', chart, ['model', label, f'{title} %', 'from', 'to'], rows)
+
+
+def oversmoothing_section(records: list[dict]) -> list[Element]:
+    """How alike the tokens become from block to block, by each measure that was taken."""
+    parts, has_bands = [], False
+    for measure, (title, about) in MEASURES.items():
+        lines = [line for record in records if (line := _token_curve(record, measure))]
+        if not lines:
+            continue
+        same_depth = len({len(line.y) for line in lines}) == 1
+        for line in lines:
+            line.x = [i if same_depth else i / len(line.y) for i in line.x]
+        if len(lines) > MOST_BANDS:
+            for line in lines:
+                line.spread = None
+        has_bands |= any(line.spread for line in lines)
+        x_label = 'block' if same_depth else 'relative depth: block / number of blocks'
+        deepest = max(len(line.y) for line in lines)
+        ticks = [*range(1, deepest + 1, 1 + deepest // 16)] if same_depth else None
+        chart = curves(f'{title} after each block', lines, x_label, title.lower(), x_ticks=ticks)
+        head = ['model', *(str(i + 1) for i in range(deepest))]
+        parts.append(figure(title, about, chart, head, [[line.name, *line.y] for line in lines]))
+    if not parts:
+        return []
+    bands = ' Bands are one standard deviation over images.' if has_bands else ''
+    note = tag('p', f'After each block, mean over images; large markers end a stage.{bands}', class_='note')
+    return [tag('div', parts, class_='charts'), note]
+
+
+def _token_curve(record: dict, measure: str) -> Curve | None:
+    found = record.get('token_statistics') or {}
+    values = found.get(measure) or ({'mean': record.get('oversmoothing')} if measure == 'cosine' else {})
+    if not values.get('mean') or all(isnan(value) for value in numbers(values['mean'])):
+        return None
+    mean, spread = (numbers(values[field]) if values.get(field) else None for field in ('mean', 'std'))
+    stages = found.get('stages') or [0] * len(mean)
+    last = [i for i, stage in enumerate(stages) if i + 1 == len(stages) or stages[i + 1] != stage]
+    names = found.get('blocks') or [f'block {i + 1}' for i in range(len(mean))]
+    tips = [f'{record["name"]}, {name}: {value:.3f}' for name, value in zip(names, mean)]
+    return Curve(record['index'], record['name'], range(1, len(mean) + 1), mean, tips, spread, last)
+
+
+def health_section(records: list[dict]) -> list[Element]:
+    """How far mixers that stand in for softmax attention are from it."""
+    lines = []
+    for record in records:
+        health = record.get('health') or {}
+        errors = {
+            mixer: signs['softmax_error'] for mixer, signs in health.items() if signs.get('softmax_error') is not None
+        }
+        if errors:
+            tips = [f'{record["name"]}, {mixer}: {error:.3f}' for mixer, error in errors.items()]
+            lines.append(Curve(record['index'], record['name'], range(1, len(errors) + 1), list(errors.values()), tips))
+    if not lines:
+        return []
+    deepest = max(len(line.y) for line in lines)
+    ticks = [*range(1, deepest + 1, 1 + deepest // 16)]
+    chart = curves('error of approximated softmax attention', lines, 'mixer', 'relative error', x_ticks=ticks)
+    about = '|out − softmax| / |softmax| of each mixer that approximates softmax attention, for the same q, k and v.'
+    rows = [[line.name, *line.y] for line in lines]
+    made = figure('Error of the attention', about, chart, ['model', *map(str, range(1, deepest + 1))], rows)
+    return [tag('div', made, class_='charts')]
+
+
+def scaling_section(records: list[dict]) -> list[Element]:
+    """How the cost grows with the image."""
+    parts = []
+    for quantity, unit, title in SCALES:
+        found = {r['name']: r for r in records if len(r.get('scaling', {}).get(quantity, ())) > 1}
+        if not found:
+            continue
+        lines = [_scaling_curve(record, quantity, unit) for record in found.values()]
+        sizes = sorted({size for line in lines for size in line.x})
+        label = f'{title} against image size'
+        chart = curves(label, lines, 'height and width of the image', unit, log=True, x_ticks=sizes)
+        rows = [[name, *(dict(zip(line.x, line.y)).get(size) for size in sizes)] for name, line in zip(found, lines)]
+        timed = sorted({record['scaling']['timed'] for record in found.values() if 'timed' in record['scaling']})
+        about = 'against image size' + (f': {"; ".join(timed)}.' if timed and quantity != 'gmacs' else '.')
+        parts.append(figure(title, about, chart, ['model', *map(str, sizes)], rows))
+    if not parts:
+        return []
+    note = (
+        'Behind each name is how much more four times the pixels cost, at the end of the curve: ×4 is linear in them, '
+        '×16 quadratic.'
+    )
+    return [tag('div', parts, class_='charts'), tag('p', note, class_='note')]
+
+
+SCALES = (
+    ('gmacs', 'GMACs', 'Multiply-accumulates'),
+    ('milliseconds', 'milliseconds per image', 'Time'),
+    ('peak_mb', 'MB', 'Peak memory'),
+)
+
+
+def _scaling_curve(record: dict, quantity: str, unit: str) -> Curve:
+    points = {int(size): value for size, value in record['scaling'][quantity].items()}
+    sizes, values = list(points), list(points.values())
+    growth = (values[-1] / values[-2]) ** (log(4) / (2 * log(sizes[-1] / sizes[-2])))
+    tips = [f'{record["name"]} at {size} px: {value:,.4g} {unit}' for size, value in points.items()]
+    own = [i for i, size in enumerate(sizes) if size == record.get('img_size')]
+    return Curve(record['index'], f'{record["name"]} ×{growth:.1f}', sizes, values, tips, large=own)
+
+
+def errors_section(records: list[dict]) -> list[Element]:
+    """Whether confidence can be trusted, what is taken for what, and confusion matrices of few classes."""
+    records = [record for record in records if record.get('mistakes')]
+    if not records:
+        return []
+    lines = [_reliability_curve(record) for record in records]
+    chart = curves('accuracy against confidence', lines, 'confidence', 'accuracy', is_share=True)
+    rows = [[line.name, x, y] for line in lines for x, y in zip(line.x, line.y)]
+    about = 'Accuracy of the images with each confidence; on the dotted line it is what the model says.'
+    parts = [figure('Reliability', about, chart, ['model', 'confidence', 'accuracy'], rows), _confused(records)]
+    few = [record for record in records if 'confusion' in record['mistakes']]
+    if not few:
+        return [tag('div', parts, class_='charts')]
+    matrices = []
+    for record in few:
+        names, counts = record['mistakes']['class_names'], record['mistakes']['confusion']
+        chart = matrix(f'confusion matrix of {record["name"]}', counts, names)
+        rows = [[name, *row] for name, row in zip(names, counts)]
+        matrices.append(figure([key(record['index']), record['name']], '', chart, ['', *names], rows))
+    note = tag('p', 'A row is a class of images, a column what they were taken for; blue is right.', class_='note')
+    return [tag('div', parts, class_='charts'), tag('div', matrices, class_='grid matrices'), note]
+
+
+def _reliability_curve(record: dict) -> Curve:
+    """The bins of confidence that have images."""
+    found = record['mistakes']['calibration']
+    bins = [(c, a, n) for c, a, n in zip(found['confidence'], found['accuracy'], found['counts']) if n]
+    tips = [f'{record["name"]}: {a:.0%} of {n} images right at {c:.0%} confidence' for c, a, n in bins]
+    return Curve(record['index'], record['name'], [c for c, _, _ in bins], [a for _, a, _ in bins], tips)
+
+
+def _confused(records: list[dict]) -> Element:
+    """The pairs of classes that each model confuses most."""
+    rows = []
+    for record in records:
+        pairs = record['mistakes']['pairs'][:3]
+        name = tag('th', key(record['index']), record['name'], scope='row')
+        cells = (tag('td', f'{a} → {b} ', tag('small', str(times)), class_='text') for a, b, times in pairs)
+        rows.append(tag('tr', name, cells, data_model=record['index']))
+    table = tag('table', tag('tbody', rows), class_='pairs')
+    caption = tag('figcaption', tag('strong', 'Most confused'), ' The class, what it was taken for, and how often.')
+    return tag('figure', caption, scrolling(table, 'The pairs of classes that each model confuses most'))
+
+
+def explanations_section(records: list[dict]) -> list[Element]:
+    """The same images, with what each model's answer rests on."""
+    records = [record for record in records if record.get('explanations')]
+    if not records:
+        return []
+    pictures = {item['file']: item for record in records for item in record['explanations']}
+    head = [tag('th', 'image', scope='col'), *(tag('th', key(r['index']), r['name'], scope='col') for r in records)]
+    rows = []
+    for file, item in pictures.items():
+        cells = [tag('th', _picture(item['picture'], item['label']), tag('span', item['label']), scope='row')]
+        for record in records:
+            found = [other for other in record['explanations'] if other['file'] == file]
+            cells.append(tag('td', _explained(record, found[0]) if found else '–', data_model=record['index']))
+        rows.append(tag('tr', cells))
+    table = tag('table', tag('thead', tag('tr', head)), tag('tbody', rows), class_='pictures')
+    methods = sorted({item['method'] for record in records for item in record['explanations']})
+    note = f'What each answer rests on ({" or ".join(methods)}), from dark to bright; below, the answer, and how sure.'
+    return [scrolling(table, 'Explained images'), tag('p', note, class_='note')]
+
+
+def _explained(record: dict, item: dict) -> list[Element]:
+    is_right = item['prediction'] == item['label']
+    sign = tag('span', '✓ ' if is_right else '✗ ', class_='right' if is_right else 'wrong')
+    picture = _picture(item['overlay'], f'{item["label"]}: {item["method"]} of {record["name"]}')
+    return [picture, tag('span', sign, f'{item["prediction"]} {item["confidence"]:.0%}')]
+
+
+def _picture(address: str, alt: str) -> Element:
+    return tag('img', src=address, alt=alt, width=112, height=112)
+
+
+def numbers(values: Iterable[float | None]) -> list[float]:
+    """Numbers as a chart takes them: what is not defined is nan."""
+    return [float('nan') if value is None else value for value in values]

@@ -1,0 +1,190 @@
+"""What charts are drawn with: scales, a frame with ticks, markers, and labels that keep out of each other's way.
+
+Colours, fonts and line widths are classes of style.css, so that a chart follows the page from light to dark; a library
+that draws would write them into every shape. Lengths are in pixels of the chart's own box.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vitzoo.report.markup import Element, tag
+
+# of a digit or letter in the charts' font
+CHARACTER, LINE = 6.1, 13.0
+SHAPES = {
+    'circle': 'M-4.2 0a4.2 4.2 0 1 0 8.4 0a4.2 4.2 0 1 0-8.4 0z',
+    'square': 'M-3.7-3.7h7.4v7.4h-7.4z',
+    'triangle': 'M0-4.8L4.7 3.6H-4.7z',
+    'diamond': 'M0-5.2L5.2 0L0 5.2L-5.2 0z',
+    'wedge': 'M0 4.8L4.7-3.6H-4.7z',
+}
+COLOURS, DASHES = 8, 3
+
+
+@dataclass
+class Scale:
+    """Maps numbers from `low` to `high` to pixels from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+    ticks: list[float] = field(default_factory=list)
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (math.log(x) if self.log else x for x in (self.low, self.high, value))
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+
+def fit_scale(values: Iterable[float], start: float, end: float, log: bool = False, count: int = 5) -> Scale:
+    """A scale with round ticks that holds all values, with some room beyond the first and the last."""
+    # half a second that only a report takes
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    values = list(values)
+    low, high = min(values), max(values)
+    if log:
+        # room of 8 % of the axis, and an octave where all values are one
+        room = max((high / low) ** 0.08, 1.4 if low == high else 1.05)
+        low, high = low / room, high * room
+        ticks = LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,)).tick_values(low, high)
+    else:
+        room = 0.06 * (high - low) or abs(high) / 10 or 1
+        low, high = low - room, high + room
+        ticks = MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    return Scale(low, high, start, end, log, [float(tick) for tick in ticks if low <= tick <= high])
+
+
+def is_wide(values: Iterable[float]) -> bool:
+    """Whether values are so different that only a logarithmic scale shows them all."""
+    values = list(values)
+    return min(values) > 0 and max(values) / min(values) > 8
+
+
+def short_number(value: float) -> str:
+    """A tick's label: as few characters as say the number."""
+    for factor, letter in ((1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
+        if abs(value) >= factor * (10 if letter == 'k' else 1):
+            return f'{value / factor:g}{letter}'
+    return f'{value:.6g}'.replace('-', '−')
+
+
+class Plot:
+    """A chart under construction: a frame with two axes, on which marks are put.
+
+    Args:
+        label: What a screen reader says of the chart.
+        x: Scale from left to right; the margins of the chart are what it leaves.
+        y: Scale from bottom to top.
+        x_label: Written below.
+        y_label: Written above the axis, where it need not be turned.
+    """
+
+    def __init__(self, label: str, size: tuple[int, int], x: Scale, y: Scale, x_label: str, y_label: str):
+        self.x, self.y = x, y
+        width, height = size
+        self.root = tag(
+            'svg', viewBox=f'0 0 {width} {height}', width=width, height=height, role='img', aria_label=label
+        )
+        for tick in y.ticks:
+            self.add('line', class_='rule', x1=x.start, x2=x.end, y1=y(tick), y2=y(tick))
+            self.text(short_number(tick), x.start - 7, y(tick) + 3.5, 'tick end')
+        for tick in x.ticks:
+            self.add('line', class_='axis', x1=x(tick), x2=x(tick), y1=y.start, y2=y.start + 4)
+            self.text(short_number(tick), x(tick), y.start + 16, 'tick middle')
+        self.add('line', class_='axis', x1=x.start, x2=x.end, y1=y.start, y2=y.start)
+        self.text(x_label, (x.start + x.end) / 2, y.start + 33, 'axis-label middle')
+        self.text(y_label, 2, y.end - 12, 'axis-label')
+
+    def add(self, name: str, *children, **attributes) -> Element:
+        """Put an element on the chart."""
+        element = tag(name, *children, **attributes)
+        self.root.append(element)
+        return element
+
+    def text(self, text: str, x: float, y: float, class_: str, **attributes) -> Element:
+        """Write a text that begins at x, or with the classes `middle` and `end` is centred or ends there."""
+        return self.add('text', text, x=float(x), y=float(y), class_=class_, **attributes)
+
+    def line(self, points: Sequence[tuple[float, float]], class_: str, **attributes) -> Element:
+        """Join points of the axes' units."""
+        return self.add('path', d=self.path(points), class_=class_, **attributes)
+
+    def path(self, points: Sequence[tuple[float, float]]) -> str:
+        """Points of the axes' units as a path."""
+        return 'M' + 'L'.join(f'{self.x(x):.1f} {self.y(y):.1f}' for x, y in points)
+
+    def marker(self, index: int, x: float, y: float, tip: str | None = None, small: bool = False) -> Element:
+        """Put the sign of model number `index` at a point of the axes' units."""
+        return self.add(**sign(index, self.x(x), self.y(y), tip, 0.55 if small else 1))
+
+
+def sign(index: int, x: float, y: float, tip: str | None = None, size: float = 1) -> dict:
+    """The arguments of the element that stands for a model: its shape in its colour."""
+    shape = list(SHAPES.values())[index % len(SHAPES)]
+    scale = f' scale({size:g})' if size != 1 else ''
+    place = f'translate({x:.1f} {y:.1f}){scale}'
+    return dict(name='path', d=shape, transform=place, class_=f'mark {colour(index)}', data_model=index, data_tip=tip)
+
+
+def colour(index: int) -> str:
+    """The class of a model's colour."""
+    return f'm{index % COLOURS}'
+
+
+def dash(index: int) -> str:
+    """The class of a model's line, which tells it from another of the same colour."""
+    return f'd{index // COLOURS % DASHES}'
+
+
+def spread_out(positions: Sequence[float], low: float, high: float, gap: float = LINE) -> list[float]:
+    """Move positions apart until neighbours have a gap; all stay between `low` and `high` if there is room."""
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    places, last = {}, -math.inf
+    for i in order:
+        last = places[i] = max(positions[i], last + gap, low)
+    # what went over the end comes back, and pushes its neighbours
+    last = math.inf
+    for i in reversed(order):
+        last = places[i] = min(places[i], last - gap, high)
+    return [places[i] for i in range(len(positions))]
+
+
+def place_labels(
+    points: Sequence[tuple[float, float]], texts: Sequence[str], inside: Callable[[tuple], bool]
+) -> list[tuple[float, float, str] | None]:
+    """Find a place beside each point for its text, off all points and other texts: (x, y, class), None without room.
+
+    `inside` says whether a box (left, top, right, bottom) is on the chart.
+    """
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in points]
+    labels = []
+    for (x, y), text in zip(points, texts):
+        width = CHARACTER * len(text)
+        candidates = [
+            (x + 9, y + 4, 'start'),
+            (x - 9, y + 4, 'end'),
+            *(
+                (x + dx, y + dy, anchor)
+                for dy in (-9, 16, -20, 27)
+                for dx, anchor in ((0, 'middle'), (5, 'start'), (-5, 'end'))
+            ),
+        ]
+        boxes = {place: _box(*place, width) for place in candidates}
+        free = (place for place, box in boxes.items() if inside(box) and not any(_overlap(box, b) for b in taken))
+        found = next(free, None)
+        labels.append(found)
+        if found:
+            taken.append(boxes[found])
+    return labels
+
+
+def _box(x: float, y: float, anchor: str, width: float) -> tuple[float, float, float, float]:
+    left = {'start': x, 'middle': x - width / 2, 'end': x - width}[anchor]
+    return left, y - 10, left + width, y + 3
+
+
+def _overlap(a: tuple, b: tuple) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

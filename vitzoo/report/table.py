@@ -1,0 +1,118 @@
+"""The table of models: one column per measurement, sorted by a click on its heading (script.js)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isnan
+
+from vitzoo.report.figure import key, scrolling
+from vitzoo.report.markup import Element, tag
+from vitzoo.report.records import SCORES, interval, machines
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of models: how its numbers are read from a record, written and explained.
+
+    `better` is 1 where more is better, −1 where less is, and 0 where neither is.
+    """
+
+    heading: str
+    unit: str
+    read: Callable[[dict], float | None]
+    form: str
+    better: int
+    about: str
+
+
+def _get(key: str, factor: float = 1) -> Callable[[dict], float | None]:
+    def read(record: dict) -> float | None:
+        value = record.get(key)
+        return None if value is None else factor * value if factor != 1 else value
+
+    return read
+
+
+def last_cosine(record: dict) -> float | None:
+    """Oversmoothing of the last block that has one."""
+    curve = [value for value in record.get('oversmoothing') or [] if value is not None and not isnan(value)]
+    return curve[-1] if curve else None
+
+
+COLUMNS = (
+    Column('top-1', '%', _get('top1'), '.2f', 1, 'images whose likeliest class is right'),
+    Column('top-5', '%', _get('top5'), '.2f', 1, 'images whose class is among the five likeliest'),
+    Column('mAP', '%', _get('map'), '.2f', 1, 'mean average precision, of images with several labels'),
+    Column('loss', '', _get('loss'), '.3f', -1, 'mean cross-entropy, in nats'),
+    Column('ECE', '%', _get('ece'), '.1f', -1, 'expected calibration error: mean distance of confidence and accuracy'),
+    Column('corrupted', '%', _get('corrupt_top1'), '.2f', 1, 'top-1 under 15 corruptions at 5 severities, their mean'),
+    Column('images', '', _get('n'), ',d', 0, 'how many were evaluated'),
+    Column('parameters', 'M', _get('params', 1e-6), '.2f', -1, 'millions of trainable numbers'),
+    Column('cost', 'GMACs', _get('gmacs'), '.3f', -1, '10⁹ multiply-accumulates for one image'),
+    Column('cost', 'GFLOPs', _get('gflops'), '.3f', -1, 'twice the GMACs; many papers call MACs FLOPs'),
+    Column('speed', 'images/s', _get('images_per_second'), ',.1f', 1, 'median forward pass on random images'),
+    Column(
+        'memory', 'MB', _get('peak_memory_mb'), ',.0f', -1, 'peak of the evaluation; on a CPU, of the whole process'
+    ),
+    Column('cosine', 'last block', last_cosine, '.3f', 0, 'oversmoothing: mean cosine similarity of the tokens'),
+)
+
+
+def models_section(records: list[dict]) -> list[Element]:
+    """The table of models, and what is to be known to read it."""
+    columns = [column for column in COLUMNS if any(column.read(record) is not None for record in records)]
+    best = [find_best(column, records) for column in columns]
+    head = [_heading('model', '', 'text'), *(_heading(c.heading, c.unit, 'number', c.better) for c in columns)]
+    head += [_heading('image', 'px', 'number'), _heading('weights', '', 'text')]
+    if columns[0].heading in SCORES.values():
+        head[1].set('aria-sort', 'descending')
+    rows = [_row(record, columns, best) for record in records]
+    table = tag('table', tag('thead', tag('tr', head)), tag('tbody', rows), class_='models', id='table')
+    terms = [(f'{c.heading} {c.unit}' if c.heading == 'cost' else c.heading, c.about) for c in columns]
+    terms += [('±', INTERVAL)] if columns[0].heading == 'top-1' else []
+    notes = tag(
+        'dl', (tag('div', tag('dt', term), ' ', tag('dd', about)) for term, about in terms), class_='note terms'
+    )
+    warning = tag('p', MACHINES, class_='note warning') if len(machines(records)) > 1 else None
+    return [scrolling(table, 'Models and what was measured of them'), notes, *([] if warning is None else [warning])]
+
+
+INTERVAL = "half the width of Wilson's 95 % interval, for this number of images; the best of a column is bold"
+MACHINES = (
+    'The models were timed on different machines, or nobody knows on which: compare images/s and memory only where '
+    'the last section names the same one.'
+)
+
+
+def find_best(column: Column, records: list[dict]) -> float | None:
+    """The best number of a column, if one is better than another."""
+    values = {column.read(record) for record in records} - {None}
+    return None if not column.better or len(values) < 2 else max(values, key=lambda value: column.better * value)
+
+
+def _heading(text: str, unit: str, kind: str, better: int = 0) -> Element:
+    # what a first click puts on top is the best
+    first = 'descending' if kind == 'number' and better >= 0 else 'ascending'
+    button = tag('button', tag('span', text), ' ', tag('small', unit), type='button', data_first=first)
+    return tag('th', button, scope='col', class_=kind, aria_sort='none')
+
+
+def _row(record: dict, columns: list[Column], best: list[float | None]) -> Element:
+    name = tag(
+        'th', key(record['index']), record['name'], scope='row', data_value=record['name'], title=record['model']
+    )
+    cells = [_cell(record, column, top) for column, top in zip(columns, best)]
+    size = str(record.get('img_size', ''))
+    cells.append(tag('td', size.replace('x', ' × '), data_value=size.partition('x')[0] or None))
+    weights = record.get('weights') or 'not recorded'
+    cells.append(tag('td', weights, class_='text', data_value=weights))
+    return tag('tr', name, cells, data_model=record['index'])
+
+
+def _cell(record: dict, column: Column, best: float | None) -> Element:
+    value = column.read(record)
+    if value is None or isnan(value):
+        return tag('td', '–')
+    low, high = interval(value, record.get('n') if column.heading == 'top-1' else None)
+    half = tag('small', f' ±{(high - low) / 2:.1f}') if high > low else None
+    class_ = 'best' if value == best else None
+    return tag('td', format(value, column.form), half, class_=class_, data_value=repr(value))

@@ -1,0 +1,59 @@
+"""Time and memory over the image size, from the rows that `vitzoo bench models` wrote."""
+
+from collections import defaultdict
+from pathlib import Path
+
+from vitzoo.bench.harness import read_rows
+from vitzoo.errors import UserError
+
+# two rows are comparable where these are equal
+CONDITIONS = ('cpu', 'threads', 'gpu', 'device', 'dtype', 'batch_size', 'torch')
+
+
+def add_timings(records: list[dict], path: str) -> None:
+    """Give each record whose architecture was timed at several sizes the curves of its time and memory.
+
+    All are of the one machine, precision and batch size of which most of these models have rows.
+
+    Raises:
+        UserError: The file cannot be read or is not one of `vitzoo bench`, or none of the models is in it.
+    """
+    try:
+        rows = read_rows(path)
+        rows = [row for row in rows if row['table'] == 'models' and row['what'] == 'forward']
+        names = {record.get('architecture', record['model']).partition('.')[0] for record in records}
+        found = defaultdict(lambda: defaultdict(dict))
+        for row in rows:
+            if row['name'] in names:
+                # of two measurements the later one
+                found[tuple(row[key] for key in CONDITIONS)][row['name']][row['img_size']] = row
+    except OSError as error:
+        raise UserError(f"cannot read the benchmarks '{path}': {error.strerror}") from error
+    except KeyError as error:
+        raise UserError(f"'{path}' has no column {error}: it is not a file of `vitzoo bench`") from error
+    found = [{name: sizes for name, sizes in models.items() if len(sizes) > 1} for models in found.values()]
+    best = max(found, key=len, default={})
+    if not best:
+        raise UserError(
+            f"'{path}' has none of {', '.join(sorted(names))} at two sizes; run `vitzoo bench models` first"
+        )
+    for record in records:
+        sizes = best.get(record.get('architecture', record['model']).partition('.')[0])
+        if sizes:
+            record['scaling'] = {
+                **record.get('scaling', {}),
+                **_curves(sizes),
+                'timed': _say(*sizes.values(), path=path),
+            }
+
+
+def _curves(sizes: dict[int, dict]) -> dict:
+    rows = sorted(sizes.items())
+    time = {size: 1e3 * row['seconds'] / row['batch_size'] for size, row in rows}
+    memory = {size: row['peak_mb'] for size, row in rows if row['peak_mb'] is not None}
+    return dict(milliseconds=time) | (dict(peak_mb=memory) if len(memory) > 1 else {})
+
+
+def _say(row: dict, *_: dict, path: str) -> str:
+    where = row['gpu'] or f'{row["cpu"]}, {row["threads"]} threads'
+    return f'{where}, {row["dtype"]}, batches of {row["batch_size"]}; {Path(path).name}'
