@@ -22,6 +22,7 @@ import warnings
 import torch
 
 from .base import QKVMixer, no_autocast, register_mixer
+from .softmax import softmax_attention
 
 __all__ = ['Nystrom', 'grid_means', 'iterative_pinv', 'nystrom_attention', 'nystrom_naive', 'segment_means']
 
@@ -67,11 +68,13 @@ def iterative_pinv(a: torch.Tensor, num_iterations: int) -> torch.Tensor:
     """Moore-Penrose inverse of row-stochastic matrices (..., m, m), each started from its own norms."""
     norms = a.sum(dim=-2).amax(dim=-1) * a.sum(dim=-1).amax(dim=-1)
     z = a.transpose(-2, -1) / norms[..., None, None]
+    shape, a, z = a.shape, a.flatten(0, -3), z.flatten(0, -3)
     eye = torch.eye(a.shape[-1], device=a.device, dtype=a.dtype)
     for _ in range(num_iterations):
         az = a @ z
-        z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
-    return z
+        inner = torch.baddbmm(15 * eye, az, 7 * eye - az, alpha=-1)
+        z = z @ torch.baddbmm(13 / 4 * eye, az, inner, alpha=-1 / 4)
+    return z.view(shape)
 
 
 def nystrom_naive(
@@ -120,12 +123,12 @@ def nystrom_attention(
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q, k, v_wide = scale * q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v_wide = q.to(dtype), k.to(dtype), v.to(dtype)
         q_land, k_land = (landmark_means(x, num_landmarks, grid_size) for x in (q, k))
-        middle = (q_land @ k_land.mT).softmax(dim=-1)
-        context = (q_land @ k.mT).softmax(dim=-1) @ v_wide  # (B, heads, m, d)
+        middle = (scale * q_land @ k_land.mT).softmax(dim=-1)
+        context = softmax_attention(q_land, k, v_wide, scale)  # (B, heads, m, d)
         context = iterative_pinv(middle, num_iterations) @ context
-        return ((q @ k_land.mT).softmax(dim=-1) @ context).to(v.dtype)
+        return softmax_attention(q, k_land, context, scale).to(v.dtype)
 
 
 @register_mixer('nystrom')
