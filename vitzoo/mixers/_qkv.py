@@ -77,12 +77,15 @@ class ConvQKV(nn.Module):
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         prefix, grid = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         image = grid.transpose(1, 2).unflatten(2, grid_size)  # (B, dim, H, W)
-        q = self.proj_q(_tokens(prefix, self.conv_q(image)))
-        k = q[..., :0] if self.proj_k is None else self.proj_k(_tokens(prefix, self.conv_k(image)))
-        v = self.proj_v(_tokens(prefix, self.conv_v(image)))
+        q = _project(self.proj_q, prefix, self.conv_q(image))
+        k = q[..., :0] if self.proj_k is None else _project(self.proj_k, prefix, self.conv_k(image))
+        v = _project(self.proj_v, prefix, self.conv_v(image))
         return split_heads(q, self.num_heads), split_heads(k, self.num_heads), split_heads(v, self.num_heads)
 
 
-def _tokens(prefix: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Prefix tokens (B, P, C) and a map (B, C, H, W) -> tokens (B, P + H*W, C)."""
-    return torch.cat([prefix, image.flatten(2).transpose(1, 2)], dim=1)
+def _project(proj: nn.Linear, prefix: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """Prefix tokens (B, P, C) and a map (B, C, H, W) -> tokens (B, P + H*W, C'), each through the linear layer."""
+    tokens = proj(image.flatten(2).transpose(1, 2))
+    # prefix tokens join behind the layer: cut out of the gradient of all tokens, that of the map would keep their
+    # stride between images, which torch's batch norm misreads for a single image on a CPU
+    return torch.cat([proj(prefix), tokens], dim=1) if prefix.shape[1] else tokens
