@@ -4,10 +4,14 @@ Grids of any size are padded to whole tiles at the bottom and right; padded keys
 padding never matters. Shared by longformer, long-short and AFT-local.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
+from timm.layers import is_exporting
 from torch.nn import functional as F
+
+from ._strips import strip_attention
 
 __all__ = [
     'attend_tiles',
@@ -130,6 +134,9 @@ def window_attention(
     window, reach = _fit(grid_size, window_size, halo)
     if bias is not None:
         bias = _fit_bias(bias, window_size, halo, window, reach)
+    if q.device.type == 'cpu' and not dropout_p and not torch.compiler.is_compiling() and not is_exporting():
+        bias = _join_bias(bias, bias_shared, window, reach, k_shared.shape[2])
+        return strip_attention(q, k, v, k_shared, v_shared, grid_size, window, reach, scale, bias)
     mask = halo_mask(grid_size, window, reach, q.device)
     q = tile(scale * q, grid_size, window)
     out = attend_tiles(
@@ -175,6 +182,24 @@ def _fit(grid_size: tuple[int, int], window_size: int, halo: int) -> tuple[tuple
     """Window and halo per axis: where one window holds the whole axis, all around it is padding and is left out."""
     window = tuple(min(window_size, size) for size in grid_size)
     return window, tuple(halo if size > window_size else 0 for size in grid_size)
+
+
+def _join_bias(
+    bias: torch.Tensor | None,
+    bias_shared: torch.Tensor | None,
+    window: tuple[int, int],
+    reach: tuple[int, int],
+    num_shared: int,
+) -> torch.Tensor | None:
+    """One bias (heads, s, M + S) of the biases of the window (heads, s, M) and of the shared keys (heads, S)."""
+    if bias is None and bias_shared is None:
+        return None
+    s, M = math.prod(window), math.prod(size + 2 * halo for size, halo in zip(window, reach))
+    if bias is None:
+        bias = bias_shared.new_zeros(len(bias_shared), s, M)
+    if bias_shared is None:
+        return F.pad(bias, (0, num_shared))
+    return torch.cat([bias, bias_shared.unsqueeze(1).expand(-1, s, -1)], dim=2)
 
 
 def _fit_bias(
