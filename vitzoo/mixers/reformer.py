@@ -17,6 +17,7 @@ section 2 and appendix A, https://arxiv.org/abs/2001.04451
 import torch
 from torch.nn import functional as F
 
+from ._chunks import LOG2_E, chunk_attention, merge, softmax_with_z
 from ._draw import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -25,6 +26,8 @@ __all__ = ['Reformer', 'lsh_buckets', 'reformer_attention', 'reformer_naive']
 
 MAX_BUCKETS = 64
 SELF_PENALTY = 1e5
+# per step, of which there are at least two, between tokens that do not find each other
+UNSEEN = 1e9
 
 
 def lsh_buckets(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
@@ -33,8 +36,11 @@ def lsh_buckets(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(*x.shape[:2], len(rotations), x.shape[2], dtype=torch.long)
     dtype = torch.promote_types(x.dtype, torch.float32)
     with torch.no_grad(), no_autocast(x):
-        rotated = x.to(dtype).unsqueeze(2) @ rotations.to(dtype)
-        return torch.cat([rotated, -rotated], dim=-1).argmax(dim=-1)
+        rotated = x.to(dtype) @ rotations.to(dtype).transpose(0, 1).flatten(1)
+        rotated = rotated.unflatten(-1, (len(rotations), -1)).transpose(2, 3)
+        # the largest of both halves is the one that is largest in size
+        place = rotated.abs().argmax(dim=-1, keepdim=True)
+        return (place + rotations.shape[-1] * (rotated.gather(-1, place) < 0)).squeeze(-1)
 
 
 def reformer_naive(
@@ -77,75 +83,109 @@ def reformer_attention(
     """q, v (B, heads, P + H*W, d), the first P tokens global, rotations (rounds, d, b/2) -> (B, heads, P + H*W, d)."""
     P, dtype = q.shape[2] - grid_size[0] * grid_size[1], torch.promote_types(q.dtype, torch.float32)
     k = F.normalize(q.to(dtype), dim=-1).to(q.dtype)
-    q = scale * q
-    out, z = _hashed_rounds(q[:, :, P:], k[:, :, P:], v[:, :, P:], rotations, chunk_size, dropout_p)
+    out, z = _hashed_rounds(q[:, :, P:], k[:, :, P:], v[:, :, P:], rotations, chunk_size, scale, dropout_p)
     if P:
-        scores = (q[:, :, P:] @ k[:, :, :P].mT).to(dtype)
-        out_prefix = F.dropout(scores.softmax(dim=-1).to(v.dtype), dropout_p) @ v[:, :, :P]
-        out = torch.cat([out, out_prefix.unsqueeze(2)], dim=2)
-        z = torch.cat([z, scores.logsumexp(dim=-1).unsqueeze(2)], dim=2)
-    out = (z.softmax(dim=2).unsqueeze(-1) * out).sum(dim=2).to(v.dtype)
+        # one round more, in which every token finds the prefix
+        scores = LOG2_E * ((scale * q[:, :, P:]) @ k[:, :, :P].mT).to(dtype)
+        prefix = softmax_with_z(scores, v[:, :, :P], dropout_p)
+        out, z = (torch.cat([found, x.unsqueeze(2)], dim=2) for found, x in zip((out, z), prefix))
+    out = merge(out, z, dim=2).to(v.dtype)
     if P == 0:
         return out
     # a prefix token always finds something else, so its own key needs no finite penalty
     itself = torch.eye(P, q.shape[2], dtype=torch.bool, device=q.device)
     bias = torch.zeros_like(itself, dtype=q.dtype).masked_fill(itself, float('-inf')).unsqueeze(0)
-    return torch.cat([softmax_attention(q[:, :, :P], k, v, 1.0, bias, dropout_p), out], dim=2)
+    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, bias, dropout_p), out], dim=2)
 
 
 def _hashed_rounds(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotations: torch.Tensor, chunk_size: int, dropout_p: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotations: torch.Tensor,
+    chunk_size: int,
+    scale: float,
+    dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each round finds for each grid token (B, heads, rounds, N, d) and its log-sum-exp (B, heads, rounds, N)."""
-    N, m = q.shape[2], min(chunk_size, q.shape[2])
-    buckets = lsh_buckets(q, rotations)
-    order = buckets.argsort(dim=-1, stable=True)
-    place = order.argsort(dim=-1)
-    counts = _rounds_in_common(buckets, place // m, order, m)  # (B, heads, rounds, T, m, 2m)
-    own = counts.diagonal(dim1=2, dim2=3).movedim(-1, 2)
-    counts = counts.sum(dim=3)
+    """What each round finds for each grid token (B, heads, rounds, N, d) and its z (B, heads, rounds, N, 1).
 
-    token = _chunks(order.unsqueeze(-1) + 1, m)
-    itself = token == _look_back(token).mT
-    q, k, v = (_chunks(_take(x.unsqueeze(2), order), m) for x in (q, k, v))  # (B, heads, rounds, T, m, d)
-    scores = q @ _look_back(k).mT
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    scores = scores - torch.where(itself, SELF_PENALTY, counts.clamp(min=1).to(scores.dtype).log())
-    scores = scores.masked_fill(~own, float('-inf'))
-    attn = F.dropout(scores.softmax(dim=-1).to(v.dtype), dropout_p)
-    out, z = attn @ _look_back(v), scores.logsumexp(dim=-1, keepdim=True)
-    out, z = (_take(x.flatten(3, 4)[:, :, :, :N], place) for x in (out, z))
-    return out, z.squeeze(-1)
-
-
-def _rounds_in_common(buckets: torch.Tensor, chunks: torch.Tensor, order: torch.Tensor, m: int) -> torch.Tensor:
-    """Whether round r' finds the key for the query, for the pairs of each round r, (B, heads, r, r', T, m, 2m)."""
-    rounds = buckets.shape[2]
-    order = order.unsqueeze(3).expand(-1, -1, -1, rounds, -1)
-    # numbered from 1, so that the zeros in the padding are a bucket that no token is in
-    bucket, chunk = (
-        F.pad(x.unsqueeze(2).expand_as(order).gather(-1, order) + 1, (0, -x.shape[-1] % m)).unflatten(-1, (-1, m, 1))
-        for x in (buckets, chunks)
-    )
-    step = chunk - _look_back(chunk).mT
-    return (bucket == _look_back(bucket).mT) & (step >= 0) & (step <= 1)
+    The chunks of all samples, heads and rounds stand in one row behind a chunk of padding, so that a chunk and the one
+    before it are two neighbours anywhere. No token finds one of another round.
+    """
+    m = min(chunk_size, q.shape[2])
+    with torch.no_grad():
+        order, place, codes = _sort(lsh_buckets(q, rotations), m)
+        bias = _pair_bias(codes.to(torch.promote_types(q.dtype, torch.float32)), m)
+        (B, heads, rounds, N), missing = order.shape, -order.shape[3] % m
+        first = torch.arange(B * heads * rounds, device=q.device).view(B, heads, rounds, 1)
+        # of the tokens of all heads, and of those of all rounds, at each place; padding takes what is never looked at
+        tokens = F.pad(F.pad(order + N * (first // rounds), (0, missing)).flatten(), (m, 0))
+        outputs = F.pad(order + N * first, (0, missing)).flatten().unsqueeze(0)
+        places = place + (N + missing) * first
+    by_round = m + places.movedim(2, 0).flatten(1)
+    q, k, v = (_take(x.flatten(0, 2), tokens, by_round).unflatten(0, (-1, m)) for x in (q, k, v))  # (G, m, d)
+    found = chunk_attention(q, k, v, scale, bias, dropout_p)
+    return tuple(_take(x.flatten(0, 1), places.flatten(), outputs).unflatten(0, order.shape) for x in found)
 
 
-def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, heads, 1 or rounds, N, d) in the order of each round's index (B, heads, rounds, N)."""
-    x = x.expand(-1, -1, index.shape[2], -1, -1)
-    return x.gather(3, index.unsqueeze(-1).expand(-1, -1, -1, -1, x.shape[-1]))
+def _sort(buckets: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort tokens by bucket, (B, heads, rounds, N): the token at each place, and the place of each token.
+
+    And codes (rounds, G, m): round r + i finds one token for another where their codes at i differ by 0 or 1, for a
+    chunk of round r.
+    """
+    N, rounds = buckets.shape[3], buckets.shape[2]
+    token = torch.arange(N, device=buckets.device)
+    # together with its token a bucket sorts the same by any algorithm
+    order = (buckets * N + token).argsort(dim=-1)
+    place = torch.empty_like(order).scatter_(-1, order, token.expand_as(order))
+    step = N // m + 3
+    code = buckets * step + place // m
+    # neighbours in the row of all rounds never have codes in common
+    parity = torch.arange(order[..., 0].numel(), device=order.device).view(*order.shape[:3], 1) % 2
+    codes = [code.roll(-i, dims=2).gather(-1, order) + (MAX_BUCKETS + 1) * step * parity for i in range(rounds)]
+    # padding is found by padding alone
+    codes = [F.pad(F.pad(code, (0, -N % m), value=-9).flatten(), (m, 0), value=-9) for code in codes]
+    return order, place, torch.stack(codes).unflatten(1, (-1, m))
 
 
-def _chunks(x: torch.Tensor, m: int) -> torch.Tensor:
-    """(B, heads, rounds, N, d) -> (B, heads, rounds, T, m, d), zeros beyond the last token."""
-    return F.pad(x, (0, 0, 0, -x.shape[3] % m)).unflatten(3, (-1, m))
+def _pair_bias(codes: torch.Tensor, m: int) -> torch.Tensor:
+    """What is added to the base-2 scores of queries and keys, (G - 1, m, 2m), from codes (rounds, G, m).
+
+    Comparisons are arithmetic, because PyTorch's are slow on a CPU.
+    """
+    found = None
+    for code in codes:
+        # 1 where the codes differ by 0 or 1, else 3 or more
+        step = (2 * code[1:, :, None] - 1).sub(2 * code.flatten().unfold(0, 2 * m, m)[:, None]).abs_()
+        if found is None:
+            bias = (1 - step).mul_(UNSEEN)
+            found = torch.zeros_like(bias)
+        else:
+            found += (2 - step).clamp_(min=0)
+    # two rounds find a key once or twice, whose logarithms are these numbers already
+    bias -= found if len(codes) <= 2 else found.add_(1).log2_()
+    bias.diagonal(offset=m, dim1=1, dim2=2).sub_(LOG2_E * SELF_PENALTY)
+    return bias
 
 
-def _look_back(x: torch.Tensor) -> torch.Tensor:
-    """Chunks (..., T, m, d) -> the chunk before, zeros for the first, and the chunk itself, (..., T, 2m, d)."""
-    before = F.pad(x, (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
-    return torch.cat([before, x], dim=-2)
+def _take(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Rows of x (n, d) by their index; `inverse` (times, n) says where each went, however many times it was taken."""
+    return x.index_select(0, index) if torch.compiler.is_compiling() else _Take.apply(x, index, inverse)
+
+
+class _Take(torch.autograd.Function):
+    """Taking rows back is several times faster than PyTorch's adding up."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return sum(grad.index_select(0, rows) for rows in inverse), None, None
 
 
 @register_mixer('reformer')
@@ -158,7 +198,6 @@ class Reformer(QKVMixer):
 
     attn_weights = True
     approximates_softmax = True
-    token_weights = True
     op = staticmethod(reformer_attention)
     op_naive = staticmethod(reformer_naive)
 
