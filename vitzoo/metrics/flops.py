@@ -24,8 +24,8 @@ FREE_OPS = {
     'cumprod norm linalg_vector_norm sort topk',
     'normalisation': '_softmax _log_softmax _safe_softmax native_layer_norm native_group_norm native_batch_norm '
     '_native_batch_norm_legit _native_batch_norm_legit_no_training _fused_rms_norm native_dropout',
-    'activations': 'abs relu relu6 gelu silu elu celu selu hardtanh hardsigmoid hardswish leaky_relu softplus mish sigmoid '
-    'tanh glu log_sigmoid_forward floor_divide',
+    'activations': 'abs relu relu6 gelu silu elu celu selu hardtanh hardsigmoid hardswish leaky_relu softplus mish '
+    'sigmoid tanh glu log_sigmoid_forward floor_divide',
     'resampling': 'avg_pool1d avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d_with_indices '
     'upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa '
     '_upsample_bicubic2d_aa grid_sampler_2d',

@@ -1,11 +1,13 @@
-"""Window attention on a CPU, one row of tiles of a few samples at a time, whose scores fit in its cache.
+"""Window attention on a CPU, one row of tiles of a few samples or heads at a time, whose scores fit in its cache.
 
 What window_attention defines, without ever holding the tiles, halos and scores of the whole grid: the forward pass
-keeps queries, keys, values, outputs and the logarithm of each softmax's sum, and the backward pass makes the rest again.
+keeps queries, keys, values, outputs and the logarithm of each softmax's sum, and the backward pass makes the rest
+again.
 """
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch.autograd.function import once_differentiable
 __all__ = ['strip_attention']
 
 # so many numbers lie in the cache of a processor's core
-CACHED = 2**19
+CACHED = 2**20
 # exponentials are to base 2, because PyTorch computes those several times faster on a CPU
 LOG2_E = math.log2(math.e)
 
@@ -33,10 +35,15 @@ def strip_attention(
 ) -> Tensor:
     """Grid tokens q, k, v (B, heads, H*W, d), shared keys and values (B, heads, S, d) -> (B, heads, H*W, d).
 
-    Tiles of size `window` attend themselves, the halo that is `reach` wide, and the shared keys; `bias` is (heads or 1, h*w,
-    (h + 2 reach_h) * (w + 2 reach_w) + S), for the shared keys last.
+    Tiles of size `window` attend themselves, the halo that is `reach` wide, and the shared keys; `bias` is (heads or 1,
+    h*w, (h + 2 reach_h) * (w + 2 reach_w) + S), for the shared keys last.
     """
+    bias = None if bias is None else bias.expand(q.shape[1], -1, -1)
     return _StripAttention.apply(q, k, v, k_shared, v_shared, bias, _Strips(q, grid_size, window, reach), scale)
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, start + max(1, step)) for start in range(0, length, max(1, step))]
 
 
 class _Strips:
@@ -46,13 +53,13 @@ class _Strips:
         self.grid_size, self.window, self.reach = grid_size, window, reach
         self.side = tuple(size + 2 * halo for size, halo in zip(window, reach))
         self.rows, self.tiles = (-(-size // tile) for size, tile in zip(grid_size, window))
-        scores = q.shape[1] * self.tiles * math.prod(window) * math.prod(self.side)
-        step = max(1, CACHED // scores)
-        self.samples = [slice(start, start + step) for start in range(0, len(q), step)]
+        size = self.tiles * math.prod(window) * math.prod(self.side)
+        samples, heads = _slices(len(q), CACHED // (size * q.shape[1])), _slices(q.shape[1], CACHED // size)
+        self.parts = list(product(samples, heads))
 
-    def __iter__(self) -> Iterator[tuple[slice, int]]:
-        """A few samples, and a row of tiles."""
-        return ((samples, row) for samples in self.samples for row in range(self.rows))
+    def __iter__(self) -> Iterator[tuple[tuple[slice, slice], int]]:
+        """A few samples and heads, and a row of tiles."""
+        return product(self.parts, range(self.rows))
 
     def maps(self, *tokens: Tensor) -> list[Tensor]:
         """Tokens (B, heads, H*W, d) on their grid, (B, heads, H, W, d), views."""
@@ -70,7 +77,7 @@ class _Strips:
         x[:, :, inside] = strip[:, :, of_strip, : self.grid_size[1]]
 
     def keys(self, x: Tensor, shared: Tensor, row: int) -> Tensor:
-        """The tiles of a row with their halos and what is shared, (b, heads, tiles, M + S, d), zeros beyond the grid."""
+        """The tiles of a row, their halos and what is shared, (b, heads, tiles, M + S, d), zeros beyond the grid."""
         strip = self._strip(x, row, self.side, self.reach)
         tiles = strip.new_empty(*x.shape[:2], self.tiles, math.prod(self.side) + shared.shape[2], x.shape[-1])
         inside, outside = self._split(tiles, dim=3)
@@ -130,12 +137,14 @@ class _Strips:
         return strip
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, strips: _Strips, row: int, scale: float) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, strips: _Strips, part: tuple[slice, slice], row: int, scale: float
+) -> Tensor:
     """Scores to base 2 of a row of tiles, (b, heads, tiles, s, M + S), in float32 or wider."""
     scores = (LOG2_E * scale * q) @ k.mT
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if bias is not None:
-        scores.add_(bias.unsqueeze(1), alpha=LOG2_E)
+        scores.add_(bias[part[1]].unsqueeze(1), alpha=LOG2_E)
     return strips.hide(scores, row)
 
 
@@ -147,15 +156,15 @@ class _StripAttention(torch.autograd.Function):
         out = v.new_empty(B, N, heads, d).transpose(1, 2)
         q_map, k_map, v_map, out_map = strips.maps(q, k, v, out)
         sums = []
-        for samples, row in strips:
-            keys = strips.keys(k_map[samples], k_shared[samples], row)
-            scores = _scores(strips.queries(q_map[samples], row), keys, bias, strips, row, scale)
+        for part, row in strips:
+            keys = strips.keys(k_map[part], k_shared[part], row)
+            scores = _scores(strips.queries(q_map[part], row), keys, bias, strips, part, row, scale)
             largest = scores.amax(dim=-1, keepdim=True)
             weights = scores.sub_(largest).exp2_()
             total = weights.sum(dim=-1, keepdim=True)
             sums.append(largest.add_(total.log2()))
-            values = strips.keys(v_map[samples], v_shared[samples], row)
-            strips.put_queries(out_map[samples], row, (weights.to(v.dtype) @ values).div_(total))
+            values = strips.keys(v_map[part], v_shared[part], row)
+            strips.put_queries(out_map[part], row, (weights.to(v.dtype) @ values).div_(total))
         ctx.strips, ctx.scale = strips, scale
         ctx.save_for_backward(q, k, v, k_shared, v_shared, bias, out, *sums)
         return out
@@ -170,18 +179,18 @@ class _StripAttention(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[5] else None
         q_map, k_map, v_map, out_map, grad_map = strips.maps(q, k, v, out, grad)
         grad_q_map, grad_k_map, grad_v_map = strips.maps(grad_q, grad_k, grad_v)
-        for (samples, row), total in zip(strips, sums):
-            queries, of_out = strips.queries(q_map[samples], row), strips.queries(grad_map[samples], row)
-            keys = strips.keys(k_map[samples], k_shared[samples], row)
-            weights = _scores(queries, keys, bias, strips, row, scale).sub_(total).exp2_()
+        for (part, row), total in zip(strips, sums):
+            queries, of_out = strips.queries(q_map[part], row), strips.queries(grad_map[part], row)
+            keys = strips.keys(k_map[part], k_shared[part], row)
+            weights = _scores(queries, keys, bias, strips, part, row, scale).sub_(total).exp2_()
             of_values = weights.to(v.dtype).mT @ of_out
-            strips.add_keys(grad_v_map[samples], grad_v_shared[samples], row, of_values)
-            values = strips.keys(v_map[samples], v_shared[samples], row)
-            mean = (of_out * strips.queries(out_map[samples], row)).sum(dim=-1, keepdim=True)
+            strips.add_keys(grad_v_map[part], grad_v_shared[part], row, of_values)
+            values = strips.keys(v_map[part], v_shared[part], row)
+            mean = (of_out * strips.queries(out_map[part], row)).sum(dim=-1, keepdim=True)
             of_scores = (of_out @ values.mT).to(weights.dtype).sub_(mean).mul_(weights)
             if grad_bias is not None:
-                grad_bias += of_scores.sum(dim=(0, 2)).sum_to_size(bias.shape)
+                grad_bias[part[1]] += of_scores.sum(dim=(0, 2))
             of_scores = of_scores.mul_(scale).to(q.dtype)
-            strips.put_queries(grad_q_map[samples], row, of_scores @ keys)
-            strips.add_keys(grad_k_map[samples], grad_k_shared[samples], row, of_scores.mT @ queries)
+            strips.put_queries(grad_q_map[part], row, of_scores @ keys)
+            strips.add_keys(grad_k_map[part], grad_k_shared[part], row, of_scores.mT @ queries)
         return grad_q, grad_k, grad_v, grad_k_shared, grad_v_shared, grad_bias, None, None
