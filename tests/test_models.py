@@ -11,6 +11,7 @@ from timm.models._manipulate import group_parameters
 import vitzoo
 from vitzoo.mixers import mixer_class
 from vitzoo.models import aft, cvt, deit, vil
+from vitzoo.models._activation import quick_gelu
 from vitzoo.models._block import Block
 
 SMALL = {
@@ -97,6 +98,20 @@ def test_an_image_does_not_depend_on_its_batch(name, std):
         batched = model(x)
         alone = torch.cat([model(x[i : i + 1]) for i in range(5)])
     assert ((batched - alone).norm() / batched.norm()).item() < 1e-4
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_one_image_trains_as_the_same_image_twice(name):
+    # batch norm sees the same statistics, so that each image gives the same gradient; the rest draws no noise
+    model = build(name).double()
+    for module in model.modules():
+        module.training = isinstance(module, torch.nn.BatchNorm2d)
+    gradients = []
+    for times in (1, 2):
+        model(images(batch_size=1).double().repeat(times, 1, 1, 1)).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]) / times)
+        model.zero_grad()
+    assert ((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item() < 1e-6
 
 
 class ScaleQK:
@@ -229,6 +244,18 @@ def test_intermediates_are_the_features_of_the_forward_pass(name):
     assert len(maps) == len(model.feature_info)
     for image, info in zip(maps, model.feature_info):
         assert image.shape == (2, info['num_chs'], 64 // info['reduction'], 64 // info['reduction'])
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+def test_cvts_activation_is_timms_and_keeps_its_input_alone(dtype):
+    x = (4 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        ours = quick_gelu(x)
+    theirs = timm.layers.QuickGELU()(x)
+    torch.testing.assert_close(ours, theirs)
+    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (ours, theirs)))
 
 
 @pytest.mark.parametrize('name', COMBINATIONS)

@@ -8,12 +8,13 @@ import re
 from functools import partial
 
 import torch
-from timm.layers import QuickGELU, calculate_drop_path_rates, to_2tuple
+from timm.layers import calculate_drop_path_rates, to_2tuple
 from torch import nn
 
 from vitzoo.mixers import QKVMixer, mixer_class
 from vitzoo.mixers._qkv import ConvQKV
 
+from ._activation import QuickGELU
 from ._block import Block
 from ._checkpoint import unwrap
 from ._pyramid import Pyramid, Stage, per_stage_mixers
