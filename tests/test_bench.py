@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import vitzoo
-from vitzoo.bench import TABLES, dispatch, mixers, models, pairs, peers, startup, trainer
+from vitzoo.bench import TABLES, dispatch, mixers, models, pairs, peers, roofline, startup, trainer
 from vitzoo.bench.harness import (
     KEYS,
     Spread,
     append_rows,
+    copying,
     describe_machine,
     matmul,
     peak_megabytes,
@@ -36,7 +37,9 @@ CPU = torch.device('cpu')
 def quick(tmp_path, monkeypatch) -> list[str]:
     """Arguments for the shortest measurement, whose files go into a folder of the test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, 'matmul', partial(matmul, size=64))
+    for module in models, roofline:
+        monkeypatch.setattr(module, 'matmul', partial(matmul, size=64))
+    monkeypatch.setattr(roofline, 'copying', partial(copying, size=64))
     return ['--seconds', '0', '--min-rounds', '1', '--device', 'cpu', '--results-file', 'benchmarks.csv']
 
 
