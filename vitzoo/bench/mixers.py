@@ -239,11 +239,10 @@ def print_scaling(cells: dict, names: list[str], what: str) -> None:
         if not known:
             continue
         power = exponent({n: cell.times.median for n, cell in known.items()})
-        start = crossover({n: cell.ratio.median for n, cell in known.items()})
+        begin = say_crossover({n: cell.ratio.median for n, cell in known.items()})
         times = [
             f'{milliseconds(known[n].times.median)} ×{known[n].ratio.median:.2f}' if n in known else '–' for n in sizes
         ]
-        begin = {0.0: f'≤ {min(known):,}', math.inf: f'never up to {max(known):,}'}.get(start, f'{start:,.0f}')
         last = known[max(known)]
         shown = ['–' if power is None else f'{power:.2f}', '' if name == BASELINE else begin, f'{last.peak_mb:,.0f} MB']
         shown += [f'{last.limits["matmul_share"]:.0%}', f'{last.limits["ceiling"]:.1f}', f'{max(known):,}']
@@ -273,3 +272,9 @@ def crossover(ratio: dict[int, float]) -> float:
     below, above = sizes[slower[-1]], sizes[slower[-1] + 1]
     share = math.log(ratio[below]) / (math.log(ratio[below]) - math.log(ratio[above]))
     return math.exp(math.log(below) + share * math.log(above / below))
+
+
+def say_crossover(ratio: dict[int, float]) -> str:
+    """The crossover as a table has it."""
+    start = crossover(ratio)
+    return {0.0: f'≤ {min(ratio):,}', math.inf: f'never up to {max(ratio):,}'}.get(start, f'{start:,.0f}')
