@@ -70,12 +70,14 @@ class Line:
         """Whether the limit is kept: 'met', 'missed', 'out of reach' or 'not measured'."""
         if self.reading is None:
             return 'not measured'
-        least, most, reading = self.target.at_least, self.target.at_most, self.reading
-        if most is not None:
-            return 'met' if reading.value <= most else 'missed'
-        if reading.value >= least:
+        if self.keeps(self.reading.value):
             return 'met'
-        return 'missed' if reading.ceiling is None or reading.ceiling >= least else 'out of reach'
+        return 'missed' if self.reading.ceiling is None or self.keeps(self.reading.ceiling) else 'out of reach'
+
+    def keeps(self, value: float) -> bool:
+        """Whether a value keeps the limit."""
+        least, most = self.target.at_least, self.target.at_most
+        return value >= least if most is None else value <= most
 
 
 def read_lines(target: Target, rows: list[dict]) -> Iterator[Line]:
@@ -125,13 +127,15 @@ def read_share(row: dict, rows: list[dict]) -> Reading:
 
 
 def read_exponent(row: dict, rows: list[dict]) -> Reading | None:
-    """The exponent of the time between 1,024 tokens and those of the row."""
+    """The exponent of the time between 1,024 tokens and those of the row, and as the ceiling that of its products."""
     first = beside(row, rows, tokens=1024)
     if first is None:
         return None
-    return Reading(
-        exponent({each['tokens']: each['seconds'] for each in (first, row)}), matmul_share=row.get('matmul_share')
-    )
+    power = exponent({each['tokens']: each['seconds'] for each in (first, row)})
+    if not (first.get('gmacs') and row.get('gmacs')):
+        return Reading(power)
+    least = exponent({each['tokens']: each['gmacs'] for each in (first, row)})
+    return Reading(power, ceiling=least, bound='products', matmul_share=row['matmul_share'])
 
 
 def read_memory(baseline: str) -> Callable[[dict, list[dict]], Reading | None]:

@@ -58,7 +58,7 @@ def rows_that_say(target, value: float, **others) -> list[dict]:
             row['matmul_share'] = value
         elif target.reads == 'exponent':
             row['seconds'] = 16**value
-            rows.append(row | dict(tokens=1024, seconds=1.0))
+            rows.append(row | dict(tokens=1024, seconds=1.0, gmacs=row['gmacs'] / 16))
         else:
             row['peak_mb'] = 50.0 * value
             baseline = 'softmax' if target.reads == 'memory over SDPA' else 'softmax, unfused'
@@ -127,6 +127,15 @@ def test_readings_by_hand(tmp_path):
     (row,) = written(tmp_path, [MEASURED | dict(ratio=0.8, ratio_low=0.5, ratio_high=1.0)])
     assert targets.read_slowness(row, []) == targets.Reading(1.25, 1.0, 2.0)
     assert targets.read_share(row, []) == targets.Reading(0.5, 0.4, 0.625)
+
+
+def test_an_exponent_is_that_of_the_time_and_its_ceiling_that_of_the_products(tmp_path):
+    target = targets.Target(targets.MIXERS | dict(name='ls', what='forward', tokens=16384), 'exponent', at_most=1.1)
+    first, last = written(tmp_path, rows_that_say(target, 1.25))
+    assert targets.read_exponent(last, [first, last]) == targets.Reading(1.25, None, None, 1.0, 'products', 0.5)
+    assert verdicts(target, [first, last]) == {'missed'}
+    assert verdicts(target, [first, last | dict(gmacs=100.0)]) == {'out of reach'}
+    assert verdicts(target, [last]) == {'not measured'}
 
 
 def test_what_is_put_beside_a_row_is_of_its_run(tmp_path):
