@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vitzoo.bench.harness import Spread, copying, matmul, time_in_turn
+from vitzoo.bench.harness import copying, matmul, time_in_turn
 
 # how often a call does the products of a forward pass, and how often it moves its tensors, gradients being as large
 PASSES = {'forward': (1, 1), 'forward + backward': (3, 2), 'training step': (3, 2)}
@@ -40,10 +40,10 @@ class Work:
 
 
 def measure_rates(dtype: torch.dtype, device: torch.device) -> Rates:
-    """Time products in `dtype`, and copies, for a second or so."""
+    """Time products in `dtype`, and copies, for a second or so; the fastest counts, lest a ceiling be too low."""
     (product, flops), (copy, moved) = matmul(dtype, device), copying(device)
     times = time_in_turn({'product': product, 'copy': copy}, device, seconds=0.0, min_rounds=ROUNDS)
-    return Rates(flops / Spread.of(times['product']).median, moved / Spread.of(times['copy']).median)
+    return Rates(flops / min(times['product']), moved / min(times['copy']))
 
 
 def roofline(work: Work, rates: Rates, seconds: float, against: float) -> dict:
