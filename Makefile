@@ -6,14 +6,15 @@ DEMO := runs/demo
 # threads that spin while they wait make a demo ten times slower where the machine has other work to do
 CALM := GOMP_SPINCOUNT=1000
 
-.PHONY: help demo test lint format docs bench-import clean
+.PHONY: help demo test lint format docs measure bench-import clean
 
 help:
 	@echo 'make demo          train cvt_ls_13 on the bundled sample, validate it, draw its oversmoothing curve (6 minutes on 2 cores)'
 	@echo 'make test          check the style and run the test suite'
 	@echo 'make lint          check the style only'
 	@echo 'make format        correct the style'
-	@echo 'make docs          write docs/mixers.md and the tables of models anew'
+	@echo 'make docs          write docs/mixers.md and the tables of models and of speed anew'
+	@echo 'make measure       measure the tables of speed (25 minutes on 2 quiet cores)'
 	@echo 'make bench-import  time `import vitzoo` against `import timm`'
 	@echo 'make clean         remove .venv, caches and $(DEMO)'
 
@@ -36,6 +37,11 @@ format: .venv/installed
 docs: .venv/installed
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/benchmarks.py
+
+measure: .venv/installed
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[bench]'
+	PYTHON=$(BIN)/python docs/measure.sh
 
 bench-import: .venv/installed
 	$(BIN)/python tests/import_time.py

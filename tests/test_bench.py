@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import vitzoo
-from vitzoo.bench import TABLES, dispatch, mixers, models, pairs, peers, startup, trainer
+from vitzoo.bench import TABLES, dispatch, mixers, models, pairs, peers, roofline, startup, trainer
 from vitzoo.bench.harness import (
     KEYS,
     Spread,
     append_rows,
+    copying,
     describe_machine,
     matmul,
     peak_megabytes,
@@ -36,7 +37,9 @@ CPU = torch.device('cpu')
 def quick(tmp_path, monkeypatch) -> list[str]:
     """Arguments for the shortest measurement, whose files go into a folder of the test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, 'matmul', partial(matmul, size=64))
+    for module in models, roofline:
+        monkeypatch.setattr(module, 'matmul', partial(matmul, size=64))
+    monkeypatch.setattr(roofline, 'copying', partial(copying, size=64))
     return ['--seconds', '0', '--min-rounds', '1', '--device', 'cpu', '--results-file', 'benchmarks.csv']
 
 
@@ -84,6 +87,35 @@ def test_the_matmul_has_the_operations_it_says():
     assert flops == 2 * 64**3
 
 
+def test_a_copy_reads_and_writes_the_bytes_it_says():
+    call, moved = copying(CPU, 64)
+    assert torch.equal(call(0), torch.ones(64))
+    assert moved == 2 * 64 * 4
+
+
+def test_a_layer_cannot_beat_its_products_or_its_tensors():
+    rates = roofline.Rates(flops=200e9, bytes=10e9)
+    tensors = [torch.empty(1_000_000), torch.empty(500_000), torch.empty(500_000)]
+    work = roofline.Work.of('forward', 300_000_000, tensors)
+    assert work == roofline.Work(300_000_000, 8_000_000)
+    # 3 ms of products and 0.8 ms of tensors
+    found = roofline.roofline(work, rates, seconds=0.004, against=0.006)
+    expected = dict(matmul_share=0.75, matmul_gflops=200.0, io_mb=8.0, copy_gbs=10.0, ceiling=2.0)
+    assert found == pytest.approx(expected)
+    # the gradients of both factors are two more products, and as large as the tensors
+    assert roofline.Work.of('forward + backward', 300_000_000, tensors) == roofline.Work(900_000_000, 16_000_000)
+    # where products are few, the tensors set the ceiling: 0.8 ms
+    work = roofline.Work.of('forward', 1_000_000, tensors)
+    assert roofline.roofline(work, rates, seconds=0.004, against=0.006)['ceiling'] == pytest.approx(7.5)
+
+
+def test_rates_are_operations_and_bytes_over_the_shortest_time(monkeypatch):
+    monkeypatch.setattr(roofline, 'matmul', lambda dtype, device: (print, 6.0))
+    monkeypatch.setattr(roofline, 'copying', lambda device: (print, 8.0))
+    monkeypatch.setattr(roofline, 'time_in_turn', lambda *args, **kwargs: dict(product=[3.0, 2.0, 9.0], copy=[4.0]))
+    assert roofline.measure_rates(torch.float32, CPU) == roofline.Rates(3.0, 2.0)
+
+
 def test_results_are_appended_under_the_same_columns(tmp_path):
     path = str(tmp_path / 'weights' / 'benchmarks.csv')
     measured = row(Spread(0.12345678, 0.1, 0.2, 9), Spread(2.0, 1.5, 2.5, 9), name='ls', tokens=196)
@@ -106,6 +138,27 @@ def test_results_are_appended_under_the_same_columns(tmp_path):
 def test_a_column_that_does_not_exist_is_a_mistake(tmp_path):
     with pytest.raises(ValueError, match='speed'):
         append_rows(str(tmp_path / 'benchmarks.csv'), [dict(speed=1)])
+
+
+def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_path):
+    path = tmp_path / 'benchmarks.csv'
+    path.write_text(f'{",".join(KEYS[:-5])}\n')
+    with pytest.raises(UserError, match='it has other columns .*command.* name another with --results-file'):
+        mixers.parse_args(['--results-file', str(path)])
+    with pytest.raises(UserError, match='other columns'):
+        append_rows(str(path), [dict(run='now')])
+    assert path.read_text().count('\n') == 1
+
+
+def test_a_file_without_the_newest_columns_is_still_read(tmp_path):
+    path = tmp_path / 'benchmarks.csv'
+    path.write_text('run,table,ratio\nnow,peers,1.5\n')
+    assert read_rows(str(path)) == [dict(run='now', table='peers', ratio=1.5)]
+
+
+def test_a_command_is_kept_without_the_file_it_writes(quick):
+    argv = ['--what', 'training step', '--results-file', 'a.csv', '--results-file=b.csv', '--batch', '2', 'resnet10t']
+    assert models.parse_args(argv).command == "vitzoo bench models --what 'training step' --batch 2 resnet10t"
 
 
 def test_a_machine_is_described_without_its_name():
@@ -149,10 +202,25 @@ def test_every_mixer_is_measured_against_fused_softmax(quick, capsys):
     rows = read_rows('benchmarks.csv')
     assert len(rows) == len(cells) and len({fields['run'] for fields in rows}) == 1
     assert all(fields['peak_mb'] > 0 and fields['seconds'] > 0 for fields in rows)
+    assert {fields['command'] for fields in rows} == {rows[0]['command']}
+    assert rows[0]['command'].startswith('vitzoo bench mixers --seconds 0 ')
+    check_limits(cells)
     assert 'crossover' in capsys.readouterr().out
     for plot in ('mixers_time.png', 'mixers_memory.png'):
         with open(plot, 'rb') as file:
             assert file.read(4) == b'\x89PNG'
+
+
+def check_limits(cells: dict) -> None:
+    """Softmax attention is four linear layers, and scores and values: here of 16 tokens, 24 wide."""
+    macs, numbers = 4 * 16 * 24 * 24 + 2 * 16 * 16 * 24, 2 * 16 * 24 + 4 * 24 * 24 + 4 * 24
+    for what, products, moves in (('forward', 1, 1), ('forward + backward', 3, 2)):
+        limits, time = cells['softmax', what, 16].limits, cells['softmax', what, 16].times.median
+        assert limits['gmacs'] == macs / 1e9 and limits['io_mb'] == moves * numbers * 4 / 1e6
+        seconds = 2 * products * macs / 1e9 / limits['matmul_gflops']
+        assert limits['matmul_share'] == pytest.approx(seconds / time)
+        assert limits['ceiling'] == pytest.approx(time / max(seconds, limits['io_mb'] / 1e3 / limits['copy_gbs']))
+        assert cells['softmax, unfused', what, 16].limits['gmacs'] == macs / 1e9
 
 
 def test_memory_of_a_mixer_is_that_of_its_tensors(quick):
@@ -205,6 +273,9 @@ def test_models_are_measured_beside_their_arithmetic(quick, capsys):
         assert fields['against'] == 'resnet10t float32'
         assert fields['batch_size'] == (1 if fields['what'] == 'latency' else 2)
         assert fields['matmul_share'] > 0 and fields['gmacs'] > 0
+        work = 2 * fields['gmacs'] * fields['batch_size'] * models.WHATS[fields['what']][1]
+        # the share is a median of rounds, of which there is one here
+        assert fields['matmul_share'] == pytest.approx(work / fields['matmul_gflops'] / fields['seconds'])
         weights = sum(p.numel() for p in models.load(fields['name'], 32, CPU).parameters()) * 4 / 1e6
         # a step holds the gradients too
         assert fields['peak_mb'] > weights * (2 if fields['what'] == 'training step' else 1)
@@ -253,6 +324,12 @@ def test_a_pair_with_the_same_outputs_gets_a_ratio(monkeypatch, quick, capsys):
     ours, theirs = rows[:2]
     assert ours['against'] == 'torch' and ours['versions'] == f'torch {version("torch")}'
     assert ours['ratio'] == pytest.approx(theirs['seconds'] / ours['seconds'])
+    # two images of 16 tokens through one linear layer
+    seconds = 2 * 2 * 16 * 24 * 24 / 1e9 / ours['matmul_gflops']
+    assert ours['gmacs'] == 16 * 24 * 24 / 1e9 and ours['io_mb'] == (2 * 2 * 16 * 24 + 24 * 24 + 24) * 4 / 1e6
+    assert ours['matmul_share'] == pytest.approx(seconds / ours['seconds'])
+    assert rows[2]['matmul_share'] == pytest.approx(3 * seconds / rows[2]['seconds'])
+    assert ours['ceiling'] == pytest.approx(theirs['seconds'] / max(seconds, ours['io_mb'] / 1e3 / ours['copy_gbs']))
     assert 'linear against torch' in capsys.readouterr().out
 
 

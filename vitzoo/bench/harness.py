@@ -20,6 +20,8 @@ from pathlib import Path
 import timm
 import torch
 
+from vitzoo.errors import UserError
+
 RESULTS = 'weights/benchmarks.csv'
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 KEYS = (
@@ -28,6 +30,7 @@ KEYS = (
     *('seconds', 'seconds_low', 'seconds_high', 'rounds', 'ratio', 'ratio_low', 'ratio_high'),
     *('peak_mb', 'gmacs', 'matmul_share'),
     *('cpu', 'threads', 'gpu', 'load', 'torch', 'timm', 'python', 'versions'),
+    *('matmul_gflops', 'io_mb', 'copy_gbs', 'ceiling', 'command'),
 )
 # a call shorter than this is repeated to fill it, because a clock and a scheduler are coarse
 SHORTEST_SAMPLE = 0.01
@@ -142,6 +145,13 @@ def matmul(dtype: torch.dtype, device: torch.device, size: int | None = None) ->
     return lambda number: a @ b, 2.0 * size**3
 
 
+def copying(device: torch.device, size: int | None = None) -> tuple[Callable[[int], object], float]:
+    """A copy of `size` numbers, more than any cache holds, and the bytes that it reads and writes."""
+    size = size or (2**25 if device.type == 'cpu' else 2**28)
+    source, target = torch.ones(2, size, device=device)
+    return lambda number: target.copy_(source), 2.0 * source.nbytes
+
+
 def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager:
     """The context in which a float32 model computes in `dtype`."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
@@ -189,10 +199,26 @@ def row(times: Spread | None = None, ratio: Spread | None = None, **fields) -> d
     return fields
 
 
+def check_columns(path: str) -> bool:
+    """Say whether a results file is yet to be begun.
+
+    Raises:
+        UserError: It is another file, or was begun by a version with other columns.
+    """
+    if not Path(path).exists() or not Path(path).stat().st_size:
+        return True
+    with open(path, newline='') as file:
+        columns = next(csv.reader(file))
+    if columns != [*KEYS]:
+        other = ', '.join(sorted({*KEYS} ^ {*columns})) or 'order'
+        raise UserError(f"cannot add to '{path}': it has other columns ({other}); name another with --results-file")
+    return False
+
+
 def append_rows(path: str, rows: list[dict], **common) -> None:
     """Add rows to a CSV file with the columns `KEYS`, what they have in common in each."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    is_new = not Path(path).exists() or not Path(path).stat().st_size
+    is_new = check_columns(path)
     with open(path, 'a', newline='') as file:
         writer = csv.DictWriter(file, KEYS)
         if is_new:

@@ -3,6 +3,8 @@
 Measured is a whole layer, the linear layers before and after the attention included. The ratio is to softmax attention
 in the same rounds, by PyTorch's scaled_dot_product_attention. The crossover is the number of tokens from which a mixer
 is faster than that, interpolated; the exponent is that of its time between 1024 tokens (or the next size) and the most.
+The share is that of the time that the layer's matrix products alone would take, at the rate of a large one measured
+beside it. The ceiling is the ratio of a layer that takes no longer than that, or than moving its tensors takes.
 
 Examples:
     vitzoo bench mixers
@@ -35,8 +37,10 @@ from vitzoo.bench.harness import (
 )
 from vitzoo.bench.options import add_dtype, parse, positive
 from vitzoo.bench.plot import plot_scaling
+from vitzoo.bench.roofline import Work, measure_rates, roofline
 from vitzoo.bench.show import milliseconds, print_table, progress
 from vitzoo.errors import UserError, did_you_mean
+from vitzoo.metrics.flops import count_call_macs
 from vitzoo.mixers import create_mixer, list_mixers
 
 TOKENS = (196, 784, 1024, 3136, 4096, 9216, 16384)
@@ -53,6 +57,8 @@ class Cell:
     times: Spread
     ratio: Spread
     peak_mb: float
+    # what `roofline` and the count of its MACs say
+    limits: dict
 
 
 def main(argv: list[str] | None = None) -> dict[tuple[str, str, int], Cell]:
@@ -72,7 +78,7 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str, int], Cell]:
             new = measure(fitting, what, tokens, args)
             cells |= new
             # at once, so that an interrupted run keeps what it has
-            append_rows(args.results_file, to_rows(new, args), run=run, **machine)
+            append_rows(args.results_file, to_rows(new, args), run=run, command=args.command, **machine)
     for what in WHATS:
         print_scaling(cells, names, what)
     for quantity in ('time', 'memory'):
@@ -156,19 +162,25 @@ def measure(names: list[str], what: str, tokens: int, args: argparse.Namespace) 
     side = math.isqrt(tokens)
     torch.manual_seed(0)
     inputs = [torch.randn(args.batch, tokens, args.dim, device=args.device) for _ in range(INPUT_SETS)]
-    calls = {}
+    calls, macs, work = {}, {}, {}
     for name in names:
         mixer = create_mixer(name.partition(',')[0], args.dim, args.heads, grid_size=(side, side), device=args.device)
+        macs[name] = count_call_macs(mixer, torch.empty(1, tokens, args.dim, device='meta'), (side, side))
+        out = torch.empty(inputs[0].shape, dtype=DTYPES[args.dtype], device='meta')
+        work[name] = Work.of(what, args.batch * macs[name], [inputs[0], out, *mixer.parameters()])
         call = make_call(mixer, inputs, (side, side), what, DTYPES[args.dtype])
         calls[name] = unfused(call) if name == UNFUSED else call
+    rates = measure_rates(DTYPES[args.dtype], args.device)
     with progress(f'{tokens} tokens, {what}') as step:
         # first, because it warms up too
         peaks = {name: peak_megabytes(call, args.device) for name, call in calls.items()}
         times = time_in_turn(calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=step)
-    return {
-        (name, what, tokens): Cell(Spread.of(times[name]), ratios(times[BASELINE], times[name]), peaks[name])
-        for name in names
-    }
+    cells = {}
+    for name in names:
+        own, fused = Spread.of(times[name]), Spread.of(times[BASELINE])
+        limits = roofline(work[name], rates, own.median, fused.median) | dict(gmacs=macs[name] / 1e9)
+        cells[name, what, tokens] = Cell(own, ratios(times[BASELINE], times[name]), peaks[name], limits)
+    return cells
 
 
 def make_call(
@@ -213,7 +225,7 @@ def to_rows(cells: dict, args: argparse.Namespace) -> list[dict]:
     shape = dict(dim=args.dim, num_heads=args.heads, batch_size=args.batch, dtype=args.dtype, device=args.device.type)
     return [
         row(cell.times, cell.ratio, table='mixers', name=name, what=what, against=BASELINE, tokens=tokens, **shape)
-        | dict(peak_mb=cell.peak_mb)
+        | dict(peak_mb=cell.peak_mb, **cell.limits)
         for (name, what, tokens), cell in cells.items()
     ]
 
@@ -227,15 +239,17 @@ def print_scaling(cells: dict, names: list[str], what: str) -> None:
         if not known:
             continue
         power = exponent({n: cell.times.median for n, cell in known.items()})
-        start = crossover({n: cell.ratio.median for n, cell in known.items()})
+        begin = say_crossover({n: cell.ratio.median for n, cell in known.items()})
         times = [
             f'{milliseconds(known[n].times.median)} ×{known[n].ratio.median:.2f}' if n in known else '–' for n in sizes
         ]
-        begin = {0.0: f'≤ {min(known):,}', math.inf: f'never up to {max(known):,}'}.get(start, f'{start:,.0f}')
-        memory = f'{known[max(known)].peak_mb:,.0f} MB at {max(known):,}'
-        rows.append([name, *times, '–' if power is None else f'{power:.2f}', '' if name == BASELINE else begin, memory])
-    headings = ['mixer', *(f'{n:,}' for n in sizes), 'exponent', 'crossover', 'peak memory']
-    print_table(f'{what}; × how many times faster than {BASELINE} (fused)', headings, rows)
+        last = known[max(known)]
+        shown = ['–' if power is None else f'{power:.2f}', '' if name == BASELINE else begin, f'{last.peak_mb:,.0f} MB']
+        shown += [f'{last.limits["matmul_share"]:.0%}', f'{last.limits["ceiling"]:.1f}', f'{max(known):,}']
+        rows.append([name, *times, *shown])
+    headings = ['exponent', 'crossover', 'peak memory', 'of matmul', 'ceiling', 'at']
+    title = f'{what}; × how many times faster than {BASELINE} (fused)'
+    print_table(title, ['mixer', *(f'{n:,}' for n in sizes), *headings], rows)
 
 
 def exponent(known: dict[int, float], start: int = 1024) -> float | None:
@@ -258,3 +272,9 @@ def crossover(ratio: dict[int, float]) -> float:
     below, above = sizes[slower[-1]], sizes[slower[-1] + 1]
     share = math.log(ratio[below]) / (math.log(ratio[below]) - math.log(ratio[above]))
     return math.exp(math.log(below) + share * math.log(above / below))
+
+
+def say_crossover(ratio: dict[int, float]) -> str:
+    """The crossover as a table has it."""
+    start = crossover(ratio)
+    return {0.0: f'≤ {min(ratio):,}', math.inf: f'never up to {max(ratio):,}'}.get(start, f'{start:,.0f}')

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     for img_size in args.img_size:
         for name in names:
             new = measure(name, img_size, args)
-            append_rows(args.results_file, new, run=run, **machine)
+            append_rows(args.results_file, new, run=run, command=args.command, **machine)
             rows += new
     print_rows(rows, args)
     return rows
@@ -97,12 +97,14 @@ def measure(name: str, img_size: int, args: argparse.Namespace) -> list[dict]:
             times = time_in_turn(calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=step)
         rate = {key: Spread.of(work[key] / t for t in times[key]).median for key in times}
         for key in peaks:
+            products = work[key] / rate[MATMUL, key[1]]
             baseline = (args.against or name, key[1] if args.against else args.dtype[0])
             rows.append(
                 row(Spread.of(times[key]), ratios(times[baseline], times[key]), table='models', name=key[0], what=what)
                 | dict(against=' '.join(baseline), img_size=img_size, batch_size=batch_size, dtype=key[1])
                 | dict(device=args.device.type, peak_mb=peaks[key] + weights_megabytes(models[key[0]]))
                 | dict(gmacs=gmacs[key[0]], matmul_share=rate[key] / rate[MATMUL, key[1]])
+                | dict(matmul_gflops=rate[MATMUL, key[1]] / 1e9, ceiling=Spread.of(times[baseline]).median / products)
             )
     return rows
 

@@ -1,10 +1,12 @@
 """What every table of `vitzoo bench` takes on its command line."""
 
 import argparse
+import shlex
+import sys
 
 import torch
 
-from vitzoo.bench.harness import DTYPES, RESULTS
+from vitzoo.bench.harness import DTYPES, RESULTS, check_columns
 from vitzoo.results import check_output
 
 
@@ -12,7 +14,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None, min_rounds: i
     """Add what all tables take, and read the command line.
 
     Raises:
-        UserError: The results file cannot be written.
+        UserError: The results file cannot be written, or has other columns.
     """
     add = parser.add_argument
     add('--device', type=device, default=default_device(), help='where to run (default: the GPU if there is one)')
@@ -22,9 +24,18 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None, min_rounds: i
     add('--results-file', default=RESULTS, metavar='FILE.csv', help=f'add the measurements to it (default: {RESULTS})')
     args = parser.parse_args(argv)
     check_output(args.results_file, ('.csv',))
+    check_columns(args.results_file)
+    args.command = command_line(parser.prog, sys.argv[1:] if argv is None else argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     return args
+
+
+def command_line(program: str, argv: list[str]) -> str:
+    """The command as a shell takes it, without the file that its rows are in anyhow."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument('--results-file')
+    return shlex.join([*program.split(), *parser.parse_known_args(argv)[1]])
 
 
 def add_dtype(parser: argparse.ArgumentParser, **kwargs) -> None:

@@ -2,7 +2,10 @@
 
 What is compared, and what is equal on both sides, says vitzoo/bench/pairs.py. Before a pair is timed, our op must equal
 its naive form in float64, and where both packages define the same function, their outputs must be the same for the
-same weights. No ratio is printed for a pair that fails.
+same weights. No ratio is printed for a pair that fails. A model is timed as `vitzoo bench models` does.
+
+The ceiling is the ratio that ours would have if it took no longer than its matrix products alone, at the rate of a
+large one measured beside it, or than moving its tensors takes; the share is that of those products in its time.
 
 The packages are in the extra `bench`: pip install 'vitzoo[bench]'.
 
@@ -29,14 +32,18 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
+from vitzoo.bench.models import make_call as make_model_call
 from vitzoo.bench.options import parse, positive
 from vitzoo.bench.pairs import PAIRS, Pair, Shape, relative_difference
+from vitzoo.bench.roofline import Work, measure_rates, roofline
 from vitzoo.bench.show import milliseconds, print_table, progress
 from vitzoo.errors import UserError, did_you_mean
+from vitzoo.metrics.flops import count_call_macs
 from vitzoo.mixers import TokenMixer, create_mixer, list_mixers
 
 TOKENS = (196, 1024, 4096)
 WHATS = ('forward', 'forward + backward')
+MODEL_WHATS = ('forward', 'training step')
 # the op against its naive form, as in the tests
 OP_TOLERANCE = 1e-9
 OP_GRID = (5, 6)
@@ -60,7 +67,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     rows = []
     for pair in installed:
         new = measure_pair(pair, args)
-        append_rows(args.results_file, new, run=run, **machine)
+        append_rows(args.results_file, new, run=run, command=args.command, **machine)
         rows += new
     print_rows(rows)
     return rows
@@ -102,16 +109,28 @@ def measure_pair(pair: Pair, args: argparse.Namespace) -> list[dict]:
         if failure:
             print(f'refused: {pair.name} against {pair.package}: {failure}')
             return []
-        torch.manual_seed(0)
-        layers = dict(zip(('theirs', 'ours'), reversed(pair.make(shape))))
-        inputs = make_inputs(shape, pair, args)
-        for what in WHATS:
-            calls = {key: make_call(layer.to(args.device), inputs, what) for key, layer in layers.items()}
-            with progress(f'{pair.name}, {tokens or "model"}, {what}') as step:
-                times = time_in_turn(
-                    calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=step
-                )
-            rows += to_rows(pair, what, shape, times, len(inputs[0]), args)
+        rows += measure_shape(pair, shape, args)
+    return rows
+
+
+def measure_shape(pair: Pair, shape: Shape, args: argparse.Namespace) -> list[dict]:
+    """Time both sides in turn, forward and with gradients, beside the machine's own rates."""
+    torch.manual_seed(0)
+    ours, theirs = (layer.to(args.device) for layer in pair.make(shape))
+    inputs = make_inputs(shape, pair, args)
+    macs = count_call_macs(ours, torch.empty_like(inputs[0][:1], device='meta'))
+    # a layer's output is as large as its input, a model's is small
+    tensors = [*inputs[: 2 if pair.is_layer else 1], *ours.parameters()]
+    rates = measure_rates(torch.float32, args.device)
+    rows = []
+    for what in WHATS if pair.is_layer else MODEL_WHATS:
+        calls = {'theirs': make_call(theirs, inputs, what), 'ours': make_call(ours, inputs, what)}
+        with progress(f'{pair.name}, {shape.tokens if pair.is_layer else "model"}, {what}') as step:
+            times = time_in_turn(calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=step)
+        work = Work.of(what, len(inputs[0]) * macs, tensors)
+        seconds = (Spread.of(times[side]).median for side in ('ours', 'theirs'))
+        limits = roofline(work, rates, *seconds) | dict(gmacs=macs / 1e9)
+        rows += to_rows(pair, what, shape, times, limits, len(inputs[0]), args)
     return rows
 
 
@@ -122,7 +141,9 @@ def make_inputs(shape: Shape, pair: Pair, args: argparse.Namespace) -> list[torc
 
 
 def make_call(layer: nn.Module, inputs: list[torch.Tensor], what: str) -> Callable[[int], object]:
-    """A function of the number of the round, which runs a layer on one of the inputs."""
+    """A function of the number of the round, which runs a layer or a model on one of the inputs."""
+    if what == 'training step':
+        return make_model_call(layer, what, inputs, torch.float32)
 
     @torch.no_grad()
     def forward(number: int) -> None:
@@ -185,7 +206,13 @@ def recorded_call(mixer: TokenMixer, x: torch.Tensor) -> tuple:
 
 
 def to_rows(
-    pair: Pair, what: str, shape: Shape, times: dict[str, list[float]], batch_size: int, args: argparse.Namespace
+    pair: Pair,
+    what: str,
+    shape: Shape,
+    times: dict[str, list[float]],
+    limits: dict,
+    batch_size: int,
+    args: argparse.Namespace,
 ) -> list[dict]:
     """The times of both sides as rows of a results file; the ratio says how many times faster ours is."""
     package = f'{pair.package} {installed_version(pair.package)}'
@@ -195,7 +222,7 @@ def to_rows(
     ratio = ratios(times['theirs'], times['ours'])
     ours = row(Spread.of(times['ours']), ratio, name=pair.name, against=against, versions=package)
     return [
-        fields | ours,
+        fields | ours | limits,
         # the other side, so that both times can be looked up
         fields | row(Spread.of(times['theirs']), name=against, against=pair.name, versions=package),
     ]
@@ -213,7 +240,10 @@ def print_rows(rows: list[dict]) -> None:
             f'{ours["ratio"]:.2f}',
             f'{ours["ratio_low"]:.2f} … {ours["ratio_high"]:.2f}',
             str(ours['rounds']),
+            f'{ours["matmul_share"]:.0%}',
+            f'{ours["ceiling"]:.2f}',
         ]
         for ours, theirs in zip(rows[::2], rows[1::2], strict=True)
     ]
-    print_table('× how many times faster', ['', 'tokens', '', 'ours', 'theirs', '×', 'quartiles', 'rounds'], lines)
+    headings = ['', 'tokens', '', 'ours', 'theirs', '×', 'quartiles', 'rounds', 'of matmul', 'ceiling']
+    print_table('× how many times faster', headings, lines)

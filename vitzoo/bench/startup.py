@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         for name, own in times.items():
             fields = dict(table='startup', name=name, what='startup', against=theirs, device='cpu')
             rows.append(row(Spread.of(own), ratios(times[theirs], own), **fields))
-    append_rows(args.results_file, rows, run=run, **machine)
+    append_rows(args.results_file, rows, run=run, command=args.command, **machine)
     lines = [[fields['name'], milliseconds(fields['seconds']), f'{1 / fields["ratio"]:.2f}'] for fields in rows]
     print_table('startup; × times as long as timm', ['', 'time', '×'], lines)
     return rows

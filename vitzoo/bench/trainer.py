@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     rows = []
     for name in find_models(args.models):
         rows.append(measure(name, args))
-        append_rows(args.results_file, rows[-1:], run=run, **machine)
+        append_rows(args.results_file, rows[-1:], run=run, command=args.command, **machine)
     lines = [
         [fields['name'], milliseconds(fields['seconds']), f'{fields["ratio"]:.3f}']
         + [f'{fields["ratio_low"]:.3f} … {fields["ratio_high"]:.3f}', str(fields['rounds'])]

@@ -72,20 +72,24 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
     Raises:
         UserError: An operation has no formula, or cannot run on the meta device.
     """
-    model_name = type(model).__name__
-    images = torch.empty(1, *input_shape(model, img_size), device='meta')
-    model = _meta_copy(model).eval()
-    for module in model.modules():
-        if hasattr(module, 'fused_attn'):
-            module.fused_attn = False
+    return count_call_macs(model, torch.empty(1, *input_shape(model, img_size), device='meta'))
+
+
+def count_call_macs(module: nn.Module, *args) -> int:
+    """As `count_macs`, of a call with these arguments, whose tensors are on the meta device."""
+    module_name = type(module).__name__
+    module = _meta_copy(module).eval()
+    for child in module.modules():
+        if hasattr(child, 'fused_attn'):
+            child.fused_attn = False
     try:
         with torch.device('meta'):
-            macs, uncounted = run_and_count(model, images)
+            macs, uncounted = run_and_count(module, *args)
     except NotImplementedError as error:
-        raise UserError(f'cannot count the MACs of {model_name} on the meta device: {error}') from error
+        raise UserError(f'cannot count the MACs of {module_name} on the meta device: {error}') from error
     if uncounted:
         raise UserError(
-            f'cannot count the MACs of {model_name}: no formula for {", ".join(sorted(uncounted))}; '
+            f'cannot count the MACs of {module_name}: no formula for {", ".join(sorted(uncounted))}; '
             'add one with torch.utils.flop_counter.register_flop_formula'
         )
     return macs
@@ -100,7 +104,7 @@ def input_shape(model: nn.Module, img_size: int | tuple[int, int] | None = None)
 
 
 @torch.no_grad()
-def run_and_count(model: nn.Module, images: torch.Tensor) -> tuple[int, set[str]]:
+def run_and_count(model: nn.Module, *args) -> tuple[int, set[str]]:
     """Run a model, on any device, and return its MACs and the names of the operations that have no formula."""
     watcher, counter = _OpWatcher(), FlopCounterMode(display=False)
     hooks = []
@@ -110,7 +114,7 @@ def run_and_count(model: nn.Module, images: torch.Tensor) -> tuple[int, set[str]
     try:
         # the watcher stands outside the counter, so that it sees what composite ops are made of
         with sdpa_kernel(SDPBackend.MATH), watcher, counter:
-            model(images)
+            model(*args)
     finally:
         for hook in hooks:
             hook.remove()

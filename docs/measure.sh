@@ -1,0 +1,21 @@
+#!/bin/sh
+# Measures what docs/performance.md shows, for `make docs`: about 25 minutes on 2 quiet cores, the longest table last.
+# Wants the packages to compare with: pip install 'vitzoo[bench]'. PYTHON names another interpreter.
+set -eu
+cd "$(dirname "$0")/.."
+
+bench() {
+    echo "vitzoo bench $*"
+    "${PYTHON:-python}" -m vitzoo bench "$@"
+}
+
+bench startup --min-rounds 9
+bench models vil_ls_medium --img-size 224 384 --batch 4 --what forward 'training step' --seconds 3
+bench models deit_softmax_small --against deit_small_patch16_224 --what forward 'training step' --seconds 10
+bench models cvt_ls_13 cvt_performer_13 cvt_nystrom_13 cvt_aft_conv_13 \
+    vil_ls_small vil_performer_small vil_nystrom_small vil_aft_conv_small \
+    deit_ls_small deit_performer_small deit_nystrom_small deit_aft_conv_small \
+    aft_ls_small aft_performer_small aft_nystrom_small aft_conv_small \
+    --dtype float32 bfloat16 --batch 4 --what forward --seconds 0.8
+bench peers --seconds 0.7 --min-rounds 7
+bench mixers --seconds 0.3 --max-seconds 5 --plots docs/mixers
