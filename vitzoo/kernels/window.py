@@ -223,6 +223,8 @@ def _key_kernel(
 
     j = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     token, exists = _find(j, y0 + REACH_H, x0 + REACH_W, H, W, WINDOW_H * WINDOW_W, WINDOW_W)
+    # counted from where the reach of the first window begins
+    y_k, x_k = j // WINDOW_W + 2 * REACH_H, j % WINDOW_W + 2 * REACH_W
     keys = _rows(k + kv, token, exists, kv_n, D, BLOCK_D)
     values = _rows(v + kv, token, exists, kv_n, D, BLOCK_D)
     grad_k = tl.full((BLOCK_N, BLOCK_D), 0.0, tl.float32)
@@ -234,13 +236,12 @@ def _key_kernel(
         slope = _rows(dout, token_q, inside, do_n, D, BLOCK_D)
         log_total = tl.load(lse + row * H * W + token_q, mask=inside, other=float('inf'))
         drift = tl.load(delta + row * H * W + token_q, mask=inside, other=0.0)
-        # the key's place in the reach of the query's window
         y, x = i // COLUMNS, i % COLUMNS
-        down = (j // WINDOW_W + 2 * REACH_H)[:, None] - (y // WINDOW_H * WINDOW_H)[None, :]
-        right = (j % WINDOW_W + 2 * REACH_W)[:, None] - (x // WINDOW_W * WINDOW_W)[None, :]
-        near = (down >= 0) & (down < SIDE_H) & (right >= 0) & (right < SIDE_W)
-        place = (head * WINDOW_H + y % WINDOW_H) * WINDOW_W + x % WINDOW_W
-        place = place[None, :] * BIAS_N + down * SIDE_W + right
+        top, left = y // WINDOW_H * WINDOW_H, x // WINDOW_W * WINDOW_W
+        near = (y_k[:, None] >= top[None, :]) & (y_k[:, None] < top[None, :] + SIDE_H)
+        near = near & (x_k[:, None] >= left[None, :]) & (x_k[:, None] < left[None, :] + SIDE_W)
+        place = ((head * WINDOW_H + y - top) * WINDOW_W + x - left) * BIAS_N - top * SIDE_W - left
+        place = place[None, :] + (y_k * SIDE_W + x_k)[:, None]
         scores = _scores(keys, queries, bias, place, near, near, scale)
         weights = tl.exp2(scores - log_total[None, :])
         grad_v = _dot(weights.to(slope.dtype), slope, grad_v)
