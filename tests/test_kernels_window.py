@@ -104,8 +104,14 @@ def kernel_calls(monkeypatch):
     return import_and_watch
 
 
-@pytest.mark.parametrize('dtype', TOLERANCES, ids=str)
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize(
+    'shape, dtype',
+    [
+        *((shape, torch.float32) for shape in SHAPES),
+        *((shape, dtype) for shape in ('half', 'blocks') for dtype in (torch.bfloat16, torch.float16)),
+    ],
+    ids=str,
+)
 def test_output_and_gradients_equal_the_specification(shape, dtype, device, kernel_calls):
     calls = kernel_calls()
     inputs = make_inputs(shape, device, dtype, batch_size=1 + (shape == 'half'))
@@ -146,13 +152,13 @@ def test_keys_that_a_bias_of_minus_infinity_hides_are_not_seen(device):
 
 
 def test_inputs_may_lie_in_memory_in_any_order(device):
-    inputs = make_inputs('half', device)
-    expected = run_with_gradients(window_attention, 'half', inputs)
+    inputs = make_inputs('none', device)
+    expected = run_with_gradients(window_attention, 'none', inputs)
     for turn in ((1, 0), (3, 2), (3, 1)):
         # v differs from k
         moved = [x.transpose(*turn).contiguous().transpose(*turn) for x in inputs[:5]]
         moved[2] = inputs[2].contiguous()
-        got = run_with_gradients(window_attention, 'half', moved + inputs[5:])
+        got = run_with_gradients(window_attention, 'none', moved + inputs[5:])
         assert all(torch.equal(x, y) for x, y in zip(got, expected))
 
 
@@ -198,8 +204,7 @@ def test_a_compiled_function_has_the_same_output_and_gradients(device):
     assert all(torch.equal(x, y) for x, y in zip(got, run_with_gradients(window_attention, 'half', inputs)))
 
 
-def counted_flops(shape, inputs, level):
-    set_fused_attn(level > 0, experimental=level > 1)
+def counted_flops(shape, inputs):
     with FlopCounterMode(display=False) as forward:
         out = attend(window_attention, shape, *[x.requires_grad_() for x in inputs])
     with FlopCounterMode(display=False) as backward:
@@ -208,10 +213,11 @@ def counted_flops(shape, inputs, level):
 
 
 @pytest.mark.parametrize('shape', ['half', 'one'])
-def test_the_kernel_counts_as_many_flops_as_the_pytorch_form(shape, device):
-    inputs = make_inputs(shape, device)
-    forward, backward = counted_flops(shape, inputs, level=2)
-    assert forward == counted_flops(shape, inputs, level=1)[0]
+def test_the_kernel_counts_as_many_flops_as_the_pytorch_form(shape, device, kernel_calls):
+    calls = kernel_calls()
+    forward, backward = counted_flops(shape, make_inputs(shape, device))
+    # the meta device, on which MACs are counted, has no kernels
+    assert len(calls) == 1 and forward == counted_flops(shape, make_inputs(shape, 'meta'))[0] and len(calls) == 1
     tiles, queries, keys = {'half': (6, 9, 27), 'one': (1, 12, 15)}[shape]
     assert forward == 2 * HEADS * tiles * queries * keys * 4 * SHAPES[shape][-1]
     # five products of the same size against two, as torch counts its own fused attention

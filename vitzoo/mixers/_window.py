@@ -131,7 +131,9 @@ def window_attention(
     """One softmax over the keys of the window and S keys shared by all queries (landmarks, global tokens).
 
     Grid tokens q, k, v (B, heads, H*W, d), shared keys and values (B, heads, S, d), `bias` (heads, w*w, (w + 2 halo)^2)
-    and `bias_shared` (heads, S) -> (B, heads, H*W, d). Without dropout a kernel computes it, where `use_kernel` allows.
+    and `bias_shared` (heads, S) -> (B, heads, H*W, d).
+
+    Without dropout, a kernel computes it where `use_kernel` allows, and strips of windows do on a CPU.
     """
     window, reach = _fit(grid_size, window_size, halo)
     if bias is not None:
