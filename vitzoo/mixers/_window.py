@@ -11,6 +11,8 @@ import torch
 from timm.layers import is_exporting
 from torch.nn import functional as F
 
+from vitzoo.kernels import use_kernel
+
 from ._strips import strip_attention
 
 __all__ = [
@@ -130,10 +132,16 @@ def window_attention(
 
     Grid tokens q, k, v (B, heads, H*W, d), shared keys and values (B, heads, S, d), `bias` (heads, w*w, (w + 2 halo)^2)
     and `bias_shared` (heads, S) -> (B, heads, H*W, d).
+
+    Without dropout, a kernel computes it where `use_kernel` allows, and strips of windows do on a CPU.
     """
     window, reach = _fit(grid_size, window_size, halo)
     if bias is not None:
         bias = _fit_bias(bias, window_size, halo, window, reach)
+    if dropout_p == 0 and use_kernel(q) and _fits_kernel(q, k, v, k_shared, v_shared):
+        from vitzoo.kernels import window as kernel
+
+        return kernel.window_attention(q, k, v, k_shared, v_shared, grid_size, window, reach, scale, bias, bias_shared)
     if q.device.type == 'cpu' and not dropout_p and not torch.compiler.is_compiling() and not is_exporting():
         bias = _join_bias(bias, bias_shared, window, reach, k_shared.shape[2])
         return strip_attention(q, k, v, k_shared, v_shared, grid_size, window, reach, scale, bias)
@@ -176,6 +184,12 @@ def attend_tiles(
     attn_shared, attn = F.dropout(attn, dropout_p).split([S, attn.shape[-1] - S], dim=-1)
     out = attn @ gather(v)
     return out + (attn_shared.flatten(2, 3) @ v_shared).unflatten(2, (T, -1))
+
+
+def _fits_kernel(q: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether all are of one dtype and head dimension, and rows so narrow that registers hold a block of them."""
+    alike = all(x.dtype == q.dtype and x.shape[-1] == q.shape[-1] for x in others)
+    return alike and q.shape[-1] <= 128
 
 
 def _fit(grid_size: tuple[int, int], window_size: int, halo: int) -> tuple[tuple[int, int], tuple[int, int]]:
