@@ -242,9 +242,9 @@ def test_the_kernel_stays_off_without_triton(device, kernel_calls, monkeypatch):
 def test_what_the_kernel_does_not_know_is_left_to_pytorch(device, kernel_calls):
     calls = kernel_calls()
     inputs = make_inputs('half', device)
-    wide = [torch.cat([x] * 17, dim=-1) for x in inputs[:5]]
+    wide = [torch.cat([x] * 9, dim=-1) for x in inputs[:5]]
     q, k, v, k_shared, v_shared = inputs[:5]
-    assert wide[0].shape[-1] == 136
+    assert wide[0].shape[-1] == 72
     for others in (wide, [x.double() for x in inputs], [q, k, v[..., :3], k_shared, v_shared[..., :3]]):
         set_fused_attn(True)
         expected = attend(window_attention, 'half', *others)
@@ -315,6 +315,7 @@ OTHERS = [
     for dtype in ('bfloat16', 'float16', 'float32')
     for head_dim in (32, 64, 128)
     for window in ((7, 3), (7, 7), (15, 7))
+    if (dtype, head_dim) != ('float32', 128)
 ]
 
 

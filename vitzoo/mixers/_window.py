@@ -189,7 +189,7 @@ def attend_tiles(
 def _fits_kernel(q: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether all are of one dtype and head dimension, and rows so narrow that registers hold a block of them."""
     alike = all(x.dtype == q.dtype and x.shape[-1] == q.shape[-1] for x in others)
-    return alike and q.shape[-1] <= 128
+    return alike and q.shape[-1] * q.element_size() <= 256
 
 
 def _fit(grid_size: tuple[int, int], window_size: int, halo: int) -> tuple[tuple[int, int], tuple[int, int]]:
