@@ -531,7 +531,7 @@ def window_attention(
 ) -> torch.Tensor:
     """Grid tokens q, k, v (B, heads, H*W, d), shared keys and values (B, heads, S, d) -> (B, heads, H*W, d).
 
-    All five are of one dtype and of d <= 128, or 64 in float32. Windows are of h x w tokens and keys reach `reach` = (y, x)
+    All five are of one dtype and of d <= 128 (float32: 64). Windows are of h x w tokens, keys reach `reach` = (y, x)
     tokens beyond on each side; `bias` (heads or 1, h*w, (h + 2y) * (w + 2x)), `bias_shared` (heads, S).
     """
     if bias is not None:
