@@ -9,7 +9,8 @@ from PIL import Image
 
 from vitzoo.errors import UserError
 from vitzoo.figures import draw_confusion, draw_explanation, plot_curves
-from vitzoo.mistakes import write_mistakes
+from vitzoo.metrics.predictions import Predictions
+from vitzoo.mistakes import count_present, write_mistakes
 
 NAMES = ['cat', 'dog', 'owl', 'yak', 'ant']
 #                       cat x 4     dog x 3  owl x 1; there are no yaks, but one is seen, and no ants
@@ -26,7 +27,8 @@ def write(folder: Path, guess: torch.Tensor = GUESS) -> tuple[dict, list[int]]:
         return Image.new('RGB', (20, 10 + index), 'red')
 
     files = [f'{NAMES[label]}/{i}.jpg' for i, label in enumerate(LABEL.tolist())]
-    return write_mistakes(str(folder), LABEL, guess, CONFIDENCE, NAMES, files, load_image), shown
+    columns = dict(label=LABEL, top=guess[:, None], prob=CONFIDENCE[:, None])
+    return write_mistakes(str(folder), Predictions(files, dict(enumerate(NAMES)), columns), load_image), shown
 
 
 def read(path: Path) -> list[list[str]]:
@@ -79,6 +81,15 @@ def test_who_never_errs_has_no_confused_pairs(tmp_path):
     assert read(tmp_path / 'confused.csv') == [['class', 'taken_for', 'times', 'examples']]
     assert [row[2] for row in read(tmp_path / 'per_class.csv')[1:]] == ['100.00'] * 3
     assert found['ece'] == pytest.approx(100 * (1 - CONFIDENCE).mean().item())
+
+
+def test_classes_of_imagenet_are_called_by_their_words():
+    # a bird, a machine, and a class that nothing was taken for
+    names = {134: 'n02012849', 517: 'n03126707', 999: 'n15075141'}
+    columns = dict(label=torch.tensor([134, 517]), top=torch.tensor([[517], [517]]))
+    matrix, words, present = count_present(Predictions(['a', 'b'], names, columns))
+    assert words == ['crane (n02012849)', 'crane (n03126707)'] and present == [134, 517]
+    assert matrix.tolist() == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize('num_classes', (1, 10, 200))

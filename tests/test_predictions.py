@@ -110,10 +110,38 @@ def test_several_labels_for_an_image(data, trained, tmp_path, capsys):
     (again,) = validate(['--from-predictions', str(tmp_path / 'predictions.npz')])
     assert 0 < record['map'] < 100 and record['n'] == 23
     assert all(again[key] == record[key] for key in ('n', 'top1', 'top5', 'loss', 'map'))
+    with pytest.raises(UserError, match='one label'):
+        validate(['--from-predictions', str(tmp_path / 'predictions.npz'), '--errors', str(tmp_path / 'errors')])
     # one image has no label
     assert (record['corrupt']['fog'][0] * 22 / 100) == pytest.approx(round(record['corrupt']['fog'][0] * 22 / 100))
     with pytest.raises(UserError, match='save the predictions as .npz'):
         validate([*argv, str(tmp_path / 'predictions.csv')])
+
+
+@pytest.mark.parametrize('suffix', ('csv', 'npz'))
+def test_mistakes_of_predictions_are_those_of_the_model(suffix, data, trained, tmp_path, capsys):
+    file, argv = tmp_path / f'predictions.{suffix}', [trained, '--data-dir', data, '--batch-size', 4, '--workers', 0]
+    (record,) = validate([*map(str, argv), '--save-predictions', str(file), '--errors', str(tmp_path / 'model')])
+    capsys.readouterr()
+    argv = ['--from-predictions', str(file), '--errors']
+    (again,) = validate([*argv, str(tmp_path / 'again'), '--data-dir', str(data)])
+    assert again['ece'] == record['ece'] and f'{record["ece"]:.2f} %' in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / 'model').iterdir()}
+    assert len(names) == 7 and names == {path.name for path in (tmp_path / 'again').iterdir()}
+    for name in names:
+        assert (tmp_path / 'again' / name).read_bytes() == (tmp_path / 'model' / name).read_bytes()
+    # without the images everything but their pictures
+    validate([*argv, str(tmp_path / 'blind')])
+    assert {path.name for path in (tmp_path / 'blind').iterdir()} == names - {'confused.png'}
+
+
+def test_mistakes_are_shown_of_the_images_that_were_predicted(data, trained, tmp_path):
+    save(data, trained, tmp_path / 'predictions.csv')
+    other = shutil.copytree(data, tmp_path / 'other')
+    (other / 'val' / NAMES[0] / '6.png').unlink()
+    argv = ['--from-predictions', str(tmp_path / 'predictions.csv'), '--errors', str(tmp_path / 'errors')]
+    with pytest.raises(UserError, match="'class 0/6.png' is not among the 22 images of"):
+        validate([*argv, '--data-dir', str(other)])
 
 
 def test_two_processes_write_the_file_of_one_and_count_the_same_under_corruptions(data, trained, tmp_path):
@@ -155,6 +183,10 @@ def test_a_file_of_something_else_is_refused(name, tmp_path):
             ['test_resnet', '--no-data', '--save-predictions', 'a.csv'],
             '--save-predictions needs images: drop --no-data',
         ),
+        (['--from-predictions', 'a.csv', '--corrupt'], '--corrupt needs a MODEL'),
+        (['--from-predictions', 'a.csv', '--plot', 'a.png'], '--plot needs a MODEL'),
+        (['--from-predictions', 'a.csv', '--img-size', '32'], '--img-size needs a MODEL'),
+        (['--from-predictions', 'a.csv', '--data-dir', 'photos'], 'only for the images that --errors shows'),
         (['test_v*', '--save-predictions', 'a.csv'], '--save-predictions a.csv is for one model'),
         (['test_resnet', '--save-predictions', 'a.json'], "'a.json': its name must end in .csv or .npz"),
     ],

@@ -376,6 +376,11 @@ def test_a_value_that_makes_no_sense_is_exit_code_2(argv, capsys):
     assert argv[0] in capsys.readouterr().err
 
 
+def test_a_folder_of_ones_own_is_data_dir_or_dataset(data, trained):
+    by_dataset, by_data_dir = (validate_one(trained, option, data) for option in ('--dataset', '--data-dir'))
+    assert by_dataset['n'] == 10 and by_dataset['top1'] == by_data_dir['top1']
+
+
 def test_an_empty_folder_and_an_unreadable_image_are_named(trained, tmp_path, capsys):
     assert str(tmp_path) in fails(capsys, trained, '--data-dir', tmp_path)
     make_images(tmp_path / 'val', {'blue': 3})

@@ -15,6 +15,8 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor
 
+from vitzoo.data.folder import Images, open_reader
+from vitzoo.errors import UserError
 from vitzoo.metrics.confusion import (
     Calibration,
     calibrate,
@@ -24,57 +26,75 @@ from vitzoo.metrics.confusion import (
     precision,
     recall,
 )
+from vitzoo.metrics.predictions import Predictions
 
 NUM_PAIRS, NUM_EXAMPLES = 10, 6
 
 
 def write_mistakes(
-    folder: str,
-    label: Tensor,
-    prediction: Tensor,
-    confidence: Tensor,
-    class_names: list[str],
-    files: list[str],
-    load_image: Callable[[int], Image.Image],
+    folder: str, predictions: Predictions, load_image: Callable[[int], Image.Image] | None = None
 ) -> dict:
     """Write the files named above and return the expected calibration error in percent, as `ece`.
 
     Args:
         folder: Made where it does not exist.
-        label: The class of each image (N,), an index of `class_names`.
-        prediction: The likeliest class (N,).
-        confidence: Its probability (N,).
-        files: The name of each image.
-        load_image: Gives the image of an index, for the mistakes that are shown.
+        predictions: Of images with one label each.
+        load_image: Gives the image of an index, for the mistakes that are shown; without it confused.png is left out.
+
+    Raises:
+        UserError: The images have several labels.
     """
     # imported here, because only who asks for figures waits for matplotlib
     from vitzoo.figures import draw_confusion, draw_mistakes, draw_reliability
 
+    label, answer = predictions.columns['label'], predictions.columns['top'][:, 0]
+    if label.ndim == 2:
+        raise UserError('an error analysis is of images with one label, and these predictions are of several')
+    confidence = predictions.columns['prob'][:, 0]
     Path(folder).mkdir(parents=True, exist_ok=True)
-    matrix = confusion_matrix(label, prediction, len(class_names))
-    # an ImageNet model on ten of its classes errs among few others
-    present = (matrix.sum(dim=0) + matrix.sum(dim=1)).nonzero().flatten()
-    matrix, names = matrix[present][:, present], [class_names[index] for index in present.tolist()]
-    calibration = calibrate(confidence, label == prediction)
+    matrix, names, present = count_present(predictions)
+    calibration = calibrate(confidence, label == answer)
     pairs = [
-        (
-            names[i],
-            names[j],
-            times,
-            most_confident(label, prediction, confidence, (present[i], present[j]), NUM_EXAMPLES),
-        )
+        (names[i], names[j], times, most_confident(label, answer, confidence, (present[i], present[j]), NUM_EXAMPLES))
         for i, j, times in most_confused(matrix, NUM_PAIRS)
     ]
     _write_csv(folder, 'per_class.csv', PER_CLASS, _per_class_rows(matrix, names))
     _write_csv(folder, 'confusion.csv', ['', *names], [[name, *row] for name, row in zip(names, matrix.tolist())])
     _write_csv(folder, 'calibration.csv', CALIBRATION, _calibration_rows(calibration))
-    examples = ([a, b, times, *(files[index] for index in found)] for a, b, times, found in pairs)
+    examples = ([a, b, times, *(predictions.files[index] for index in found)] for a, b, times, found in pairs)
     _write_csv(folder, 'confused.csv', ['class', 'taken_for', 'times', 'examples'], examples)
     draw_confusion(f'{folder}/confusion.png', matrix, names)
     draw_reliability(f'{folder}/reliability.png', calibration)
-    if pairs:
-        draw_mistakes(f'{folder}/confused.png', [_row(*pair, confidence, files, load_image) for pair in pairs])
+    if pairs and load_image:
+        rows = [_row(*pair, confidence, predictions.files, load_image) for pair in pairs]
+        draw_mistakes(f'{folder}/confused.png', rows)
     return dict(ece=100 * calibration.error)
+
+
+def count_present(predictions: Predictions) -> tuple[Tensor, list[str], list[int]]:
+    """The confusion matrix of the classes that occur, their names as a person reads them, and their numbers.
+
+    An ImageNet model on ten of its classes errs among few others.
+    """
+    label, answer = predictions.columns['label'], predictions.columns['top'][:, 0]
+    matrix = confusion_matrix(label, answer, max(predictions.class_names) + 1)
+    present = (matrix.sum(dim=0) + matrix.sum(dim=1)).nonzero().flatten().tolist()
+    return matrix[present][:, present], readable([predictions.class_names[i] for i in present]), present
+
+
+def open_predicted(data_dir: str, files: list[str]) -> Callable[[int], Image.Image]:
+    """Find the images that were predicted, by their names, and return what gives the one of an index.
+
+    Raises:
+        UserError: There is no such data, or an image is not in it.
+    """
+    reader, _ = open_reader(data_dir, 'val', multi_label=None, divides=True)
+    images = Images(reader)
+    place = {images.filename(index): index for index in range(len(images))}
+    missing = next((name for name in files if name not in place), None)
+    if missing is not None:
+        raise UserError(f"'{missing}' is not among the {len(images):,} images of {data_dir}; name what was predicted")
+    return lambda index: images[place[files[index]]][0]
 
 
 def readable(class_names: list[str]) -> list[str]:

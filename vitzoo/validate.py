@@ -7,7 +7,7 @@ Examples:
     vitzoo validate runs/photos --data-dir photos --corrupt
     vitzoo validate cvt_13 deit_ls_tiny --data-dir imagenet --measures cosine,effective_rank --plot tokens.png
     vitzoo validate cvt_ls_13 --data-dir imagenet --save-predictions predictions.csv --errors errors
-    vitzoo validate --from-predictions predictions.csv
+    vitzoo validate --from-predictions predictions.csv --errors errors --data-dir imagenet
     accelerate launch --num_processes 4 validate.py cvt_ls_13 --data-dir imagenet
 """
 
@@ -34,7 +34,7 @@ from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_cla
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.metrics.predictions import FORMATS, Predictions, read_predictions, write_predictions
 from vitzoo.metrics.speed import PeakMemory, images_per_second
-from vitzoo.mistakes import readable, write_mistakes
+from vitzoo.mistakes import open_predicted, write_mistakes
 from vitzoo.options import add_model_options, autocast
 from vitzoo.results import KEYS, check_output, print_health, print_robustness, print_table, write_results
 from vitzoo.robust import check_classes, evaluate_corruptions, evaluate_suite, open_suite
@@ -80,8 +80,7 @@ def validate(argv: list[str] | None = None) -> list[dict]:
         print_table(records, _title(args, records[0]['n']))
         print_health(records)
         print_robustness(records)
-        if args.errors:
-            print(f'\nexpected calibration error {records[0]["ece"]:.2f} %; who is taken for whom is in {args.errors}')
+        _print_mistakes(records[0], args)
         if args.plot:
             # imported here, because only who asks for a figure waits for matplotlib
             from vitzoo.figures import plot_curves
@@ -95,7 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser('vitzoo validate', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('models', nargs='*', metavar='MODEL', help='a timm name, a wildcard in quotes, or a folder that training wrote')
-    add('--data-dir', metavar='DIR', help=DATA_DIR_HELP)
+    add('--data-dir', '--dataset', metavar='DIR', help=DATA_DIR_HELP)
     add('--ignore-labels', action='store_true', help='take all images in --data-dir, of any class; no accuracy')
     add('--no-data', action='store_true', help='report only what needs no images')
     add('--random-weights', action='store_true', help='do not fetch published weights')
@@ -109,13 +108,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--health', action='store_true', help='compare what approximates softmax attention with it, in a second pass')
     add('--save-predictions', metavar='FILE', help='write what the model says of each image, .csv, or .npz with logits')
     add('--errors', metavar='DIR', help='write accuracy per class, confusion matrix, calibration and confused images')
-    add('--from-predictions', metavar='FILE', help='compute the accuracy again from such a file, without a model')
+    add('--from-predictions', metavar='FILE', help='from such a file again, without a model: the accuracy, --errors')
     add('--corrupt', action='store_true', help="also evaluate under ImageNet-C's 15 corruptions at 5 severities")
     add('--suite', choices=['robust'], help='also evaluate on the variants of ImageNet that lie in --data-root')
     add('--data-root', metavar='DIR', help='the folder with imagenet-a, imagenet-c, imagenetv2-… (docs/robustness.md)')
     add('--allow-partial', action='store_true', help='let images of the suite be missing; the columns say so')
     args = parser.parse_args(argv)
-    if args.data_dir is None and not args.suite:
+    if args.data_dir is None and not args.suite and not args.from_predictions:
         args.data_dir = 'sample'
     _check_args(parser, args)
     return args
@@ -201,6 +200,8 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     """Refuse options that do not go together."""
     if bool(args.models) == bool(args.from_predictions):
         parser.error('name at least one MODEL, or give --from-predictions FILE alone')
+    if args.from_predictions:
+        return _check_predictions_args(parser, args)
     if bool(args.suite) != bool(args.data_root):
         parser.error('--suite robust and --data-root DIR go together')
     if args.suite and args.no_data:
@@ -216,6 +217,16 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
             parser.error(f'--{option.replace("_", "-")} needs images: {remedy}')
 
 
+def _check_predictions_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse what only a model can answer."""
+    default = vars(parser.parse_args([]))
+    for option, value in vars(args).items():
+        if option not in ('from_predictions', 'results_file', 'errors', 'data_dir') and value != default[option]:
+            parser.error(f'--{option.replace("_", "-")} needs a MODEL; --from-predictions has none')
+    if args.data_dir and not args.errors:
+        parser.error('--from-predictions needs --data-dir only for the images that --errors shows')
+
+
 def _check_outputs(args: argparse.Namespace) -> None:
     """Refuse a file that cannot be written before the work begins."""
     formats = dict(results_file=('.csv', '.json'), plot=('.png', '.pdf', '.svg'), save_predictions=FORMATS)
@@ -227,13 +238,18 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _validate_predictions(args: argparse.Namespace) -> dict:
-    """Compute the record of a file of predictions, which has no more than accuracies."""
-    scores = summarise(read_predictions(args.from_predictions).columns)
+    """Compute the record of a file of predictions, which has no more than accuracies and mistakes."""
+    predictions = read_predictions(args.from_predictions)
+    scores = summarise(predictions.columns)
     record = dict.fromkeys(KEYS) | {key: scores.get(key) for key in ('top1', 'top5', 'loss', 'n', 'map')}
     record |= dict(model=args.from_predictions, weights='predictions')
+    if args.errors:
+        images = None if args.data_dir is None else open_predicted(args.data_dir, predictions.files)
+        record |= write_mistakes(args.errors, predictions, images)
     if args.results_file:
         write_results(args.results_file, [record])
     print('{model}: top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {loss:.3f}, {n:,} images'.format(**record))
+    _print_mistakes(record, args)
     return record
 
 
@@ -287,21 +303,19 @@ def _write_rows(images: Images, columns: dict[str, Tensor], args: argparse.Names
     if not args.save_predictions and not args.errors:
         return {}
     files = [images.filename(index) for index in range(len(images))]
+    predictions = Predictions(files, dict(enumerate(images.class_names)), columns)
     if args.save_predictions:
-        write_predictions(args.save_predictions, Predictions(files, dict(enumerate(images.class_names)), columns))
+        write_predictions(args.save_predictions, predictions)
     if not args.errors:
         return {}
     untouched = copy(images)
     untouched.transform = None
-    likeliest = dict(prediction=columns['top'][:, 0], confidence=columns['prob'][:, 0])
-    return write_mistakes(
-        args.errors,
-        columns['label'],
-        **likeliest,
-        class_names=readable(images.class_names),
-        files=files,
-        load_image=lambda index: untouched[index][0],
-    )
+    return write_mistakes(args.errors, predictions, lambda index: untouched[index][0])
+
+
+def _print_mistakes(record: dict, args: argparse.Namespace) -> None:
+    if args.errors:
+        print(f'\nexpected calibration error {record["ece"]:.2f} %; who is taken for whom is in {args.errors}')
 
 
 def _score(name: str, model: nn.Module, images: Dataset, probe, args: argparse.Namespace, accelerator) -> dict:

@@ -20,10 +20,10 @@ from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_model
 from vitzoo.metrics import count_macs
-from vitzoo.metrics.confusion import calibrate, confusion_matrix, most_confused
+from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain
 from vitzoo.metrics.predictions import Predictions, read_predictions
-from vitzoo.mistakes import readable
+from vitzoo.mistakes import count_present, readable
 from vitzoo.robust import open_suite
 from vitzoo.validate import open_validation_data, validate_model
 
@@ -94,13 +94,9 @@ def origin(name: str) -> dict:
 
 def find_mistakes(predictions: Predictions) -> dict:
     """The calibration, the pairs of classes confused most, and of few classes the confusion matrix."""
-    columns = predictions.columns
-    label, answer, confidence = columns['label'], columns['top'][:, 0], columns['prob'][:, 0]
-    matrix = confusion_matrix(label, answer, max(predictions.class_names) + 1)
-    # an ImageNet model on ten of its classes errs among few others
-    present = (matrix.sum(dim=0) + matrix.sum(dim=1)).nonzero().flatten()
-    matrix, names = matrix[present][:, present], readable([predictions.class_names[i] for i in present.tolist()])
-    found = calibrate(confidence, label == answer)
+    label, answer = predictions.columns['label'], predictions.columns['top'][:, 0]
+    matrix, names, _ = count_present(predictions)
+    found = calibrate(predictions.columns['prob'][:, 0], label == answer)
     calibration = {key: getattr(found, key).tolist() for key in ('counts', 'confidence', 'accuracy')}
     pairs = [(names[i], names[j], times) for i, j, times in most_confused(matrix, NUM_PAIRS)]
     mistakes = dict(calibration=calibration, pairs=pairs)
