@@ -178,6 +178,7 @@ def test_every_chart_has_a_mark_for_each_number(page):
         'Effective rank after each block': 3 * 4,
         'error of approximated softmax attention': 3 * 4,
         'Multiply-accumulates against image size': 3 * 3,
+        'Multiply-accumulates for each pixel against image size': 3 * 3,
         'top-1 accuracy on variants of ImageNet': 3,
         'The same images, corrupted: mean top-1': 3,
         'The same images, corrupted: top-1 under each corruption': 3 * 3,
@@ -192,6 +193,9 @@ def test_marks_say_the_numbers_of_their_records(page):
     assert 'model_0: 40.00 %, 6.645 milliseconds per image' in page.charts['top-1 against milliseconds per image']
     assert 'model_2, blocks.3: 0.571' in page.charts['Mean cosine similarity after each block']
     assert 'model_0 at 128 px: 1.6 GMACs' in page.charts['Multiply-accumulates against image size']
+    assert (
+        'model_1 at 32 px: 195.3 thousand MACs' in page.charts['Multiply-accumulates for each pixel against image size']
+    )
     assert 'model_0: 35.0, clean 40.0' in page.charts['The same images, corrupted: mean top-1']
     assert 'model_0, fog: 35.0' in page.charts['The same images, corrupted: top-1 under each corruption']
     assert 'model_0, severity 5: 33.0 %' in page.charts['The same images, corrupted: top-1 by severity']
@@ -288,6 +292,35 @@ def test_times_of_different_machines_are_not_compared(report):
     assert 'top-1 against milliseconds per image' not in page.charts
     assert any('timed on different machines' in text for text in page.text)
     assert 'top-1 against milliseconds per image' in Page(render(report)).charts
+
+
+def test_times_of_a_busy_machine_are_too_low(report):
+    records = [{**record, 'cores': 4, 'load': load} for record, load in zip(report['records'], (6.1, None, 5.9))]
+    text = render(make_data(*records))
+    page = Page(text)
+    assert any('other work while these were timed' in text and text.endswith(': model_0.') for text in page.text)
+    assert 'top-1 against milliseconds per image' not in page.charts
+    # the fastest of such times is not the best
+    assert render(report).count('class="best"') == text.count('class="best"') + 1
+    records[0]['cores'] = None
+    assert 'top-1 against milliseconds per image' in Page(render(make_data(*records))).charts
+
+
+@pytest.mark.parametrize(
+    ('options', 'said'),
+    [
+        (([], []), None),
+        ((['absolute', 'include_cls'],) * 2, ' Counted with --absolute --include-cls.'),
+        ((['include_self'], []), ' Not all were counted alike, so do not compare them: model_0 with --include-self.'),
+    ],
+)
+def test_other_ways_to_count_tokens_are_said(options, said):
+    records = [make_record(0), make_record(1), {**BARE}]
+    for record, names in zip(records, options):
+        record['token_statistics']['options'] = names
+    text = ' '.join(Page(render(make_data(*records))).text)
+    assert (said or 'Bands are one standard deviation over images.') in text
+    assert said or 'ounted ' not in text
 
 
 def test_a_page_needs_nothing_else(report, page):
@@ -435,6 +468,13 @@ def test_a_report_is_made_again_from_its_data(out, tmp_path):
     make_report(['--results', str(out / 'report.json'), str(bare), '--out', str(out), '--title', 'Again'])
     page = Page((out / 'index.html').read_text())
     assert [row[0][1] for row in page.rows if row and row[0][0]] == ['model_0', 'model_1', 'resnet50']
+    # the command that evaluated them stays on the page, in front of the one that made it again
+    (commands,) = (text for text in page.text if 'vitzoo report --results' in text)
+    assert commands.splitlines()[:3] == [
+        'vitzoo train --config runs/model_0/recipe.yaml',
+        'vitzoo report runs/*',
+        'vitzoo train --config runs/model_1/recipe.yaml',
+    ]
     assert 'Again' in page.text and any('timed on different machines' in text for text in page.text)
     assert read_records(str(out / 'report.json'))[2]['measured_on'] == f'not recorded in {bare}'
 

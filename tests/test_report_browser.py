@@ -172,7 +172,7 @@ def test_pointing_at_a_mark_says_its_numbers_and_shows_its_model_everywhere(brow
 
 def test_every_chart_is_drawn_and_has_a_name(browser):
     charts = browser.find_elements(By.CSS_SELECTOR, 'svg[role="img"]')
-    assert len(charts) == 15
+    assert len(charts) == 16
     for chart in charts:
         assert chart.get_attribute('aria-label')
         assert chart.size['width'] > 100 and chart.size['height'] > 60
@@ -201,6 +201,18 @@ def test_only_wide_parts_scroll_sideways(browser, width):
     browser.set_window_size(width, 900)
     inner, page = browser.execute_script('return [innerWidth, document.documentElement.scrollWidth]')
     assert inner <= width and page <= inner
+
+
+def test_charts_fit_a_telephone_and_their_names_with_them(browser):
+    metrics = dict(width=390, height=844, deviceScaleFactor=1, mobile=True)
+    browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', metrics)
+    try:
+        script = "return [...document.querySelectorAll('.chart')].map(c => [c.clientWidth, c.scrollWidth])"
+        assert all(0 < inner <= 390 and content <= inner for inner, content in browser.execute_script(script))
+        script = 'return [innerWidth, document.documentElement.scrollWidth]'
+        assert browser.execute_script(script) == [390, 390]
+    finally:
+        browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 
 def test_the_numbers_of_a_chart_open(browser):

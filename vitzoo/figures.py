@@ -22,7 +22,7 @@ from vitzoo.metrics.confusion import Calibration
 
 # what is written at the axis of each measure of tokens
 MEASURE_LABELS = {
-    'cosine': 'mean cosine similarity of patch tokens',
+    'cosine': 'mean cosine similarity of tokens',
     'effective_rank': 'effective rank of the tokens',
     'rank_one_residual': 'distance to equal tokens, |X - 1x| / |X|',
     'high_frequency_energy': 'energy in high frequencies',
@@ -50,8 +50,9 @@ def plot_curves(path: str, records: list[dict]) -> None:
     for axes, measure in zip(panels, measures):
         axes.set_prop_cycle(cycler(linestyle=['-', '--', ':']) * rcParams['axes.prop_cycle'])
         for name, found in statistics.items():
+            label = ', '.join([shorten(name, statistics), *found.get('options', ())])
             # bands of many models would cover each other
-            _plot_curve(axes, found, measure, shorten(name, statistics), same_depth, min(0.2, 0.5 / len(statistics)))
+            _plot_curve(axes, found, measure, label, same_depth, min(0.2, 0.5 / len(statistics)))
         axes.set_xlabel('block' if same_depth else 'relative depth (block / number of blocks)')
         axes.set_ylabel(MEASURE_LABELS[measure])
         axes.xaxis.get_major_locator().set_params(integer=same_depth)

@@ -393,7 +393,10 @@ def _title(args: argparse.Namespace, num_images: int | None) -> str:
         data = f'{num_images:,} images of {args.data_dir or "ImageNet"}'
     world = int(os.environ.get('WORLD_SIZE', '1'))
     processes = f', {world} processes' if world > 1 else ''
-    return f'{data}, {device}, {args.amp_dtype}, batches of {args.batch_size}{processes}'
+    ways = dict(absolute='absolute', include_self='with self-pairs', include_cls='with class tokens')
+    ways = ', '.join(way for option, way in ways.items() if getattr(args, option))
+    ways = f', cosine {ways}' if ways else ''
+    return f'{data}, {device}, {args.amp_dtype}, batches of {args.batch_size}{processes}{ways}'
 
 
 def _measures(text: str) -> tuple[str, ...]:

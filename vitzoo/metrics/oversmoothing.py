@@ -156,6 +156,8 @@ class OversmoothingProbe:
                 hint = did_you_mean(name, MEASURES) or f'; there are {", ".join(MEASURES)}'
                 raise UserError(f"unknown measure '{name}'{hint}")
         self.include_cls = include_cls
+        options = dict(absolute=absolute, include_self=include_self, include_cls=include_cls)
+        self.options = [name for name, is_on in options.items() if is_on]
         self.blocks = TokenBlocks(model)
         self._functions = {
             'cosine': partial(mean_cosine, absolute=absolute, include_self=include_self),
@@ -194,10 +196,11 @@ class OversmoothingProbe:
 
         Returns:
             blocks: the names of the blocks; stages: the stage of each, from 0; grids: the (H, W) of their tokens in the
-            last batch; and for each measure a dict of its mean over the images and its std among them. All have one
-            value per block, nan where a measure is not defined.
+            last batch; options: the names of those in force; and for each measure a dict of its mean over the images
+            and its std among them. All but options have one value per block, nan where a measure is not defined.
         """
         summary = dict(blocks=self.blocks.names, stages=self.blocks.stages, grids=list(self._grids.values()))
+        summary['options'] = self.options
         for measure, values in zip(self.measures, rows.double().split(len(self.blocks.names), dim=1)):
             summary[measure] = dict(mean=values.mean(dim=0).tolist(), std=values.std(dim=0, correction=0).tolist())
         return summary

@@ -126,7 +126,10 @@ def read_records(path: str) -> list[dict]:
     if not isinstance(records, list) or not all(isinstance(record, dict) and 'model' in record for record in records):
         raise UserError(f"'{path}' holds no records of models; `vitzoo validate --results-file FILE.json` writes them")
     # whoever measured them did not say where
-    return [{'measured_on': f'not recorded in {path}', **record} for record in records]
+    records = [{'measured_on': f'not recorded in {path}', **record} for record in records]
+    if not isinstance(found, dict) or not found.get('command'):
+        return records
+    return [{**record, 'commands': [*record.get('commands', ()), found['command']]} for record in records]
 
 
 def write_report(folder: Path, report: dict) -> None:

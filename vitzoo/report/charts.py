@@ -87,14 +87,15 @@ def curves(
     lines: list[Curve],
     x_label: str,
     y_label: str,
-    size: tuple[int, int] = (560, 330),
+    size: tuple[int, int] = (480, 300),
     log: bool = False,
     x_ticks: list[float] | None = None,
     is_share: bool = False,
 ) -> Element:
     """Curves with bands, each with its name at its end.
 
-    Both axes are logarithmic if `log`, and from 0 to 1 with a diagonal if `is_share`.
+    If `log` the axes are logarithmic, y where its values differ widely; if `is_share` they are from 0 to 1 with a
+    diagonal.
     """
     # as high as the names need
     width, height = size[0], max(size[1], TOP + BOTTOM + LINE * len(lines))
@@ -102,7 +103,7 @@ def curves(
     values = [v for line in lines for v in (*_band(line, -1), *_band(line, 1)) if not isnan(v)]
     x = fit_scale([0, 1] if is_share else [v for line in lines for v in line.x], 50, width - margin, log)
     x.ticks = x_ticks or x.ticks
-    y = fit_scale([0, 1] if is_share else values, height - BOTTOM, TOP, log)
+    y = fit_scale([0, 1] if is_share else values, height - BOTTOM, TOP, log and is_wide(values))
     plot = Plot(label, (width, round(height)), x, y, x_label, y_label)
     if is_share:
         plot.line([(0, 0), (1, 1)], 'reference')
@@ -140,7 +141,7 @@ def dots(
     label: str, rows: list[str], columns: list[tuple[int, str, list[float | None]]], x_label: str, form: str = '.1f'
 ) -> Element:
     """A line for each row with a dot for each model: `columns` are its number, its name and its value in each row."""
-    left, width, gap = 14 + CHARACTER * max(map(len, rows)), 560, 20
+    left, width, gap = 14 + CHARACTER * max(map(len, rows)), 480, 18
     height = TOP + gap * len(rows) + BOTTOM
     found = [value for _, _, values in columns for value in values if value is not None]
     x = fit_scale(found, left, width - 12)
@@ -159,7 +160,7 @@ def dots(
 
 def bars(label: str, rows: list[tuple[int, str, float, float | None]], x_label: str, marked: str) -> Element:
     """A bar for each model, number, name and value, with a stroke at a second value, which `marked` says what it is."""
-    left, width, gap = 30 + CHARACTER * max(len(name) for _, name, *_ in rows), 560, 24
+    left, width, gap = 30 + CHARACTER * max(len(name) for _, name, *_ in rows), 480, 24
     height = TOP + gap * len(rows) + BOTTOM
     x = fit_scale([0, *(v for row in rows for v in row[2:] if v is not None)], left, width - 84)
     x = Scale(0, x.high, left, width - 84, ticks=[tick for tick in x.ticks if tick >= 0])

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from io import BytesIO
@@ -50,7 +51,9 @@ def gather(args: argparse.Namespace) -> Iterator[dict]:
         threads = f'{machine["threads"]} thread{"s" if machine["threads"] > 1 else ""}'
         where = machine['gpu'] or f'{machine["cpu"]}, {threads}'
         versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
-        about |= dict(measured_on=f'{where}, {args.amp_dtype}; {versions}', load=machine['load'], data=args.data_dir)
+        about |= dict(measured_on=f'{where}, {args.amp_dtype}; {versions}', data=args.data_dir)
+        # others' work on the cores slows a model that runs on them
+        about |= dict(load=machine['load'], cores=None if machine['gpu'] else os.cpu_count())
         yield evaluate(name, args, suite, has_mistakes='explanations' in about) | about
 
 

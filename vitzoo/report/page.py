@@ -71,7 +71,8 @@ def header(report: dict, records: list[dict], sections: list[tuple]) -> Element:
 
 
 def _say_data(record: dict) -> str:
-    return f'{record["n"]:,} images' + (f' of {record["data"]}' if record.get('data') else '')
+    data = 'the bundled sample' if record.get('data') == 'sample' else record.get('data')
+    return f'{record["n"]:,} images' + (f' of {data}' if data else '')
 
 
 def provenance_section(report: dict, records: list[dict]) -> list[Element]:
@@ -82,7 +83,7 @@ def provenance_section(report: dict, records: list[dict]) -> list[Element]:
         name = tag('th', key(record['index']), record['name'], scope='row')
         rows.append(tag('tr', name, (tag('td', number(record.get(field)), class_='text') for field in fields)))
     head = [
-        tag('th', text, scope='col')
+        tag('th', text, scope='col', class_='text')
         for text in ('model', 'architecture', 'weights', 'measured on', 'load of the machine')
     ]
     commands = [*dict.fromkeys(command for record in records for command in record.get('commands', ()))]

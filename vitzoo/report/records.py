@@ -5,6 +5,8 @@ from pathlib import Path
 
 # what models are ranked by, with their names: images have one label or several
 SCORES = {'top1': 'top-1', 'map': 'mAP'}
+# load of a machine for each of its cores: an evaluation keeps all of them at work, and its loader a few more
+BUSY = 1.5
 
 
 def prepare(records: list[dict]) -> list[dict]:
@@ -37,6 +39,17 @@ def _end_alike(parts: tuple, others: set[tuple], length: int) -> bool:
 def machines(records: list[dict]) -> set[str]:
     """Where the models with a speed were timed."""
     return {record.get('measured_on', '') for record in records if record.get('images_per_second') is not None}
+
+
+def busy(records: list[dict]) -> list[str]:
+    """The models that were timed on a machine with other work than theirs, which made them slower than they are."""
+    known = [record for record in records if record.get('images_per_second') is not None and record.get('cores')]
+    return [record['name'] for record in known if (record.get('load') or 0) > BUSY * record['cores']]
+
+
+def times_compare(records: list[dict]) -> bool:
+    """Whether the times of some models say which is faster."""
+    return len(machines(records)) == 1 and not busy(records)
 
 
 def interval(percent: float, n: int | None) -> tuple[float, float]:

@@ -6,11 +6,11 @@ from math import isnan, log
 from vitzoo.report.charts import Curve, Point, curves, matrix, scatter
 from vitzoo.report.figure import figure, key, scrolling
 from vitzoo.report.markup import Element, tag
-from vitzoo.report.records import SCORES, interval, machines
+from vitzoo.report.records import SCORES, interval, times_compare
 
 # what is written above the axis of each measure of tokens, and what it is
 MEASURES = {
-    'cosine': ('Mean cosine similarity', 'of patch tokens, each with every other.'),
+    'cosine': ('Mean cosine similarity', 'of tokens, each with every other.'),
     'effective_rank': ('Effective rank', 'of the tokens: the exponential of the entropy of their singular values.'),
     'rank_one_residual': ('Distance to equal tokens', 'as a share of their length.'),
     'high_frequency_energy': ('High-frequency energy', 'of the tokens: periods below four of them, as a share.'),
@@ -27,8 +27,8 @@ def cost_section(records: list[dict]) -> list[Element]:
     for score, title in SCORES.items():
         for label, (cost, scale) in COSTS.items():
             known = [record for record in records if record.get(score) is not None and record.get(cost)]
-            # times of different machines are not comparable
-            if len(known) > 1 and (cost != 'images_per_second' or len(machines(known)) == 1):
+            # times of different machines are not comparable, nor those of a busy one
+            if len(known) > 1 and (cost != 'images_per_second' or times_compare(known)):
                 parts.append(_cost_figure(known, score, title, label, [scale(record[cost]) for record in known]))
     if not parts:
         return []
@@ -82,8 +82,24 @@ def oversmoothing_section(records: list[dict]) -> list[Element]:
     if not parts:
         return []
     bands = ' Bands are one standard deviation over images.' if has_bands else ''
-    note = tag('p', f'After each block, mean over images; large markers end a stage.{bands}', class_='note')
+    note = f'Of the patch tokens after each block, mean over images; large markers end a stage.{bands}'
+    note = tag('p', note + _say_options(records), class_='note')
     return [tag('div', parts, class_='charts'), note]
+
+
+def _say_options(records: list[dict]) -> str:
+    """In which of the literature's other ways the tokens were counted."""
+    found = {r['name']: (r.get('token_statistics') or {}).get('options') or [] for r in records if _has_curve(r)}
+    ways = {name: ' '.join(f'--{option.replace("_", "-")}' for option in options) for name, options in found.items()}
+    if len(set(ways.values())) > 1:
+        others = ', '.join(f'{name} with {way}' for name, way in ways.items() if way)
+        return f' Not all were counted alike, so do not compare them: {others}.'
+    way = next(iter(ways.values()), '')
+    return f' Counted with {way}.' if way else ''
+
+
+def _has_curve(record: dict) -> bool:
+    return any(_token_curve(record, measure) for measure in MEASURES)
 
 
 def _token_curve(record: dict, measure: str) -> Curve | None:
@@ -124,8 +140,9 @@ def health_section(records: list[dict]) -> list[Element]:
 def scaling_section(records: list[dict]) -> list[Element]:
     """How the cost grows with the image."""
     parts = []
+    records = [{**record, 'scaling': _with_pixels(record['scaling'])} for record in records if record.get('scaling')]
     for quantity, unit, title in SCALES:
-        found = {r['name']: r for r in records if len(r.get('scaling', {}).get(quantity, ())) > 1}
+        found = {record['name']: record for record in records if len(record['scaling'].get(quantity, ())) > 1}
         if not found:
             continue
         lines = [_scaling_curve(record, quantity, unit) for record in found.values()]
@@ -134,22 +151,28 @@ def scaling_section(records: list[dict]) -> list[Element]:
         chart = curves(label, lines, 'height and width of the image', unit, log=True, x_ticks=sizes)
         rows = [[name, *(dict(zip(line.x, line.y)).get(size) for size in sizes)] for name, line in zip(found, lines)]
         timed = sorted({record['scaling']['timed'] for record in found.values() if 'timed' in record['scaling']})
-        about = 'against image size' + (f': {"; ".join(timed)}.' if timed and quantity != 'gmacs' else '.')
+        about = 'against image size' + (f': {"; ".join(timed)}.' if timed and 'macs' not in quantity else '.')
         parts.append(figure(title, about, chart, ['model', *map(str, sizes)], rows))
     if not parts:
         return []
     note = (
         'Behind each name is how much more four times the pixels cost, at the end of the curve: ×4 is linear in them, '
-        '×16 quadratic.'
+        '×16 quadratic. For each pixel, what is linear is level, and what is quadratic rises.'
     )
     return [tag('div', parts, class_='charts'), tag('p', note, class_='note')]
 
 
 SCALES = (
     ('gmacs', 'GMACs', 'Multiply-accumulates'),
+    ('kmacs_per_pixel', 'thousand MACs', 'Multiply-accumulates for each pixel'),
     ('milliseconds', 'milliseconds per image', 'Time'),
     ('peak_mb', 'MB', 'Peak memory'),
 )
+
+
+def _with_pixels(scaling: dict) -> dict:
+    pixels = {size: 1e6 * gmacs / int(size) ** 2 for size, gmacs in scaling.get('gmacs', {}).items()}
+    return {**scaling, 'kmacs_per_pixel': pixels}
 
 
 def _scaling_curve(record: dict, quantity: str, unit: str) -> Curve:
@@ -158,7 +181,8 @@ def _scaling_curve(record: dict, quantity: str, unit: str) -> Curve:
     growth = (values[-1] / values[-2]) ** (log(4) / (2 * log(sizes[-1] / sizes[-2])))
     tips = [f'{record["name"]} at {size} px: {value:,.4g} {unit}' for size, value in points.items()]
     own = [i for i, size in enumerate(sizes) if size == record.get('img_size')]
-    return Curve(record['index'], f'{record["name"]} ×{growth:.1f}', sizes, values, tips, large=own)
+    name = record['name'] if quantity == 'kmacs_per_pixel' else f'{record["name"]} ×{growth:.1f}'
+    return Curve(record['index'], name, sizes, values, tips, large=own)
 
 
 def errors_section(records: list[dict]) -> list[Element]:
@@ -198,7 +222,7 @@ def _confused(records: list[dict]) -> Element:
     for record in records:
         pairs = record['mistakes']['pairs'][:3]
         name = tag('th', key(record['index']), record['name'], scope='row')
-        cells = (tag('td', f'{a} → {b} ', tag('small', str(times)), class_='text') for a, b, times in pairs)
+        cells = (tag('td', f'{a} → {b}\u00a0', tag('small', str(times)), class_='text') for a, b, times in pairs)
         rows.append(tag('tr', name, cells, data_model=record['index']))
     table = tag('table', tag('tbody', rows), class_='pairs')
     caption = tag('figcaption', tag('strong', 'Most confused'), ' The class, what it was taken for, and how often.')

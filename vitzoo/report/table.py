@@ -6,7 +6,7 @@ from math import isnan
 
 from vitzoo.report.figure import key, scrolling
 from vitzoo.report.markup import Element, tag
-from vitzoo.report.records import SCORES, interval, machines
+from vitzoo.report.records import SCORES, busy, interval, machines, times_compare
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ COLUMNS = (
 def models_section(records: list[dict]) -> list[Element]:
     """The table of models, and what is to be known to read it."""
     columns = [column for column in COLUMNS if any(column.read(record) is not None for record in records)]
-    best = [find_best(column, records) for column in columns]
+    timed = times_compare(records)
+    best = [None if c.heading == 'speed' and not timed else find_best(c, records) for c in columns]
     head = [_heading('model', '', 'text'), *(_heading(c.heading, c.unit, 'number', c.better) for c in columns)]
     head += [_heading('image', 'px', 'number'), _heading('weights', '', 'text')]
     if columns[0].heading in SCORES.values():
@@ -72,8 +73,10 @@ def models_section(records: list[dict]) -> list[Element]:
     notes = tag(
         'dl', (tag('div', tag('dt', term), ' ', tag('dd', about)) for term, about in terms), class_='note terms'
     )
-    warning = tag('p', MACHINES, class_='note warning') if len(machines(records)) > 1 else None
-    return [scrolling(table, 'Models and what was measured of them'), notes, *([] if warning is None else [warning])]
+    warnings = [MACHINES] if len(machines(records)) > 1 else []
+    warnings += [BUSY_MACHINE.format(', '.join(busy(records)))] if busy(records) else []
+    shown = scrolling(table, 'Models and what was measured of them')
+    return [shown, notes, *(tag('p', warning, class_='note warning') for warning in warnings)]
 
 
 INTERVAL = "half the width of Wilson's 95 % interval, for this number of images; the best of a column is bold"
@@ -81,6 +84,8 @@ MACHINES = (
     'The models were timed on different machines, or nobody knows on which: compare images/s and memory only where '
     'the last section names the same one.'
 )
+
+BUSY_MACHINE = 'The machine had other work while these were timed, so their images/s are too low: {}.'
 
 
 def find_best(column: Column, records: list[dict]) -> float | None:
