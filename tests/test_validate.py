@@ -248,24 +248,29 @@ def test_a_value_that_is_not_defined_is_null_in_json(data, tmp_path):
     assert json.loads(file.read_text())[0]['oversmoothing'] == [None]
 
 
-def test_two_processes_give_the_numbers_of_one(data, trained, tmp_path):
-    launch = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2']
-    argv = ['validate.py', str(trained), '--data-dir', str(data), '--batch-size', '3', '--workers', '0']
-    env = dict(os.environ, OMP_NUM_THREADS='1')
+def validate_in_two_processes(folder: Path, *argv, timeout: int = 180) -> tuple[dict, str]:
+    """Start the command twice, and return the record that was written and what was printed."""
+    launch = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', 'validate.py']
     child = subprocess.run(
-        [*launch, *argv, '--results-file', str(tmp_path / 'two.json')],
+        [*launch, *map(str, argv), '--workers', '0', '--results-file', str(folder / 'two.json')],
         cwd=ROOT,
-        env=env,
+        env=dict(os.environ, OMP_NUM_THREADS='1'),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=timeout,
         check=False,
     )
     assert child.returncode == 0, child.stderr
+    (record,) = json.loads((folder / 'two.json').read_text())
+    return record, child.stdout
+
+
+def test_two_processes_give_the_numbers_of_one(data, trained, tmp_path):
+    argv = (trained, '--data-dir', data, '--batch-size', 3)
+    two, printed = validate_in_two_processes(tmp_path, *argv)
     # both took part, and one of them reported
-    assert ' '.join(child.stdout.split()).count('batches of 3, 2 processes') == child.stdout.count('top-1') == 1
-    (two,) = json.loads((tmp_path / 'two.json').read_text())
-    one = validate_one(*argv[1:-2])
+    assert ' '.join(printed.split()).count('batches of 3, 2 processes') == printed.count('top-1') == 1
+    one = validate_one(*argv)
     assert all(two[key] == one[key] for key in ('n', 'top1', 'top5', 'params', 'gmacs'))
     assert two['loss'] == pytest.approx(one['loss'], rel=1e-5)
     assert two['oversmoothing'] == pytest.approx(one['oversmoothing'], abs=1e-5)
@@ -432,6 +437,16 @@ def extract_photographs(folder: Path, every: int = 1) -> Path:
 def test_real_weights_on_real_photographs(batch_size, lite0, tmp_path):
     args = ('--checkpoint', lite0, '--data-dir', extract_photographs(tmp_path / 'data'), '--batch-size', batch_size)
     record = validate_one('tf_efficientnet_lite0', *args)
+    assert (record['n'], record['top1'], record['top5']) == (1000, 87.0, 97.5)
+
+
+@pytest.mark.slow
+@needs_lite0
+@pytest.mark.parametrize('batch_size', (1, 7, 64))
+def test_real_weights_in_two_processes(batch_size, lite0, tmp_path):
+    data_dir = extract_photographs(tmp_path / 'data')
+    argv = ('tf_efficientnet_lite0', '--checkpoint', lite0, '--data-dir', data_dir, '--batch-size', batch_size)
+    record, _ = validate_in_two_processes(tmp_path, *argv, timeout=900)
     assert (record['n'], record['top1'], record['top5']) == (1000, 87.0, 97.5)
 
 
