@@ -19,6 +19,7 @@ from timm.models import save_for_hf
 from torch.utils.data import DataLoader
 
 from vitzoo.data import eval_transform, resolve_data_config
+from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_checkpoint, load_model
 from vitzoo.metrics import token_statistics
 from vitzoo.metrics.speed import images_per_second
@@ -127,6 +128,15 @@ def test_an_imagenet_model_finds_a_few_classes_by_their_wordnet_ids(tmp_path):
         save_file(model.state_dict(), tmp_path / 'weights.safetensors')
         args = ('--checkpoint', tmp_path / 'weights.safetensors', '--data-dir', tmp_path, '--img-size', 32)
         assert validate_one('test_resnet', *args)['top1'] == top1
+
+
+def test_a_mistake_in_one_model_leaves_what_was_found_of_the_others(data, trained, tmp_path, capsys):
+    argv = [trained, 'test_resnet', '--random-weights', '--data-dir', data, '--results-file', tmp_path / 'results.csv']
+    with pytest.raises(UserError, match='the model has 1000 classes'):
+        validate([*map(str, argv), '--workers', '0'])
+    with open(tmp_path / 'results.csv', newline='') as file:
+        (row,) = csv.DictReader(file)
+    assert row['model'] == str(trained) and f'{float(row["top1"]):.2f}' in capsys.readouterr().out
 
 
 def test_data_with_other_classes_is_refused(data, capsys):

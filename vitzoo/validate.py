@@ -71,21 +71,15 @@ def validate(argv: list[str] | None = None) -> list[dict]:
     is_main = accelerator is None or accelerator.is_main_process
     suite = open_suite(args.data_root, args.allow_partial, is_main) if args.suite else []
     records = []
-    for name in names:
-        records.append(validate_model(name, args, accelerator, suite))
-        if is_main and args.results_file:
-            # after every model, so that an interrupted run keeps what it has
-            write_results(args.results_file, records)
-    if is_main:
-        print_table(records, _title(args, records[0]['n']))
-        print_health(records)
-        print_robustness(records)
-        _print_mistakes(records[0], args)
-        if args.plot:
-            # imported here, because only who asks for a figure waits for matplotlib
-            from vitzoo.figures import plot_curves
-
-            plot_curves(args.plot, records)
+    try:
+        for name in names:
+            records.append(validate_model(name, args, accelerator, suite))
+            if is_main and args.results_file:
+                write_results(args.results_file, records)
+    finally:
+        # a mistake in the last model, or whoever interrupts it, leaves what was found of the others
+        if is_main and records:
+            _show(records, args)
     return records
 
 
@@ -316,6 +310,18 @@ def _write_rows(images: Images, columns: dict[str, Tensor], args: argparse.Names
 def _print_mistakes(record: dict, args: argparse.Namespace) -> None:
     if args.errors:
         print(f'\nexpected calibration error {record["ece"]:.2f} %; who is taken for whom is in {args.errors}')
+
+
+def _show(records: list[dict], args: argparse.Namespace) -> None:
+    print_table(records, _title(args, records[0]['n']))
+    print_health(records)
+    print_robustness(records)
+    _print_mistakes(records[0], args)
+    if args.plot:
+        # imported here, because only who asks for a figure waits for matplotlib
+        from vitzoo.figures import plot_curves
+
+        plot_curves(args.plot, records)
 
 
 def _score(name: str, model: nn.Module, images: Dataset, probe, args: argparse.Namespace, accelerator) -> dict:
