@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from vitzoo.report.markup import Element, tag
 
-# of a digit or letter in the charts' font
-CHARACTER, LINE = 6.1, 13.0
+# of a digit or letter in the widest of the charts' fonts
+CHARACTER, LINE = 6.6, 13.0
 SHAPES = {
     'circle': 'M-4.2 0a4.2 4.2 0 1 0 8.4 0a4.2 4.2 0 1 0-8.4 0z',
     'square': 'M-3.7-3.7h7.4v7.4h-7.4z',
