@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -454,6 +455,7 @@ def test_a_report_of_a_trained_model(out, data, trained, tmp_path):  # noqa: F81
     assert [item['label'] for item in always_blue['explanations']] == ['blue', 'blue', 'green', 'red']
     assert {item['prediction'] for item in always_blue['explanations']} == {'blue'}
     assert always_blue['architecture'] == 'deit_softmax_tiny'
+    assert always_blue['cores'] == os.cpu_count() and always_blue['load'] >= 0
     page = Page((out / 'index.html').read_text())
     assert page.sections == ['models', 'cost', 'oversmoothing', 'scaling', 'errors', 'explanations', 'provenance']
     assert page.row('other')[1][0] == '50.0'

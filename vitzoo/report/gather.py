@@ -47,14 +47,19 @@ def gather(args: argparse.Namespace) -> Iterator[dict]:
     for name in names:
         # before the evaluation, whose peak of memory is to be that of one model
         about = describe(name, args)
-        machine = describe_machine(args.device)
-        threads = f'{machine["threads"]} thread{"s" if machine["threads"] > 1 else ""}'
-        where = machine['gpu'] or f'{machine["cpu"]}, {threads}'
-        versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
-        about |= dict(measured_on=f'{where}, {args.amp_dtype}; {versions}', data=args.data_dir)
-        # others' work on the cores slows a model that runs on them
-        about |= dict(load=machine['load'], cores=None if machine['gpu'] else os.cpu_count())
-        yield evaluate(name, args, suite, has_mistakes='explanations' in about) | about
+        record = evaluate(name, args, suite, has_mistakes='explanations' in about)
+        # after the evaluation, which ends with the time: the load is that of the last minute
+        yield record | about | describe_place(args) | dict(data=args.data_dir)
+
+
+def describe_place(args: argparse.Namespace) -> dict:
+    """Where the models are measured, and the load of its cores if they run on these."""
+    machine = describe_machine(args.device)
+    threads = f'{machine["threads"]} thread{"s" if machine["threads"] > 1 else ""}'
+    where = machine['gpu'] or f'{machine["cpu"]}, {threads}'
+    versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
+    cores = None if machine['gpu'] else os.cpu_count()
+    return dict(measured_on=f'{where}, {args.amp_dtype}; {versions}', load=machine['load'], cores=cores)
 
 
 def evaluate(name: str, args: argparse.Namespace, suite: Sequence[Found], has_mistakes: bool) -> dict:
