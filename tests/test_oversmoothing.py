@@ -309,6 +309,25 @@ def test_every_measure_is_taken_of_every_block(name):
         assert all(value >= 0 for value in found[measure]['std'][:-1])
 
 
+@pytest.mark.parametrize('include_cls', (True, False))
+def test_a_single_token_of_a_stage_has_no_measure(include_cls):
+    model = timm.create_model('cvt_13', img_size=16).eval()
+    found = token_statistics(model, torch.randn(2, 3, 16, 16), MEASURES, include_cls=include_cls)
+    assert found['grids'][0] == [4, 4] and found['grids'][-1] == [1, 1]
+    # the class token of the last stage is a token, but has no place on the grid
+    has_two = {'cosine', 'effective_rank', 'rank_one_residual'} if include_cls else set()
+    for measure in MEASURES[:-1]:
+        assert isnan(found[measure]['mean'][-1]) == (measure not in has_two)
+        assert not isnan(found[measure]['mean'][0])
+
+
+def test_the_way_of_counting_is_on_record():
+    model, images = timm.create_model('deit_softmax_tiny', img_size=32, depth=1).eval(), torch.randn(1, 3, 32, 32)
+    assert token_statistics(model, images)['options'] == []
+    found = token_statistics(model, images, include_self=True, absolute=True, include_cls=True)
+    assert found['options'] == ['absolute', 'include_self', 'include_cls']
+
+
 def test_frequencies_need_a_grid():
     class Dropping(nn.Module):
         feature_info = [{'module': 'drop', 'num_chs': 3, 'reduction': 1}]

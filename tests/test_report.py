@@ -396,6 +396,9 @@ def test_labels_keep_out_of_each_others_way():
     points = [(50.0, 50.0), (52.0, 50.0), (54.0, 51.0)]
     places = place_labels(points, ['one', 'two', 'three'], lambda box: box[0] > 0 and box[2] < 200)
     assert None not in places and len({place[:2] for place in places}) == 3
+    # in a column, closer than a line
+    column = place_labels([(50.0, 50 + 12.0 * i) for i in range(4)], ['name'] * 4, lambda box: True)
+    assert None not in column
     crowd = place_labels([(50.0, 50.0)] * 40, ['name'] * 40, lambda box: True)
     assert None in crowd and crowd[0] is not None
 

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.metrics._attention import attention_weights
-from vitzoo.metrics._tokens import TokenBlocks
+from vitzoo.metrics._tokens import TokenBlocks, Tokens
 
 
 def oversmoothing(model: nn.Module, images: Tensor, **options: bool) -> list[float]:
@@ -65,7 +65,7 @@ def mean_cosine(tokens: Tensor, absolute: bool = False, include_self: bool = Fal
     if include_self:
         return total / N**2
     if N == 1:
-        return torch.full_like(total, torch.nan)
+        return _undefined(tokens)
     return (total - unit.square().sum(dim=(1, 2))) / (N * (N - 1))
 
 
@@ -114,7 +114,7 @@ def head_similarity(attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | Non
     for image in x.split(1):
         weights = attention_weights(attn, image, grid_size)
         if weights is None or weights.values.shape[1] == 1:
-            return x.new_full((len(x),), torch.nan, dtype=torch.float32)
+            return _undefined(x)
         values.append(mean_cosine(weights.dense().flatten(2)))
     return torch.cat(values)
 
@@ -159,11 +159,7 @@ class OversmoothingProbe:
         options = dict(absolute=absolute, include_self=include_self, include_cls=include_cls)
         self.options = [name for name, is_on in options.items() if is_on]
         self.blocks = TokenBlocks(model)
-        self._functions = {
-            'cosine': partial(mean_cosine, absolute=absolute, include_self=include_self),
-            'effective_rank': effective_rank,
-            'rank_one_residual': rank_one_residual,
-        }
+        self._cosine = partial(mean_cosine, absolute=absolute, include_self=include_self)
         self._image_size = None
         self._grids = dict.fromkeys(self.blocks.names)
         self._values = {name: [] for name in self.names}
@@ -212,15 +208,29 @@ class OversmoothingProbe:
     def _measure_output(self, name: str, block: nn.Module, args: tuple, output: Tensor) -> None:
         tokens = self.blocks.read(name, args, output, self._image_size)
         self._grids[name] = tokens.grid_size and list(tokens.grid_size)
-        x = tokens.x if self.include_cls else tokens.patches
         for measure in self.measures:
-            if measure in self._functions:
-                self._values[measure, name].append(self._functions[measure](x))
-            elif measure == 'high_frequency_energy':
-                self._values[measure, name].append(high_frequency_energy(tokens.to_map(tokens.patches)))
+            if measure != 'head_similarity':
+                self._values[measure, name].append(self._measure(measure, tokens))
             elif not hasattr(block, 'attn'):
-                self._values[measure, name].append(x.new_full((len(x),), torch.nan, dtype=torch.float32))
+                self._values[measure, name].append(_undefined(tokens.x))
+
+    def _measure(self, measure: str, tokens: Tokens) -> Tensor:
+        x = tokens.x if self.include_cls else tokens.patches
+        if measure == 'cosine':
+            return self._cosine(x)
+        x = tokens.patches if measure == 'high_frequency_energy' else x
+        if x.shape[1] == 1:
+            # it is like itself, whatever the model does
+            return _undefined(x)
+        if measure == 'high_frequency_energy':
+            return high_frequency_energy(tokens.to_map(x))
+        return effective_rank(x) if measure == 'effective_rank' else rank_one_residual(x)
 
     @torch.no_grad()
     def _measure_heads(self, name: str, attn: nn.Module, args: tuple) -> None:
         self._values['head_similarity', name].append(head_similarity(attn, *args))
+
+
+def _undefined(tokens: Tensor) -> Tensor:
+    """A value of no image: (B, ...) -> (B,)."""
+    return tokens.new_full(tokens.shape[:1], torch.nan, dtype=torch.float32)

@@ -164,8 +164,8 @@ def place_labels(
     for (x, y), text in zip(points, texts):
         width = CHARACTER * len(text)
         candidates = [
-            (x + 9, y + 4, 'start'),
-            (x - 9, y + 4, 'end'),
+            *((x + 9, y + dy, 'start') for dy in (4, 0, 8, -4, 12)),
+            *((x - 9, y + dy, 'end') for dy in (4, 0, 8, -4, 12)),
             *(
                 (x + dx, y + dy, anchor)
                 for dy in (-9, 16, -20, 27)
