@@ -473,12 +473,12 @@ def test_a_report_is_made_again_from_its_data(out, tmp_path):
     make_report(['--results', str(out / 'report.json'), str(bare), '--out', str(out), '--title', 'Again'])
     page = Page((out / 'index.html').read_text())
     assert [row[0][1] for row in page.rows if row and row[0][0]] == ['model_0', 'model_1', 'resnet50']
-    # the command that evaluated them stays on the page, in front of the one that made it again
+    # the command that evaluated them stays on the page, behind what trained them and before what made it again
     (commands,) = (text for text in page.text if 'vitzoo report --results' in text)
     assert commands.splitlines()[:3] == [
         'vitzoo train --config runs/model_0/recipe.yaml',
-        'vitzoo report runs/*',
         'vitzoo train --config runs/model_1/recipe.yaml',
+        'vitzoo report runs/*',
     ]
     assert 'Again' in page.text and any('timed on different machines' in text for text in page.text)
     assert read_records(str(out / 'report.json'))[2]['measured_on'] == f'not recorded in {bare}'

@@ -86,9 +86,11 @@ def provenance_section(report: dict, records: list[dict]) -> list[Element]:
         tag('th', text, scope='col', class_='text')
         for text in ('model', 'architecture', 'weights', 'measured on', 'load of the machine')
     ]
-    commands = [*dict.fromkeys(command for record in records for command in record.get('commands', ()))]
+    commands = [command for record in records for command in record.get('commands', ())]
+    # one that several models have in common comes after what had to come before it for each of them
+    commands = [*dict.fromkeys([*commands, report['command']][::-1])][::-1]
     return [
         tag('p', 'Made by:'),
-        tag('pre', '\n'.join([*commands, report['command']])),
+        tag('pre', '\n'.join(commands)),
         scrolling(tag('table', tag('thead', tag('tr', head)), tag('tbody', rows)), 'Where each model was measured'),
     ]
