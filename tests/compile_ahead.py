@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,11 +64,11 @@ def compile_for(arch: int, kernel: JITFunction, args: dict, options: dict) -> di
 
 
 def type_of(value) -> str:
-    return POINTERS[value.dtype] if isinstance(value, torch.Tensor) else 'i32'
+    return POINTERS[value.dtype] if isinstance(value, torch.Tensor) else 'fp32' if isinstance(value, float) else 'i32'
 
 
 def is_whole(value) -> bool:
-    return isinstance(value, torch.Tensor) or value % 16 == 0
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def aft_conv(dtype: torch.dtype, head_dim: int) -> None:
@@ -81,14 +82,23 @@ def aft_conv(dtype: torch.dtype, head_dim: int) -> None:
     aft_conv.backward_op._init_fn(q, *args[:4], *saved, 7, 7)
 
 
+def features(dtype: torch.dtype, head_dim: int) -> None:
+    """Both passes of FAVOR+, with 256 features."""
+    from vitzoo.kernels import features
+
+    q, k, v = torch.zeros(1, 49, 3, 2, head_dim, dtype=dtype).transpose(1, 3).unbind(2)
+    args = q, k, v, torch.zeros(256, head_dim)
+    saved = features.forward_op._init_fn(*args, 0.125)
+    features.backward_op._init_fn(q, *args, *saved, 0.125)
+
+
+CASES = [('bfloat16', 32), ('bfloat16', 64), ('bfloat16', 128), ('float16', 64), ('float32', 64)]
+
+
 def main(name: str) -> None:
     """Print a line of JSON for each kernel, device and case."""
-    cases = [
-        (dtype, D)
-        for dtype, D in [('bfloat16', 64), ('bfloat16', 32), ('bfloat16', 128), ('float16', 64), ('float32', 64)]
-    ]
-    for dtype, head_dim in cases:
-        launches = record(lambda: globals()[name](getattr(torch, dtype), head_dim))
+    for dtype, head_dim in CASES:
+        launches = record(partial(globals()[name], getattr(torch, dtype), head_dim))
         for arch in (80, 90):
             for launch in launches:
                 print(json.dumps(dict(dtype=dtype, head_dim=head_dim) | compile_for(arch, *launch)), flush=True)

@@ -10,11 +10,11 @@ weight is negative, and what S and B have in common cancels exactly, so bfloat16
 
 Prefix tokens are in S and in reach of nothing. The sums over all tokens are a pass of their own, over k and v.
 
-Bytes of a forward pass, for N tokens, C channels and two bytes a number: 10 N C (v once for the sums, then q, v
-and out; the halo of a tile is 4 times the tile, mostly from the cache). The PyTorch form moves some 60 N C, in float32. Backward has
-three passes: grad_q and what the gradients of the sums have in common; grad_k and grad_v, the convolution transposed;
-and the gradient of the kernel. All of it but 64 x columns numbers per head and split is of the size of q. Nothing is
-summed in an order that changes, so every run gives the same bits. Nobody has timed it on a GPU yet.
+Bytes of a forward pass, for N tokens, C channels and two bytes a number: 10 N C (v once for the sums, then q, v and
+out; a tile and its halo are 5 tiles, mostly from the cache). The PyTorch form moves some 60 N C, in float32. Backward
+has three passes: grad_q, and what the gradients of the sums have in common; grad_k and grad_v, the convolution
+transposed; and the gradient of the kernel. Nothing is summed in an order that changes, so every run gives the same
+bits. Nobody has timed it on a GPU yet.
 """
 
 from dataclasses import dataclass

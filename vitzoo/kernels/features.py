@@ -10,10 +10,11 @@ the tokens are cut into parts, whose sums are put together in one order.
 
 W is the sum of two numbers of the input's precision, which makes the exponents as good as with W in float32.
 
-Bytes of a forward pass, for N tokens, C channels and two bytes a number: 8 N C (q, k, v, out) and what the blocks of 64
-features read of k and v again from the cache; the PyTorch form, in float32, writes and reads some 6 times m features for
-each head and token, 48 N C m / d. Backward makes the features again, twice for the queries and once for the keys.
-Nothing is summed in an order that changes, so every run gives the same bits. Nobody has timed it on a GPU yet.
+Bytes of a forward pass, for N tokens, C channels and two bytes a number: 8 N C (q, k, v, out), and what the blocks of
+64 features read of k and v again from the cache. The PyTorch form, in float32, writes and reads the m features of each
+head and token some 6 times each, 48 N C m / d. Backward makes the features again, twice for the queries and once for
+the keys. Nothing is summed in an order that changes, so every run gives the same bits. Nobody has timed it on a GPU
+yet.
 
 `torch.nn.attention.flex_attention` can express it too, as two calls, the first of which returns its lse; with m
 features as queries that one has B * heads * m / 128 blocks to share among the processors of a GPU.
@@ -74,6 +75,16 @@ def _project(x, w_ptr, f, M, D, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, PREC
 
 
 @triton.jit
+def _project_transposed(x, w_ptr, f, M, D, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """W x^T, (features f, rows of x): what a kernel needs whose rows are features, without turning it in registers."""
+    out = tl.zeros((f.shape[0], x.shape[0]), tl.float32)
+    out = dot(_rows(w_ptr, f, M, D, D, BLOCK_D), tl.trans(x), out, PRECISION)
+    if PARTS == 2:
+        out = dot(_rows(w_ptr + M * D, f, M, D, D, BLOCK_D), tl.trans(x), out, PRECISION)
+    return out
+
+
+@triton.jit
 def _half_norm(k, half_scale):
     """|k'|^2 / 2, to the base 2."""
     k = k.to(tl.float32)
@@ -96,14 +107,14 @@ def _sum_keys(
     for start in range(0, part, BLOCK_N):
         token = tl.program_id(2) * part + start + tl.arange(0, BLOCK_N)
         k, v = _rows(k_ptr, token, N, k_n, D, BLOCK_D), _rows(v_ptr, token, N, v_n, D, BLOCK_D)
-        log, w = _project(k, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
-        log = tl.where((token < N)[:, None], log - _half_norm(k, half_scale)[:, None], float('-inf'))
-        new = tl.maximum(largest, tl.max(log, axis=0))
+        log = _project_transposed(k, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
+        log = tl.where((token < N)[None, :], log - _half_norm(k, half_scale)[None, :], float('-inf'))
+        new = tl.maximum(largest, tl.max(log, axis=1))
         # the first block of a part has a token, so that `new` is a number from there on
-        phi = tl.exp2(log - new[None, :])
+        phi = tl.exp2(log - new[:, None])
         decay = tl.exp2(largest - new)
-        total = total * decay + tl.sum(phi, axis=0)
-        context = dot(tl.trans(phi.to(v.dtype)), v, context * decay[:, None], PRECISION)
+        total = total * decay + tl.sum(phi, axis=1)
+        context = dot(phi.to(v.dtype), v, context * decay[:, None], PRECISION)
         largest = new
     row = (bh * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * M
     _store_rows(context_ptr + row * D, context, f, M, D, D, BLOCK_D)
@@ -128,7 +139,7 @@ def _attend(
     for start in range(0, M, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
         mean = _rows(mean_ptr + bh.to(tl.int64) * M * D, f, M, D, D, BLOCK_D)
-        log, w = _project(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
+        log, _w = _project(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
         log += tl.load(lse_ptr + bh * M + f, mask=f < M, other=float('-inf'))[None, :]
         new = tl.maximum(largest, tl.max(log, axis=1))
         p = tl.exp2(log - new[:, None])
@@ -191,11 +202,11 @@ def _grad_features(
         at = bh.to(tl.int64) * N + token
         out_lse = tl.load(out_lse_ptr + at, mask=token < N, other=float('inf'))
         delta = tl.load(delta_ptr + at, mask=token < N, other=0.0)
-        log, w = _project(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
-        p = tl.exp2(log + lse[None, :] - out_lse[:, None])
-        grad_mean = dot(tl.trans(p.to(grad.dtype)), grad, grad_mean, PRECISION)
-        grad_p = dot(grad, tl.trans(mean), tl.zeros((BLOCK_N, BLOCK_F), tl.float32), PRECISION)
-        grad_lse += tl.sum(p * (grad_p - delta[:, None]), axis=0)
+        log = _project_transposed(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
+        p = tl.exp2(log + lse[:, None] - out_lse[None, :])
+        grad_mean = dot(p.to(grad.dtype), grad, grad_mean, PRECISION)
+        grad_p = dot(mean, tl.trans(grad), tl.zeros((BLOCK_F, BLOCK_N), tl.float32), PRECISION)
+        grad_lse += tl.sum(p * (grad_p - delta[None, :]), axis=1)
     row = (bh * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * M
     _store_rows(grad_mean_ptr + row * D, grad_mean, f, M, D, D, BLOCK_D)
     tl.store(grad_lse_ptr + row + f, grad_lse, mask=f < M)
@@ -213,7 +224,8 @@ def _grad_keys(
     b, head = (bh // heads).to(tl.int64), bh % heads
     k = _rows(k_ptr + b * k_b + head * k_h, token, N, k_n, D, BLOCK_D)
     v = _rows(v_ptr + b * v_b + head * v_h, token, N, v_n, D, BLOCK_D)
-    half_norm = _half_norm(k, half_scale)
+    # nothing overflows beyond the last token
+    half_norm = tl.where(token < N, _half_norm(k, half_scale), float('inf'))
     grad_k, grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     grad_half_norm = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, M, BLOCK_F):
@@ -236,13 +248,18 @@ def _grad_keys(
     _store_rows(grad_v_ptr + at, grad_v, token, N, heads * D, D, BLOCK_D)
 
 
-def _blocks(q: torch.Tensor) -> dict:
-    """Compile-time sizes of all kernels; tensor cores take 16 and more."""
-    block_d = max(16, triton.next_power_of_2(q.shape[-1]))
-    block = 32 if q.dtype == torch.float32 else 64
-    parts = 1 if q.dtype == torch.float32 else 2
-    warps = 8 if block_d > 64 else 4
-    return dict(BLOCK_N=block, BLOCK_F=block, BLOCK_D=block_d, PARTS=parts, PRECISION=precision(q), num_warps=warps)
+def _blocks(q: torch.Tensor, backward: bool = False) -> dict:
+    """Compile-time sizes of the kernels of a pass, such that what they hold fits in registers."""
+    is_float32, block_d = q.dtype == torch.float32, max(16, triton.next_power_of_2(q.shape[-1]))
+    return dict(
+        BLOCK_N=32 if is_float32 else 64,
+        BLOCK_F=32 if is_float32 or (backward and block_d > 64) else 64,
+        BLOCK_D=block_d,
+        # of W
+        PARTS=1 if is_float32 else 2,
+        PRECISION=precision(q),
+        num_warps=8 if block_d > (32 if backward else 64) else 4,
+    )
 
 
 def _weight(q: torch.Tensor, features: torch.Tensor, scale: float) -> torch.Tensor:
@@ -318,7 +335,7 @@ def backward_op(
     (B, heads, N, D), M = q.shape, len(features)
     q, k, v = _one_piece(q), _one_piece(k), _one_piece(v)
     grad, out = (x.transpose(1, 2).contiguous() for x in (grad, out))
-    blocks, weight = _blocks(q), _weight(q, features, scale)
+    blocks, weight = _blocks(q, backward=True), _weight(q, features, scale)
     grad_q, grad_k, grad_v, delta = _empty(q), _empty(k), _empty(v), torch.empty_like(out_lse)
     length, parts = _cut(q, M, blocks)
     grad_mean, grad_lse = lse.new_empty(B * heads, parts, M, D), lse.new_empty(B * heads, parts, M)
