@@ -409,6 +409,7 @@ def test_kernels_are_measured_on_a_gpu_only(capsys):
     assert capsys.readouterr().err.count('CUDA') == 1
 
 
+@pytest.mark.filterwarnings('ignore:flex_attention called without torch.compile')
 @pytest.mark.parametrize('task', [task for task in contenders.KERNELS if task.flex], ids=lambda task: task.name)
 def test_flex_attention_computes_what_the_op_does(task):
     torch.manual_seed(0)

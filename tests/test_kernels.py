@@ -10,12 +10,13 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 import pytest
 import torch
 from timm.layers import set_fused_attn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitzoo import kernels
@@ -32,8 +33,8 @@ IS_INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 needs_kernels = pytest.mark.skipif(
     not HAS_TRITON or not (IS_INTERPRETED or DEVICE == 'cuda'), reason='runs in a process of its own, or on a GPU'
 )
-# of the norm; a rounding step is 2^-24, 2^-11 and 2^-8, of which the interpreter makes a whole one, always downwards
-TOLERANCE = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+# of the norm; Triton's interpreter rounds bfloat16 towards 0, which is twice as far as the nearest, and always one way
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}
 
 
 def child(*command: str, **env: str) -> subprocess.CompletedProcess:
@@ -126,7 +127,7 @@ def test_a_kernel_equals_the_naive_form_with_gradients(case, dtype, experimental
 
 
 @needs_kernels
-@pytest.mark.parametrize('case', ['aft_conv', 'performer'])
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer'])
 def test_a_kernel_gives_the_same_bits_each_time(case, experimental):
     op, _, args = CASES[case]
     first, second = (run(op, args, torch.float32, DEVICE) for _ in range(2))
@@ -134,7 +135,7 @@ def test_a_kernel_gives_the_same_bits_each_time(case, experimental):
 
 
 @needs_kernels
-@pytest.mark.parametrize('case', ['aft_conv', 'performer'])
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
 def test_a_sample_does_not_depend_on_its_batch(case, experimental):
     op, _, (q, k, v, *rest) = CASES[case]
     rest = [a.float().to(DEVICE) if isinstance(a, torch.Tensor) else a for a in rest]
@@ -146,32 +147,33 @@ def test_a_sample_does_not_depend_on_its_batch(case, experimental):
 
 
 @needs_kernels
-@pytest.mark.parametrize('case', ['aft_conv', 'performer_few'])
-def test_torch_accepts_the_custom_op(case, experimental):
-    _, _, args = CASES[case]
-    args = [a.float().to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
-    inputs = [a.detach().requires_grad_() for a in args[:3]]
-    if case == 'aft_conv':
-        from vitzoo.kernels.aft_conv import forward_op
-
-        torch.library.opcheck(forward_op, (*inputs, args[3].detach().requires_grad_(), *args[4]))
+@pytest.mark.parametrize('name', ['aft_conv', 'features'])
+def test_torch_accepts_the_custom_op(name):
+    op = importlib.import_module(f'vitzoo.kernels.{name}').forward_op
+    (q, k, v), _ = qkv((2, 3), 1, 16, heads=1)
+    q, k, v = (x[:1].float().to(DEVICE).requires_grad_() for x in (q, k, v))
+    if name == 'aft_conv':
+        kernel = torch.zeros(1, 3, 3, device=DEVICE, requires_grad=True)
+        torch.library.opcheck(op, (q, k[..., :1].detach().requires_grad_(), v, kernel, 2, 3))
     else:
-        from vitzoo.kernels.features import forward_op
-
-        torch.library.opcheck(forward_op, (*inputs, *args[3:]))
+        torch.library.opcheck(op, (q, k, v, torch.ones(6, 16, device=DEVICE), 0.25))
 
 
 @needs_kernels
-@pytest.mark.parametrize('case', ['aft_conv', 'performer_few'])
-def test_a_kernel_is_used_under_the_compiler(case, experimental):
+@pytest.mark.parametrize('case, target', [('aft_conv_small_grid', 'aft_conv'), ('performer_few', 'favor_attention')])
+def test_a_kernel_is_used_under_the_compiler(case, target, experimental):
     op, _, args = CASES[case]
     expected = run(op, args, torch.float32, DEVICE)
-    compiled = torch.compile(op, fullgraph=True, backend='aot_eager')
-    compiled.__name__ = op.__name__
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return aot_eager(graph, inputs)
+
     torch._dynamo.reset()
-    with FlopCounterMode(display=False) as counter:
-        got = run(compiled, args, torch.float32, DEVICE)
-    assert f'vitzoo.{"aft_conv" if case == "aft_conv" else "favor_attention"}' in str(counter.get_flop_counts())
+    compiled = torch.compile(op, fullgraph=True, backend=backend)
+    got = run(wraps(op)(lambda *args: compiled(*args)), args, torch.float32, DEVICE)
+    assert any(f'vitzoo.{target}' in name for name in targets), targets
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -198,7 +200,7 @@ def flops(op, _, args) -> tuple[int, int]:
 
 @needs_kernels
 @pytest.mark.parametrize('level', [0, 1])
-@pytest.mark.parametrize('case', ['aft_conv', 'performer_few'])
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
 def test_no_kernel_is_used_unless_timm_allows_what_is_experimental(case, level, calls):
     op, _, args = CASES[case]
     set_fused_attn(bool(level))
@@ -210,12 +212,12 @@ def test_no_kernel_is_used_unless_timm_allows_what_is_experimental(case, level, 
 
 
 @needs_kernels
-@pytest.mark.parametrize('case', ['aft_conv', 'performer_few'])
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
 def test_what_a_kernel_cannot_do_is_left_to_pytorch(case, experimental, calls):
     op, naive, args = CASES[case]
     # float64; heads that are too wide, or too narrow for a matrix product; features that are learned
     torch.testing.assert_close(run(op, args, torch.float64), run(naive, args, torch.float64))
-    if case == 'aft_conv':
+    if case == 'aft_conv_small_grid':
         for d in (1, 129):
             run(op, aft_case((3, 3), 0, d, 3), torch.float32, DEVICE)
     else:
@@ -227,7 +229,7 @@ def test_what_a_kernel_cannot_do_is_left_to_pytorch(case, experimental, calls):
 
 
 @needs_kernels
-@pytest.mark.parametrize('case', ['aft_conv', 'performer_few'])
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
 def test_without_triton_pytorch_computes(case, experimental, calls, monkeypatch):
     monkeypatch.setattr(kernels, '_has_triton', lambda: False)
     op, naive, args = CASES[case]

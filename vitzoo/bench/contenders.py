@@ -1,4 +1,4 @@
-"""What `vitzoo bench kernels` compares: each kernel's op, inputs as a layer makes them, and flex_attention's form of it.
+"""What `vitzoo bench kernels` compares: each kernel's op, inputs as a layer makes them, and its form in flex_attention.
 
 flex_attention can express windows by a mask, with the shared keys put in front of the others, and FAVOR+ as two
 softmaxes (vitzoo/kernels/features.py says how). AFT-conv has weights from a table, which are no scores of queries.
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from vitzoo.mixers._window import window_attention
@@ -89,6 +90,12 @@ def flex(is_cuda: bool) -> Callable[..., torch.Tensor]:
     return torch.compile(flex_attention, dynamic=False) if is_cuda else flex_attention
 
 
+def ask_for_lse() -> dict:
+    """The option of flex_attention that returns its lse, which changed its name in torch 2.9."""
+    request = getattr(flex_module, 'AuxRequest', None)
+    return dict(return_lse=True) if request is None else dict(return_aux=request(lse=True))
+
+
 def flex_performer(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -100,7 +107,9 @@ def flex_performer(
     def less_half_norm(score, b, h, f, j):
         return score - half_norm[b, h, j]
 
-    mean, lse = flex(q.is_cuda)(weight, k, v, score_mod=less_half_norm, scale=1.0, return_lse=True)
+    mean, lse = flex(q.is_cuda)(weight, k, v, score_mod=less_half_norm, scale=1.0, **ask_for_lse())
+    # newer versions return it among other things
+    lse = getattr(lse, 'lse', lse)
 
     def more_of_what_is_seen(score, b, h, i, f):
         return score + lse[b, h, f]

@@ -80,15 +80,17 @@ def _sources(k_ptr, v_ptr, token, is_token, largest, stride_k, stride_v, D, BLOC
 @triton.jit
 def _weigh(
     kernel_ptr, table_ptr, shift_ptr,
-    SIZE: tl.constexpr, FLIP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, FLIP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """exp(w - shift) between a token of a tile and those around the tile, and the shift."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    column = tl.arange(0, BLOCK)
-    w = tl.load(kernel_ptr + head * SIZE * SIZE + column, mask=column < SIZE * SIZE, other=float('-inf'))
+    """exp(w - shift) between the tokens of a tile and a block of those around it, and the shift."""
+    head, block = tl.program_id(0), tl.program_id(1)
+    tap = tl.arange(0, TAPS)
+    w = tl.load(kernel_ptr + head * SIZE * SIZE + tap, mask=tap < SIZE * SIZE, other=float('-inf'))
     shift = tl.maximum(tl.max(w, axis=0), 0.0)
-    tl.store(shift_ptr + head, shift, mask=row == 0)
+    tl.store(shift_ptr + head, shift, mask=block == 0)
     SIDE: tl.constexpr = TILE + SIZE - 1
+    row, column = tl.arange(0, TILE * TILE)[:, None], (block * BLOCK + tl.arange(0, BLOCK))[None, :]
     y, x = column // SIDE - row // TILE, column % SIDE - row % TILE
     in_reach = (column < SIDE * SIDE) & (y >= 0) & (y < SIZE) & (x >= 0) & (x < SIZE)
     place = y * SIZE + x
@@ -97,8 +99,8 @@ def _weigh(
     w = tl.load(kernel_ptr + head * SIZE * SIZE + place, mask=in_reach, other=0.0)
     # above 0 in reach, because that is how the other kernels know it
     weight = tl.where(in_reach, tl.maximum(tl.exp2((w - shift) * LOG2_E), TINY), 0.0)
-    row_ptr = table_ptr + (head * TILE * TILE + row) * COLUMNS
-    tl.store(row_ptr + column, weight.to(table_ptr.dtype.element_ty), mask=column < COLUMNS)
+    table_ptr += (head * TILE * TILE + row) * COLUMNS + column
+    tl.store(table_ptr, weight.to(table_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -285,18 +287,21 @@ def _grad_table(
 @triton.jit
 def _fold(
     kernel_ptr, shift_ptr, grad_table_ptr, grad_kernel_ptr, heads, splits,
-    SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one tap of one kernel, which is in each row of the table once."""
-    head, tap = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, TILE * TILE)
-    column = (row // TILE + tap // SIZE) * (TILE + SIZE - 1) + row % TILE + tap % SIZE
-    acc = tl.zeros((TILE * TILE,), tl.float32)
+    """The gradient of a block of taps of a kernel, each of which is in every row of the table once."""
+    head, tap = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.arange(0, TILE * TILE)[:, None]
+    y, x = row // TILE + (tap // SIZE)[None, :], row % TILE + (tap % SIZE)[None, :]
+    place = row * COLUMNS + y * (TILE + SIZE - 1) + x
+    is_tap = tap < SIZE * SIZE
+    acc = tl.zeros((TILE * TILE, BLOCK), tl.float32)
     for split in range(0, splits):
-        acc += tl.load(grad_table_ptr + ((split * heads + head).to(tl.int64) * TILE * TILE + row) * COLUMNS + column)
-    place = head * SIZE * SIZE + tap
-    weight = tl.exp2((tl.load(kernel_ptr + place) - tl.load(shift_ptr + head)) * LOG2_E)
-    tl.store(grad_kernel_ptr + place, weight * tl.sum(acc, axis=0))
+        part_ptr = grad_table_ptr + (split * heads + head).to(tl.int64) * TILE * TILE * COLUMNS
+        acc += tl.load(part_ptr + place, mask=is_tap[None, :], other=0.0)
+    w = tl.load(kernel_ptr + head * SIZE * SIZE + tap, mask=is_tap, other=0.0)
+    weight = tl.exp2((w - tl.load(shift_ptr + head)) * LOG2_E)
+    tl.store(grad_kernel_ptr + head * SIZE * SIZE + tap, weight * tl.sum(acc, axis=0), mask=is_tap)
 
 
 @dataclass(frozen=True)
@@ -359,8 +364,8 @@ class Plan:
 def _table(kernel: torch.Tensor, plan: Plan, flip: bool) -> tuple[torch.Tensor, torch.Tensor]:
     table = kernel.new_empty(plan.heads, TILE**2, plan.columns, dtype=plan.operand)
     shift = kernel.new_empty(plan.heads)
-    blocks = dict(TILE=TILE, COLUMNS=plan.columns, BLOCK=triton.next_power_of_2(plan.columns))
-    _weigh[plan.heads, TILE**2](kernel, table, shift, SIZE=plan.size, FLIP=flip, **blocks)
+    sizes = dict(SIZE=plan.size, TILE=TILE, COLUMNS=plan.columns, TAPS=triton.next_power_of_2(plan.size**2))
+    _weigh[plan.heads, plan.columns // 64](kernel, table, shift, FLIP=flip, BLOCK=64, **sizes)
     return table, shift
 
 
@@ -435,8 +440,10 @@ def backward_op(
             k, v, largest, grad_num, grad_den, grad_table, *strides, plan.B, *plan.grid(), **blocks
         )
         grad_kernel = torch.empty_like(kernel)
-        fold = dict(SIZE=plan.size, TILE=TILE, COLUMNS=plan.columns)
-        _fold[plan.heads, plan.size**2](kernel, shift, grad_table, grad_kernel, plan.heads, splits, **fold)
+        sizes = dict(SIZE=plan.size, TILE=TILE, COLUMNS=plan.columns, BLOCK=16)
+        _fold[plan.heads, triton.cdiv(plan.size**2, 16)](
+            kernel, shift, grad_table, grad_kernel, plan.heads, splits, **sizes
+        )
     if plan.P:
         e = (k[:, :, : plan.P].float() - largest[..., None, None]).exp() * (-shift).exp().clamp(min=1e-30)[
             :, None, None
