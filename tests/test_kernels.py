@@ -180,12 +180,12 @@ def test_a_kernel_is_used_under_the_compiler(case, target, experimental):
 
 @needs_kernels
 def test_flops_are_those_of_the_formula(experimental):
-    # 2 samples, 2 heads; 9 x 13 cells and a prefix token of 20 channels, 5 x 5 taps on numerator and denominator
-    macs = 4 * (117 * 25 * 21 + 2 * 118 * 20)
-    assert flops(*CASES['aft_conv']) == (2 * macs, 6 * macs)
-    # 144 tokens of 20 channels, 70 features
-    macs = 4 * 70 * (4 * 144 * 20 + 144)
-    assert flops(*CASES['performer']) == (2 * macs, 6 * macs)
+    # 2 samples, 2 heads; 3 x 5 cells of 33 channels, 7 x 7 taps on numerator and denominator
+    macs = 4 * (15 * 49 * 34 + 2 * 15 * 33)
+    assert flops(*CASES['aft_conv_small_grid']) == (2 * macs, 6 * macs)
+    # 17 tokens of 16 channels, 6 features
+    macs = 4 * 6 * (4 * 17 * 16 + 17)
+    assert flops(*CASES['performer_few']) == (2 * macs, 6 * macs)
 
 
 def flops(op, _, args) -> tuple[int, int]:
