@@ -26,6 +26,8 @@ from vitzoo.bench.harness import KEYS, copying, matmul
 from vitzoo.mixers.aft import aft_conv, aft_conv_naive
 from vitzoo.mixers.performer import performer_attention, performer_naive
 
+# the public function of each kernel's file
+FUNCTIONS = {'aft_conv': 'aft_conv', 'features': 'favor_attention', 'window': 'window_attention'}
 ROOT = Path(__file__).parents[1]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 HAS_TRITON = importlib.util.find_spec('triton') is not None
@@ -60,7 +62,7 @@ def experimental():
 def calls(monkeypatch) -> list[str]:
     """The names of the kernels' functions that were called."""
     called = []
-    for name, function in [('aft_conv', 'aft_conv'), ('features', 'favor_attention')]:
+    for name, function in FUNCTIONS.items():
         module = importlib.import_module(f'vitzoo.kernels.{name}')
         original = getattr(module, function)
         monkeypatch.setattr(module, function, lambda *a, f=function, o=original: (called.append(f), o(*a))[1])
@@ -247,7 +249,7 @@ def bench_args(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize('name', ['aft_conv', 'performer'])
+@pytest.mark.parametrize('name', [task.name for task in contenders.KERNELS])
 def test_a_kernel_is_measured_beside_its_work(name, bench_args, calls):
     (task,) = (task for task in contenders.KERNELS if task.name == name)
     rows = bench.measure(task, 16, bench_args)

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             continue
         for tokens in sorted(args.tokens):
             new = measure(task, tokens, args)
-            append_rows(args.results_file, new, run=run, **machine)
+            append_rows(args.results_file, new, run=run, command=args.command, **machine)
             rows += new
     print_rows(rows)
     return rows
