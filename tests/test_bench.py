@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import vitzoo
-from vitzoo.bench import TABLES, dispatch, mixers, models, pairs, peers, roofline, startup, trainer
+from vitzoo.bench import TABLES, contenders, dispatch, mixers, models, pairs, peers, roofline, startup, trainer
 from vitzoo.bench.harness import (
     KEYS,
     Spread,
@@ -28,7 +28,7 @@ from vitzoo.bench.harness import (
     row,
     time_in_turn,
 )
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, run_command
 
 CPU = torch.device('cpu')
 
@@ -400,3 +400,25 @@ def test_startup_compares_imports_and_creation(quick, monkeypatch):
         'create deit_linear_tiny',
     ]
     assert {*imported} == {'timm', 'vitzoo'}
+
+
+def test_kernels_are_measured_on_a_gpu_only(capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command(dispatch, ['kernels', '--device', 'cpu'])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count('CUDA') == 1
+
+
+@pytest.mark.filterwarnings('ignore:flex_attention called without torch.compile')
+@pytest.mark.parametrize('task', [task for task in contenders.KERNELS if task.flex], ids=lambda task: task.name)
+def test_flex_attention_computes_what_the_op_does(task):
+    torch.manual_seed(0)
+    case = task.make(90 if task.name == 'performer' else 100, 2, 2, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(task.flex(*case.args()), task.op(*case.args()), rtol=1e-4, atol=1e-5)
+
+
+def test_the_bytes_of_a_case_are_those_of_its_tensors():
+    case = contenders.make_aft_conv(16, 2, 3, 8).to(CPU, torch.bfloat16)
+    forward = 2 * (3 * 2 * 3 * 16 * 8 + 2 * 3 * 16 + 3 * 11 * 11)
+    assert (case.bytes(False), case.bytes(True)) == (forward, 3 * forward)

@@ -4,6 +4,7 @@ Examples:
     vitzoo bench mixers
     vitzoo bench models vil_ls_medium resnet50 --img-size 224 384
     vitzoo bench peers
+    vitzoo bench kernels
     vitzoo bench loader
     vitzoo bench trainer
     vitzoo bench startup
@@ -18,6 +19,7 @@ TABLES = {
     'mixers': 'every token mixer against fused softmax attention, over the number of tokens',
     'models': 'throughput, latency, training step and memory of any timm models',
     'peers': 'ours against the packages that do the same',
+    'kernels': 'Triton kernels on a GPU against PyTorch, torch.compile, flex_attention and full attention',
     'loader': "training images per second, against torchvision's ImageFolder with the same augmentation",
     'trainer': 'a training step of vitzoo against a bare loop of timm and PyTorch',
     'startup': 'importing vitzoo and creating a model against timm',

@@ -18,6 +18,8 @@ from timm.layers import resample_abs_pos_embed
 from torch import nn
 from torch.nn import functional as F
 
+from vitzoo.kernels import use_kernel
+
 from ._window import halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -117,6 +119,11 @@ def aft_conv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
 ) -> torch.Tensor:
     """q, v (B, heads, P + H*W, d), k (B, heads, P + H*W, 1), kernel (heads, size, size) -> (B, heads, P + H*W, d)."""
+    if use_kernel(q):
+        from vitzoo.kernels import aft_conv as kernels
+
+        if kernels.fits(q, k, v):
+            return kernels.aft_conv(q, k, v, kernel, grid_size)
     P = q.shape[2] - grid_size[0] * grid_size[1]
     with no_autocast(q):
         sources = _sources(k, v)  # (B, heads, P + H*W, d + 1)

@@ -11,6 +11,8 @@ softmax features it is softmax attention. Rethinking Attention with Performers, 
 import torch
 from torch.nn import functional as F
 
+from vitzoo.kernels import use_kernel
+
 from ._draw import RandomFeatureMixer
 from ._features import LOG2_E, feature_attention, query_features
 from .base import no_autocast, register_mixer
@@ -55,6 +57,11 @@ def performer_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float, kernel: str = 'softmax'
 ) -> torch.Tensor:
     """q, k, v (B, heads, N, d) and features (m, d) -> (B, heads, N, d), in float32 or wider."""
+    if kernel == 'softmax' and use_kernel(q):
+        from vitzoo.kernels import features as kernels
+
+        if kernels.fits(q, k, v, features):
+            return kernels.favor_attention(q, k, v, features, scale)
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         if kernel == 'softmax':
