@@ -234,7 +234,7 @@ def test_the_kernel_stays_off_below_the_experimental_level(level, device, kernel
 
 def test_the_kernel_stays_off_without_triton(device, kernel_calls, monkeypatch):
     calls = kernel_calls()
-    monkeypatch.setattr(vitzoo.kernels, '_has_triton', lambda: False)
+    monkeypatch.setattr(vitzoo.kernels, 'HAS_TRITON', False)
     attend(window_attention, 'half', *make_inputs('half', device))
     assert calls == []
 

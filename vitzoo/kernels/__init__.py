@@ -7,13 +7,13 @@ for the FLOP counter, and computes what the op's PyTorch form does, in float32 i
 
 import importlib.util
 import os
-from functools import cache
 
 import torch
 from timm.layers import is_exporting, use_fused_attn
 
 __all__ = ['use_kernel']
 
+HAS_TRITON = importlib.util.find_spec('triton') is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,9 +26,4 @@ def use_kernel(x: torch.Tensor) -> bool:
     if not use_fused_attn(experimental=True) or is_exporting() or x.dtype not in DTYPES:
         return False
     is_interpreted = x.device.type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1'
-    return (x.is_cuda or is_interpreted) and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec('triton') is not None
+    return HAS_TRITON and (x.is_cuda or is_interpreted)
