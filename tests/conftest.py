@@ -1,7 +1,10 @@
 """Settings and fixtures of the whole suite."""
 
+import importlib.metadata
+
 import pytest
 import torch
+from packaging.version import Version
 from toys import make_images
 
 
@@ -23,3 +26,11 @@ def fresh_accelerate() -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def triton_interpreter() -> None:
+    """Skips where Triton's interpreter itself fails: that of 3.2 turns arrays into numbers as NumPy 2.4 forbids."""
+    triton, numpy = (Version(importlib.metadata.version(name)) for name in ('triton', 'numpy'))
+    if triton < Version('3.3') and numpy >= Version('2.4'):
+        pytest.skip(f'the interpreter of Triton {triton} does not run with NumPy {numpy}')

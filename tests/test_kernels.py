@@ -45,7 +45,7 @@ def child(*command: str, **env: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(IS_INTERPRETED or DEVICE == 'cuda' or not HAS_TRITON, reason='the tests below run here')
-def test_the_kernels_pass_in_the_interpreter():
+def test_the_kernels_pass_in_the_interpreter(triton_interpreter):
     done = child('-m', 'pytest', 'tests/test_kernels.py', '-n', '0', '-k', 'not compile', TRITON_INTERPRET='1')
     assert done.returncode == 0, done.stdout
     assert ' passed' in done.stdout

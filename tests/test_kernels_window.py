@@ -33,9 +33,10 @@ SHAPES = {
 
 
 @pytest.fixture
-def device(monkeypatch):
+def device(monkeypatch, request):
     """Where the kernel may compute, with timm's switch at its experimental level."""
     if not torch.cuda.is_available():
+        request.getfixturevalue('triton_interpreter')
         monkeypatch.setenv('TRITON_INTERPRET', '1')
         interpret_standard_functions(monkeypatch)
     set_fused_attn(True, experimental=True)
