@@ -1,6 +1,7 @@
 """Compile a kernel for GPUs that are not here, as its op launches it, and say what it takes of a multiprocessor.
 
-Run by tests/test_kernels.py in a process of its own, in which no interpreter stands in for the compiler.
+Run by the tests of the kernels in a process of its own, in which no interpreter stands in for the compiler:
+`python tests/compile_ahead.py KERNEL [ARCH DTYPE SIZES]` prints a line of JSON for each launch, all CASES by default.
 """
 
 import json
@@ -92,16 +93,29 @@ def features(dtype: torch.dtype, head_dim: int) -> None:
     features.backward_op._init_fn(q, *args, *saved, 0.125)
 
 
-CASES = [('bfloat16', 32), ('bfloat16', 64), ('bfloat16', 128), ('float16', 64), ('float32', 64)]
+def window(dtype: torch.dtype, head_dim: int, window_size: int, halo: int) -> None:
+    """Both passes of window attention, with 9 shared keys and both biases."""
+    from vitzoo.kernels.window import window_attention
+
+    side, S = 2 * window_size + 1, 9
+    q, k, v = torch.zeros(1, side**2, 3, 2, head_dim, dtype=dtype, requires_grad=True).permute(2, 0, 3, 1, 4)
+    shared = torch.zeros(2, 1, 2, S, head_dim, dtype=dtype, requires_grad=True)
+    bias = torch.zeros(2, window_size**2, (window_size + 2 * halo) ** 2, requires_grad=True)
+    bias_shared = torch.zeros(2, S, requires_grad=True)
+    sizes = (side, side), (window_size, window_size), (halo, halo)
+    window_attention(q, k, v, *shared, *sizes, 0.1, bias, bias_shared).sum().backward()
 
 
-def main(name: str) -> None:
-    """Print a line of JSON for each kernel, device and case."""
-    for dtype, head_dim in CASES:
-        launches = record(partial(globals()[name], getattr(torch, dtype), head_dim))
-        for arch in (80, 90):
-            for launch in launches:
-                print(json.dumps(dict(dtype=dtype, head_dim=head_dim) | compile_for(arch, *launch)), flush=True)
+SIZES = [('bfloat16', 32), ('bfloat16', 64), ('bfloat16', 128), ('float16', 64), ('float32', 64)]
+CASES = [(arch, *sizes) for sizes in SIZES for arch in (80, 90)]
+
+
+def main(name: str, *case: str) -> None:
+    """Print a line of JSON for each launch of each case."""
+    for arch, dtype, *sizes in [case] if case else CASES:
+        for launch in record(partial(globals()[name], getattr(torch, dtype), *map(int, sizes))):
+            fields = dict(dtype=dtype, head_dim=int(sizes[0])) | compile_for(int(arch), *launch)
+            print(json.dumps(fields), flush=True)
 
 
 if __name__ == '__main__':

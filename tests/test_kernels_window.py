@@ -1,13 +1,10 @@
 """The kernel of window attention against its specification, on a GPU or else in Triton's interpreter."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from test_kernels import SHARED, child
 from timm.layers import set_fused_attn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
@@ -307,12 +304,10 @@ def test_flex_attention_expresses_the_output(device):
     torch.testing.assert_close(got, expected)
 
 
-# bytes of shared memory that a block may take of a multiprocessor
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 USUAL = [(90, 'bfloat16', 64, 7, 3), (80, 'float32', 32, 7, 7)]
 OTHERS = [
     (arch, dtype, head_dim, *window)
-    for arch in SHARED_MEMORY
+    for arch in SHARED
     for dtype in ('bfloat16', 'float16', 'float32')
     for head_dim in (32, 64, 128)
     for window in ((7, 3), (7, 7), (15, 7))
@@ -323,14 +318,10 @@ OTHERS = [
 @pytest.mark.parametrize('case', [*USUAL, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)], ids=str)
 def test_the_kernels_compile_for_gpus_within_their_limits(case):
     pytest.importorskip('triton', minversion='3.3')
-    environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
-    command = [sys.executable, Path(__file__).with_name('compile_window.py'), *map(str, case)]
-    child = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=environment, cwd=Path(__file__).parents[1]
-    )
-    assert child.returncode == 0, child.stderr
-    kernels = [json.loads(line) for line in child.stdout.splitlines()]
+    done = child('tests/compile_ahead.py', 'window', *map(str, case), TRITON_INTERPRET='0')
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == 5
     for kernel in kernels:
-        assert kernel['spilled'] == 0, kernel
-        assert kernel['shared'] <= SHARED_MEMORY[case[0]], kernel
+        assert kernel['spills'] == 0, kernel
+        assert kernel['shared'] <= SHARED[case[0]], kernel

@@ -29,7 +29,6 @@ full width. To skip more, q, k, v and out must be put in the order of windows, b
 multiple of the block.
 """
 
-import os
 from math import prod
 
 # torch 2.6 knows the schema of no other sequence
@@ -41,13 +40,13 @@ import triton.language as tl
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from ._products import dot
+
 __all__ = ['window_attention']
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # below all scores, and finite: a difference of two is a number
 LOWEST = tl.constexpr(-3.4e38)
-# triton's interpreter multiplies the bits of bfloat16 numbers
-INTERPRETED = tl.constexpr(os.environ.get('TRITON_INTERPRET') == '1')
 
 
 @triton.jit
@@ -72,16 +71,9 @@ def _store_rows(x, value, token, exists, stride, D: tl.constexpr, BLOCK_D: tl.co
 
 
 @triton.jit
-def _dot(a, b, acc=None):
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision='ieee')
-
-
-@triton.jit
 def _scores(a, b, bias, place, has_bias, near, scale):
     """scale * a b^T + bias in powers of 2, and minus infinity where not `near`."""
-    scores = _dot(a, tl.trans(b)) * (scale * LOG2_E)
+    scores = dot(a, tl.trans(b)) * (scale * LOG2_E)
     if bias is not None:
         scores += tl.load(bias + place, mask=has_bias, other=0.0).to(tl.float32) * LOG2_E
     return tl.where(near, scores, float('-inf'))
@@ -92,7 +84,7 @@ def _softmax_step(scores, v, out, top, total):
     """Take another block of keys into the weighted sum of values, relative to the highest score so far."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-    out = _dot(weights.to(v.dtype), v, out * shrink[:, None])
+    out = dot(weights.to(v.dtype), v, out * shrink[:, None])
     return out, new_top, total * shrink + tl.sum(weights, 1)
 
 
@@ -183,8 +175,8 @@ def _query_kernel(
         values = _rows(v_shared + row * S * D, j, j < S, D, D, BLOCK_D)
         there = (j < S)[None, :]
         scores = _scores(queries, keys, bias_shared, (head * S + j)[None, :], there, there, scale)
-        dscores = tl.exp2(scores - log_total[:, None]) * (_dot(slope, tl.trans(values)) - drift[:, None])
-        grad = _dot(dscores.to(keys.dtype), keys, grad)
+        dscores = tl.exp2(scores - log_total[:, None]) * (dot(slope, tl.trans(values)) - drift[:, None])
+        grad = dot(dscores.to(keys.dtype), keys, grad)
     for start in range(0, KEYS, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         token_k, near = _find(j, y0 - REACH_H, x0 - REACH_W, H, W, KEYS, COLUMNS)
@@ -193,8 +185,8 @@ def _query_kernel(
         place = (head * QUERIES + i)[:, None] * BIAS_N + j[None, :]
         has_bias = (i < QUERIES)[:, None] & (j < BIAS_N)[None, :]
         scores = _scores(queries, keys, bias, place, has_bias, near[None, :], scale)
-        dscores = tl.exp2(scores - log_total[:, None]) * (_dot(slope, tl.trans(values)) - drift[:, None])
-        grad = _dot(dscores.to(keys.dtype), keys, grad)
+        dscores = tl.exp2(scores - log_total[:, None]) * (dot(slope, tl.trans(values)) - drift[:, None])
+        grad = dot(dscores.to(keys.dtype), keys, grad)
     _store_rows(dq + own, grad * scale, token, exists, heads * D, D, BLOCK_D)
 
 
@@ -248,9 +240,9 @@ def _key_kernel(
         place = place[None, :] + (y_k * SIDE_W + x_k)[:, None]
         scores = _scores(keys, queries, bias, place, near, near, scale)
         weights = tl.exp2(scores - log_total[None, :])
-        grad_v = _dot(weights.to(slope.dtype), slope, grad_v)
-        dscores = weights * (_dot(values, tl.trans(slope)) - drift[None, :])
-        grad_k = _dot(dscores.to(queries.dtype), queries, grad_k)
+        grad_v = dot(weights.to(slope.dtype), slope, grad_v)
+        dscores = weights * (dot(values, tl.trans(slope)) - drift[None, :])
+        grad_k = dot(dscores.to(queries.dtype), queries, grad_k)
     _store_rows(dk + own, grad_k * scale, token, exists, heads * D, D, BLOCK_D)
     _store_rows(dv + own, grad_v, token, exists, heads * D, D, BLOCK_D)
 
@@ -284,9 +276,9 @@ def _shared_kernel(
         drift = tl.load(delta + row * N + token, mask=exists, other=0.0)
         scores = _scores(keys, queries, bias_shared, (head * S + j)[:, None], there, there, scale)
         weights = tl.exp2(scores - log_total[None, :])
-        grad_v = _dot(weights.to(slope.dtype), slope, grad_v)
-        dscores = weights * (_dot(values, tl.trans(slope)) - drift[None, :])
-        grad_k = _dot(dscores.to(queries.dtype), queries, grad_k)
+        grad_v = dot(weights.to(slope.dtype), slope, grad_v)
+        dscores = weights * (dot(values, tl.trans(slope)) - drift[None, :])
+        grad_k = dot(dscores.to(queries.dtype), queries, grad_k)
         grad_bias += tl.sum(dscores, 1)
     row += part.to(tl.int64) * tl.num_programs(2) * heads
     _store_rows(dk_shared + row * S * D, grad_k * scale, j, j < S, D, D, BLOCK_D)
@@ -331,7 +323,7 @@ def _bias_kernel(
         keys = _rows(k + b * kv_b + head * kv_h, token_k, near, kv_n, D, BLOCK_D)
         values = _rows(v + b * kv_b + head * kv_h, token_k, near, kv_n, D, BLOCK_D)
         scores = _scores(queries, keys, bias, place, has_bias, near[None, :], scale)
-        grad += tl.exp2(scores - log_total[:, None]) * (_dot(slope, tl.trans(values)) - drift[:, None])
+        grad += tl.exp2(scores - log_total[:, None]) * (dot(slope, tl.trans(values)) - drift[:, None])
     dbias += (part.to(tl.int64) * heads + head) * QUERIES * KEYS
     tl.store(dbias + i[:, None] * KEYS + j[None, :], grad, mask=(i < QUERIES)[:, None] & (j < KEYS)[None, :])
 

@@ -6,19 +6,17 @@ With z the outputs of several sets of keys become those of one softmax over all 
 whose scores fit in a processor's cache, and the backward pass makes the scores again, so that none are kept.
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-__all__ = ['LOG2_E', 'chunk_attention', 'merge']
+from ._features import LOG2_E
+
+__all__ = ['chunk_attention', 'merge', 'softmax_with_z']
 
 # so many numbers lie in the cache of a processor's core; a GPU is best given everything at once
 CACHED = 2**18
-# exponentials are to base 2, because PyTorch computes those several times faster on a CPU
-LOG2_E = math.log2(math.e)
 
 
 def chunk_attention(

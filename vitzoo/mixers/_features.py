@@ -21,13 +21,12 @@ __all__ = ['LOG2_E', 'FeatureMap', 'feature_attention', 'query_features']
 
 # so many numbers lie in the cache of a processor's core; a GPU is best given everything at once
 CACHED = 2**18
+# exponentials are to base 2, because PyTorch computes those several times faster on a CPU
 LOG2_E = math.log2(math.e)
 
 
 class FeatureMap(Protocol):
     """A positive feature map phi(x) = 2^log(x) gain(x) of x (B, heads, N, d), with `num_features` features.
-
-    To the base 2, because PyTorch computes that several times faster than exp on a CPU.
 
     `weight` is what may be learned of it. Every method may overwrite its arguments but x.
     """

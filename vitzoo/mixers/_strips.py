@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._features import LOG2_E
+
 __all__ = ['strip_attention']
 
 # so many numbers lie in the cache of a processor's core
 CACHED = 2**20
-# exponentials are to base 2, because PyTorch computes those several times faster on a CPU
-LOG2_E = math.log2(math.e)
 
 
 def strip_attention(
