@@ -76,7 +76,7 @@ def write_results(path: str, records: list[dict]) -> None:
     """
     more = [key for record in records for key in record if key not in (*KEYS, 'weights')]
     keys = (*KEYS, *dict.fromkeys(more))
-    records = [{key: _plain(record.get(key)) for key in keys} for record in records]
+    records = [{key: plain(record.get(key)) for key in keys} for record in records]
     with open(path, 'w', newline='') as file:
         if Path(path).suffix.lower() == '.json':
             json.dump(records, file, indent=2, allow_nan=False)
@@ -89,7 +89,6 @@ def write_results(path: str, records: list[dict]) -> None:
 
 def print_table(records: list[dict], title: str) -> None:
     """Print the records as a table: params in millions, and of the oversmoothing curve its last block."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -107,9 +106,7 @@ def print_table(records: list[dict], title: str) -> None:
         # one under the other as in the heading, so that nobody takes one for the other
         cells['gmacs'] += f'\n{record["gflops"]:.3f}'
         table.add_row(Text(record['model']).append(f'\n{record["weights"]}', style='dim'), *cells.values())
-    console = Console()
-    # a file has no width that a long name would have to be folded to
-    Console(width=None if console.is_terminal else 160).print(table)
+    _print_wide(table)
 
 
 def print_robustness(records: list[dict]) -> None:
@@ -154,16 +151,30 @@ def print_health(records: list[dict]) -> None:
         Console().print(table)
 
 
+def plain(value):
+    """Replace nan, which JSON does not have, by None, in lists and tables too."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and isnan(value) else value
+
+
+def mean_or_none(values: Iterable[float | None]) -> float | None:
+    """Mean of some numbers, None where one is missing."""
+    values = list(values)
+    return None if None in values else sum(values) / len(values)
+
+
 def _print_corruptions(title: str, table: dict[str, list[float | None]]) -> None:
     """Print the accuracy under each corruption, one column per severity; there is no mean where one is missing."""
-    rows = [[name, *values, _mean(values)] for name, values in table.items()]
-    mean = [_mean(values) for values in zip(*(row[1:] for row in rows))]
+    rows = [[name, *values, mean_or_none(values)] for name, values in table.items()]
+    mean = [mean_or_none(values) for values in zip(*(row[1:] for row in rows))]
     _print_grid(title, ['severity', '1', '2', '3', '4', '5', 'mean'], [*rows, ['mean', *mean]])
 
 
 def _print_grid(title: str, columns: list[str], rows: list[list]) -> None:
     """Print a table of names, and of numbers with two digits."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f'\n{title}', title_justify='left', box=None, pad_edge=False, header_style='bold')
@@ -171,24 +182,17 @@ def _print_grid(title: str, columns: list[str], rows: list[list]) -> None:
         table.add_column(column, justify='right' if number else 'left', overflow='fold')
     for row in rows:
         table.add_row(*('–' if cell is None else f'{cell:.2f}' if isinstance(cell, float) else cell for cell in row))
+    _print_wide(table)
+
+
+def _print_wide(table) -> None:
+    from rich.console import Console
+
     console = Console()
+    # a file has no width that a long name would have to be folded to
     Console(width=None if console.is_terminal else 160).print(table)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    values = list(values)
-    return None if None in values else sum(values) / len(values)
 
 
 def _cell(value):
     """A value as a cell of a CSV file."""
     return json.dumps(value) if isinstance(value, list | dict) else value
-
-
-def _plain(value):
-    """Replace nan, which JSON does not have, by None."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and isnan(value) else value

@@ -135,21 +135,13 @@ def read_records(path: str) -> list[dict]:
 def write_report(folder: Path, report: dict) -> None:
     """Write the page and its data."""
     from vitzoo.report.page import render
+    from vitzoo.results import plain
 
-    report = {**report, 'records': [_plain(record) for record in report['records']]}
+    report = {**report, 'records': [plain(record) for record in report['records']]}
     for name, text in ((DATA, json.dumps(report, indent=1, allow_nan=False)), (PAGE, render(report))):
         partial = folder / f'.{name}'
         partial.write_text(text, encoding='utf-8')
         partial.replace(folder / name)
-
-
-def _plain(value):
-    """Replace nan, which JSON does not have, by None."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and value != value else value
 
 
 def _make_folder(path: str) -> Path:

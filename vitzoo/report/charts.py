@@ -49,9 +49,9 @@ class Curve:
     large: Sequence[int] = ()
 
 
-def scatter(label: str, points: list[Point], x_label: str, y_label: str, size: tuple[int, int] = (340, 300)) -> Element:
+def scatter(label: str, points: list[Point], x_label: str, y_label: str) -> Element:
     """Points with their names, and a line along those that no other point beats in both directions."""
-    width, height = size
+    size = width, height = 340, 300
     x = fit_scale([point.x for point in points], 46, width - 12, log=is_wide(point.x for point in points))
     y = fit_scale([v for point in points for v in (point.low, point.high)], height - BOTTOM, TOP)
     plot = Plot(label, size, x, y, x_label, y_label)
@@ -87,9 +87,8 @@ def curves(
     lines: list[Curve],
     x_label: str,
     y_label: str,
-    size: tuple[int, int] = (480, 300),
     log: bool = False,
-    x_ticks: list[float] | None = None,
+    x_ticks: Sequence[float] | None = None,
     is_share: bool = False,
 ) -> Element:
     """Curves with bands, each with its name at its end.
@@ -98,7 +97,7 @@ def curves(
     diagonal.
     """
     # as high as the names need
-    width, height = size[0], max(size[1], TOP + BOTTOM + LINE * len(lines))
+    width, height = 480, max(300, TOP + BOTTOM + LINE * len(lines))
     margin = 26 + CHARACTER * max(len(line.name) for line in lines)
     values = [v for line in lines for v in (*_band(line, -1), *_band(line, 1)) if not isnan(v)]
     x = fit_scale([0, 1] if is_share else [v for line in lines for v in line.x], 50, width - margin, log)
@@ -137,9 +136,7 @@ def _write_names(plot: Plot, lines: list[Curve]) -> None:
         plot.text(line.name, x.end + 10, place + 3.5, 'name', data_model=line.index)
 
 
-def dots(
-    label: str, rows: list[str], columns: list[tuple[int, str, list[float | None]]], x_label: str, form: str = '.1f'
-) -> Element:
+def dots(label: str, rows: list[str], columns: list[tuple[int, str, list[float | None]]], x_label: str) -> Element:
     """A line for each row with a dot for each model: `columns` are its number, its name and its value in each row."""
     left, width, gap = 14 + CHARACTER * max(map(len, rows)), 480, 18
     height = TOP + gap * len(rows) + BOTTOM
@@ -154,7 +151,7 @@ def dots(
     for index, name, values in columns:
         for number, value in enumerate(values):
             if value is not None:
-                plot.add(**sign(index, x(value), y(number), f'{name}, {rows[number]}: {value:{form}}'))
+                plot.add(**sign(index, x(value), y(number), f'{name}, {rows[number]}: {value:.1f}'))
     return plot.root
 
 

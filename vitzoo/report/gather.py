@@ -19,6 +19,7 @@ from vitzoo.bench.harness import describe_machine
 from vitzoo.data import Images, eval_transform, resolve_data_config
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
+from vitzoo.explain import unnormalise
 from vitzoo.load import find_models, load_model
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
@@ -141,10 +142,9 @@ def explain_some(model: nn.Module, images: Images, config: dict) -> list[dict]:
     with torch.no_grad():
         confidence, answer = model(inputs).softmax(dim=1).max(dim=1)
     names = readable(images.class_names)
-    mean, std = (torch.tensor(config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
     found = []
     for k, i in enumerate(chosen):
-        pixels = (inputs[k].cpu() * std + mean).clamp(0, 1)
+        pixels = unnormalise(inputs[k].cpu(), config)
         answers = dict(prediction=names[answer[k]], confidence=confidence[k].item(), method=method)
         pictures = dict(picture=to_address(pixels), overlay=to_address(overlay(pixels, maps[k].cpu())))
         found.append(dict(file=images.filename(i), label=names[images[i][1]], **answers, **pictures))
@@ -152,7 +152,7 @@ def explain_some(model: nn.Module, images: Images, config: dict) -> list[dict]:
 
 
 def overlay(pixels: Tensor, heat: Tensor) -> Tensor:
-    """An image (C, H, W) under a map (H, W), both from 0 to 1; where the map is dark the image stays visible."""
+    """An image (3, H, W) under a map (H, W), both from 0 to 1; where the map is dark the image stays visible."""
     # a second that only a report takes
     from matplotlib import colormaps
 
@@ -162,8 +162,8 @@ def overlay(pixels: Tensor, heat: Tensor) -> Tensor:
 
 
 def to_address(pixels: Tensor) -> str:
-    """An image (C, H, W) from 0 to 1 as a data address of a JPEG."""
-    image = Image.fromarray((255 * pixels).round().byte().permute(1, 2, 0).expand(-1, -1, 3).contiguous().numpy())
+    """An image (3, H, W) from 0 to 1 as a data address of a JPEG."""
+    image = Image.fromarray((255 * pixels).round().byte().permute(1, 2, 0).contiguous().numpy())
     file = BytesIO()
     image.resize((PICTURE_SIZE, PICTURE_SIZE), Image.Resampling.BICUBIC).save(file, 'JPEG', quality=80, optimize=True)
     return f'data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}'

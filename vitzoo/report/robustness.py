@@ -1,14 +1,12 @@
 """The section on harder images: the published variants of ImageNet, and corruptions."""
 
-from collections.abc import Iterable
-
+from vitzoo.data.corruptions import SEVERITIES
 from vitzoo.data.variants import SUITE
 from vitzoo.report.charts import Curve, bars, curves, dots
 from vitzoo.report.figure import figure, key
 from vitzoo.report.markup import Element, tag
-from vitzoo.results import SUITE_ROWS
+from vitzoo.results import SUITE_ROWS, mean_or_none
 
-SEVERITIES = [1, 2, 3, 4, 5]
 # tables of corruptions in a record, with their title and the accuracy without corruption
 TABLES = {
     'imagenet_c': ('ImageNet-C', 'imagenet_top1'),
@@ -47,7 +45,7 @@ def corruption_figures(records: list[dict], field: str, title: str, clean: str) 
     """The accuracies under each corruption at each severity, averaged in three ways."""
     names = list(dict.fromkeys(name for record in records for name in record[field]))
     plain = [name.replace('_', ' ') for name in names]
-    overall = {r['index']: mean(value for row in r[field].values() for value in row) for r in records}
+    overall = {r['index']: mean_or_none(value for row in r[field].values() for value in row) for r in records}
     rows = [
         (r['index'], r['name'], overall[r['index']], r.get(clean)) for r in records if overall[r['index']] is not None
     ]
@@ -56,7 +54,7 @@ def corruption_figures(records: list[dict], field: str, title: str, clean: str) 
         chart = bars(f'{title}: mean top-1', rows, 'top-1 %', 'clean')
         about = 'Mean top-1; strokes are the accuracy on images as they are.'
         parts.append(figure(title, about, chart, ['model', 'corrupted', 'clean'], [list(row[1:]) for row in rows]))
-    columns = [(r['index'], r['name'], [mean(r[field].get(name) or [None]) for name in names]) for r in records]
+    columns = [(r['index'], r['name'], [mean_or_none(r[field].get(name) or [None]) for name in names]) for r in records]
     values = [[name, *(column[2][row] for column in columns)] for row, name in enumerate(plain)]
     if any(value is not None for _, *row in values for value in row):
         chart = dots(f'{title}: top-1 under each corruption', plain, columns, 'top-1 %')
@@ -69,7 +67,7 @@ def severity_figure(records: list[dict], field: str, title: str) -> list[Element
     """How the accuracy falls with the severity; nothing where one of them is missing."""
     lines = []
     for record in records:
-        values = [mean(row[i] for row in record[field].values()) for i in range(len(SEVERITIES))]
+        values = [mean_or_none(row[i] for row in record[field].values()) for i in range(len(SEVERITIES))]
         if None not in values:
             tips = [f'{record["name"]}, severity {i}: {value:.1f} %' for i, value in zip(SEVERITIES, values)]
             lines.append(Curve(record['index'], record['name'], SEVERITIES, values, tips))
@@ -84,9 +82,3 @@ def legend(records: list[dict]) -> Element:
     """The models' signs and names, for a chart that has no room for names."""
     names = (tag('span', key(record['index']), record['name'], data_model=record['index']) for record in records)
     return tag('span', names, class_='legend')
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of some numbers, None where one is missing."""
-    values = list(values)
-    return None if None in values else sum(values) / len(values)

@@ -38,7 +38,7 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
 
-def fit_scale(values: Iterable[float], start: float, end: float, log: bool = False, count: int = 5) -> Scale:
+def fit_scale(values: Iterable[float], start: float, end: float, log: bool = False) -> Scale:
     """A scale with round ticks that holds all values, with some room beyond the first and the last."""
     # half a second that only a report takes
     from matplotlib.ticker import LogLocator, MaxNLocator
@@ -53,7 +53,7 @@ def fit_scale(values: Iterable[float], start: float, end: float, log: bool = Fal
     else:
         room = 0.06 * (high - low) or abs(high) / 10 or 1
         low, high = low - room, high + room
-        ticks = MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     return Scale(low, high, start, end, log, [float(tick) for tick in ticks if low <= tick <= high])
 
 

@@ -21,7 +21,7 @@ def add_timings(records: list[dict], path: str) -> None:
     try:
         rows = read_rows(path)
         rows = [row for row in rows if row['table'] == 'models' and row['what'] == 'forward']
-        names = {record.get('architecture', record['model']).partition('.')[0] for record in records}
+        names = {_base_name(record) for record in records}
         found = defaultdict(lambda: defaultdict(dict))
         for row in rows:
             if row['name'] in names:
@@ -38,13 +38,17 @@ def add_timings(records: list[dict], path: str) -> None:
             f"'{path}' has none of {', '.join(sorted(names))} at two sizes; run `vitzoo bench models` first"
         )
     for record in records:
-        sizes = best.get(record.get('architecture', record['model']).partition('.')[0])
+        sizes = best.get(_base_name(record))
         if sizes:
             record['scaling'] = {
                 **record.get('scaling', {}),
                 **_curves(sizes),
-                'timed': _say(*sizes.values(), path=path),
+                'timed': _say(next(iter(sizes.values())), path),
             }
+
+
+def _base_name(record: dict) -> str:
+    return record.get('architecture', record['model']).partition('.')[0]
 
 
 def _curves(sizes: dict[int, dict]) -> dict:
@@ -54,6 +58,6 @@ def _curves(sizes: dict[int, dict]) -> dict:
     return dict(milliseconds=time) | (dict(peak_mb=memory) if len(memory) > 1 else {})
 
 
-def _say(row: dict, *_: dict, path: str) -> str:
+def _say(row: dict, path: str) -> str:
     where = row['gpu'] or f'{row["cpu"]}, {row["threads"]} threads'
     return f'{where}, {row["dtype"]}, batches of {row["batch_size"]}; {Path(path).name}'
