@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitzoo import create_mixer, list_mixers, metrics
+from vitzoo import create_mixer, list_mixers
+from vitzoo.metrics.flops import count_call_macs
 from vitzoo.mixers import QKVMixer, TokenMixer, mixer_class
 
 DOCS = Path(__file__).resolve().parent
@@ -71,7 +71,7 @@ class Costs:
     def exponent(self, with_projections: bool = False) -> str:
         """How the MACs grow with the number of tokens, from 28 x 28 to 56 x 56."""
         small, large = (self.attention[side] + (self.projections[side] if with_projections else 0) for side in (28, 56))
-        return f'{math.log(large / small, 4):.2f}' if small else '–'
+        return f'{math.log(large / small, 4):.2f}'
 
 
 def main() -> None:
@@ -134,7 +134,7 @@ def section(name: str, text: Text, costs: Costs, more: int, health: dict | None,
     exponents = f' Measured: N^{costs.exponent()}, and N^{costs.exponent(True)} with the linear layers.'
     facts = {
         'Paper': text.paper,
-        'Cost': ' '.join(text.costs) + (exponents if costs.exponent() != '–' else ''),
+        'Cost': ' '.join(text.costs) + exponents,
         'Parameters': f'{costs.parameters:,}{compared}.',
         'Limit': ' '.join(text.limits),
         'On random tokens': signs(health) if health else '',
@@ -209,19 +209,6 @@ def options(cls: type[TokenMixer]) -> dict[str, object]:
     return own
 
 
-class Layer(nn.Module):
-    """A mixer that takes its tokens as an image of width DIM, so that vitzoo's counter takes it for a model."""
-
-    def __init__(self, name: str, side: int) -> None:
-        super().__init__()
-        self.mixer = build(name, (side, side), device='meta')
-        self.pretrained_cfg = {'input_size': (DIM, side, side)}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, DIM, H, W) -> (B, H*W, DIM)."""
-        return self.mixer(x.flatten(2).mT, x.shape[2:])
-
-
 def build(name: str, grid_size: tuple[int, int], **kwargs) -> TokenMixer:
     """The mixer as it is measured."""
     torch.manual_seed(0)
@@ -233,20 +220,21 @@ def measure_costs(name: str) -> Costs:
     parameters = sum(parameter.numel() for parameter in build(name, GRID, device='meta').parameters())
     attention, projections = {}, {}
     for side in (14, 28, 56):
-        layer = Layer(name, side)
-        projections[side] = count_projections(layer, side)
-        attention[side] = metrics.count_macs(layer, side) - projections[side]
+        mixer, grid_size = build(name, (side, side), device='meta'), (side, side)
+        x = torch.empty(1, side * side, DIM, device='meta')
+        projections[side] = count_projections(mixer, x, grid_size)
+        attention[side] = count_call_macs(mixer, x, grid_size) - projections[side]
     return Costs(parameters, attention, projections)
 
 
-def count_projections(layer: Layer, side: int) -> int:
+def count_projections(mixer: TokenMixer, x: torch.Tensor, grid_size: tuple[int, int]) -> int:
     """MACs of the linear layers from tokens to q, k and v, and of the one at the end."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        layer(torch.empty(1, DIM, side, side, device='meta'))
+        mixer(x, grid_size)
     # a mixer without `qkv` makes its own of q, k and v
-    names = ('qkv', 'proj') if isinstance(layer.mixer, QKVMixer) else ('q', 'kv', 'v', 'proj')
+    names = ('qkv', 'proj') if isinstance(mixer, QKVMixer) else ('q', 'kv', 'v', 'proj')
     counts = counter.get_flop_counts()
-    return sum(sum(counts.get(f'Layer.mixer.{name}', {}).values()) for name in names) // 2
+    return sum(sum(counts.get(f'{type(mixer).__name__}.{name}', {}).values()) for name in names) // 2
 
 
 def measure_health() -> dict[str, dict[str, list[float]]]:

@@ -51,8 +51,8 @@ def natural(text: str) -> int:
 
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
-    if natural(text) == 0:
-        raise argparse.ArgumentTypeError('it must be 1 or more')
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
     return int(text)
 
 

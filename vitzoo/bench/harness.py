@@ -157,7 +157,7 @@ def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
-def describe_machine(device: torch.device, versions: str = '') -> dict:
+def describe_machine(device: torch.device) -> dict:
     """What a measurement depends on beside the code, for the row of a results file."""
     return dict(
         cpu=f'{_cpu_name()}, {os.cpu_count()} cores',
@@ -168,7 +168,6 @@ def describe_machine(device: torch.device, versions: str = '') -> dict:
         torch=torch.__version__,
         timm=timm.__version__,
         python=platform.python_version(),
-        versions=versions or None,
     )
 
 

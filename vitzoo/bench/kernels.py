@@ -13,7 +13,6 @@ Examples:
 """
 
 import argparse
-import math
 from collections.abc import Callable
 
 import torch
@@ -37,9 +36,10 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench.options import parse, positive
+from vitzoo.bench.options import check_squares, parse
 from vitzoo.bench.show import milliseconds, print_table, progress
 from vitzoo.errors import UserError
+from vitzoo.options import positive
 
 TOKENS = (196, 784, 1024, 3136, 4096, 9216, 16384)
 WHATS = ('forward', 'forward + backward')
@@ -84,9 +84,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add('--batch', type=positive, default=8, help='images (default: 8)')
     add('--dtype', choices=DTYPES, default='bfloat16', help='precision of inputs (default: bfloat16)')
     args = parse(parser, argv)
-    for tokens in args.tokens:
-        if math.isqrt(tokens) ** 2 != tokens:
-            raise UserError(f'--tokens {tokens} is no square; the grids here are, such as {math.isqrt(tokens) ** 2}')
+    check_squares(args.tokens)
     return args
 
 

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
+from vitzoo.bench.harness import synchronise
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
@@ -122,8 +123,7 @@ def time_pass(loader: DataLoader, normalize: Normalize, device: torch.device) ->
     for batch, _ in loader:
         batch = normalize(batch.to(device, non_blocking=True))
         images += len(batch)
-    if device.type != 'cpu':
-        torch.accelerator.synchronize()
+    synchronise(device)
     return dict(images_per_second=images / (time.perf_counter() - start), cpu_ms=1e3 * (cpu_seconds() - cpu) / images)
 
 

@@ -35,13 +35,14 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench.options import add_dtype, parse, positive
+from vitzoo.bench.options import add_dtype, check_squares, parse
 from vitzoo.bench.plot import plot_scaling
 from vitzoo.bench.roofline import Work, measure_rates, roofline
 from vitzoo.bench.show import milliseconds, print_table, progress
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.metrics.flops import count_call_macs
 from vitzoo.mixers import create_mixer, list_mixers
+from vitzoo.options import positive
 
 TOKENS = (196, 784, 1024, 3136, 4096, 9216, 16384)
 BASELINE = 'softmax'
@@ -102,9 +103,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add('--max-memory', type=float, metavar='GB', help='leave out larger calls (default: half of what is free)')
     add('--plots', default='mixers', metavar='PATH', help='beginning of the names of the two plots (default: mixers)')
     args = parse(parser, argv, min_rounds=3)
-    for tokens in args.tokens:
-        if math.isqrt(tokens) ** 2 != tokens:
-            raise UserError(f'--tokens {tokens} is no square; the grids here are, such as {math.isqrt(tokens) ** 2}')
+    check_squares(args.tokens)
     if args.max_memory is None:
         args.max_memory = free_gigabytes(args.device) / 2
     return args

@@ -32,11 +32,12 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench.options import add_dtype, parse, positive
+from vitzoo.bench.options import add_dtype, parse
 from vitzoo.bench.show import milliseconds, print_table, progress
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_model
 from vitzoo.metrics import count_macs
+from vitzoo.options import positive
 
 # what is run, with how many images of a batch (None for all), and how many forward passes it is worth
 WHATS = {'forward': (None, 1), 'latency': (1, 1), 'training step': (None, 3)}

@@ -1,12 +1,16 @@
 """What every table of `vitzoo bench` takes on its command line."""
 
 import argparse
+import math
 import shlex
 import sys
+from collections.abc import Iterable
 
 import torch
 
 from vitzoo.bench.harness import DTYPES, RESULTS, check_columns
+from vitzoo.errors import UserError
+from vitzoo.options import device, positive
 from vitzoo.results import check_output
 
 
@@ -49,19 +53,12 @@ def default_device() -> torch.device:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device('cpu')
 
 
-def device(text: str) -> torch.device:
-    """A device that works here."""
-    try:
-        return torch.empty(0, device=text).device
-    except (AssertionError, RuntimeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot use the device '{text}'") from error
-
-
-def positive(text: str) -> int:
-    """A whole number of 1 or more."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
-    return int(text)
+def check_squares(tokens: Iterable[int]) -> None:
+    """Raise UserError unless all numbers of tokens are squares."""
+    for number in tokens:
+        side = math.isqrt(number)
+        if side**2 != number:
+            raise UserError(f'--tokens {number} is no square; the grids here are, such as {side**2}')
 
 
 def seconds(text: str) -> float:

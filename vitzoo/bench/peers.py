@@ -33,13 +33,14 @@ from vitzoo.bench.harness import (
     time_in_turn,
 )
 from vitzoo.bench.models import make_call as make_model_call
-from vitzoo.bench.options import parse, positive
+from vitzoo.bench.options import check_squares, parse
 from vitzoo.bench.pairs import PAIRS, Pair, Shape, relative_difference
 from vitzoo.bench.roofline import Work, measure_rates, roofline
 from vitzoo.bench.show import milliseconds, print_table, progress
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.metrics.flops import count_call_macs
 from vitzoo.mixers import TokenMixer, create_mixer, list_mixers
+from vitzoo.options import positive
 
 TOKENS = (196, 1024, 4096)
 WHATS = ('forward', 'forward + backward')
@@ -86,9 +87,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name in args.pairs or []:
         if name not in names:
             raise UserError(f"there is no peer of '{name}'{did_you_mean(name, names)}; there are {', '.join(names)}")
-    for tokens in args.tokens:
-        if Shape(tokens, args.dim, args.heads).side ** 2 != tokens:
-            raise UserError(f'--tokens {tokens} is no square')
+    check_squares(args.tokens)
     return args
 
 
@@ -142,13 +141,8 @@ def make_inputs(shape: Shape, pair: Pair, args: argparse.Namespace) -> list[torc
 
 def make_call(layer: nn.Module, inputs: list[torch.Tensor], what: str) -> Callable[[int], object]:
     """A function of the number of the round, which runs a layer or a model on one of the inputs."""
-    if what == 'training step':
+    if what != 'forward + backward':
         return make_model_call(layer, what, inputs, torch.float32)
-
-    @torch.no_grad()
-    def forward(number: int) -> None:
-        layer.eval()
-        layer(inputs[number % len(inputs)])
 
     def forward_backward(number: int) -> None:
         layer.train()
@@ -157,7 +151,7 @@ def make_call(layer: nn.Module, inputs: list[torch.Tensor], what: str) -> Callab
         x.grad = None
         layer.zero_grad(set_to_none=True)
 
-    return forward if what == 'forward' else forward_backward
+    return forward_backward
 
 
 def parity_failure(pair: Pair, shape: Shape) -> str:

@@ -33,9 +33,10 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench.options import parse, positive
+from vitzoo.bench.options import parse
 from vitzoo.bench.show import milliseconds, print_table, progress
 from vitzoo.load import find_models
+from vitzoo.options import positive
 from vitzoo.recipe import Recipe, make_recipe
 from vitzoo.run import Run
 from vitzoo.step import train_step
