@@ -35,16 +35,16 @@ format: .venv/installed
 	$(BIN)/ruff format
 
 docs: .venv/installed
-	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/tables.py
-	$(BIN)/python docs/benchmarks.py
+	$(BIN)/python tools/docs_mixers.py
+	$(BIN)/python tools/docs_models.py
+	$(BIN)/python tools/docs_performance.py
 
 measure: .venv/installed
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[bench]'
-	PYTHON=$(BIN)/python docs/measure.sh
+	PYTHON=$(BIN)/python tools/measure.sh
 
 bench-import: .venv/installed
-	$(BIN)/python tests/import_time.py
+	$(BIN)/python tools/import_time.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build *.egg-info $(DEMO)

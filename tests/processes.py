@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 def start_processes(world: int, target: Callable, *args) -> Outcome:
     """Run `target(*args)`, a function of a module, in `world` processes; one that fails takes the others with it."""
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['vitzoo.train', 'albumentations', 'torchvision'])
+    context.set_forkserver_preload(['vitzoo.train.loop', 'albumentations', 'torchvision'])
     port = free_port()
     folder = Path(tempfile.mkdtemp())
     arguments = (world, port, str(folder), target, args)
@@ -50,8 +50,9 @@ def start_processes(world: int, target: Callable, *args) -> Outcome:
 
 def train_and_log(argv: list[str], log: str, event: Callable | None = None, at: int = -1) -> None:
     """Train, writing down every step into `<log>.<rank>`, and let `event(run)` happen once `at` steps are done."""
-    from vitzoo import train as train_module
     from vitzoo.data.loader import SeededImages
+    from vitzoo.train import loop as train_module
+    from vitzoo.train import main
 
     rank = int(os.environ.get('RANK', 0))
     seen, train_step, get_image = [], train_module.train_step, SeededImages.__getitem__
@@ -73,7 +74,7 @@ def train_and_log(argv: list[str], log: str, event: Callable | None = None, at: 
 
     SeededImages.__getitem__ = get_and_note
     train_module.train_step = step_and_note
-    train_module.main(argv)
+    main(argv)
 
 
 def read_log(log: Path, world: int) -> dict[int, list[dict]]:

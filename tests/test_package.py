@@ -78,11 +78,22 @@ def test_importing_vitzoo_warns_of_nothing(fresh_import):
     assert fresh_import['warnings'] == []
 
 
-# kernels <- mixers <- models <- inherit <- swap <- data, metrics <- commands; everyone may import errors, and commands
-# each other
-FLOORS = {'errors': 0, 'kernels': 1, 'mixers': 2, 'models': 3, 'inherit': 4, 'swap': 5, '__init__': 6}
-FLOORS |= {'data': 7, 'metrics': 7}
-COMMANDS = 8
+# each floor may import from the floors below it, and `errors` and `options` are the ground of all
+FLOORS = [
+    ['errors'],
+    ['kernels', 'launch', 'options'],
+    ['mixers'],
+    ['models'],
+    ['__init__'],
+    ['data', 'metrics'],
+    ['figures', 'load'],
+    ['doctor', 'train', 'validate'],
+    ['bench', 'convert', 'explain', 'list', 'predict'],
+    ['report'],
+    ['cli'],
+    ['__main__'],
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
 def room_of(module: str) -> str:
@@ -112,11 +123,13 @@ def upward_imports(source: str, path: Path) -> list[str]:
     """The imports of `source`, to be found at `path`, that lead to its own floor in another room, or higher."""
     module = '.'.join(path.relative_to(ROOT).with_suffix('').parts)
     room = room_of(module)
-    floor = FLOORS.get(room, COMMANDS)
-    if floor == COMMANDS:
-        return []
     others = [name for name in imported_modules(source, package=module.rpartition('.')[0]) if room_of(name) != room]
-    return [name for name in others if FLOORS.get(room_of(name), COMMANDS) >= floor]
+    return [name for name in others if FLOOR_OF[room_of(name)] >= FLOOR_OF[room]]
+
+
+def test_every_room_has_a_floor():
+    rooms = {path.name.removesuffix('.py') for path in PACKAGE.iterdir() if path.suffix == '.py' or path.is_dir()}
+    assert rooms - {'__pycache__'} == set(FLOOR_OF)
 
 
 @pytest.mark.parametrize('path', MODULES, ids=relative_id)
@@ -130,10 +143,15 @@ def test_imports_run_one_way(path):
         ('from vitzoo.models.cvt import CvT', 'mixers/ls.py'),
         ('from ..data import open_dataset', 'models/cvt.py'),
         ('from . import softmax\nfrom .. import models', 'mixers/__init__.py'),
-        ('def f():\n    import vitzoo.train', 'metrics/flops.py'),
-        ('from vitzoo.metrics import count_macs', 'data/folder.py'),
+        ('def f():\n    import vitzoo.train.loop', 'metrics/macs.py'),
+        ('from vitzoo.metrics import count_macs', 'data/dataset.py'),
         ('from vitzoo import list_mixers', 'models/cvt.py'),
         ('from .models import cvt', 'errors.py'),
+        ('from vitzoo.report.charts import scatter', 'train/loop.py'),
+        ('from vitzoo.validate import main', 'train/loop.py'),
+        ('from vitzoo.predict import predict', 'explain.py'),
+        ('from vitzoo.train.recipe import Recipe', 'load.py'),
+        ('from vitzoo.cli import main', 'bench/mixers.py'),
     ],
 )
 def test_the_import_check_sees_a_wrong_import(source, path):

@@ -1,9 +1,9 @@
 """vitzoo: vision backbones whose attention can be swapped for any efficient token mixer, registered with timm."""
 
 from . import models
-from .inherit import Inheritance, inherit_weights
 from .mixers import create_mixer, list_mixers, register_mixer, set_step
-from .swap import swap_mixer
+from .models.inherit import Inheritance, inherit_weights
+from .models.swap import swap_mixer
 
 __all__ = [
     'Inheritance',

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError, run_command
-from vitzoo.inherit import inherit_weights, shorten
 from vitzoo.load import find_model, load_model
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
-from vitzoo.models._checkpoint import read_checkpoint, unwrap
+from vitzoo.models._official import read_checkpoint, unwrap
+from vitzoo.models.inherit import inherit_weights, shorten
 
 # below this share of its parameters, a model was given the wrong parent
 LEAST_SHARE = 0.5

@@ -15,17 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from vitzoo.data import eval_loader, eval_transform
-from vitzoo.data.files import ImageFiles, find_files
+from vitzoo.data.transforms import unnormalize
+from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import UserError, did_you_mean, run_command
-from vitzoo.load import find_model, fit_data_config, load_model, read_about
+from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
 from vitzoo.metrics.explanation import METHODS, explain
-from vitzoo.options import add_model_options, autocast
-from vitzoo.predict import class_names
-from vitzoo.results import check_output
+from vitzoo.options import add_model_options, autocast, check_output
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -63,7 +62,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
                 unreadable.append(record['file'])
                 continue
             title = f'{names[record["label"]]} ({100 * record["probability"]:.0f} %), {record["method"]}'
-            draw_explanation(path, unnormalise(record['image'], data_config), record['heat'], title)
+            draw_explanation(path, unnormalize(record['image'], data_config), record['heat'], title)
     return unreadable
 
 
@@ -104,12 +103,6 @@ def explain_images(
                 continue
             found = dict(image=images[i].cpu(), heat=heat[i].float().cpu(), method=used)
             yield dict(file=file, **found, label=int(labels[i]), probability=shares[i, labels[i]].item())
-
-
-def unnormalise(image: Tensor, data_config: dict) -> Tensor:
-    """An image (C, H, W) as a model takes it -> as a person sees it, (3, H, W) from 0 to 1."""
-    mean, std = (torch.tensor(data_config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
-    return (image.float() * std + mean).clamp(0, 1).expand(3, -1, -1)
 
 
 def _find_class(text: str, names: list[str]) -> int:

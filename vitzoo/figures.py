@@ -163,3 +163,26 @@ def draw_explanation(path: str, image: Tensor, heat: Tensor, title: str) -> None
     right.imshow(heat.numpy(), cmap='turbo', vmin=0, vmax=1, alpha=(0.2 + 0.5 * heat).numpy())
     figure.suptitle(title, fontsize='medium')
     figure.savefig(path, dpi=150)
+
+
+def draw_curves(folder: Path, history: list[dict]) -> None:
+    """Draw the losses, accuracies and learning rate of each epoch into curves.png."""
+    epochs = [row['epoch'] for row in history]
+    panels = {
+        'loss': dict(train_loss='training', eval_loss='validation', ema_eval_loss='validation, averaged weights'),
+        'top-1 in %': dict(top1='validation', ema_top1='validation, averaged weights'),
+        'learning rate': dict(lr='last layers'),
+    }
+    figure = Figure(figsize=(12, 3.6), layout='constrained')
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items()):
+        for name, label in curves.items():
+            if name in history[-1]:
+                axes.plot(epochs, [row[name] for row in history], marker='.', label=label)
+        axes.set(title=title, xlabel='epoch')
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        if len(axes.lines) > 1:
+            axes.legend(frameon=False)
+    partial = folder / '.curves.png'
+    figure.savefig(partial, dpi=120)
+    partial.replace(folder / 'curves.png')

@@ -2,18 +2,20 @@
 
 import json
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import timm
 import torch
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
 import vitzoo  # noqa: F401  registers the models
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.models._checkpoint import read_checkpoint, unwrap
+from vitzoo.models._official import read_checkpoint, unwrap
 
 SOURCES = ('local-dir:', 'hf-hub:')
 
@@ -98,6 +100,31 @@ def label_names(model: nn.Module) -> list[str]:
     names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
     # fewer are right, because training may have been told to leave room for more classes
     return names if len(names) <= model.num_classes else []
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """What to call each class: the name it was trained by, else ImageNet's if there are as many, else its number."""
+    names, subset = label_names(model), infer_imagenet_subset(model)
+    if not names and subset:
+        info = ImageNetInfo(subset)
+        count = Counter(info.label_descriptions())
+        # a crane is a bird and a machine
+        names = [
+            f'{text} ({wnid})' if count[text] > 1 else text
+            for wnid, text in info.label_descriptions(as_dict=True).items()
+        ]
+    return names + [str(label) for label in range(len(names), model.num_classes)]
+
+
+def readable(class_names: list[str]) -> list[str]:
+    """What ImageNet's WordNet ids stand for, in a word or two; other names stay as they are."""
+    info = ImageNetInfo()
+    if not set(class_names) <= set(info.label_names()):
+        return class_names
+    words = [info.label_name_to_description(name).partition(',')[0] for name in class_names]
+    # a crane is a bird and a machine
+    count = Counter(words)
+    return [word if count[word] == 1 else f'{word} ({name})' for word, name in zip(words, class_names)]
 
 
 def read_about(name: str) -> dict:

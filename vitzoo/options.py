@@ -3,8 +3,11 @@
 import argparse
 import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
+
+from vitzoo.errors import UserError
 
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -62,3 +65,18 @@ def size(text: str) -> tuple[int, int]:
     if len(sizes) > 2:
         raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 224 or 224x288")
     return sizes[0], sizes[-1]
+
+
+def check_output(path: str, suffixes: tuple[str, ...]) -> None:
+    """Raise UserError unless a file of one of these formats can be written at `path`, whose folder is made.
+
+    Called before an evaluation that may take hours.
+    """
+    if Path(path).suffix.lower() not in suffixes:
+        raise UserError(f"cannot tell the format of '{path}': its name must end in {' or '.join(suffixes)}")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder of '{path}': {error.strerror}") from error
+    if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
+        raise UserError(f"cannot write '{path}': it is a folder, or lies in one that you may not write to")

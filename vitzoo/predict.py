@@ -13,23 +13,20 @@ import argparse
 import csv
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import chain
 from typing import TextIO
 
 import torch
-from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 from torch.utils.data import DataLoader
 
 from vitzoo.data import eval_loader, eval_transform
-from vitzoo.data.files import ImageFiles, find_files
+from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import UserError, run_command
-from vitzoo.load import find_model, fit_data_config, label_names, load_model, read_about
-from vitzoo.options import add_model_options, autocast, positive
-from vitzoo.results import check_output
+from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
+from vitzoo.options import add_model_options, autocast, check_output, positive
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -100,20 +97,6 @@ def rank_classes(model: nn.Module, loader: DataLoader, top_k: int, is_multi_labe
             # the last digits of a float depend on how many images were computed at once
             predictions = [dict(label=names[label], probability=round(value, 5)) for label, value in zip(*best)]
             yield dict(file=file, predictions=predictions)
-
-
-def class_names(model: nn.Module) -> list[str]:
-    """What to call each class: the name it was trained by, else ImageNet's if there are as many, else its number."""
-    names, subset = label_names(model), infer_imagenet_subset(model)
-    if not names and subset:
-        info = ImageNetInfo(subset)
-        count = Counter(info.label_descriptions())
-        # a crane is a bird and a machine
-        names = [
-            f'{text} ({wnid})' if count[text] > 1 else text
-            for wnid, text in info.label_descriptions(as_dict=True).items()
-        ]
-    return names + [str(label) for label in range(len(names), model.num_classes)]
 
 
 def write_predictions(records: Iterable[dict], top_k: int, path: str | None = None) -> None:

@@ -20,8 +20,8 @@ from timm.layers import set_fused_attn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitzoo.bench.contenders import KERNELS, Case, KernelTask
-from vitzoo.bench.harness import (
+from vitzoo.bench._contenders import KERNELS, Case, KernelTask
+from vitzoo.bench._harness import (
     DTYPES,
     INPUT_SETS,
     Spread,
@@ -36,8 +36,8 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench.options import check_squares, parse
-from vitzoo.bench.show import milliseconds, print_table, progress
+from vitzoo.bench._options import check_squares, parse
+from vitzoo.bench._show import milliseconds, print_table, progress
 from vitzoo.errors import UserError
 from vitzoo.options import positive
 

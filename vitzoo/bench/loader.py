@@ -27,12 +27,12 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from vitzoo.bench.harness import synchronise
+from vitzoo.bench._harness import synchronise
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
 from vitzoo.options import default_device, device, natural, positive
-from vitzoo.recipe import make_recipe
+from vitzoo.train.recipe import make_recipe
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:

@@ -21,7 +21,7 @@ import torch
 from timm.layers import set_fused_attn
 from torch import nn
 
-from vitzoo.bench.harness import (
+from vitzoo.bench._harness import (
     DTYPES,
     INPUT_SETS,
     Spread,
@@ -35,12 +35,12 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench.options import add_dtype, check_squares, parse
-from vitzoo.bench.plot import plot_scaling
-from vitzoo.bench.roofline import Work, measure_rates, roofline
-from vitzoo.bench.show import milliseconds, print_table, progress
+from vitzoo.bench._options import add_dtype, check_squares, parse
+from vitzoo.bench._plot import plot_scaling
+from vitzoo.bench._roofline import Work, measure_rates, roofline
+from vitzoo.bench._show import milliseconds, print_table, progress
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.metrics.flops import count_call_macs
+from vitzoo.metrics.macs import count_call_macs
 from vitzoo.mixers import create_mixer, list_mixers
 from vitzoo.options import positive
 

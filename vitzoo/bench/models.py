@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vitzoo.bench.harness import (
+from vitzoo.bench._harness import (
     DTYPES,
     INPUT_SETS,
     Spread,
@@ -32,8 +32,8 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench.options import add_dtype, parse
-from vitzoo.bench.show import milliseconds, print_table, progress
+from vitzoo.bench._options import add_dtype, parse
+from vitzoo.bench._show import milliseconds, print_table, progress
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_model
 from vitzoo.metrics import count_macs

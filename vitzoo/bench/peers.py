@@ -1,6 +1,6 @@
 """`vitzoo bench peers`: our layers and models against the packages that do the same, in turn.
 
-What is compared, and what is equal on both sides, says vitzoo/bench/pairs.py. Before a pair is timed, our op must equal
+vitzoo/bench/_pairs.py has what is compared, and what is equal on both sides. Before a pair is timed, our op must equal
 its naive form in float64, and where both packages define the same function, their outputs must be the same for the
 same weights. No ratio is printed for a pair that fails. A model is timed as `vitzoo bench models` does.
 
@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import nn
 
-from vitzoo.bench.harness import (
+from vitzoo.bench._harness import (
     INPUT_SETS,
     Spread,
     append_rows,
@@ -32,13 +32,13 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
+from vitzoo.bench._options import check_squares, parse
+from vitzoo.bench._pairs import PAIRS, Pair, Shape, relative_difference
+from vitzoo.bench._roofline import Work, measure_rates, roofline
+from vitzoo.bench._show import milliseconds, print_table, progress
 from vitzoo.bench.models import make_call as make_model_call
-from vitzoo.bench.options import check_squares, parse
-from vitzoo.bench.pairs import PAIRS, Pair, Shape, relative_difference
-from vitzoo.bench.roofline import Work, measure_rates, roofline
-from vitzoo.bench.show import milliseconds, print_table, progress
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.metrics.flops import count_call_macs
+from vitzoo.metrics.macs import count_call_macs
 from vitzoo.mixers import TokenMixer, create_mixer, list_mixers
 from vitzoo.options import positive
 

@@ -16,7 +16,7 @@ import timm
 import torch
 
 import vitzoo  # noqa: F401  registers the models
-from vitzoo.bench.harness import (
+from vitzoo.bench._harness import (
     Spread,
     append_rows,
     describe_machine,
@@ -26,8 +26,8 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench.options import parse
-from vitzoo.bench.show import milliseconds, print_table
+from vitzoo.bench._options import parse
+from vitzoo.bench._show import milliseconds, print_table
 from vitzoo.load import find_models
 
 CPU = torch.device('cpu')

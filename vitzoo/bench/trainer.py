@@ -22,7 +22,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch import nn
 
-from vitzoo.bench.harness import (
+from vitzoo.bench._harness import (
     INPUT_SETS,
     Spread,
     append_rows,
@@ -33,14 +33,14 @@ from vitzoo.bench.harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench.options import parse
-from vitzoo.bench.show import milliseconds, print_table, progress
+from vitzoo.bench._options import parse
+from vitzoo.bench._show import milliseconds, print_table, progress
 from vitzoo.load import find_models
 from vitzoo.options import positive
-from vitzoo.recipe import Recipe, make_recipe
-from vitzoo.run import Run
-from vitzoo.step import train_step
-from vitzoo.train import set_up, start_processes
+from vitzoo.train.loop import set_up, start_processes
+from vitzoo.train.recipe import Recipe, make_recipe
+from vitzoo.train.run import Run
+from vitzoo.train.step import train_step
 
 
 def main(argv: list[str] | None = None) -> list[dict]:

@@ -1,6 +1,6 @@
 """Images: where they come from, how they become tensors, and which of them a process gets."""
 
-from vitzoo.data.folder import Images, open_dataset
+from vitzoo.data.dataset import Images, open_dataset
 from vitzoo.data.loader import eval_loader, train_loader
 from vitzoo.data.transforms import (
     Normalize,

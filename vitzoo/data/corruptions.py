@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import Dataset
 
-from vitzoo.data.folder import Images
+from vitzoo.data.dataset import Images
 
 SEVERITIES = (1, 2, 3, 4, 5)
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from timm.data.readers.reader import Reader
 
+from vitzoo.data.archives import Tar
 from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, is_image, natural_order
-from vitzoo.data.sources import Tar
 from vitzoo.errors import UserError
 
 # the keys of a .json in which a label is looked for

@@ -1,8 +1,8 @@
 """From a decoded image to the model's input: timm's transforms, with albumentations where a recipe asks for it.
 
-A recipe is anything with the attributes of `vitzoo.recipe.Recipe`. Training transforms have three stages: crop and flip
-(as timm does), change the look (`aug: timm` or `aug: albumentations`, on PIL images), and erase. They leave bytes, of
-which `Normalize` makes the model's input. Evaluation is always timm's own, from the model's data config.
+A recipe is anything with the attributes of `vitzoo.train.recipe.Recipe`. Training transforms have three stages: crop
+and flip (as timm does), change the look (`aug: timm` or `aug: albumentations`, on PIL images), and erase. They
+leave bytes, of which `Normalize` makes the model's input. Evaluation is always timm's own, from the data config.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.transforms import Compose, Grayscale, PILToTensor, ToPILImage, ToTensor
 from torchvision.transforms.v2.functional import resize
 
-from vitzoo.data.image import read_crop
+from vitzoo.data.decode import read_crop
 from vitzoo.errors import UserError, did_you_mean
 
 # what `albumentations: light`, `medium` and `strong` stand for; cropping and flipping come before, from the recipe
@@ -232,3 +232,9 @@ def _to_channels(data_config: dict) -> list:
     if in_chans not in (1, 3):
         raise UserError(f'in_chans is {in_chans}, but images are read in colour (3) or grey (1)')
     return [] if in_chans == 3 else [Grayscale()]
+
+
+def unnormalize(image: Tensor, data_config: dict) -> Tensor:
+    """An image (C, H, W) as a model takes it -> as a person sees it, (3, H, W) from 0 to 1."""
+    mean, std = (torch.tensor(data_config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
+    return (image.float() * std + mean).clamp(0, 1).expand(3, -1, -1)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch.utils.flop_counter import register_flop_formula
 
-from ._products import dot, precision
+from ._common import dot, precision
 
 __all__ = ['aft_conv', 'fits']
 

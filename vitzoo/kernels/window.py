@@ -40,7 +40,7 @@ import triton.language as tl
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from ._products import dot
+from ._common import dot
 
 __all__ = ['window_attention']
 

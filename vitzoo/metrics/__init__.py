@@ -1,8 +1,8 @@
 """What is measured about a model: accuracy, multiply-accumulates, speed and memory, oversmoothing, health."""
 
 from vitzoo.metrics.accuracy import evaluate, mark_hits, rank_classes, score_images, summarise
-from vitzoo.metrics.flops import count_macs
 from vitzoo.metrics.health import HealthProbe, health
+from vitzoo.metrics.macs import count_macs
 from vitzoo.metrics.oversmoothing import OversmoothingProbe, oversmoothing, token_statistics
 
 __all__ = [

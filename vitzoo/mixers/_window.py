@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from vitzoo.kernels import use_kernel
 
-from ._strips import strip_attention
+from ._window_cpu import strip_attention
 
 __all__ = [
     'attend_tiles',

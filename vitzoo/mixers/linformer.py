@@ -11,7 +11,7 @@ softmax attention. Linformer, equation 7 and section 4, https://arxiv.org/abs/20
 import torch
 from torch import nn
 
-from ._resample import resample_rows
+from ._grid import resample_rows
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
 

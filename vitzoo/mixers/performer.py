@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from vitzoo.kernels import use_kernel
 
-from ._draw import RandomFeatureMixer
-from ._features import LOG2_E, feature_attention, query_features
+from ._positive_features import LOG2_E, feature_attention, query_features
+from ._random import RandomFeatureMixer
 from .base import no_autocast, register_mixer
 
 __all__ = ['Performer', 'orthogonal_features', 'performer_attention', 'performer_naive']
@@ -58,7 +58,7 @@ def performer_attention(
 ) -> torch.Tensor:
     """q, k, v (B, heads, N, d) and features (m, d) -> (B, heads, N, d), in float32 or wider."""
     if kernel == 'softmax' and use_kernel(q):
-        from vitzoo.kernels import features as kernels
+        from vitzoo.kernels import favor as kernels
 
         if kernels.fits(q, k, v, features):
             return kernels.favor_attention(q, k, v, features, scale)

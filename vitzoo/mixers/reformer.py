@@ -17,9 +17,9 @@ section 2 and appendix A, https://arxiv.org/abs/2001.04451
 import torch
 from torch.nn import functional as F
 
-from ._chunks import chunk_attention, merge, softmax_with_z
-from ._draw import draw_generator
-from ._features import LOG2_E
+from ._chunked import chunk_attention, merge, softmax_with_z
+from ._positive_features import LOG2_E
+from ._random import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ._draw import RandomFeatureMixer
+from ._random import RandomFeatureMixer
 from .base import no_autocast, register_mixer
 from .softmax import softmax_attention
 

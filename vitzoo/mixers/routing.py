@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 from torch.nn import functional as F
 
-from ._draw import draw_generator
+from ._random import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
 

@@ -20,8 +20,8 @@ from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
 
+from ._grid import resample_rows
 from ._qkv import split_heads
-from ._resample import resample_rows
 from .base import TokenMixer, register_mixer
 
 __all__ = ['Synthesizer', 'synthesizer', 'synthesizer_naive']

@@ -14,10 +14,10 @@ from torch import nn
 from vitzoo.mixers import QKVMixer, mixer_class
 from vitzoo.mixers._qkv import ConvQKV
 
-from ._activation import QuickGELU
 from ._block import Block
-from ._checkpoint import unwrap
+from ._official import unwrap
 from ._pyramid import Pyramid, Stage, per_stage_mixers
+from ._quick_gelu import QuickGELU
 from ._register import cfg, register_variants, swapped
 
 __all__ = ['CvT', 'checkpoint_filter_fn']

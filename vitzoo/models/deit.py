@@ -13,7 +13,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoin
 from torch import nn
 
 from ._block import Block
-from ._checkpoint import unwrap
+from ._official import unwrap
 from ._register import cfg, register_variants, swapped
 
 __all__ = ['DeiT', 'checkpoint_filter_fn']

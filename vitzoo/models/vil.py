@@ -15,7 +15,7 @@ from vitzoo.mixers import mixer_class
 from vitzoo.mixers.base import check_grid
 
 from ._block import Block
-from ._checkpoint import unwrap
+from ._official import unwrap
 from ._pyramid import Pyramid, Stage, per_stage_mixers
 from ._register import cfg, register_variants, swapped
 

@@ -94,7 +94,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace 
 
 
 def _parse_validate_args(parser: argparse.ArgumentParser, rest: list[str]) -> argparse.Namespace:
-    from vitzoo.validate import parse_args
+    from vitzoo.validate.evaluation import parse_args
 
     args = parse_args(rest)
     for option in OTHER_OUTPUTS:
@@ -135,7 +135,7 @@ def read_records(path: str) -> list[dict]:
 def write_report(folder: Path, report: dict) -> None:
     """Write the page and its data."""
     from vitzoo.report.page import render
-    from vitzoo.results import plain
+    from vitzoo.validate.results import plain
 
     report = {**report, 'records': [plain(record) for record in report['records']]}
     for name, text in ((DATA, json.dumps(report, indent=1, allow_nan=False)), (PAGE, render(report))):

@@ -15,19 +15,19 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from vitzoo.bench.harness import describe_machine
+from vitzoo.bench._harness import describe_machine
 from vitzoo.data import Images, eval_transform, resolve_data_config
+from vitzoo.data.transforms import unnormalize
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
-from vitzoo.explain import unnormalise
-from vitzoo.load import find_models, load_model
+from vitzoo.load import find_models, load_model, readable
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain
-from vitzoo.metrics.predictions import Predictions, read_predictions
-from vitzoo.mistakes import count_present, readable
-from vitzoo.robust import open_suite
-from vitzoo.validate import open_validation_data, validate_model
+from vitzoo.validate.error_analysis import count_present
+from vitzoo.validate.evaluation import open_validation_data, validate_model
+from vitzoo.validate.predictions import Predictions, read_predictions
+from vitzoo.validate.robustness import open_suite
 
 # sizes of the scaling curve, as multiples of the model's own: patches and windows of the first divide the others
 MULTIPLES = (1, 2, 3, 4, 6, 8)
@@ -144,7 +144,7 @@ def explain_some(model: nn.Module, images: Images, config: dict) -> list[dict]:
     names = readable(images.class_names)
     found = []
     for k, i in enumerate(chosen):
-        pixels = unnormalise(inputs[k].cpu(), config)
+        pixels = unnormalize(inputs[k].cpu(), config)
         answers = dict(prediction=names[answer[k]], confidence=confidence[k].item(), method=method)
         pictures = dict(picture=to_address(pixels), overlay=to_address(overlay(pixels, maps[k].cpu())))
         found.append(dict(file=images.filename(i), label=names[images[i][1]], **answers, **pictures))

@@ -7,7 +7,7 @@ A report is plain data: `title`, `made` (date and time), `command`, and `records
 from importlib.resources import files
 from string import Template
 
-from vitzoo.report.figure import key, number, scrolling
+from vitzoo.report.blocks import key, number, scrolling
 from vitzoo.report.markup import Element, tag, to_html
 from vitzoo.report.records import prepare
 from vitzoo.report.robustness import robustness_section

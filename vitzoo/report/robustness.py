@@ -2,10 +2,10 @@
 
 from vitzoo.data.corruptions import SEVERITIES
 from vitzoo.data.variants import SUITE
+from vitzoo.report.blocks import figure, key
 from vitzoo.report.charts import Curve, bars, curves, dots
-from vitzoo.report.figure import figure, key
 from vitzoo.report.markup import Element, tag
-from vitzoo.results import SUITE_ROWS, mean_or_none
+from vitzoo.validate.results import SUITE_ROWS, mean_or_none
 
 # tables of corruptions in a record, with their title and the accuracy without corruption
 TABLES = {

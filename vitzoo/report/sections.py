@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from math import isnan, log
 
+from vitzoo.report.blocks import figure, key, scrolling
 from vitzoo.report.charts import Curve, Point, curves, matrix, scatter
-from vitzoo.report.figure import figure, key, scrolling
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.records import SCORES, interval, times_compare
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import isnan
 
-from vitzoo.report.figure import key, scrolling
+from vitzoo.report.blocks import key, scrolling
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.records import SCORES, busy, interval, machines, times_compare
 

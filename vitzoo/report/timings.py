@@ -3,7 +3,7 @@
 from collections import defaultdict
 from pathlib import Path
 
-from vitzoo.bench.harness import read_rows
+from vitzoo.bench._harness import read_rows
 from vitzoo.errors import UserError
 
 # two rows are comparable where these are equal

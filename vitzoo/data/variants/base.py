@@ -11,8 +11,8 @@ import torch
 from timm.data import ImageNetInfo
 from torch import Tensor
 
-from vitzoo.data.folder import FolderReader, Images
-from vitzoo.data.sources import Folder
+from vitzoo.data.archives import Folder
+from vitzoo.data.dataset import FolderReader, Images
 from vitzoo.data.transforms import eval_transform
 from vitzoo.errors import UserError
 

@@ -1,0 +1,427 @@
+"""`vitzoo bench`: what its numbers are made of, and that it refuses to compare what is not the same. No timing here."""
+
+import copy
+import csv
+import math
+import platform
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from itertools import groupby
+
+import pytest
+import torch
+from torch import nn
+
+import vitzoo
+from vitzoo.bench import TABLES, dispatch, mixers, models, peers, startup, trainer
+from vitzoo.bench import _contenders as contenders
+from vitzoo.bench import _pairs as pairs
+from vitzoo.bench import _roofline as roofline
+from vitzoo.bench._harness import (
+    KEYS,
+    Spread,
+    append_rows,
+    copying,
+    describe_machine,
+    matmul,
+    peak_megabytes,
+    ratios,
+    read_rows,
+    row,
+    time_in_turn,
+)
+from vitzoo.errors import UserError, run_command
+
+CPU = torch.device('cpu')
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch) -> list[str]:
+    """Arguments for the shortest measurement, whose files go into a folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    for module in models, roofline:
+        monkeypatch.setattr(module, 'matmul', partial(matmul, size=64))
+    monkeypatch.setattr(roofline, 'copying', partial(copying, size=64))
+    return ['--seconds', '0', '--min-rounds', '1', '--device', 'cpu', '--results-file', 'benchmarks.csv']
+
+
+def test_contenders_run_in_turn_on_several_inputs():
+    calls, seen = [], []
+    contenders = {name: lambda number, name=name: (calls.append(name), seen.append(number)) for name in 'AB'}
+    times = time_in_turn(contenders, CPU, seconds=0, min_rounds=4)
+    assert [name for name, _ in groupby(calls)][-8:] == ['A', 'B'] * 4
+    assert {name: len(own) for name, own in times.items()} == {'A': 4, 'B': 4}
+    assert len(set(seen)) > 1
+
+
+def test_there_are_more_rounds_where_there_is_time():
+    times = time_in_turn({'A': lambda number: None}, CPU, seconds=0.2, min_rounds=1)
+    assert len(times['A']) > 1
+
+
+def test_a_ratio_is_taken_round_by_round():
+    # the machine is ten times slower in the last two rounds, and B always twice as fast
+    slow, fast = [2.0, 2.0, 2.0, 20.0, 20.0], [1.0, 1.0, 1.0, 10.0, 10.0]
+    assert ratios(slow, fast) == Spread(2.0, 2.0, 2.0, 5)
+    with pytest.raises(ValueError):
+        ratios(slow, fast[1:])
+
+
+def test_a_spread_is_median_and_quartiles():
+    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(3.0, 2.0, 4.0, 5)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
+
+
+def test_peak_memory_is_what_tensors_take_at_once():
+    def call(number: int) -> None:
+        a = torch.empty(1_000_000)
+        b = a + 1
+        del a
+        c = torch.empty(500_000)
+        del b, c
+
+    assert peak_megabytes(call, CPU) == pytest.approx(8.0, abs=0.01)
+
+
+def test_the_matmul_has_the_operations_it_says():
+    call, flops = matmul(torch.float32, CPU, 64)
+    assert call(0).shape == (64, 64)
+    assert flops == 2 * 64**3
+
+
+def test_a_copy_reads_and_writes_the_bytes_it_says():
+    call, moved = copying(CPU, 64)
+    assert torch.equal(call(0), torch.ones(64))
+    assert moved == 2 * 64 * 4
+
+
+def test_a_layer_cannot_beat_its_products_or_its_tensors():
+    rates = roofline.Rates(flops=200e9, bytes=10e9)
+    tensors = [torch.empty(1_000_000), torch.empty(500_000), torch.empty(500_000)]
+    work = roofline.Work.of('forward', 300_000_000, tensors)
+    assert work == roofline.Work(300_000_000, 8_000_000)
+    # 3 ms of products and 0.8 ms of tensors
+    found = roofline.roofline(work, rates, seconds=0.004, against=0.006)
+    expected = dict(matmul_share=0.75, matmul_gflops=200.0, io_mb=8.0, copy_gbs=10.0, ceiling=2.0)
+    assert found == pytest.approx(expected)
+    # the gradients of both factors are two more products, and as large as the tensors
+    assert roofline.Work.of('forward + backward', 300_000_000, tensors) == roofline.Work(900_000_000, 16_000_000)
+    # where products are few, the tensors set the ceiling: 0.8 ms
+    work = roofline.Work.of('forward', 1_000_000, tensors)
+    assert roofline.roofline(work, rates, seconds=0.004, against=0.006)['ceiling'] == pytest.approx(7.5)
+
+
+def test_rates_are_operations_and_bytes_over_the_shortest_time(monkeypatch):
+    monkeypatch.setattr(roofline, 'matmul', lambda dtype, device: (print, 6.0))
+    monkeypatch.setattr(roofline, 'copying', lambda device: (print, 8.0))
+    monkeypatch.setattr(roofline, 'time_in_turn', lambda *args, **kwargs: dict(product=[3.0, 2.0, 9.0], copy=[4.0]))
+    assert roofline.measure_rates(torch.float32, CPU) == roofline.Rates(3.0, 2.0)
+
+
+def test_results_are_appended_under_the_same_columns(tmp_path):
+    path = str(tmp_path / 'weights' / 'benchmarks.csv')
+    measured = row(Spread(0.12345678, 0.1, 0.2, 9), Spread(2.0, 1.5, 2.5, 9), name='ls', tokens=196)
+    append_rows(path, [measured], run='first', torch='2.15.0')
+    append_rows(path, [measured | dict(name='linear')], run='second', cpu='one, with a comma')
+    with open(path) as file:
+        assert tuple(csv.DictReader(file).fieldnames) == KEYS
+    first, second = read_rows(path)
+    assert (first['run'], first['name'], first['tokens'], first['ratio_low'], first['rounds']) == (
+        'first',
+        'ls',
+        196,
+        1.5,
+        9,
+    )
+    assert first['seconds'] == 0.12346 and first['torch'] == '2.15.0' and first['peak_mb'] is None
+    assert second['cpu'] == 'one, with a comma' and second['name'] == 'linear'
+
+
+def test_a_column_that_does_not_exist_is_a_mistake(tmp_path):
+    with pytest.raises(ValueError, match='speed'):
+        append_rows(str(tmp_path / 'benchmarks.csv'), [dict(speed=1)])
+
+
+def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_path):
+    path = tmp_path / 'benchmarks.csv'
+    path.write_text(f'{",".join(KEYS[:-5])}\n')
+    with pytest.raises(UserError, match='it has other columns .*command.* name another with --results-file'):
+        mixers.parse_args(['--results-file', str(path)])
+    with pytest.raises(UserError, match='other columns'):
+        append_rows(str(path), [dict(run='now')])
+    assert path.read_text().count('\n') == 1
+
+
+def test_a_file_without_the_newest_columns_is_still_read(tmp_path):
+    path = tmp_path / 'benchmarks.csv'
+    path.write_text('run,table,ratio\nnow,peers,1.5\n')
+    assert read_rows(str(path)) == [dict(run='now', table='peers', ratio=1.5)]
+
+
+def test_a_command_is_kept_without_the_file_it_writes(quick):
+    argv = ['--what', 'training step', '--results-file', 'a.csv', '--results-file=b.csv', '--batch', '2', 'resnet10t']
+    assert models.parse_args(argv).command == "vitzoo bench models --what 'training step' --batch 2 resnet10t"
+
+
+def test_a_machine_is_described_without_its_name():
+    machine = describe_machine(CPU)
+    assert machine['torch'] == torch.__version__ and machine['threads'] == torch.get_num_threads()
+    assert set(machine) < set(KEYS)
+    assert platform.node() not in str(machine)
+
+
+def test_the_exponent_of_a_power_law_is_its_power():
+    times = {196: 7.0, 1024: 3 * 1024**1.5, 4096: 3 * 4096**1.5, 16384: 3 * 16384**1.5}
+    assert mixers.exponent(times) == pytest.approx(1.5)
+    assert mixers.exponent({1024: 1.0}) is None
+    # without 1024 tokens, from the next size on
+    assert mixers.exponent({196: 1.0, 3136: 1.0, 12544: 16.0}) == pytest.approx(2.0)
+
+
+def test_the_crossover_is_where_the_ratio_passes_1_for_good():
+    # a ratio of sqrt(N / 900)
+    ratio = {n: (n / 900) ** 0.5 for n in (196, 784, 1024, 3136)}
+    assert mixers.crossover(ratio) == pytest.approx(900)
+    assert mixers.crossover({196: 0.5, 784: 0.9}) == math.inf
+    assert mixers.crossover({196: 1.1, 784: 2.0}) == 0
+    # faster, slower, faster: only the last time counts
+    assert mixers.crossover({100: 2.0, 400: 0.5, 1600: 2.0}) == pytest.approx(800)
+
+
+def test_a_cost_is_predicted_from_its_linear_and_its_quadratic_part():
+    cost = {n: 3.0 * n + 0.01 * n**2 for n in (196, 784, 1024)}
+    assert mixers.predict(cost, 4096) == pytest.approx(3.0 * 4096 + 0.01 * 4096**2)
+    assert mixers.predict({196: 2.0}, 392) == 8.0
+    assert mixers.predict({}, 392) == 0.0
+
+
+def test_every_mixer_is_measured_against_fused_softmax(quick, capsys):
+    cells = mixers.main([*quick, '--tokens', '16', '--dim', '24', '--heads', '3', '--batch', '1'])
+    names = {name for name, _, _ in cells}
+    assert names == {*vitzoo.list_mixers(), 'softmax, unfused'}
+    assert set(cells) == {(name, what, 16) for name in names for what in mixers.WHATS}
+    assert all(cell.ratio.median == 1 for (name, _, _), cell in cells.items() if name == 'softmax')
+    rows = read_rows('benchmarks.csv')
+    assert len(rows) == len(cells) and len({fields['run'] for fields in rows}) == 1
+    assert all(fields['peak_mb'] > 0 and fields['seconds'] > 0 for fields in rows)
+    assert {fields['command'] for fields in rows} == {rows[0]['command']}
+    assert rows[0]['command'].startswith('vitzoo bench mixers --seconds 0 ')
+    check_limits(cells)
+    assert 'crossover' in capsys.readouterr().out
+    for plot in ('mixers_time.png', 'mixers_memory.png'):
+        with open(plot, 'rb') as file:
+            assert file.read(4) == b'\x89PNG'
+
+
+def check_limits(cells: dict) -> None:
+    """Softmax attention is four linear layers, and scores and values: here of 16 tokens, 24 wide."""
+    macs, numbers = 4 * 16 * 24 * 24 + 2 * 16 * 16 * 24, 2 * 16 * 24 + 4 * 24 * 24 + 4 * 24
+    for what, products, moves in (('forward', 1, 1), ('forward + backward', 3, 2)):
+        limits, time = cells['softmax', what, 16].limits, cells['softmax', what, 16].times.median
+        assert limits['gmacs'] == macs / 1e9 and limits['io_mb'] == moves * numbers * 4 / 1e6
+        seconds = 2 * products * macs / 1e9 / limits['matmul_gflops']
+        assert limits['matmul_share'] == pytest.approx(seconds / time)
+        assert limits['ceiling'] == pytest.approx(time / max(seconds, limits['io_mb'] / 1e3 / limits['copy_gbs']))
+        assert cells['softmax, unfused', what, 16].limits['gmacs'] == macs / 1e9
+
+
+def test_memory_of_a_mixer_is_that_of_its_tensors(quick):
+    cells = mixers.main(
+        [*quick, '--mixers', 'softmax', '--tokens', '256', '--dim', '24', '--heads', '3', '--batch', '1']
+    )
+    fused, unfused = (cells[name, 'forward', 256].peak_mb for name in ('softmax', 'softmax, unfused'))
+    # 3 heads of 256 x 256 weights in float32
+    assert unfused - fused > 3 * 256 * 256 * 4 / 1e6
+
+
+def test_what_would_not_fit_is_left_out_loudly(quick, capsys):
+    small = ['--mixers', 'linear', 'aft_full', '--tokens', '16', '100', '--dim', '24', '--heads', '3', '--batch', '1']
+    cells = mixers.main([*quick, *small, '--max-memory', '0.0001'])
+    assert {n for name, _, n in cells if name == 'aft_full'} == {16}
+    assert 'left out: aft_full forward at 100 tokens' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        (['mixers', '--mixers', 'perfomer'], 'did you mean performer'),
+        (['mixers', '--tokens', '200'], 'no square'),
+        (['peers', '--pairs', 'nystorm'], 'did you mean nystrom'),
+        (['models', 'resnet5000'], 'unknown model'),
+        (['mixer'], 'did you mean mixers'),
+    ],
+)
+def test_a_mistake_is_told(argv, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        dispatch(argv)
+
+
+@pytest.mark.parametrize('table', TABLES)
+def test_every_table_has_help_of_its_own(table, capsys):
+    with pytest.raises(SystemExit) as end:
+        import_module(f'vitzoo.bench.{table}').main(['--help'])
+    assert end.value.code == 0
+    assert f'vitzoo bench {table}' in capsys.readouterr().out
+
+
+def test_models_are_measured_beside_their_arithmetic(quick, capsys):
+    names = ['deit_linear_tiny', '--against', 'resnet10t', '--img-size', '32', '--batch', '2']
+    rows = models.main([*names, *quick])
+    assert {(fields['name'], fields['what']) for fields in rows} == {
+        (name, what) for name in ('deit_linear_tiny', 'resnet10t') for what in models.WHATS
+    }
+    for fields in rows:
+        assert fields['against'] == 'resnet10t float32'
+        assert fields['batch_size'] == (1 if fields['what'] == 'latency' else 2)
+        assert fields['matmul_share'] > 0 and fields['gmacs'] > 0
+        work = 2 * fields['gmacs'] * fields['batch_size'] * models.WHATS[fields['what']][1]
+        # the share is a median of rounds, of which there is one here
+        assert fields['matmul_share'] == pytest.approx(work / fields['matmul_gflops'] / fields['seconds'])
+        weights = sum(p.numel() for p in models.load(fields['name'], 32, CPU).parameters()) * 4 / 1e6
+        # a step holds the gradients too
+        assert fields['peak_mb'] > weights * (2 if fields['what'] == 'training step' else 1)
+    assert len(read_rows('benchmarks.csv')) == len(rows)
+
+
+def test_precisions_of_a_model_are_compared_in_turn(quick):
+    rows = models.main(['resnet10t', '--dtype', 'float32', 'bfloat16', '--img-size', '32', '--what', 'forward', *quick])
+    assert [(fields['dtype'], fields['against']) for fields in rows] == [
+        ('float32', 'resnet10t float32'),
+        ('bfloat16', 'resnet10t float32'),
+    ]
+    assert rows[0]['ratio'] == 1
+
+
+class Linear(nn.Module):
+    """A layer with weights of the given size, for pairs."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.proj = nn.Linear(24, 24)
+        nn.init.constant_(self.proj.weight, 0.1)
+        self.proj.weight.data.add_(torch.eye(24) * weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x)
+
+
+def pair(theirs: float, **kwargs) -> pairs.Pair:
+    def make(shape: pairs.Shape) -> tuple[nn.Module, nn.Module]:
+        ours, other = Linear(1.0), Linear(theirs)
+        other.proj.bias.data.copy_(ours.proj.bias)
+        return ours, other
+
+    return pairs.Pair('linear', 'torch', make, **kwargs)
+
+
+def measure_pairs(monkeypatch, quick: list[str], *made: pairs.Pair) -> list[dict]:
+    monkeypatch.setattr(peers, 'PAIRS', made)
+    return peers.main([*quick, '--tokens', '16', '--dim', '24', '--heads', '3'])
+
+
+def test_a_pair_with_the_same_outputs_gets_a_ratio(monkeypatch, quick, capsys):
+    rows = measure_pairs(monkeypatch, quick, pair(theirs=1.0))
+    assert [fields['what'] for fields in rows[::2]] == list(peers.WHATS)
+    ours, theirs = rows[:2]
+    assert ours['against'] == 'torch' and ours['versions'] == f'torch {version("torch")}'
+    assert ours['ratio'] == pytest.approx(theirs['seconds'] / ours['seconds'])
+    # two images of 16 tokens through one linear layer
+    seconds = 2 * 2 * 16 * 24 * 24 / 1e9 / ours['matmul_gflops']
+    assert ours['gmacs'] == 16 * 24 * 24 / 1e9 and ours['io_mb'] == (2 * 2 * 16 * 24 + 24 * 24 + 24) * 4 / 1e6
+    assert ours['matmul_share'] == pytest.approx(seconds / ours['seconds'])
+    assert rows[2]['matmul_share'] == pytest.approx(3 * seconds / rows[2]['seconds'])
+    assert ours['ceiling'] == pytest.approx(theirs['seconds'] / max(seconds, ours['io_mb'] / 1e3 / ours['copy_gbs']))
+    assert 'linear against torch' in capsys.readouterr().out
+
+
+def test_a_pair_with_other_outputs_is_refused(monkeypatch, quick, capsys):
+    assert measure_pairs(monkeypatch, quick, pair(theirs=1.01)) == []
+    out = capsys.readouterr().out
+    assert 'refused: linear against torch: with the same weights the outputs differ by' in out
+    assert 'linear against torch  ' not in out
+
+
+def test_a_pair_whose_outputs_are_not_finite_is_refused(monkeypatch, quick):
+    assert measure_pairs(monkeypatch, quick, pair(theirs=math.nan)) == []
+
+
+def test_a_pair_whose_op_is_wrong_is_refused(monkeypatch, quick, capsys):
+    cls = vitzoo.mixers.mixer_class('linear')
+    monkeypatch.setattr(cls, 'op', staticmethod(lambda q, k, v: v))
+    assert measure_pairs(monkeypatch, quick, pair(theirs=1.0, tolerance=None)) == []
+    assert 'our op differs from its naive form' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('name', sorted({pair.name for pair in pairs.PAIRS} & set(vitzoo.list_mixers())))
+def test_the_op_of_every_pair_equals_its_naive_form(name):
+    assert peers.op_error(name) < peers.OP_TOLERANCE
+
+
+@pytest.mark.parametrize('pair', pairs.PAIRS, ids=lambda pair: f'{pair.name}-{pair.package}{pair.note}')
+def test_a_peer_gives_the_outputs_of_our_layer_where_it_is_installed(pair):
+    if peers.installed_version(pair.package) is None:
+        pytest.skip(f'{pair.package} is not installed')
+    assert peers.parity_failure(pair, pairs.Shape(256, 48, 3)) == ''
+
+
+def test_without_any_peer_it_says_what_to_install(monkeypatch, quick):
+    monkeypatch.setattr(peers, 'installed_version', lambda package: None)
+    with pytest.raises(UserError, match=r'vitzoo\[bench\]'):
+        peers.main(quick)
+
+
+def test_a_step_of_the_trainer_is_timed_against_a_bare_one(quick):
+    (fields,) = trainer.main([*quick, '--models', 'deit_linear_tiny', '--img-size', '32', '--batch', '2'])
+    assert fields['ratio'] > 0 and fields['against'] == 'bare loop'
+
+
+def test_both_kinds_of_step_do_the_same(quick):
+    recipe = dict(model='deit_linear_tiny', img_size=32, batch_size=2, workers=0, lr=1e-3)
+    run = trainer.make_run(trainer.make_recipe(recipe))
+    batches = [[torch.randn(2, 3, 32, 32), torch.tensor([number, 2])] for number in range(2)]
+    model = copy.deepcopy(run.bare)
+    ours = trainer.vitzoo_step(run, batches)
+    bare = trainer.bare_step(run.recipe, model, run.plan.steps_per_epoch, batches)
+    for number in range(3):
+        ours(number)
+        bare(number)
+    before = run.bare.state_dict()
+    assert all(torch.equal(own, before[key]) for key, own in model.state_dict().items())
+    assert run.step == 3
+
+
+def test_startup_compares_imports_and_creation(quick, monkeypatch):
+    imported = []
+    monkeypatch.setattr(startup, 'import_in_a_fresh_process', lambda name: lambda number: imported.append(name))
+    rows = startup.main([*quick, '--model', 'deit_linear_tiny', '--against', 'resnet10t'])
+    assert [fields['name'] for fields in rows] == [
+        'import timm',
+        'import vitzoo',
+        'create resnet10t',
+        'create deit_linear_tiny',
+    ]
+    assert {*imported} == {'timm', 'vitzoo'}
+
+
+def test_kernels_are_measured_on_a_gpu_only(capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command(dispatch, ['kernels', '--device', 'cpu'])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count('CUDA') == 1
+
+
+@pytest.mark.filterwarnings('ignore:flex_attention called without torch.compile')
+@pytest.mark.parametrize('task', [task for task in contenders.KERNELS if task.flex], ids=lambda task: task.name)
+def test_flex_attention_computes_what_the_op_does(task):
+    torch.manual_seed(0)
+    case = task.make(90 if task.name == 'performer' else 100, 2, 2, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(task.flex(*case.args()), task.op(*case.args()), rtol=1e-4, atol=1e-5)
+
+
+def test_the_bytes_of_a_case_are_those_of_its_tensors():
+    case = contenders.make_aft_conv(16, 2, 3, 8).to(CPU, torch.bfloat16)
+    forward = 2 * (3 * 2 * 3 * 16 * 8 + 2 * 3 * 16 + 3 * 11 * 11)
+    assert (case.bytes(False), case.bytes(True)) == (forward, 3 * forward)

@@ -1,0 +1,109 @@
+"""The command that draws maps: which files it writes, what they show, and what it says to mistakes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models import save_for_hf
+
+from vitzoo.data import eval_loader, eval_transform, resolve_data_config
+from vitzoo.data.transforms import unnormalize
+from vitzoo.data.unlabelled import ImageFiles, find_files
+from vitzoo.explain import explain_files, explain_images, main
+from vitzoo.load import load_model
+
+NAMES = ['blue', 'green', 'red']
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp('images')
+    for i, name in enumerate(('a.png', 'b.jpg', 'more/a.png')):
+        (root / name).parent.mkdir(exist_ok=True)
+        noise = np.random.default_rng(i).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((40, 36)).save(root / name)
+    return root
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2, num_classes=3)
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    folder = tmp_path_factory.mktemp('runs') / 'deit'
+    save_for_hf(model, folder, model_config=dict(label_names=NAMES), safe_serialization=True)
+    return folder
+
+
+def run(*argv) -> list[str]:
+    return explain_files([*map(str, argv), '--workers', '0'])
+
+
+@pytest.mark.parametrize('method', ('auto', 'rollout', 'gradcam'))
+def test_every_image_gets_a_figure(images, trained, tmp_path, method):
+    assert run(images, '--model', trained, '--out', tmp_path / 'maps', '--method', method) == []
+    assert sorted(path.name for path in (tmp_path / 'maps').iterdir()) == ['a-2.png', 'a.png', 'b.png']
+    for path in (tmp_path / 'maps').iterdir():
+        with Image.open(path) as figure:
+            assert figure.width > 800 and len(figure.convert('RGB').getcolors(1 << 22)) > 100
+
+
+@pytest.mark.parametrize('target', (None, 1))
+def test_the_maps_are_those_of_the_class(images, trained, target):
+    model = load_model(str(trained))[0]
+    dataset = ImageFiles(find_files([str(images)]), eval_transform(resolve_data_config(model)))
+    records = list(explain_images(model, eval_loader(dataset, 2), 'gradient', target))
+    for record, (image, file, _) in zip(records, dataset, strict=True):
+        with torch.no_grad():
+            shares = model(image[None])[0].softmax(dim=0)
+        label = int(shares.argmax()) if target is None else target
+        assert record['file'] == file and record['label'] == label and record['method'] == 'gradient'
+        assert record['probability'] == pytest.approx(shares[label].item(), abs=1e-5)
+        assert record['image'].equal(image) and record['heat'].shape == (32, 32)
+    other = list(explain_images(model, eval_loader(dataset, 2), 'gradient', 2 if target != 2 else 0))
+    assert not torch.allclose(records[0]['heat'], other[0]['heat'], atol=0.01)
+
+
+def test_an_image_is_shown_as_it_was_before_normalisation():
+    pixels = torch.rand(3, 4, 5)
+    config = dict(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3))
+    mean, std = (torch.tensor(config[key])[:, None, None] for key in ('mean', 'std'))
+    torch.testing.assert_close(unnormalize((pixels - mean) / std, config), pixels)
+    grey = unnormalize((pixels[:1] - 0.5) / 0.5, dict(mean=(0.5,), std=(0.5,)))
+    torch.testing.assert_close(grey, pixels[:1].expand(3, -1, -1))
+
+
+def test_an_image_that_cannot_be_read_is_named_and_the_others_are_explained(images, trained, tmp_path, capsys):
+    broken = tmp_path / 'broken.png'
+    broken.write_bytes(b'nothing')
+    with pytest.raises(SystemExit) as end:
+        argv = [broken, images / 'a.png', '--model', trained, '--out', tmp_path / 'maps', '--workers', '0']
+        main([*map(str, argv)])
+    assert end.value.code == 1
+    assert f'cannot read {broken}' in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / 'maps').iterdir()] == ['a.png']
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        (['--target', 'rde'], "the model has no class 'rde', did you mean red?"),
+        (['--target', '3'], "the model has no class '3': there are 3, from blue to red"),
+        (['--checkpoint', 'nothing.pth'], 'nothing.pth'),
+    ],
+)
+def test_a_mistake_gets_one_sentence(images, trained, tmp_path, argv, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([str(images), '--model', str(trained), '--out', str(tmp_path / 'maps'), '--workers', '0', *argv])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count('\n') == 1
+
+
+def test_random_weights_have_nothing_to_explain(images, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(images), '--model', 'deit_ls_tiny', '--out', str(tmp_path)])
+    assert 'there are no weights of deit_ls_tiny' in capsys.readouterr().err

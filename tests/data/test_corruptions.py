@@ -1,0 +1,256 @@
+"""Corruptions: fifteen functions of an image, a severity and a name, and the table that --corrupt makes with them."""
+
+import json
+import tarfile
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models import save_for_hf
+
+from vitzoo.data import eval_loader, eval_transform, open_dataset, split_eval_transform
+from vitzoo.data.corruptions import CONDITIONS, CORRUPTIONS, SEVERITIES, CorruptedImages, corrupt
+from vitzoo.metrics.robustness import ALEXNET_ERRORS
+from vitzoo.metrics.speed import images_per_second
+from vitzoo.validate import main
+from vitzoo.validate.evaluation import validate
+
+DATA_CONFIG = dict(
+    input_size=(3, 32, 32), interpolation='bicubic', mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9, crop_mode='center'
+)
+# nothing random in them
+FIXED = {'defocus_blur', 'zoom_blur', 'brightness', 'contrast', 'pixelate', 'jpeg_compression'}
+
+
+def scene(height: int = 224, width: int = 224, seed: int = 0) -> np.ndarray:
+    """Something like a photograph: smooth colours, edges and fine grain."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(256, size=(7, 7, 3), dtype=np.uint8))
+    image = np.asarray(small.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    image[height // 4 : height // 2, width // 4 : width // 2] = rng.integers(256, size=3)
+    return (image + rng.integers(-12, 13, size=image.shape)).clip(0, 255).astype(np.uint8)
+
+
+def change(image: np.ndarray, corruption: str, severity: int) -> float:
+    return np.abs(corrupt(image, corruption, severity, 'a').astype(float) - image).mean()
+
+
+def share_left(image: np.ndarray, corruption: str, severity: int) -> float:
+    """How much of the picture is in the corrupted one: the slope of the latter over the former."""
+    before, after = image.astype(float).ravel(), corrupt(image, corruption, severity, 'a').astype(float).ravel()
+    return np.cov(before, after)[0, 1] / before.var(ddof=1)
+
+
+def test_the_corruptions_are_those_of_imagenet_c():
+    assert list(CORRUPTIONS) == list(ALEXNET_ERRORS)
+    assert len(CONDITIONS) == 75
+
+
+@pytest.mark.parametrize('size', [(224, 224), (32, 32), (40, 61), (97, 64)], ids=str)
+@pytest.mark.parametrize('corruption', CORRUPTIONS)
+def test_a_corruption_is_a_function_of_image_severity_and_name(corruption, size):
+    image = scene(*size)
+    before = image.copy()
+    for severity in SEVERITIES:
+        result = corrupt(image, corruption, severity, 'a')
+        assert result.dtype == np.uint8 and result.shape == image.shape
+        assert (result == corrupt(image, corruption, severity, 'a')).all()
+        # a slight blur of a small image is none
+        assert (result != image).any() or (severity == 1 and 'blur' in corruption and size != (224, 224))
+    assert (result == corrupt(image, corruption, 5, 'b')).all() == (corruption in FIXED)
+    assert (image == before).all()
+
+
+@pytest.mark.parametrize(
+    'corruption',
+    [
+        *('gaussian_noise', 'shot_noise', 'impulse_noise', 'defocus_blur', 'glass_blur', 'motion_blur', 'zoom_blur'),
+        *('snow', 'frost', 'contrast'),
+    ],
+)
+def test_a_higher_severity_leaves_less_of_the_picture(corruption):
+    images = [scene(seed=seed) for seed in range(6)]
+    left = [np.mean([share_left(image, corruption, severity) for image in images]) for severity in SEVERITIES]
+    assert (np.diff(left) < 0).all(), left
+
+
+def test_fog_is_thicker_at_the_end_and_elastic_is_far_at_first_and_local_later():
+    images = [scene(seed=seed) for seed in range(6)]
+    fog, elastic = (
+        [np.mean([share_left(image, corruption, severity) for image in images]) for severity in SEVERITIES]
+        for corruption in ('fog', 'elastic_transform')
+    )
+    assert fog[4] < 0.8 * fog[0] and fog[0] < 0.5
+    assert elastic[1] < elastic[0] < min(elastic[2:]) and elastic[4] < elastic[2]
+
+
+@pytest.mark.parametrize('corruption', ['defocus_blur', 'motion_blur', 'snow'])
+@pytest.mark.parametrize('severity', (3, 5))
+def test_lengths_in_pixels_grow_with_the_image(corruption, severity):
+    """An image enlarged fourfold is changed as much as before."""
+    image = scene(56, 56)
+    large = np.asarray(Image.fromarray(image).resize((224, 224), Image.Resampling.BICUBIC))
+    assert 0.65 < change(large, corruption, severity) / change(image, corruption, severity) < 1.3
+
+
+@pytest.mark.parametrize(('severity', 'std'), [(1, 0.08), (2, 0.12), (3, 0.18), (4, 0.26), (5, 0.38)])
+def test_gaussian_noise_has_its_standard_deviation(severity, std):
+    noise = corrupt(np.full((224, 224, 3), 128, np.uint8), 'gaussian_noise', severity, 'a') / 255 - 128 / 255
+    inside = np.abs(noise) < 0.45
+    assert np.median(np.abs(noise)) == pytest.approx(0.6745 * std, rel=0.02)
+    assert inside.mean() > 0.7
+
+
+@pytest.mark.parametrize(('severity', 'amount'), [(1, 0.03), (2, 0.06), (3, 0.09), (4, 0.17), (5, 0.27)])
+def test_impulse_noise_hits_its_share_of_the_values(severity, amount):
+    noise = corrupt(np.full((224, 224, 3), 128, np.uint8), 'impulse_noise', severity, 'a')
+    assert (noise == 0).mean() == pytest.approx(amount / 2, rel=0.05)
+    assert (noise == 255).mean() == pytest.approx(amount / 2, rel=0.05)
+    assert set(np.unique(noise)) == {0, 128, 255}
+
+
+def test_shot_noise_counts_photons():
+    noise = corrupt(np.full((224, 224, 3), 102, np.uint8), 'shot_noise', 5, 'a')
+    photons = noise / 85
+    assert (photons == photons.round()).all()
+    # of three for white there are 1.2 on average, of which more than three are cut off
+    assert photons.mean() == pytest.approx(1.2, abs=0.05)
+
+
+def test_defocus_blur_makes_a_point_a_disk():
+    image = np.zeros((224, 224, 3), np.uint8)
+    image[100, 120] = 255
+    disk = corrupt(image, 'defocus_blur', 1, 'a')[:, :, 0] > 0
+    y, x = np.nonzero(disk)
+    assert (y.min(), y.max(), x.min(), x.max()) == (97, 103, 117, 123)
+    assert disk.sum() == 29
+
+
+def test_motion_blur_makes_a_point_a_line_that_fades_to_one_side():
+    image = np.zeros((224, 224, 3), np.uint8)
+    image[112, 112] = 255
+    line = corrupt(image, 'motion_blur', 2, 'a')[:, :, 0].astype(int)
+    x = np.nonzero(line)[1]
+    columns = line[:, x.min() : 113].sum(axis=0)
+    assert line[112, 112] == line.max()
+    assert x.max() == 112 and len(columns) > 8
+    assert columns[-1] > columns[len(columns) // 2] > columns[0] > 0
+
+
+def test_brightness_raises_the_value_and_keeps_the_hue():
+    image = np.array([[[100, 50, 0], [0, 0, 0], [250, 125, 5]]], np.uint8)
+    result = corrupt(image, 'brightness', 2, 'a')
+    assert result.tolist() == [[[151, 76, 0], [51, 51, 51], [255, 128, 5]]]
+
+
+def test_contrast_draws_every_channel_to_its_mean():
+    image = np.array([[[0, 10, 100], [200, 30, 100]]], np.uint8)
+    assert corrupt(image, 'contrast', 1, 'a').tolist() == [[[60, 16, 100], [140, 24, 100]]]
+
+
+def test_pixelation_and_jpeg_are_pils():
+    image = scene()
+    blocks = corrupt(image, 'pixelate', 5, 'a').reshape(56, 4, 56, 4, 3)
+    assert (blocks == blocks[:, :1, :, :1]).all()
+    assert np.abs(blocks[:, 0, :, 0] - image.reshape(56, 4, 56, 4, 3).mean(axis=(1, 3))).max() <= 1
+    file = BytesIO()
+    Image.fromarray(image).save(file, 'JPEG', quality=7)
+    assert (corrupt(image, 'jpeg_compression', 5, 'a') == np.asarray(Image.open(file))).all()
+
+
+def test_glass_only_moves_colours_near_where_they_were():
+    image = np.zeros((224, 224, 3), np.uint8)
+    image[:, 112:] = 255
+    for severity in SEVERITIES:
+        blurred = corrupt(image, 'glass_blur', severity, 'a')
+        assert (blurred[:, :60] == 0).all() and (blurred[:, 160:] == 255).all()
+        assert 0 < blurred[:, 112].mean() < 255
+
+
+@pytest.mark.parametrize('corruption', ['fog', 'frost', 'snow'])
+def test_weather_differs_between_images_and_leaves_something_to_see(corruption):
+    weather = [corrupt(scene(), corruption, 5, str(number)).astype(float) for number in range(3)]
+    assert np.abs(weather[0] - weather[1]).mean() > 5
+    correlation = np.corrcoef(np.ravel(np.mean(weather, axis=0)), np.ravel(scene()))[0, 1]
+    assert correlation > 0.3
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp('data')
+    for number in range(5):
+        file = root / 'val' / 'abc'[number % 3] / f'{number}.png'
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(scene(48, 40, number)).save(file)
+    return root
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp('runs')
+    torch.manual_seed(0)
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=1, num_classes=3)
+    torch.nn.init.normal_(model.head.weight)
+    save_for_hf(model, folder, model_config=dict(label_names=['a', 'b', 'c']), safe_serialization=True)
+    return folder
+
+
+def all_inputs(data_dir: Path, batch_size: int, workers: int) -> torch.Tensor:
+    dataset = CorruptedImages(open_dataset(str(data_dir), 'val'), *split_eval_transform(DATA_CONFIG))
+    return torch.cat([images for images, _ in eval_loader(dataset, batch_size, workers)])
+
+
+def test_a_corrupted_image_is_the_same_in_any_batch_and_worker_and_from_a_tar(data, tmp_path):
+    inputs = all_inputs(data, batch_size=64, workers=0)
+    assert inputs.shape == (75 * 5, 3, 32, 32)
+    assert torch.equal(inputs, all_inputs(data, batch_size=7, workers=2))
+    with tarfile.open(tmp_path / 'data.tar', 'w') as tar:
+        tar.add(data / 'val', 'photos/val')
+    assert torch.equal(inputs, all_inputs(tmp_path / 'data.tar', batch_size=64, workers=0))
+
+
+def test_the_corruption_comes_after_the_crop(data):
+    images = open_dataset(str(data), 'val')
+    crop, to_tensor = split_eval_transform(DATA_CONFIG)
+    for index in range(len(images)):
+        assert torch.equal(to_tensor(crop(images[index][0])), eval_transform(DATA_CONFIG)(images[index][0]))
+    pixels = corrupt(np.asarray(crop(images[3][0])), 'contrast', 4, images.filename(3))
+    item = CorruptedImages(images, crop, to_tensor)[CONDITIONS.index(('contrast', 4)) * 5 + 3]
+    assert torch.equal(item[0], to_tensor(Image.fromarray(pixels)))
+    assert item[1] == images[3][1]
+
+
+def test_a_grey_model_sees_grey_corruptions(data):
+    config = dict(DATA_CONFIG, input_size=(1, 32, 32), mean=(0.5,), std=(0.5,))
+    dataset = CorruptedImages(open_dataset(str(data), 'val'), *split_eval_transform(config))
+    assert dataset[0][0].shape == (1, 32, 32)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', partial(images_per_second, seconds=0.01))
+
+
+def test_the_command_adds_a_table_to_the_record(data, trained, tmp_path, capsys, quick):
+    argv = [str(trained), '--data-dir', str(data), '--corrupt', '--workers', '0']
+    (record,) = validate([*argv, '--results-file', str(tmp_path / 'results.json')])
+    assert list(record['corrupt']) == list(CORRUPTIONS)
+    assert all(value in (0, 20, 40, 60, 80, 100) for values in record['corrupt'].values() for value in values)
+    mean = np.mean(list(record['corrupt'].values()))
+    assert record['corrupt_top1'] == pytest.approx(mean)
+    assert record['corrupt_relative'] == pytest.approx(100 * mean / record['top1'])
+    table = capsys.readouterr().out
+    assert all(name in table for name in CORRUPTIONS) and f'corrupted {mean:.2f}' in table
+    assert json.loads((tmp_path / 'results.json').read_text())[0]['corrupt'] == record['corrupt']
+
+
+def test_corruptions_need_images(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(['test_resnet', '--no-data', '--corrupt'])
+    assert end.value.code == 2
+    assert '--corrupt needs images' in capsys.readouterr().err

@@ -1,0 +1,452 @@
+"""Where images are found: folders, archives, shards, tables of labels, and what is held out of them for validation."""
+
+import csv
+import io
+import json
+import tarfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitzoo.data import eval_loader, open_dataset
+from vitzoo.data.held_out import hold_out, write_held_out
+from vitzoo.data.layout import common_folder, find_split
+from vitzoo.errors import UserError
+
+
+def picture(*seed) -> bytes:
+    """A PNG file of noise that no other seed gives."""
+    generator = np.random.default_rng([*''.join(map(str, seed)).encode()])
+    file = io.BytesIO()
+    Image.fromarray(generator.integers(0, 255, (6, 8, 3), dtype=np.uint8)).save(file, 'PNG')
+    return file.getvalue()
+
+
+def write_files(root: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, 'w') as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def write_zip(path: Path, files: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, 'w', method) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+WRITERS = {'folder': write_files, 'tar': write_tar, 'zip': write_zip}
+
+
+def write(kind: str, root: Path, files: dict[str, bytes]) -> str:
+    return str(WRITERS[kind](root / 'photos' if kind == 'folder' else root / f'photos.{kind}', files))
+
+
+def pictures(*names: str) -> dict[str, bytes]:
+    return {name: picture(name) for name in names}
+
+
+def contents(data_dir: str, split: str, **options) -> list[tuple]:
+    """Name, label and pixels of each image."""
+    dataset = open_dataset(data_dir, split, **options)
+    return [(dataset.filename(i), dataset[i][1], dataset[i][0].tobytes()) for i in range(len(dataset))]
+
+
+PARTS = pictures('train/cat/2.png', 'train/cat/10.png', 'train/dog/a/1.png', 'val/dog/3.png', 'val/cat/4.png')
+
+
+@pytest.mark.parametrize('wrapping', ['', 'photos/', 'a/b/'])
+@pytest.mark.parametrize('kind', ['tar', 'zip'])
+def test_an_archive_reads_like_the_folder_it_was_made_from(tmp_path, kind, wrapping):
+    clutter = {'.DS_Store': b'x', '__MACOSX/train/cat/._2.png': b'x', 'train/cat/notes.txt': b'x', 'cover.png': b'x'}
+    folder = write('folder', tmp_path, PARTS | clutter)
+    archive = write(kind, tmp_path, {wrapping + name: content for name, content in (PARTS | clutter).items()})
+    for split in ('train', 'val'):
+        assert contents(archive, split) == contents(folder, split)
+    assert [name for name, _, _ in contents(archive, 'train')] == ['cat/2.png', 'cat/10.png', 'dog/a/1.png']
+    assert [label for _, label, _ in contents(archive, 'train')] == [0, 0, 1]
+
+
+@pytest.mark.parametrize('names', [('train', 'val'), ('Training', 'Test'), ('TRAIN', 'validation')])
+@pytest.mark.parametrize('kind', ['folder', 'tar', 'zip'])
+def test_a_part_may_be_an_archive_with_or_without_its_own_name_inside(tmp_path, kind, names):
+    for split, name in zip(('train', 'val'), names, strict=True):
+        files = {file.removeprefix(f'{split}/'): content for file, content in PARTS.items() if file.startswith(split)}
+        path = tmp_path / 'data' / (name if kind == 'folder' else f'{name}.{kind}')
+        WRITERS[kind](path, files)
+        inside = {f'{split}/{file}': content for file, content in files.items()}
+        WRITERS[kind](tmp_path / 'inside' / path.name, inside if kind != 'folder' else files)
+    parts = write('folder', tmp_path, PARTS)
+    for split in ('train', 'val'):
+        assert contents(str(tmp_path / 'data'), split) == contents(parts, split)
+        assert contents(str(tmp_path / 'inside'), split) == contents(parts, split)
+
+
+def test_tars_in_a_tar_are_folders(tmp_path):
+    inner = {name: write_tar(tmp_path / f'{name}.tar', pictures('1.png', f'{name}.png')) for name in ('n01', 'n02')}
+    outer = write_tar(tmp_path / 'train.tar', {f'{name}.tar': path.read_bytes() for name, path in inner.items()})
+    found = contents(str(outer), 'train')
+    assert [(name, label) for name, label, _ in found] == [
+        ('n01/1.png', 0), ('n01/n01.png', 0), ('n02/1.png', 1), ('n02/n02.png', 1)
+    ]  # fmt: skip
+    assert found[1][2] == Image.open(io.BytesIO(picture('n01.png'))).tobytes()
+
+
+@pytest.mark.parametrize(
+    'method', [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA], ids=str
+)
+def test_a_zip_may_be_compressed_in_any_way(tmp_path, method):
+    archive = write_zip(tmp_path / 'photos.zip', PARTS, method)
+    assert contents(str(archive), 'train') == contents(write('folder', tmp_path, PARTS), 'train')
+
+
+@pytest.mark.parametrize('kind', ['tar', 'zip', 'wds'])
+def test_worker_processes_read_the_same_from_an_archive(tmp_path, kind):
+    files = pictures(*(f'cat/{i}.png' for i in range(40)))
+    if kind == 'wds':
+        labels = {f'{name[:-4]}.cls': b'0' for name in files}
+        write_tar(tmp_path / 'train-0.tar', dict(sorted((files | labels).items())))
+        data_dir = f'wds/{tmp_path}'
+    else:
+        data_dir = write(kind, tmp_path, files)
+    batches = {}
+    for workers in (0, 2):
+        dataset = open_dataset(data_dir, 'train', lambda image: torch.tensor(np.asarray(image)))
+        # opened here first, which a file shared with the workers would not survive
+        dataset[0]
+        batches[workers] = torch.cat([images for images, _ in eval_loader(dataset, 4, workers)])
+    assert torch.equal(batches[0], batches[2])
+    assert len(batches[0].flatten(1).unique(dim=0)) == 40
+
+
+def damage(path: Path, old: bytes, new: bytes) -> Path:
+    content = path.read_bytes()
+    assert content.count(old) >= 1
+    path.write_bytes(content.replace(old, new))
+    return path
+
+
+def test_a_damaged_member_of_an_archive_is_named(tmp_path):
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+    file = io.BytesIO()
+    noise.save(file, 'PNG')
+    middle = file.getvalue()[2000:2040]
+    stored = write_zip(tmp_path / 'a.zip', {'cat/1.png': file.getvalue()}, zipfile.ZIP_STORED)
+    for archive in (damage(stored, middle, bytes(40)), write_tar(tmp_path / 'b.tar', {'cat/1.png': b'no image'})):
+        with pytest.raises(UserError, match='cannot read the image cat/1.png of'):
+            open_dataset(str(archive), 'train')[0]
+
+
+def make_password_zip(root):
+    path = write_zip(root / 'photos.zip', PARTS, zipfile.ZIP_STORED)
+    content = bytearray(path.read_bytes())
+    # the bit that says so, in the central directory
+    content[content.index(b'PK\x01\x02') + 8] |= 1
+    path.write_bytes(content)
+    return path
+
+
+def make_half_a_tar(root):
+    path = write_tar(root / 'photos.tar', {'cat/1.png': bytes(5000), 'cat/2.png': bytes(5000)})
+    path.write_bytes(path.read_bytes()[:8000])
+    return path
+
+
+def make_compressed_tar(root):
+    with tarfile.open(root / 'photos.tar', 'w:gz') as tar:
+        tar.add(write_files(root, PARTS) / 'train', 'train')
+    return root / 'photos.tar'
+
+
+@pytest.mark.parametrize(
+    ('make', 'sentence'),
+    [
+        (lambda root: write_files(root, {'photos.zip': b'x'}) / 'photos.zip', 'cannot read the zip file'),
+        (make_password_zip, 'has a password; unpack it'),
+        (make_half_a_tar, 'cannot read the tar file .* without compression'),
+        (make_compressed_tar, 'cannot read the tar file .* without compression'),
+        (lambda root: write_zip(root / 'a.zip', {}), 'is empty'),
+        (lambda root: write_tar(root / 'a.tar', pictures('1.png', '2.png')), 'has 2 images but no class folders'),
+        (lambda root: write_zip(root / 'a.zip', pictures('val/cat/1.png')), "has val but nothing for 'train'"),
+        (lambda root: write_tar(root / 'shard-0.tar', {'1.png': b'', '1.cls': b''}).parent, 'shards are wds/'),
+    ],
+    ids=['not a zip', 'password', 'half a tar', 'compressed', 'empty', 'flat', 'no train', 'shards'],
+)
+def test_an_archive_that_cannot_be_used_gets_one_sentence(tmp_path, make, sentence):
+    with pytest.raises(UserError, match=sentence):
+        open_dataset(str(make(tmp_path)), 'train')
+
+
+@pytest.mark.parametrize(
+    ('names', 'prefix'),
+    [
+        (['cat/1.png', 'dog/1.png'], ''),
+        (['photos/cat/1.png', 'photos/dog/1.png', 'photos/cover.png', 'README'], 'photos/'),
+        (['a/b/cat/1.png', 'a/b/dog/deep/1.png'], 'a/b/'),
+        (['cat/1.png', 'cat/2.png'], ''),
+        (['photos/train/cat/1.png', 'photos/train/dog/1.png'], 'photos/'),
+        (['train/cat/1.png', 'train/dog/1.png'], ''),
+        ([], ''),
+    ],
+)
+def test_folders_around_everything_are_a_wrapping(names, prefix):
+    assert common_folder(names) == prefix
+
+
+def test_the_name_of_a_split_is_found_in_a_fixed_order_whatever_its_case():
+    assert find_split(['test', 'Valid', 'train.tar'], 'val') == 'Valid'
+    assert find_split(['test', 'TRAIN.ZIP'], 'train') == 'TRAIN.ZIP'
+    assert find_split(['training_set', 'val.txt'], 'train') is None
+    assert find_split(['extra'], 'extra') == 'extra'
+
+
+def make_shards(root: Path, parts: dict[str, list[str]], side: str = 'cls') -> str:
+    """For each part, one shard of two samples, or more, with these labels."""
+    for part, labels in parts.items():
+        for number in range(0, len(labels), 2):
+            files = {}
+            for i, label in enumerate(labels[number : number + 2], start=number):
+                text = label if side == 'cls' else json.dumps(dict(label=int(label) if label.isdecimal() else label))
+                files |= {f'{part}/{i:03d}.png': picture(part, i), f'{part}/{i:03d}.{side}': text.encode()}
+            write_tar(root / f'set-{part}-{number:04d}.tar', files)
+    return f'wds/{root}'
+
+
+@pytest.mark.parametrize('side', ['cls', 'json'])
+def test_shards_are_read_in_any_order(tmp_path, side):
+    data_dir = make_shards(tmp_path, dict(train=['1', '0', '10', '2', '0'], val=['10', '1']), side)
+    train_set = open_dataset(data_dir, 'train')
+    assert train_set.class_names == ['0', '1', '2', '10']
+    assert train_set.targets == [1, 0, 3, 2, 0]
+    for i in (4, 0, 3, 1, 2):
+        image, label = train_set[i]
+        assert label == train_set.targets[i]
+        assert image.tobytes() == Image.open(io.BytesIO(picture('train', i))).tobytes()
+    assert train_set.filename(4) == 'set-train-0004.tar/train/004.png'
+    val_set = open_dataset(data_dir, 'val', class_to_idx=train_set.class_to_idx)
+    assert val_set.targets == [3, 1]
+
+
+def test_shards_in_folders_of_parts_take_their_class_names_from_a_file(tmp_path):
+    for part, labels in dict(train=['2', '0'], test=['2']).items():
+        for i, label in enumerate(labels):
+            write_tar(tmp_path / part / f'{i}.tar', {'a.png': picture(part, i), 'a.cls': f'{label}\n'.encode()})
+    (tmp_path / 'classnames.txt').write_text('tench\ngoldfish\nbee\n')
+    dataset = open_dataset(f'wds/{tmp_path}', 'train')
+    assert dataset.class_names == ['tench', 'goldfish', 'bee']
+    assert dataset.targets == [2, 0]
+    assert open_dataset(f'wds/{tmp_path}', 'val').targets == [2]
+
+
+def test_shards_without_a_validation_part_are_divided(tmp_path):
+    data_dir = make_shards(tmp_path, {'all': ['cat', 'dog'] * 5})
+    parts = [open_dataset(data_dir, split, val_fraction=0.2, seed=1) for split in ('train', 'val')]
+    assert [Counter(part.targets) for part in parts] == [{0: 4, 1: 4}, {0: 1, 1: 1}]
+
+
+@pytest.mark.parametrize(
+    ('files', 'sentence'),
+    [
+        ({}, "no shards for 'train'"),
+        ({'a.png': b'', 'b.cls': b'1'}, "the image 'a.png' of the shard .*0.tar has no .cls or .json"),
+        ({'a.png': b'', 'a.json': b'{"caption": "a cat"}'}, "'a.json' of the shard .*0.tar has no label, cls"),
+        ({'a.txt': b''}, 'hold no images'),
+    ],
+)
+def test_shards_that_cannot_be_used_get_one_sentence(tmp_path, files, sentence):
+    if files:
+        write_tar(tmp_path / '0.tar', files)
+    with pytest.raises(UserError, match=sentence):
+        open_dataset(f'wds/{tmp_path}', 'train')
+
+
+def test_a_folder_of_shards_that_is_not_there_gets_one_sentence():
+    with pytest.raises(UserError, match="the folder of shards 'nowhere' does not exist"):
+        open_dataset('wds/nowhere', 'train')
+
+
+UNDIVIDED = pictures(
+    *(f'cat/{i}.png' for i in range(10)), *(f'dog/{i}.png' for i in range(4)), 'ant/1.png', 'ant/2.png', 'bee/1.png'
+)
+
+
+@pytest.mark.parametrize('kind', WRITERS)
+@pytest.mark.parametrize('below', ['', 'train/'])
+def test_without_a_validation_part_a_share_of_each_class_is_held_out(tmp_path, kind, below):
+    data_dir = write(kind, tmp_path, {below + name: content for name, content in UNDIVIDED.items()})
+    train_set, val_set = (open_dataset(data_dir, split, val_fraction=0.2, seed=1) for split in ('train', 'val'))
+    assert train_set.is_held_out and val_set.is_held_out
+    assert train_set.class_names == val_set.class_names == ['ant', 'bee', 'cat', 'dog']
+    # two of ten, one of four, one of two, and none of one
+    assert Counter(val_set.targets) == {2: 2, 3: 1, 0: 1}
+    assert Counter(train_set.targets) == {2: 8, 3: 3, 0: 1, 1: 1}
+    names = [{part.filename(i) for i in range(len(part))} for part in (train_set, val_set)]
+    assert names[0] | names[1] == set(UNDIVIDED) and not names[0] & names[1]
+
+
+def held_out_of(data_dir: str, **options) -> set[str]:
+    dataset = open_dataset(data_dir, 'val', **{'val_fraction': 0.3, 'seed': 1, **options})
+    return {dataset.filename(i) for i in range(len(dataset))}
+
+
+def test_what_is_held_out_follows_from_the_seed_and_the_names_alone(tmp_path):
+    folders = {kind: write(kind, tmp_path / kind, UNDIVIDED) for kind in WRITERS}
+    held_out = [held_out_of(data_dir) for data_dir in folders.values()]
+    # the same in every process and on every machine
+    assert held_out[0] == held_out[1] == held_out[2]
+    assert held_out[0] == {'ant/1.png', 'cat/2.png', 'cat/6.png', 'cat/7.png', 'dog/0.png'}
+    assert held_out_of(folders['folder'], seed=2) != held_out[0]
+    # an image more of one class leaves the others as they are
+    write_files(Path(folders['folder']), pictures('cat/new.png'))
+    assert {name for name in held_out_of(folders['folder']) if 'cat' not in name} == {
+        name for name in held_out[0] if 'cat' not in name
+    }
+
+
+def test_data_with_a_validation_part_is_not_divided(tmp_path):
+    data_dir = write('folder', tmp_path, PARTS)
+    assert contents(data_dir, 'train', val_fraction=0.5) == contents(data_dir, 'train')
+    assert contents(data_dir, 'val', val_fraction=0.5) == contents(data_dir, 'val')
+    assert not open_dataset(data_dir, 'val', val_fraction=0.5).is_held_out
+
+
+def test_images_that_are_all_alone_in_their_classes_cannot_be_held_out(tmp_path):
+    data_dir = write('folder', tmp_path, pictures('cat/1.png', 'dog/1.png'))
+    with pytest.raises(UserError, match='no class has two'):
+        open_dataset(data_dir, 'val', val_fraction=0.2)
+
+
+def listed_in(path: Path, data_dir: str) -> set[str]:
+    dataset = open_dataset(data_dir, 'val', held_out=path)
+    return {dataset.filename(i) for i in range(len(dataset))}
+
+
+def test_a_run_finds_again_what_it_held_out_and_takes_other_data_whole(tmp_path):
+    data_dir = write('folder', tmp_path, UNDIVIDED)
+    val_set = open_dataset(data_dir, 'val', val_fraction=0.2, seed=1)
+    path = tmp_path / 'held_out.csv'
+    write_held_out(path, val_set.reader)
+    held_out = {val_set.filename(i) for i in range(len(val_set))}
+    assert {row['file'] for row in csv.DictReader(path.open())} == held_out == listed_in(path, data_dir)
+    # images that were added, moved into an archive, or into a part, are not confused with them
+    write_files(Path(data_dir), pictures('cat/new.png', 'cow/new.png'))
+    assert listed_in(path, data_dir) == held_out
+    assert (
+        listed_in(path, write('zip', tmp_path, {f'train/{name}': data for name, data in UNDIVIDED.items()})) == held_out
+    )
+    # the same names, other pictures
+    other = {name: picture(name, 'other') for name in UNDIVIDED}
+    assert listed_in(path, write('tar', tmp_path, other)) == set(UNDIVIDED)
+    with pytest.raises(UserError, match="has train but nothing for 'val'"):
+        listed_in(path, write('tar', tmp_path / 'b', {f'train/{name}': data for name, data in other.items()}))
+
+
+def table(**rows: str) -> bytes:
+    # as Excel writes it, with a mark at the beginning
+    return ('\ufefffile,labels\r\n' + ''.join(f'{file}.png,{labels}\r\n' for file, labels in rows.items())).encode()
+
+
+LABELS = dict(a='sea;people', b=' people ; dog', c='', d='sea;sea')
+
+
+@pytest.mark.parametrize('kind', WRITERS)
+def test_a_table_gives_an_image_any_number_of_labels(tmp_path, kind):
+    files = pictures('train/a.png', 'train/b.png', 'train/c.png', 'train/d.png', 'val/x/a.png', 'train/unlisted.png')
+    files |= {'train/labels.csv': table(**LABELS), 'val/labels.csv': table(**{'x/a': 'dog;sea'})}
+    data_dir = write(kind, tmp_path, files)
+    train_set = open_dataset(data_dir, 'train', multi_label=True)
+    assert train_set.class_names == ['dog', 'people', 'sea']
+    assert train_set.targets == [[2, 1], [1, 0], [], [2]]
+    assert torch.equal(train_set[0][1], torch.tensor([0.0, 1, 1]))
+    assert torch.equal(train_set[2][1], torch.zeros(3))
+    assert [train_set.filename(i) for i in range(4)] == ['a.png', 'b.png', 'c.png', 'd.png']
+    val_set = open_dataset(data_dir, 'val', multi_label=True, class_to_idx=train_set.class_to_idx)
+    assert torch.equal(val_set[0][1], torch.tensor([1.0, 0, 1]))
+
+
+def test_of_several_labels_the_rarest_decides_what_is_held_out(tmp_path):
+    rows = {f'{i:02d}': 'common;rare' if i < 4 else 'common' for i in range(20)}
+    data_dir = write('folder', tmp_path, pictures(*(f'{i:02d}.png' for i in range(20))) | {'labels.csv': table(**rows)})
+    val_set = open_dataset(data_dir, 'val', multi_label=True, val_fraction=0.25)
+    assert sorted(map(len, val_set.targets)) == [1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ('content', 'sentence'),
+    [
+        (None, "multi_label needs '.*labels.csv', a table with the columns file and labels"),
+        (b'name,tags\na.png,x\n', 'has the columns name, tags, and needs file and labels'),
+        (b'', 'needs file and labels'),
+        (table(a='x', b='y'), "names 'b.png', which is not there"),
+        (b'file,labels\na.png,x\na.png,y\n', 'names a.png twice'),
+        (table(a=''), 'gives no image a label'),
+    ],
+)
+def test_a_table_that_cannot_be_used_gets_one_sentence(tmp_path, content, sentence):
+    data_dir = write('folder', tmp_path, pictures('a.png') | ({} if content is None else {'labels.csv': content}))
+    with pytest.raises(UserError, match=sentence):
+        open_dataset(data_dir, 'train', multi_label=True)
+
+
+def test_a_label_that_was_not_trained_on_is_named(tmp_path):
+    data_dir = write('folder', tmp_path, pictures('a.png') | {'labels.csv': table(a='see')})
+    with pytest.raises(UserError, match="the label 'see' of .* is not one of the 2 training classes, did you mean sea"):
+        open_dataset(data_dir, 'val', multi_label=True, class_to_idx={'dog': 0, 'sea': 1})
+
+
+def test_only_files_have_a_table_of_labels():
+    with pytest.raises(UserError, match='multi_label reads labels.csv from a folder'):
+        open_dataset('torch/cifar10', 'train', multi_label=True)
+
+
+class FakeHuggingFace:
+    """What timm's reader of a Hugging Face dataset offers."""
+
+    class_to_idx = {'cat': 0, 'dog': 1}
+
+    def iter_targets(self):
+        return iter([0, 1] * 5)
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return io.BytesIO(picture('hf', index)), index % 2
+
+
+@pytest.mark.parametrize(('splits', 'sizes'), [(('train',), (8, 2)), (('train', 'test'), (10, 10))])
+def test_a_hugging_face_dataset_without_a_validation_split_is_divided(monkeypatch, splits, sizes):
+    def create_dataset(name, split, root):
+        if split not in splits:
+            raise ValueError(f'Unknown split "{split}". Should be one of {splits}.')
+        return type('Dataset', (), {'reader': FakeHuggingFace()})()
+
+    monkeypatch.setattr('vitzoo.data.third_party.create_dataset', create_dataset)
+    parts = [open_dataset('hfds/me/pets', split, val_fraction=0.2) for split in ('train', 'val')]
+    assert tuple(map(len, parts)) == sizes
+    assert parts[1][0][0].size == (8, 6) and parts[1].class_names == ['cat', 'dog']
+    if len(splits) == 1:
+        with pytest.raises(UserError, match='has no split named val, validation'):
+            open_dataset('hfds/me/pets', 'val')
+
+
+def test_holding_out_takes_any_reader_of_labelled_images():
+    val_set = hold_out(open_dataset('sample', 'train').reader, 'val', 0.1, seed=3)
+    assert Counter(val_set.labels) == dict.fromkeys(range(10), 20)

@@ -1,0 +1,120 @@
+"""weights/results.csv is right where it can be counted again, and the tables made from it are current."""
+
+import json
+import re
+from pathlib import Path
+
+import docs_models
+import pytest
+import timm
+
+ROOT = Path(__file__).parents[2]
+
+
+ROWS = docs_models.read_rows()
+COLUMNS = list(ROWS[0])
+
+
+def name_of(row: dict) -> str:
+    return f'{row["model"]}-{row["img_size"]}-{ROWS.index(row)}'
+
+
+@pytest.mark.parametrize('row', ROWS, ids=name_of)
+def test_parameters_and_macs_of_every_row_are_those_of_the_model(row):
+    params, macs = docs_models.measure(row)
+    assert int(row['params']) == params, 'run `python tools/docs_models.py --measure`'
+    assert float(row['gmacs']) == pytest.approx(macs / 1e9, rel=1e-4, abs=5e-5), (
+        'run `python tools/docs_models.py --measure`'
+    )
+
+
+def test_every_row_is_whole():
+    assert len(ROWS) > 40
+    for row in ROWS:
+        assert None not in row and None not in row.values(), name_of(row)
+        has_accuracy = bool(row['top1'])
+        assert row['source'] in (('reproduced', 'converted', 'paper') if has_accuracy else ('',))
+        for key in ('trained_on', 'data', 'reference'):
+            assert bool(row[key]) == has_accuracy, (name_of(row), key)
+        assert not row['top5'] or 100 > float(row['top5']) > float(row['top1']) > 0
+        assert not row['oversmoothing'] or -1 <= float(row['oversmoothing']) <= 1
+        assert bool(row['images_per_second'] or row['peak_memory_mb']) <= bool(row['device'])
+        assert row['versions'].startswith('torch ')
+
+
+def test_every_column_is_explained():
+    lines = re.findall(r'^\| (`[^|]*`) \|', (ROOT / 'weights' / 'README.md').read_text(), re.MULTILINE)
+    assert re.findall('`(\\w+)`', ' '.join(lines)) == COLUMNS
+
+
+def test_what_is_published_is_said_where():
+    for row in ROWS:
+        if row['source'] == 'paper':
+            assert row['reference'].startswith('https://') and row['data'] == 'ImageNet-1k', name_of(row)
+        elif row['source']:
+            assert 'vitzoo validate' in row['reference'], name_of(row)
+
+
+def test_no_model_has_two_rows_of_the_same_kind():
+    kinds = [tuple(row[key] for key in ('model', 'kwargs', 'img_size', 'trained_on', 'data')) for row in ROWS]
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_every_row_names_weights_that_there_are_or_none():
+    for row in ROWS:
+        name, _, tag = row['model'].partition('.')
+        assert timm.is_model(name)
+        assert not tag or row['model'] in timm.list_models(f'{name}.*', include_tags=True)
+
+
+@pytest.mark.parametrize('path', ['README.md', 'docs/models.md'])
+def test_the_tables_are_current(path):
+    made = docs_models.readme_tables(ROWS) if path == 'README.md' else docs_models.page_tables(ROWS)
+    text = (ROOT / path).read_text()
+    assert docs_models.fill(text, made) == text, 'run `make docs`'
+
+
+def test_every_row_is_in_a_table():
+    page = ''.join(docs_models.page_tables(ROWS).values())
+    for row in ROWS:
+        cells = docs_models.numbers(row)
+        shown = f'| {cells["params"]} | {cells["gmacs"]} | {cells["gflops"]} | {cells["top1"]} | {cells["top5"]} |'
+        if row['source'] in ('reproduced', 'converted'):
+            shown = f'| {cells["data"]} | {cells["img_size"]} | {cells["top1"]} | {cells["top5"]} |'
+        assert shown in page, name_of(row)
+
+
+def test_the_readme_has_a_row_for_each_model_at_224():
+    table = docs_models.readme_tables(ROWS)['models']
+    names = {row['model'].partition('.')[0] for row in ROWS if row['img_size'] == '224' and not row['kwargs']}
+    assert [line.split('`')[1] for line in table.splitlines()[2:]] == list(
+        dict.fromkeys(row['model'].partition('.')[0] for row in ROWS if row['model'].partition('.')[0] in names)
+    )
+
+
+def test_published_digits_are_kept():
+    assert [docs_models.accuracy(cell) for cell in ('', '81.6', '76.65', '83.816', '84.098', '83.0')] == [
+        *('', '81.6', '76.65', '83.82', '84.10', '83.0')
+    ]
+
+
+def test_numbers_are_shown_with_their_device():
+    row = dict.fromkeys(COLUMNS, '') | dict(params='1234567', gmacs='0.3852', images_per_second='1234.5', device='H200')
+    shown = docs_models.numbers(row)
+    assert (shown['params'], shown['gmacs'], shown['gflops']) == ('1,234,567', '0.385', '0.770')
+    assert shown['images_per_second'] == '1,234 (H200)'
+
+
+@pytest.mark.parametrize('text', ['', '<!-- a: made by `make docs` -->\n', '<!-- end of a -->\n' * 2])
+def test_a_page_without_a_place_for_a_table_is_refused(text):
+    with pytest.raises(ValueError, match='there are not one'):
+        docs_models.fill(text, {'a': '| 1 |'})
+
+
+def test_swapped_models_say_how_to_make_them():
+    page = docs_models.page_tables(ROWS)['swapped']
+    for row in ROWS:
+        if row['model'] == docs_models.SWAPPED:
+            rest = [value for key, value in json.loads(row['kwargs'] or '{}').items() if key != 'mixer']
+            assert all(str(value) in page for value in rest), name_of(row)
+    assert '| `longformer` | 1–2 |' in page and '| `softmax` | 1–4 |' in page

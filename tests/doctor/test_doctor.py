@@ -1,0 +1,411 @@
+"""vitzoo doctor: every kind of fault is found where it was planted, and nothing where there is none."""
+
+import io
+import json
+import re
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitzoo.cli import main
+from vitzoo.doctor import doctor
+from vitzoo.doctor.checks import TRAITS
+from vitzoo.doctor.facts import Facts, find_alike, inspect
+
+SIZE = (64, 48)
+
+
+def picture(*seed, size: tuple[int, int] = SIZE) -> Image.Image:
+    """A picture with shapes, as photographs have them, that no other seed gives."""
+    generator = np.random.default_rng([*' '.join(map(str, seed)).encode()])
+    coarse = Image.fromarray(generator.integers(0, 255, (4, 5, 3), dtype=np.uint8))
+    return coarse.resize(size, Image.Resampling.BICUBIC)
+
+
+def save(path: Path, image: Image.Image, **options) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+    return path
+
+
+def save_new(root: Path, *names: str, **options) -> None:
+    for name in names:
+        save(root / name, picture(name, **options))
+
+
+@pytest.fixture
+def clean(tmp_path) -> Path:
+    """A dataset without a fault."""
+    root = tmp_path / 'photos'
+    for name in ('ant', 'bee', 'cat'):
+        save_new(root, *(f'train/{name}/{i}.png' for i in range(4)), *(f'val/{name}/{i}.png' for i in (8, 9)))
+    return root
+
+
+def found(root: Path, *options: str) -> dict[str, list[str]]:
+    findings = doctor([str(root), '--img-size', '64', '--workers', '0', *options])
+    assert len({one.code for one in findings}) == len(findings)
+    assert all(one.message and one.fix for one in findings)
+    return {one.code: one.where for one in findings}
+
+
+def plant_hidden(root):
+    save_new(root, 'train/.ipynb_checkpoints/0.png', 'train/ant/._0.png', 'val/bee/.trash/0.png')
+    (root / 'train' / '.DS_Store').write_bytes(b'x')
+    return ['train/.ipynb_checkpoints/', 'train/ant/._0.png', 'val/bee/.trash/']
+
+
+def plant_outside_class(root):
+    save_new(root, 'cover.png', 'train/stray.png')
+    return ['cover.png', 'train/stray.png']
+
+
+def plant_unused_folder(root):
+    save_new(root, 'extra/deep/0.png')
+    save_new(root, 'test/ant/0.png')
+    (root / 'licences').mkdir()
+    return ['extra/']
+
+
+def plant_unread_format(root):
+    (root / 'train' / 'ant' / 'IMG_1.HEIC').write_bytes(b'x')
+    return ['train/ant/IMG_1.HEIC']
+
+
+def plant_not_images(root):
+    (root / 'train' / 'ant' / 'notes.txt').write_text('x')
+    (root / 'val' / 'README').write_text('x')
+    return ['train/ant/notes.txt', 'val/README']
+
+
+def plant_case_only(root):
+    save_new(root, *(f'{part}/Bee/{i}.png' for part in ('train', 'val') for i in 'xy'))
+    save_new(root, 'train/ant/X.png', 'train/ant/x.PNG')
+    return ['train/Bee = train/bee', 'train/ant/X.png = train/ant/x.PNG', 'val/Bee = val/bee']
+
+
+def plant_empty_class(root):
+    (root / 'train' / 'eel').mkdir()
+    return ['train/eel/']
+
+
+def plant_numeric_names(root):
+    save_new(root, *(f'{part}/{number}/{i}.png' for part in ('train', 'val') for number in (2, 10) for i in 'xy'))
+    return ['2', '10']
+
+
+def plant_imbalance(root):
+    save_new(root, *(f'train/ant/more{i}.png' for i in range(37)))
+    return ['bee (4)', 'cat (4)']
+
+
+def plant_missing_in_train(root):
+    save_new(root, 'val/dog/0.png')
+    return ['dog']
+
+
+def plant_missing_in_val(root):
+    save_new(root, 'train/cow/0.png', 'train/cow/1.png')
+    return ['cow']
+
+
+def plant_unreadable(root):
+    save(root / 'train' / 'ant' / 'cut.jpg', picture('cut', size=(200, 200)), quality=95)
+    whole = (root / 'train' / 'ant' / 'cut.jpg').read_bytes()
+    (root / 'train' / 'ant' / 'cut.jpg').write_bytes(whole[: len(whole) // 2])
+    (root / 'train' / 'bee' / 'empty.png').write_bytes(b'')
+    (root / 'val' / 'cat' / 'page.jpg').write_text('<html>')
+    names = ['train/bee/empty.png', 'val/cat/page.jpg']
+    return ['train/ant/cut.jpg (image file is truncated)', *(f'{name} (it is no image, or empty)' for name in names)]
+
+
+def plant_deep(root):
+    grey = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    save(root / 'train' / 'ant' / 'deep.png', Image.fromarray(grey))
+    save(root / 'val' / 'bee' / 'float.tif', Image.fromarray(grey.T.astype(np.float32) / 65535))
+    return ['train/ant/deep.png', 'val/bee/float.tif']
+
+
+def plant_cmyk(root):
+    save(root / 'train' / 'cat' / 'print.jpg', picture('print').convert('CMYK'))
+    return ['train/cat/print.jpg']
+
+
+def plant_transparent(root):
+    image = picture('transparent').convert('RGBA')
+    image.paste((0, 0, 0, 0), (0, 0, 10, 10))
+    save(root / 'train' / 'cat' / 'cut-out.png', image)
+    # a channel of alpha that hides nothing is no finding
+    save(root / 'train' / 'cat' / 'opaque.png', picture('opaque').convert('RGBA'))
+    return ['train/cat/cut-out.png']
+
+
+def plant_palette(root):
+    save(root / 'val' / 'ant' / 'few-colours.png', picture('palette').quantize(16))
+    return ['val/ant/few-colours.png']
+
+
+def plant_rotated(root):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save(root / 'train' / 'bee' / 'turned.jpg', picture('turned'), exif=exif)
+    exif[0x0112] = 1
+    save(root / 'train' / 'bee' / 'upright.jpg', picture('upright'), exif=exif)
+    return ['train/bee/turned.jpg']
+
+
+def plant_animated(root):
+    frames = [picture('frame', number) for number in range(3)]
+    save(root / 'train' / 'bee' / 'moving.webp', frames[0], save_all=True, append_images=frames[1:])
+    return ['train/bee/moving.webp']
+
+
+def plant_small(root):
+    save_new(root, 'train/ant/icon.png', size=(80, 31))
+    return ['train/ant/icon.png (80 x 31)']
+
+
+def plant_elongated(root):
+    save_new(root, 'val/ant/banner.png', size=(64, 193))
+    return ['val/ant/banner.png (64 x 193)']
+
+
+def plant_copies_across(root):
+    shutil.copy(root / 'train' / 'ant' / '0.png', root / 'val' / 'ant' / 'same.png')
+    # the same pixels in another file
+    save(root / 'val' / 'bee' / 'same.bmp', Image.open(root / 'train' / 'bee' / '1.png'))
+    return ['train/ant/0.png = val/ant/same.png', 'train/bee/1.png = val/bee/same.bmp']
+
+
+def plant_unclear_class(root):
+    shutil.copy(root / 'train' / 'cat' / '2.png', root / 'train' / 'bee' / 'same.png')
+    return ['train/bee/same.png = train/cat/2.png']
+
+
+def plant_copies_within(root):
+    for name in ('a.png', 'b.png'):
+        shutil.copy(root / 'train' / 'ant' / '3.png', root / 'train' / 'ant' / name)
+    shutil.copy(root / 'val' / 'cat' / '8.png', root / 'val' / 'cat' / 'same.png')
+    return ['train/ant/3.png = train/ant/a.png = train/ant/b.png', 'val/cat/8.png = val/cat/same.png']
+
+
+def plant_alike_across(root):
+    save(root / 'val' / 'bee' / 'again.jpg', Image.open(root / 'train' / 'bee' / '2.png'), quality=60)
+    return ['train/bee/2.png = val/bee/again.jpg']
+
+
+def plant_alike_within(root):
+    image = Image.open(root / 'train' / 'cat' / '3.png')
+    save(root / 'train' / 'cat' / 'larger.png', image.resize((160, 120), Image.Resampling.BICUBIC))
+    return ['train/cat/3.png = train/cat/larger.png']
+
+
+PLANTS = {name[6:].replace('_', '-'): plant for name, plant in globals().items() if name.startswith('plant_')}
+ERRORS = {'missing-in-train', 'unreadable', 'copies-across'}
+NOTES = {'hidden', 'not-images', 'numeric-names', 'elongated', 'alike-within', *TRAITS}
+
+
+def in_short(where: list[str]) -> list[str]:
+    """Names in order, without the number of bytes that PIL misses."""
+    return sorted(re.sub(r' \(\d+ bytes not processed\)', '', name) for name in where)
+
+
+def test_data_without_a_fault_gives_no_finding(clean, capsys):
+    assert found(clean) == {}
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        f'train  12 images of 3 classes in {clean}/train',
+        f'val    6 images of 3 classes in {clean}/val',
+        '',
+        f'nothing is wrong: {clean}',
+    ]
+
+
+@pytest.mark.parametrize('code', PLANTS)
+def test_a_fault_alone_is_found_alone(clean, code):
+    where = PLANTS[code](clean)
+    findings = doctor([str(clean), '--img-size', '64', '--workers', '0'])
+    assert [one.code for one in findings] == [code]
+    assert in_short(findings[0].where) == sorted(where)
+    severity = 'error' if code in ERRORS else 'note' if code in NOTES else 'warning'
+    assert findings[0].severity == severity
+
+
+def test_all_faults_together_are_all_found_errors_first(clean):
+    planted = {code: plant(clean) for code, plant in PLANTS.items()}
+    findings = doctor([str(clean), '--img-size', '64', '--workers', '2'])
+    assert {one.code for one in findings} == set(PLANTS)
+    ranks = [('error', 'warning', 'note').index(one.severity) for one in findings]
+    assert ranks == sorted(ranks)
+    where = {one.code: in_short(one.where) for one in findings}
+    # the smaller classes are more, with those that other faults brought along
+    for code in set(planted) - {'imbalance'}:
+        assert set(planted[code]) <= set(where[code]), code
+
+
+def pack(kind: str, folder: Path, path: Path) -> Path:
+    if kind == 'tar':
+        with tarfile.open(path, 'w') as tar:
+            tar.add(folder, 'photos')
+    else:
+        with zipfile.ZipFile(path, 'w') as archive:
+            for file in sorted(folder.rglob('*')):
+                archive.write(file, Path('photos') / file.relative_to(folder))
+    return path
+
+
+@pytest.mark.parametrize('kind', ['tar', 'zip'])
+def test_an_archive_is_examined_like_a_folder(clean, tmp_path, kind):
+    assert found(pack(kind, clean, tmp_path / f'clean.{kind}')) == {}
+    for code in ('hidden', 'not-images', 'missing-in-train', 'copies-across', 'unreadable', 'deep'):
+        PLANTS[code](clean)
+    save_new(clean, 'train/stray.png')
+    expected, packed = found(clean), found(pack(kind, clean, tmp_path / f'faulty.{kind}'))
+    # an archive has no folders, only the files in them
+    expected.pop('hidden'), packed.pop('hidden')
+    assert packed == expected
+
+
+def test_shards_are_examined_picture_by_picture(tmp_path):
+    for part in ('train', 'val'):
+        with tarfile.open(tmp_path / f'{part}-0.tar', 'w') as tar:
+            for i in range(3):
+                file = io.BytesIO()
+                # the last picture of both parts is the same
+                picture(part if i < 2 else '', i).save(file, 'PNG')
+                for name, content in ((f'{i}.png', file.getvalue()), (f'{i}.cls', b'%d' % (i % 2))):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    assert found(f'wds/{tmp_path}') == {
+        'copies-across': ['train/train-0.tar/2.png = val/val-0.tar/2.png'],
+        'numeric-names': ['0', '1'],
+    }
+
+
+def test_what_nobody_divided_is_examined_too(tmp_path):
+    save_new(tmp_path, *(f'{name}/{i}.png' for name in ('ant', 'bee') for i in range(3)))
+    assert found(tmp_path) == {'no-validation': [str(tmp_path)]}
+    save_new(tmp_path, 'cat/0.png', 'stray.png')
+    assert found(tmp_path) == {
+        'no-validation': [str(tmp_path)],
+        'single-image': ['cat'],
+        'outside-class': ['train/stray.png'],
+    }
+
+
+def test_parts_with_names_of_their_own_are_no_classes(tmp_path):
+    save_new(tmp_path, *(f'seg_{part}/{name}/{i}.png' for part in ('train', 'test') for name in 'ab' for i in '01'))
+    assert found(tmp_path)['nested-classes'] == ['train/seg_test/', 'train/seg_train/']
+    save_new(tmp_path, 'seg_train/0.png')
+    assert 'nested-classes' not in found(tmp_path)
+
+
+def test_images_with_several_labels_are_examined_by_their_table(tmp_path):
+    save_new(tmp_path, *(f'{part}/{i}.png' for part in ('train', 'val') for i in range(3)))
+    for part, labels in dict(train='sea;dog', val='dog').items():
+        lines = ''.join(f'{i}.png,{labels if i else "dog;sea"}\n' for i in range(3))
+        (tmp_path / part / 'labels.csv').write_text(f'file,labels\n{lines}')
+    assert found(tmp_path) == {}
+    save_new(tmp_path, 'train/x/new.png')
+    (tmp_path / 'val' / 'labels.csv').write_text('file,labels\n0.png,cat\n1.png,dog\n2.png,\n')
+    assert found(tmp_path) == {
+        'unlisted': ['train/x/new.png'],
+        'missing-in-train': ['cat'],
+        'missing-in-val': ['sea'],
+    }
+
+
+def test_the_sample_is_healthy():
+    assert found('sample', '--img-size', '32') == {}
+    assert list(found('sample', '--img-size', '224')) == ['small']
+
+
+@pytest.mark.parametrize(
+    ('plant', 'code'), [(None, 0), ('small', 0), ('deep', 0), ('unreadable', 1), ('copies-across', 1)]
+)
+def test_the_exit_code_is_1_where_there_are_errors(clean, capsys, plant, code):
+    if plant:
+        PLANTS[plant](clean)
+    argv = ['doctor', str(clean), '--img-size', '64', '--workers', '1']
+    if code:
+        with pytest.raises(SystemExit) as end:
+            main(argv)
+        assert end.value.code == code
+    else:
+        main(argv)
+    assert f'{plant}: ' in capsys.readouterr().out if plant else True
+
+
+def test_data_that_cannot_be_used_at_all_is_an_error(tmp_path, capsys):
+    save_new(tmp_path, 'flat.png')
+    with pytest.raises(SystemExit) as end:
+        main(['doctor', str(tmp_path)])
+    assert end.value.code == 1
+    assert 'has 1 images but no class folders; move the images of each class' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('argv', 'words'),
+    [
+        (['nowhere'], "the data folder 'nowhere' does not exist"),
+        (['sample', '--json', 'report.txt'], "'report.txt': its name must end in .json"),
+        (['hfds/nonesuch/nonesuch:nowhere'], 'hfds/nonesuch'),
+    ],
+)
+def test_a_mistake_gets_one_sentence(argv, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(['doctor', *argv])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error and error.startswith('vitzoo: error: ') and error.count('\n') == 1
+
+
+def test_the_terminal_shows_a_few_names_and_the_file_all_of_them(clean, tmp_path, capsys):
+    save_new(clean, *(f'train/ant/icon{i}.png' for i in range(9)), size=(20, 20))
+    findings = found(clean, '--json', str(tmp_path / 'out' / 'report.json'))
+    printed = capsys.readouterr().out
+    assert 'warning 9 small: images are enlarged' in printed and 'fix: use the originals' in printed
+    assert printed.count('icon') == 4 and 'all with --json FILE' in printed
+    report = json.loads((tmp_path / 'out' / 'report.json').read_text())
+    assert report['parts']['train'] == dict(images=21, classes=dict(ant=13, bee=4, cat=4))
+    (finding,) = report['findings']
+    assert finding.keys() == {'code', 'severity', 'message', 'fix', 'where', 'count'}
+    assert finding['where'] == findings['small'] and len(finding['where']) == finding['count'] == 9
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(clean, capsys):
+    (clean / 'train' / '[bold]').mkdir()
+    assert found(clean) == {'empty-class': ['train/[bold]/']}
+    assert 'train/[bold]/' in capsys.readouterr().out
+
+
+def facts_of(image: Image.Image, suffix: str = 'png', **options) -> Facts:
+    file = io.BytesIO()
+    image.save(file, suffix, **options)
+    return inspect(file)
+
+
+@pytest.mark.parametrize('quality', [50, 75, 95])
+@pytest.mark.parametrize('scale', [0.5, 1, 2])
+def test_a_photograph_is_known_again_when_it_is_resized_and_saved_again(quality, scale):
+    photos = [picture('photo', i, size=(160, 120)) for i in range(20)]
+    again = [photo.resize((int(160 * scale), int(120 * scale)), Image.Resampling.BICUBIC) for photo in photos]
+    facts = [facts_of(photo) for photo in photos] + [facts_of(photo, 'jpeg', quality=quality) for photo in again]
+    found_again = set(find_alike(facts))
+    # a bit of the hash is undecided where a picture has flat parts
+    assert len(found_again) >= 19
+    assert found_again <= {(i, i + 20) for i in range(20)}
+
+
+def test_pictures_of_nothing_are_not_alike():
+    generator = np.random.default_rng(0)
+    walls = [Image.fromarray(generator.normal(128, 2, (64, 64, 3)).astype(np.uint8)) for _ in range(20)]
+    assert find_alike([facts_of(wall) for wall in walls]) == []
+    assert find_alike([Facts(error='x')]) == [] and find_alike([]) == []

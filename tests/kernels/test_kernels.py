@@ -1,0 +1,295 @@
+"""The kernels against the naive forms of their ops, and what they would take of a GPU.
+
+Where there is a GPU they run on it. Elsewhere Triton's interpreter stands in, which must be switched on before Triton
+is imported: then the tests that need it run in a process of their own, started by the first test here.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import partial, wraps
+from pathlib import Path
+
+import pytest
+import torch
+from timm.layers import set_fused_attn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitzoo import kernels
+from vitzoo.bench import _contenders as contenders
+from vitzoo.bench import kernels as bench
+from vitzoo.bench._harness import KEYS, copying, matmul
+from vitzoo.mixers.aft import aft_conv, aft_conv_naive
+from vitzoo.mixers.performer import performer_attention, performer_naive
+
+# the public function of each kernel's file
+FUNCTIONS = {'aft_conv': 'aft_conv', 'favor': 'favor_attention', 'window': 'window_attention'}
+ROOT = Path(__file__).parents[2]
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+HAS_TRITON = importlib.util.find_spec('triton') is not None
+IS_INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
+needs_kernels = pytest.mark.skipif(
+    not HAS_TRITON or not (IS_INTERPRETED or DEVICE == 'cuda'), reason='runs in a process of its own, or on a GPU'
+)
+# of the norm; Triton's interpreter rounds bfloat16 towards 0, which is twice as far as the nearest, and always one way
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}
+
+
+def child(*command: str, **env: str) -> subprocess.CompletedProcess:
+    env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1') | env
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.skipif(IS_INTERPRETED or DEVICE == 'cuda' or not HAS_TRITON, reason='the tests below run here')
+def test_the_kernels_pass_in_the_interpreter(triton_interpreter):
+    done = child('-m', 'pytest', 'tests/kernels/test_kernels.py', '-n', '0', '-k', 'not compile', TRITON_INTERPRET='1')
+    assert done.returncode == 0, done.stdout
+    assert ' passed' in done.stdout
+
+
+@pytest.fixture
+def experimental():
+    set_fused_attn(True, experimental=True)
+    yield
+    set_fused_attn(True)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The names of the kernels' functions that were called."""
+    called = []
+    for name, function in FUNCTIONS.items():
+        module = importlib.import_module(f'vitzoo.kernels.{name}')
+        original = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *a, f=function, o=original: (called.append(f), o(*a))[1])
+    return called
+
+
+def qkv(grid_size, P, d, std=1.0, heads=2):
+    """As a linear layer gives them: parts of one tensor, the heads of a token side by side."""
+    generator = torch.Generator().manual_seed(0)
+    N = P + grid_size[0] * grid_size[1]
+    x = std * torch.randn(2, N, 3 * heads * d, generator=generator, dtype=torch.float64)
+    return [part.unflatten(2, (heads, d)).transpose(1, 2) for part in x.chunk(3, dim=-1)], generator
+
+
+def aft_case(grid_size, P, d, size, std=1.0):
+    (q, k, v), generator = qkv(grid_size, P, d, std)
+    return [q, k[..., :1], v, std * torch.randn(2, size, size, generator=generator, dtype=torch.float64), grid_size]
+
+
+def performer_case(grid_size, P, d, num_features, std=1.0):
+    (q, k, v), generator = qkv(grid_size, P, d, std)
+    return [q, k, v, torch.randn(num_features, d, generator=generator, dtype=torch.float64), d**-0.5]
+
+
+# more than a tile and a part each way, and sizes that nothing divides
+CASES = {
+    'aft_conv': (aft_conv, aft_conv_naive, aft_case((9, 13), 1, 20, 5)),
+    'aft_conv_wide': (aft_conv, aft_conv_naive, aft_case((10, 8), 2, 16, 11)),
+    'aft_conv_small_grid': (aft_conv, aft_conv_naive, aft_case((3, 5), 0, 33, 7)),
+    'aft_conv_large': (aft_conv, aft_conv_naive, aft_case((9, 13), 1, 16, 5, std=10.0)),
+    'performer': (performer_attention, performer_naive, performer_case((11, 13), 1, 20, 70)),
+    'performer_few': (performer_attention, performer_naive, performer_case((3, 5), 2, 16, 6)),
+    'performer_wide': (performer_attention, performer_naive, performer_case((9, 9), 0, 65, 33)),
+    'performer_large': (performer_attention, performer_naive, performer_case((11, 13), 1, 20, 70, std=10.0)),
+}
+# the naive form of performer has no shift, so it overflows there; the op in float64 does not
+CASES['performer_large'] = (performer_attention, performer_attention, CASES['performer_large'][2])
+
+
+def run(op, args, dtype, device='cpu'):
+    """The output of an op and all gradients, in float64."""
+    args = [a.to(device, dtype) if isinstance(a, torch.Tensor) else a for a in args]
+    is_performer = 'performer' in op.__name__
+    inputs = [a.detach().requires_grad_() for a in (args[:3] if is_performer else args[:4])]
+    out = op(*inputs, *args[len(inputs) :])
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device).reshape(out.shape)
+    grads = torch.autograd.grad((out.double() * weights).sum(), inputs)
+    return [x.double().cpu() for x in (out, *grads)]
+
+
+@needs_kernels
+@pytest.mark.parametrize('dtype', TOLERANCE, ids=str)
+@pytest.mark.parametrize('case', CASES)
+def test_a_kernel_equals_the_naive_form_with_gradients(case, dtype, experimental, calls):
+    op, naive, args = CASES[case]
+    # rounded first, so that both see the same numbers
+    args = [a.to(dtype) if isinstance(a, torch.Tensor) else a for a in args]
+    got = run(op, args, dtype, DEVICE)
+    assert len(calls) == 1
+    expected = run(naive, args, torch.float64)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.isfinite().all()
+        assert ((ours - theirs).norm() / theirs.norm()).item() < TOLERANCE[dtype]
+
+
+@needs_kernels
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer'])
+def test_a_kernel_gives_the_same_bits_each_time(case, experimental):
+    op, _, args = CASES[case]
+    first, second = (run(op, args, torch.float32, DEVICE) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
+def test_a_sample_does_not_depend_on_its_batch(case, experimental):
+    op, _, (q, k, v, *rest) = CASES[case]
+    rest = [a.float().to(DEVICE) if isinstance(a, torch.Tensor) else a for a in rest]
+    q, k, v = (x.float().to(DEVICE) for x in (q, k, v))
+    # the other sample is a hundred times as large
+    scale = torch.tensor([1.0, 100.0], device=DEVICE).reshape(2, 1, 1, 1)
+    alone = op(q[:1], k[:1], v[:1], *rest)
+    torch.testing.assert_close(op(scale * q, scale * k, v, *rest)[:1], alone, rtol=1e-5, atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize('name', ['aft_conv', 'favor'])
+def test_torch_accepts_the_custom_op(name):
+    op = importlib.import_module(f'vitzoo.kernels.{name}').forward_op
+    (q, k, v), _ = qkv((2, 3), 1, 16, heads=1)
+    q, k, v = (x[:1].float().to(DEVICE).requires_grad_() for x in (q, k, v))
+    if name == 'aft_conv':
+        kernel = torch.zeros(1, 3, 3, device=DEVICE, requires_grad=True)
+        torch.library.opcheck(op, (q, k[..., :1].detach().requires_grad_(), v, kernel, 2, 3))
+    else:
+        torch.library.opcheck(op, (q, k, v, torch.ones(6, 16, device=DEVICE), 0.25))
+
+
+@needs_kernels
+@pytest.mark.parametrize('case, target', [('aft_conv_small_grid', 'aft_conv'), ('performer_few', 'favor_attention')])
+def test_a_kernel_is_used_under_the_compiler(case, target, experimental):
+    op, _, args = CASES[case]
+    expected = run(op, args, torch.float32, DEVICE)
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(op, fullgraph=True, backend=backend)
+    got = run(wraps(op)(lambda *args: compiled(*args)), args, torch.float32, DEVICE)
+    assert any(f'vitzoo.{target}' in name for name in targets), targets
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@needs_kernels
+def test_flops_are_those_of_the_formula(experimental):
+    # 2 samples, 2 heads; 3 x 5 cells of 33 channels, 7 x 7 taps on numerator and denominator
+    macs = 4 * (15 * 49 * 34 + 2 * 15 * 33)
+    assert flops(*CASES['aft_conv_small_grid']) == (2 * macs, 6 * macs)
+    # 17 tokens of 16 channels, 6 features
+    macs = 4 * 6 * (4 * 17 * 16 + 17)
+    assert flops(*CASES['performer_few']) == (2 * macs, 6 * macs)
+
+
+def flops(op, _, args) -> tuple[int, int]:
+    """FLOPs of a forward pass, and of forward and backward."""
+    args = [a.float().to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        op(*args)
+    with FlopCounterMode(display=False) as both:
+        run(op, args, torch.float32, DEVICE)
+    return forward.get_total_flops(), both.get_total_flops()
+
+
+@needs_kernels
+@pytest.mark.parametrize('level', [0, 1])
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
+def test_no_kernel_is_used_unless_timm_allows_what_is_experimental(case, level, calls):
+    op, _, args = CASES[case]
+    set_fused_attn(bool(level))
+    try:
+        run(op, args, torch.float32, DEVICE)
+    finally:
+        set_fused_attn(True)
+    assert calls == []
+
+
+@needs_kernels
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
+def test_what_a_kernel_cannot_do_is_left_to_pytorch(case, experimental, calls):
+    op, naive, args = CASES[case]
+    # float64; heads that are too wide, or too narrow for a matrix product; features that are learned
+    torch.testing.assert_close(run(op, args, torch.float64), run(naive, args, torch.float64))
+    if case == 'aft_conv_small_grid':
+        for d in (1, 129):
+            run(op, aft_case((3, 3), 0, d, 3), torch.float32, DEVICE)
+    else:
+        run(op, performer_case((3, 3), 0, 129, 6), torch.float32, DEVICE)
+        q, k, v, features, scale = (a.float().to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args)
+        op(q, k, v, features.requires_grad_(), scale)
+        op(q, k, v, features, scale, 'relu')
+    assert calls == []
+
+
+@needs_kernels
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
+def test_without_triton_pytorch_computes(case, experimental, calls, monkeypatch):
+    monkeypatch.setattr(kernels, 'HAS_TRITON', False)
+    op, naive, args = CASES[case]
+    for ours, theirs in zip(run(op, args, torch.float32), run(naive, args, torch.float64), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert calls == []
+
+
+@pytest.fixture
+def bench_args(monkeypatch):
+    monkeypatch.setattr(bench, 'matmul', partial(matmul, size=64))
+    monkeypatch.setattr(bench, 'copying', partial(copying, size=64))
+    options = '--seconds 0 --min-rounds 1 --dim 32 --heads 2 --batch 1 --against pytorch sdpa --device'
+    return bench.parse_args([*options.split(), DEVICE])
+
+
+@needs_kernels
+@pytest.mark.parametrize('name', [task.name for task in contenders.KERNELS])
+def test_a_kernel_is_measured_beside_its_work(name, bench_args, calls):
+    (task,) = (task for task in contenders.KERNELS if task.name == name)
+    rows = bench.measure(task, 16, bench_args)
+    assert len(calls) > 1
+    assert [(fields['what'], fields['against']) for fields in rows] == [
+        (what, against) for what in bench.WHATS for against in ('kernel', 'pytorch', 'sdpa')
+    ]
+    for fields in rows:
+        assert set(fields) < set(KEYS)
+        assert fields['ratio'] > 0 and fields['seconds'] > 0
+        assert fields['copy_gbs'] > 0 and fields['matmul_gflops'] > 0
+        assert ('matmul_share' in fields) == ('io_mb' in fields) == (fields['against'] != 'sdpa')
+    bench.print_rows(rows)
+
+
+@needs_kernels
+def test_a_kernel_that_is_wrong_gets_no_ratio(bench_args, monkeypatch, capsys):
+    (task,) = (task for task in contenders.KERNELS if task.name == 'performer')
+    monkeypatch.setattr(bench, 'with_kernel', lambda op: lambda *args: 1.1 * op(*args))
+    assert bench.measure(task, 16, bench_args) == []
+    assert 'refused: performer, kernel, 16 tokens: the output differs' in capsys.readouterr().out
+
+
+def triton_version() -> tuple[int, ...]:
+    return tuple(map(int, importlib.metadata.version('triton').split('.')[:2])) if HAS_TRITON else (0, 0)
+
+
+# shared memory that a block can have, in bytes
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+
+
+@pytest.mark.skipif(triton_version() < (3, 3), reason='compiles through an interface that Triton has since 3.3')
+@pytest.mark.parametrize('name', ['aft_conv', 'favor'])
+def test_the_kernels_compile_for_gpus_and_fit_in_them(name):
+    done = child('tools/compile_ahead.py', name, TRITON_INTERPRET='0')
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {fields['arch'] for fields in found} == {80, 90}
+    for fields in found:
+        assert fields['registers'] <= 255
+        assert fields['shared'] <= SHARED[fields['arch']], fields
+        # bytes of a thread, for which registers were not enough
+        assert fields['spills'] <= 96, fields

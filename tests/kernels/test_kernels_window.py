@@ -1,0 +1,327 @@
+"""The kernel of window attention against its specification, on a GPU or else in Triton's interpreter."""
+
+import json
+
+import pytest
+import torch
+from test_kernels import SHARED, child
+from timm.layers import set_fused_attn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+import vitzoo.kernels
+from vitzoo import create_mixer
+from vitzoo.mixers._window import window_attention, window_attention_naive
+
+pytest.importorskip('triton')
+
+HEADS, SCALE = 2, 0.3
+# relative to the norm: what rounding of inputs and weights leaves
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# grid, window, halo, shared keys, head dimension; of `blocks`, queries and keys are more than a block holds
+SHAPES = {
+    'half': ((5, 7), 3, 1, 2, 8),
+    'whole': ((5, 4), 2, 2, 1, 20),
+    'none': ((4, 7), 4, 0, 0, 16),
+    'far': ((2, 4), 1, 2, 3, 8),
+    'blocks': ((8, 10), 9, 4, 17, 8),
+    'one': ((3, 4), 5, 2, 3, 8),
+}
+
+
+@pytest.fixture
+def device(monkeypatch, request):
+    """Where the kernel may compute, with timm's switch at its experimental level."""
+    if not torch.cuda.is_available():
+        request.getfixturevalue('triton_interpreter')
+        monkeypatch.setenv('TRITON_INTERPRET', '1')
+        interpret_standard_functions(monkeypatch)
+    set_fused_attn(True, experimental=True)
+    yield 'cuda' if torch.cuda.is_available() else 'cpu'
+    set_fused_attn(True)
+
+
+def interpret_standard_functions(monkeypatch):
+    """Where Triton was imported before the interpreter was on, its own functions, such as sum, are for the compiler."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    for module in (tl, tl.standard):
+        for name, function in list(vars(module).items()):
+            if isinstance(function, JITFunction):
+                monkeypatch.setattr(module, name, InterpretedFunction(function.fn))
+
+
+def make_inputs(shape, device, dtype=torch.float32, std=1.0, has_bias=True, batch_size=2):
+    """q, k, v as a layer of all three makes them, shared keys and values, and both biases in float32."""
+    (H, W), w, halo, S, d = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*size, std=std):
+        return std * torch.randn(*size, generator=generator)
+
+    q, k, v = randn(batch_size, H * W, 3, HEADS, d).to(dtype).permute(2, 0, 3, 1, 4)
+    inputs = [q, k, v, randn(batch_size, HEADS, S, d).to(dtype), randn(batch_size, HEADS, S, d).to(dtype)]
+    if has_bias:
+        inputs += [randn(HEADS, w * w, (w + 2 * halo) ** 2, std=1.0), randn(HEADS, S, std=1.0)]
+    return [x.to(device) for x in inputs]
+
+
+def attend(op, shape, *inputs, **kwargs):
+    grid_size, w, halo, *_ = SHAPES[shape]
+    return op(*inputs[:5], grid_size, w, halo, SCALE, *inputs[5:], **kwargs)
+
+
+def run_with_gradients(op, shape, inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = attend(op, shape, *inputs)
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).reshape(out.shape).to(out.dtype)
+    grads = torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)
+    return [out, *grads]
+
+
+def assert_close(got, expected, tolerance):
+    for x, y in zip(got, expected, strict=True):
+        assert x.isfinite().all()
+        assert (x.double() - y).norm() <= tolerance * y.norm()
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The shapes of the queries that the kernel was called with."""
+    calls = []
+
+    def import_and_watch():
+        from vitzoo.kernels import window
+
+        op = window.window_attention
+        monkeypatch.setattr(window, 'window_attention', lambda q, *args: calls.append(q.shape) or op(q, *args))
+        return calls
+
+    return import_and_watch
+
+
+@pytest.mark.parametrize(
+    'shape, dtype',
+    [
+        *((shape, torch.float32) for shape in SHAPES),
+        *((shape, dtype) for shape in ('half', 'blocks') for dtype in (torch.bfloat16, torch.float16)),
+    ],
+    ids=str,
+)
+def test_output_and_gradients_equal_the_specification(shape, dtype, device, kernel_calls):
+    calls = kernel_calls()
+    inputs = make_inputs(shape, device, dtype, batch_size=1 + (shape == 'half'))
+    got = run_with_gradients(window_attention, shape, inputs)
+    assert len(calls) == 1 and got[0].dtype == dtype
+    expected = run_with_gradients(window_attention_naive, shape, [x.double() for x in inputs])
+    assert_close(got, expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize('shape', ['half', 'none'])
+def test_there_need_not_be_a_bias(shape, device):
+    inputs = make_inputs(shape, device, has_bias=False)
+    expected = run_with_gradients(window_attention_naive, shape, [x.double() for x in inputs])
+    assert_close(run_with_gradients(window_attention, shape, inputs), expected, 1e-6)
+
+
+@pytest.mark.parametrize('dtype', TOLERANCES, ids=str)
+def test_large_scores_stay_finite_and_as_right_as_in_pytorch(dtype, device):
+    inputs = make_inputs('half', device, dtype, std=10.0)
+    got = run_with_gradients(window_attention, 'half', inputs)
+    set_fused_attn(True)
+    pytorch = run_with_gradients(window_attention, 'half', inputs)
+    expected = run_with_gradients(window_attention_naive, 'half', [x.double() for x in inputs])
+    q, k, *_ = (x.double() for x in inputs)
+    # a score's rounding is its weight's relative error
+    rounding = torch.finfo(torch.float32).eps * (SCALE * q @ k.mT).abs().max()
+    for x, y, exact in zip(got, pytorch, expected):
+        assert x.isfinite().all()
+        assert (x - exact).norm() <= max((y - exact).norm(), rounding * exact.norm())
+
+
+def test_keys_that_a_bias_of_minus_infinity_hides_are_not_seen(device):
+    inputs = make_inputs('whole', device)
+    # no query sees the first rows of its reach, which are whole blocks of keys in larger windows
+    inputs[5][:, :, :13] = float('-inf')
+    expected = run_with_gradients(window_attention_naive, 'whole', [x.double() for x in inputs])
+    assert_close(run_with_gradients(window_attention, 'whole', inputs), expected, 1e-6)
+
+
+def test_inputs_may_lie_in_memory_in_any_order(device):
+    inputs = make_inputs('none', device)
+    expected = run_with_gradients(window_attention, 'none', inputs)
+    for turn in ((1, 0), (3, 2), (3, 1)):
+        # v differs from k
+        moved = [x.transpose(*turn).contiguous().transpose(*turn) for x in inputs[:5]]
+        moved[2] = inputs[2].contiguous()
+        got = run_with_gradients(window_attention, 'none', moved + inputs[5:])
+        assert all(torch.equal(x, y) for x, y in zip(got, expected))
+
+
+def test_gradients_are_the_same_bits_each_time(device):
+    inputs = make_inputs('half', device)
+    first, second = (run_with_gradients(window_attention, 'half', inputs) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second))
+
+
+def test_many_parts_of_a_sum_add_up(device, monkeypatch):
+    inputs = make_inputs('half', device)
+    expected = run_with_gradients(window_attention_naive, 'half', [x.double() for x in inputs])
+    for programs in (1, 24):
+        monkeypatch.setattr('vitzoo.kernels.window.PROGRAMS', programs)
+        assert_close(run_with_gradients(window_attention, 'half', inputs), expected, 1e-6)
+
+
+def test_only_the_inputs_the_output_and_one_number_per_query_are_kept(device):
+    inputs = [x.requires_grad_() for x in make_inputs('half', device)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = attend(window_attention, 'half', *inputs)
+    own = [x for x in kept if all(x.data_ptr() != y.data_ptr() for y in (*inputs, out))]
+    assert sum(x.numel() for x in own if x.shape == out.shape[:3]) == out[..., 0].numel()
+    assert [x.shape for x in own if x.shape != out.shape[:3]] == []
+
+
+def test_the_custom_ops_keep_what_torch_asks_of_them(device):
+    from vitzoo.kernels import window  # noqa: F401
+
+    for has_bias in (True, False):
+        inputs = [x.requires_grad_() for x in make_inputs('half', device, has_bias=has_bias, batch_size=1)]
+        inputs += [] if has_bias else [None, None]
+        args = (*inputs, [5, 7], [3, 3], [1, 1], SCALE)
+        torch.library.opcheck(torch.ops.vitzoo.window_attention, args)
+
+
+def test_a_compiled_function_has_the_same_output_and_gradients(device):
+    torch._dynamo.reset()
+    inputs = make_inputs('half', device)
+    compiled = torch.compile(window_attention, backend='aot_eager', fullgraph=True)
+    got = run_with_gradients(compiled, 'half', inputs)
+    assert all(torch.equal(x, y) for x, y in zip(got, run_with_gradients(window_attention, 'half', inputs)))
+
+
+def counted_flops(shape, inputs):
+    with FlopCounterMode(display=False) as forward:
+        out = attend(window_attention, shape, *[x.requires_grad_() for x in inputs])
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize('shape', ['half', 'one'])
+def test_the_kernel_counts_as_many_flops_as_the_pytorch_form(shape, device, kernel_calls):
+    calls = kernel_calls()
+    forward, backward = counted_flops(shape, make_inputs(shape, device))
+    # the meta device, on which MACs are counted, has no kernels
+    assert len(calls) == 1 and forward == counted_flops(shape, make_inputs(shape, 'meta'))[0] and len(calls) == 1
+    tiles, queries, keys = {'half': (6, 9, 27), 'one': (1, 12, 15)}[shape]
+    assert forward == 2 * HEADS * tiles * queries * keys * 4 * SHAPES[shape][-1]
+    # five products of the same size against two, as torch counts its own fused attention
+    assert 2 * backward == 5 * forward
+
+
+@pytest.mark.parametrize('level', [0, 1])
+def test_the_kernel_stays_off_below_the_experimental_level(level, device, kernel_calls):
+    calls = kernel_calls()
+    set_fused_attn(level > 0)
+    attend(window_attention, 'half', *make_inputs('half', device))
+    assert calls == []
+
+
+def test_the_kernel_stays_off_without_triton(device, kernel_calls, monkeypatch):
+    calls = kernel_calls()
+    monkeypatch.setattr(vitzoo.kernels, 'HAS_TRITON', False)
+    attend(window_attention, 'half', *make_inputs('half', device))
+    assert calls == []
+
+
+def test_what_the_kernel_does_not_know_is_left_to_pytorch(device, kernel_calls):
+    calls = kernel_calls()
+    inputs = make_inputs('half', device)
+    wide = [torch.cat([x] * 9, dim=-1) for x in inputs[:5]]
+    q, k, v, k_shared, v_shared = inputs[:5]
+    assert wide[0].shape[-1] == 72
+    for others in (wide, [x.double() for x in inputs], [q, k, v[..., :3], k_shared, v_shared[..., :3]]):
+        set_fused_attn(True)
+        expected = attend(window_attention, 'half', *others)
+        set_fused_attn(True, experimental=True)
+        assert torch.equal(attend(window_attention, 'half', *others), expected)
+    attend(window_attention, 'half', *inputs, dropout_p=0.5)
+    assert calls == []
+
+
+MIXERS = [
+    ('ls', {'window_size': 3, 'rank': 2, 'rel_bias': 'table'}),
+    ('longformer', {'window_size': 2, 'rel_bias': 'table'}),
+    ('longformer', {'window_size': 2, 'exact': True}),
+    ('local', {'block_size': 3, 'memory_halo': 1}),
+]
+
+
+@pytest.mark.parametrize('name, kwargs', MIXERS, ids=str)
+def test_mixers_compute_with_the_kernel_what_they_do_without(name, kwargs, device, kernel_calls):
+    calls = kernel_calls()
+    torch.manual_seed(0)
+    mixer = create_mixer(name, 16, HEADS, grid_size=(5, 7), num_prefix_tokens=1, **kwargs).to(device)
+    x = torch.randn(2, 36, 16, device=device)
+    results = []
+    for experimental in (True, False):
+        set_fused_attn(True, experimental=experimental)
+        mixer.zero_grad()
+        out = mixer(x, (5, 7))
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad.clone() for p in mixer.parameters())])
+    assert calls == [(2, HEADS, 35, 8)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_flex_attention_expresses_the_output(device):
+    (H, W), w, halo, S, _ = SHAPES['half']
+    q, k, v, k_shared, v_shared, bias, bias_shared = make_inputs('half', 'cpu')
+    side = w + 2 * halo
+
+    def places(i, j):
+        """Places of a query in its window, and of a key in the reach of that window."""
+        j, y, x = j - S, i // W, i % W
+        return (y, x), (j // W - y // w * w + halo, j % W - x // w * w + halo)
+
+    def mask(b, h, i, j):
+        _, (y, x) = places(i, j)
+        return (j < S) | (y >= 0) & (y < side) & (x >= 0) & (x < side)
+
+    def score(score, b, h, i, j):
+        (y_q, x_q), (y_k, x_k) = places(i, j)
+        place = y_k.clamp(0, side - 1) * side + x_k.clamp(0, side - 1)
+        near = bias[h, y_q % w * w + x_q % w, place]
+        return score + torch.where(j < S, bias_shared[h, j.clamp(max=S - 1)], near)
+
+    block_mask = create_block_mask(mask, None, None, H * W, S + H * W, device='cpu')
+    keys, values = torch.cat([k_shared, k], dim=2), torch.cat([v_shared, v], dim=2)
+    got = flex_attention(q.contiguous(), keys, values, score, block_mask, scale=SCALE)
+    expected = attend(window_attention_naive, 'half', q, k, v, k_shared, v_shared, bias, bias_shared)
+    torch.testing.assert_close(got, expected)
+
+
+USUAL = [(90, 'bfloat16', 64, 7, 3), (80, 'float32', 32, 7, 7)]
+OTHERS = [
+    (arch, dtype, head_dim, *window)
+    for arch in SHARED
+    for dtype in ('bfloat16', 'float16', 'float32')
+    for head_dim in (32, 64, 128)
+    for window in ((7, 3), (7, 7), (15, 7))
+    if (dtype, head_dim) != ('float32', 128)
+]
+
+
+@pytest.mark.parametrize('case', [*USUAL, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)], ids=str)
+def test_the_kernels_compile_for_gpus_within_their_limits(case):
+    pytest.importorskip('triton', minversion='3.3')
+    done = child('tools/compile_ahead.py', 'window', *map(str, case), TRITON_INTERPRET='0')
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 5
+    for kernel in kernels:
+        assert kernel['spills'] == 0, kernel
+        assert kernel['shared'] <= SHARED[case[0]], kernel

@@ -1,0 +1,326 @@
+"""MACs of every mixer and every model, against closed forms that are written here and know nothing of the code."""
+
+from math import ceil, log2, prod
+
+import pytest
+import timm
+import torch
+from timm.layers import set_fused_attn
+from torch import nn
+
+import vitzoo
+from vitzoo.metrics import count_macs
+from vitzoo.metrics.macs import run_and_count
+from vitzoo.mixers._qkv import ConvQKV
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+
+DIM, HEADS = 96, 3
+SHAPES = [((14, 14), 0), ((9, 13), 1), ((7, 7), 2)]
+CASES = {
+    **{name: (name, {}) for name in vitzoo.list_mixers()},
+    'linformer_shared': ('linformer', dict(share_kv=True, share_heads=False)),
+    'longformer_exact': ('longformer', dict(exact=True)),
+    'longformer_global': ('longformer', dict(global_proj=True)),
+    'nystrom_grid': ('nystrom', dict(landmarks='grid', num_landmarks=16)),
+    'rfa_gated': ('rfa', dict(gate=True)),
+    'sparse_fixed': ('sparse', dict(pattern='fixed')),
+    'srformer_4': ('srformer', dict(sr_ratio=4)),
+    'synthesizer_random': ('synthesizer', dict(variant='random')),
+    'synthesizer_factorised_dense': ('synthesizer', dict(variant='factorised_dense')),
+    'synthesizer_factorised_random': ('synthesizer', dict(variant='factorised_random')),
+}
+
+
+def window(grid, size, halo, shared, C):
+    """Queries in tiles of `size`, keys in the tile and its halo where it is not the whole grid, and `shared` keys."""
+    sides = [min(size, side) for side in grid]
+    tiles = prod(ceil(side / tile) for side, tile in zip(grid, sides))
+    reach = prod(tile + 2 * halo * (side > size) for side, tile in zip(grid, sides))
+    return 2 * C * tiles * prod(sides) * (reach + shared)
+
+
+def attend(queries, keys, C):
+    return 2 * queries * keys * C
+
+
+def softmax(grid, P, N, C, h):
+    return attend(N, N, C)
+
+
+def linformer(grid, P, N, C, h, rank=64, share_kv=False, share_heads=True):
+    return 2 * N * rank * C + attend(N, rank, C)
+
+
+def longformer(grid, P, N, C, h, window_size=7, exact=False, global_proj=False):
+    """Exact windows are masked, not cut; projections of global tokens take two more keys and values of all tokens."""
+    own = (P > 0) * global_proj * (2 * N + P) * C * C
+    return own + window(grid, window_size, window_size, P, C) + attend(P, N, C)
+
+
+def local(grid, P, N, C, h, block_size=7, halo=3):
+    return window(grid, block_size, halo, P, C) + attend(P, N, C)
+
+
+def ls(grid, P, N, C, h, window_size=7, rank=8):
+    landmarks = (N - P) * rank * h * C + 2 * (N - P) * rank * C
+    return landmarks + window(grid, window_size, window_size // 2, rank + P, C) + attend(P, N, C)
+
+
+def sparse(grid, P, N, C, h, pattern='strided', summaries=2):
+    H, W = grid
+    far = H * W * H if pattern == 'strided' else H * W * H * min(summaries, W)
+    return attend(P, N, C) + 2 * C * (H * W * P + H * W * W + far)
+
+
+def bigbird(grid, P, N, C, h, block=4, num_global=1, num_random=3):
+    tiles = prod(ceil(side / block) for side in grid)
+    keys = (9 + num_global + min(num_random, tiles)) * block**2 + P
+    return attend(tiles * block**2, keys, C) + attend(P + num_global * block**2, N, C)
+
+
+def performer(grid, P, N, C, h, m=256):
+    return 4 * N * m * C + N * m * h
+
+
+def linear(grid, P, N, C, h):
+    return 2 * N * C * C // h + N * C
+
+
+def rfa(grid, P, N, C, h, m=64, gate=False, chunk=64):
+    d, features = C // h, 2 * N * m * C
+    state = h * 2 * m * (d + 1)
+    if not gate:
+        return features + 2 * N * state
+    # forth and back: scores within chunks and what they gather; then keys into a state and queries out of it, with
+    # the decay multiplied in, and the pair of a token with itself
+    n, size = N - P, min(chunk, N - P)
+    chunks = ceil(n / size)
+    scan = chunks * size * size * h * (2 * m + d + 2) + chunks * size * (2 * state + 2 * h * 2 * m) + chunks * state
+    itself = n * h * (2 * 2 * m + d + 1)
+    prefix = (n + P + N + P) * state
+    return features + 2 * scan + itself + prefix
+
+
+def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment'):
+    m = min(num_landmarks, N)
+    if landmarks == 'grid':
+        # 4 x 4 cells of a square, 3 x 5 of what is wider, and the prefix tokens
+        m = P + (16 if grid[0] == grid[1] else 15)
+    return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3
+
+
+def xca(grid, P, N, C, h):
+    return 2 * N * C * C // h
+
+
+def hydra(grid, P, N, C, h):
+    return 2 * N * C
+
+
+def aft_simple(grid, P, N, C, h):
+    return 2 * N * C
+
+
+def aft_full(grid, P, N, C, h, rank=128):
+    return N * N * rank + N * N * 2 * C + 2 * N * C
+
+
+def aft_local(grid, P, N, C, h, s=4, rank=128):
+    tiles, reach = prod(ceil(side / s) for side in grid), (3 * s - 2) ** 2
+    near = tiles * s * s * reach * (rank + 2 * C + 1)
+    return near + (N - P) * P * (rank + 2 * C) + P * N * (rank + 2 * C) + 2 * N * C
+
+
+def aft_conv(grid, P, N, C, h, kernel=11):
+    return prod(grid) * kernel**2 * (C + h) + 2 * N * C
+
+
+def reformer(grid, P, N, C, h, rounds=2, bucket=16):
+    n, m = N - P, min(2 * bucket, N - P)
+    buckets = 0 if n <= bucket else min(2 * ceil(n / (2 * bucket)), 64)
+    hashing = rounds * n * C * buckets // 2
+    combine = (rounds + (P > 0)) * n * C
+    return hashing + rounds * attend(ceil(n / m) * m, 2 * m, C) + combine + attend(n, P, C) + attend(P, N, C)
+
+
+def routing(grid, P, N, C, h, clusters=8):
+    n = N - P
+    size = ceil(n / clusters)
+    return 2 * n * clusters * C + clusters * attend(size, size, C) + 2 * n * C + attend(n, P, C) + attend(P, N, C)
+
+
+def sinkhorn(grid, P, N, C, h, block=7):
+    tiles, size = prod(ceil(side / block) for side in grid), block**2
+    sort = 2 * tiles * size * C + tiles**2 * C + tiles**2 * size * (2 * C + h)
+    return sort + attend(tiles * size, P + 2 * size, C) + attend(P, N, C)
+
+
+def group(grid, P, N, C, h, own=64):
+    """Global memory, whose own tokens are projected too."""
+    return own * 3 * C * C + attend(own + P, own + N, C) + attend(N - P, own + P, C)
+
+
+def induced_set(grid, P, N, C, h, m=64):
+    return 2 * attend(m, N, C) + 3 * m * C * C
+
+
+def srformer(grid, P, N, C, h, sr_ratio=2):
+    reduced = prod(max(side // sr_ratio, 1) for side in grid)
+    projections = (2 * N + 2 * (P + reduced)) * C * C
+    return projections + reduced * sr_ratio**2 * C * C + attend(N, P + reduced, C)
+
+
+def synthesizer(grid, P, N, C, h, variant='dense', rank=8):
+    scores = {
+        'dense': N * C * C + N * N * C,
+        'random': 0,
+        'factorised_dense': N * C * C + N * (P + sum(grid)) * C + N * prod(grid) * h,
+        'factorised_random': N * N * rank * h,
+    }
+    return 2 * N * C * C + scores[variant] + N * N * C
+
+
+def fourier(grid, P, N, C, h):
+    n = prod(grid)
+    return 2.5 * (n * C * log2(n * C) + P * C * log2(C))
+
+
+def pool(grid, P, N, C, h, size=3):
+    return prod(grid) * size**2 * C
+
+
+FORMS = dict(
+    softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
+    performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
+    aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
+    srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
+)  # fmt: skip
+# their form has the projections, or there are none
+WITHOUT_QKV = ('srformer', 'synthesizer', 'fourier', 'pool')
+
+
+def closed_form(mixer, grid, P, C, h, conv=False, stride_kv=1, **options):
+    """MACs of a mixer, projections included: linear ones, or CvT's with a depthwise convolution before each."""
+    n, N = prod(grid), P + prod(grid)
+    if mixer in WITHOUT_QKV:
+        return FORMS[mixer](grid, P, N, C, h, **options)
+    # AFT-conv has one key per head, and Reformer none
+    k_dim = {'aft_conv': h, 'reformer': 0}.get(mixer, C)
+    keys = prod(ceil(side / stride_kv) for side in grid)
+    convolutions = 9 * C * (n + keys + (k_dim > 0) * keys) if conv else 0
+    projections = 2 * N * C * C + (P + keys) * C * (C + k_dim)
+    mixing = attend(N, P + keys, C) if mixer == 'softmax' else FORMS[mixer](grid, P, N, C, h, **options)
+    return convolutions + projections + mixing
+
+
+class Alone(nn.Module):
+    """A mixer on the pixels of an image, with prefix tokens that are zeros."""
+
+    def __init__(self, mixer, grid, P, **kwargs):
+        super().__init__()
+        self.pretrained_cfg = {'input_size': (DIM, *grid)}
+        self.P = P
+        self.mixer = vitzoo.create_mixer(mixer, DIM, HEADS, grid_size=grid, num_prefix_tokens=P, **kwargs)
+
+    def forward(self, image):
+        tokens = image.flatten(2).mT
+        prefix = tokens.new_zeros(len(tokens), self.P, DIM)
+        return self.mixer(torch.cat([prefix, tokens], dim=1), image.shape[-2:])
+
+
+def projections(model, N):
+    """What `qkv` and `proj` of a mixer cost, which most mixers have alike."""
+    linears = [getattr(model.mixer, name, None) for name in ('qkv', 'proj')]
+    return sum(N * linear.weight.numel() for linear in linears if linear is not None)
+
+
+def test_every_mixer_has_a_closed_form():
+    assert set(FORMS) == set(vitzoo.list_mixers())
+
+
+@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize(('grid', 'P'), SHAPES)
+def test_a_mixer_counts_its_closed_form(case, grid, P):
+    mixer, options = CASES[case]
+    model = Alone(mixer, grid, P, **options)
+    # without the projections, beside which the mixing of Hydra or AFT would not be missed
+    rest = projections(model, P + prod(grid))
+    expected = closed_form(mixer, grid, P, DIM, HEADS, **options) - rest
+    assert count_macs(model) - rest == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+@pytest.mark.parametrize('fused', (True, False))
+@pytest.mark.parametrize('device', ('cpu', pytest.param('cuda', marks=[pytest.mark.gpu, needs_cuda])))
+def test_a_mixer_counts_the_same_fused_or_not_and_on_any_device(mixer, fused, device):
+    model = Alone(mixer, (9, 13), 1).eval().to(device)
+    expected = count_macs(model)
+    set_fused_attn(fused)
+    try:
+        assert count_macs(model) == expected
+        assert run_and_count(model, torch.randn(1, DIM, 9, 13, device=device)) == (expected, set())
+    finally:
+        set_fused_attn(True)
+
+
+# a mixer's class, and the option that a published model has of its own
+NAMES = {vitzoo.mixers.mixer_class(name): name for name in vitzoo.list_mixers()}
+OWN = {'ls': 'window_size', 'longformer': 'window_size'}
+
+
+def block_form(block, grid):
+    attn, P, C = block.attn, block.num_prefix_tokens, block.attn.dim
+    name = NAMES[type(attn)]
+    options = {OWN[name]: getattr(attn, OWN[name])} if name in OWN else {}
+    if name == 'aft_conv':
+        options['kernel'] = attn.kernel.shape[-1]
+    conv = isinstance(getattr(attn, 'qkv', None), ConvQKV)
+    stride = 2 if conv and name == 'softmax' else 1
+    mlp = 8 * (P + prod(grid)) * C * C
+    return mlp + closed_form(name, grid, P, C, attn.num_heads, conv, stride, **options)
+
+
+def model_form(model, backbone):
+    """Patch embeddings, blocks and head of one of the zoo's models."""
+    if backbone in ('deit', 'aft'):
+        C, grid = model.embed_dim, model.patch_embed.grid_size
+        return prod(grid) * 3 * 256 * C + sum(block_form(b, grid) for b in model.blocks) + 1000 * C
+    kernels = (7, 3, 3) if backbone == 'cvt' else (4, 2, 2, 2)
+    total, chans = 1000 * model.embed_dim, 3
+    for stage, kernel, C in zip(model.stages, kernels, [info['num_chs'] for info in model.feature_info]):
+        grid = stage.blocks[0].attn.grid_size
+        total += prod(grid) * kernel**2 * chans * C + sum(block_form(b, grid) for b in stage.blocks)
+        chans = C
+    return total
+
+
+ALL = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith('vitzoo.')]
+# the smallest of each backbone and mixer, with one block per stage
+SMALL = [name for name in ALL if name.endswith(('_tiny', '_13'))]
+DEPTHS = {'deit': dict(depth=1), 'aft': dict(depth=1), 'cvt': dict(depths=(1, 1, 1)), 'vil': dict(depths=(1, 1, 1, 1))}
+
+
+@pytest.mark.parametrize('name', SMALL)
+def test_every_backbone_with_every_mixer_counts_its_closed_form(name):
+    backbone = name.partition('_')[0]
+    model = timm.create_model(name, device='meta', **DEPTHS[backbone])
+    assert count_macs(model) == pytest.approx(model_form(model, backbone), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ALL)
+def test_every_model_counts_its_closed_form(name):
+    model = timm.create_model(name, device='meta')
+    backbone = name.partition('_')[0]
+    # CvT-W24 is made for 224 and its weights are for 384
+    img_size = model.img_size if backbone in ('cvt', 'vil') else model.patch_embed.img_size
+    assert count_macs(model, img_size) == pytest.approx(model_form(model, backbone), rel=0.01)
+
+
+def test_gates_and_pooling_outside_a_mixer_are_free():
+    class Gate(nn.Module):
+        def forward(self, x):
+            return nn.functional.avg_pool2d(x * x.sigmoid(), 2)
+
+    assert count_macs(nn.Sequential(Gate(), nn.Conv2d(3, 1, 1)), 8) == 3 * 16

@@ -1,0 +1,64 @@
+"""Window attention as a CPU computes it, strip by strip, against the tiles of every other device and the naive form."""
+
+import pytest
+import torch
+from timm.layers import set_exportable
+
+from vitzoo.mixers import _window_cpu as _strips
+from vitzoo.mixers._window import window_attention, window_attention_naive
+
+HEADS = 3
+NAMES = ('q', 'k', 'v', 'k_shared', 'v_shared', 'bias', 'bias_shared')
+CASES = {
+    'whole': ((6, 6), 3, 1, 2, True, True),
+    'ragged': ((7, 11), 3, 1, 2, True, True),
+    'row': ((1, 23), 5, 5, 0, False, False),
+    'wide_halo': ((5, 9), 2, 5, 1, True, False),
+    'no_halo': ((5, 8), 4, 0, 1, False, True),
+    'one_tile': ((4, 5), 7, 3, 3, True, False),
+}
+
+
+def make_inputs(grid_size, window_size, halo, num_shared, has_bias, has_shared_bias, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, HEADS, grid_size[0] * grid_size[1], 4)] * 3 + [(2, HEADS, num_shared, 4)] * 2
+    sizes.append((HEADS, window_size**2, (window_size + 2 * halo) ** 2) if has_bias else None)
+    sizes.append((HEADS, num_shared) if has_shared_bias else None)
+    return [size and torch.randn(size, generator=generator, dtype=dtype).requires_grad_() for size in sizes]
+
+
+def run(op, inputs, grid_size, window_size, halo):
+    """The output and the gradient of every input."""
+    *tensors, bias, bias_shared = inputs
+    out = op(*tensors, grid_size, window_size, halo, 0.7, bias, bias_shared)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    present = [x for x in inputs if x is not None]
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), present)]
+
+
+@pytest.mark.parametrize('cached', [1, 2**10, 2**20])
+@pytest.mark.parametrize('case', CASES)
+def test_strips_tiles_and_the_naive_form_are_the_same(case, cached, monkeypatch):
+    # from one sample and head at a time to all at once
+    monkeypatch.setattr(_strips, 'CACHED', cached)
+    grid_size, window_size, halo, *_ = CASES[case]
+    inputs = make_inputs(*CASES[case])
+    strips = run(window_attention, inputs, grid_size, window_size, halo)
+    with set_exportable(True):
+        tiles = run(window_attention, inputs, grid_size, window_size, halo)
+    naive = run(window_attention_naive, inputs, grid_size, window_size, halo)
+    for a, b, c in zip(strips, tiles, naive, strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(b, c, rtol=1e-9, atol=1e-9)
+
+
+def test_strips_keep_no_scores_for_the_backward_pass():
+    inputs = make_inputs((12, 12), 3, 1, 2, True, True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        *tensors, bias, bias_shared = inputs
+        window_attention(*tensors, (12, 12), 3, 1, 0.7, bias, bias_shared)
+    # queries, keys, values, outputs, shared keys and values, the sums of each token, and the bias twice at most
+    tokens, head_dim = inputs[0].numel(), 4
+    small = 2 * inputs[3].numel() + tokens // head_dim + 2 * (bias.numel() + HEADS * 9 * 2)
+    assert sum(kept) <= 4 * tokens + small

@@ -1,0 +1,451 @@
+"""Official checkpoints and the weights of other models, as folders that timm loads."""
+
+import argparse
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+
+import vitzoo
+from vitzoo.convert import convert, main, trace_names
+from vitzoo.errors import UserError
+from vitzoo.models import cvt, vil
+from vitzoo.models._official import read_checkpoint
+from vitzoo.models.inherit import shorten
+
+VIL = ['num_classes=10', 'embed_dims=[16,32,64,96]']
+CVT = ['num_classes=10', 'img_size=64', 'embed_dims=[16,32,64]', 'num_heads=[1,2,4]', 'depths=[1,2,3]']
+HEADS, DEPTHS = 'num_heads=[1,2,4,4]', 'depths=[1,1,1,1]'
+# the name whose arguments, but for those given, are those of the golden file
+GOLDEN = {
+    'vil_ls_w7_r4_112': (
+        'vil_ls_medium.nvidia_in1k',
+        [*VIL, 'img_size=112', HEADS, 'depths=[1,2,2,1]', 'mixer_kwargs={window_size: 7, rank: 4}'],
+    ),
+    'vil_ls_w8_r2_128': (
+        'vil_ls_medium_384.nvidia_in1k',
+        [*VIL, 'img_size=128', 'num_heads=[2,2,4,4]', DEPTHS, 'mixer_kwargs={rank: 2}'],
+    ),
+    'vil_rpe_112': ('vil_small', [*VIL, 'img_size=112', HEADS, 'depths=[1,2,2,1]']),
+    'vil_rpe_padded_160': ('vil_small', [*VIL, 'img_size=160', HEADS, DEPTHS]),
+    'vil_ape_112': ('vil_small_abs', [*VIL, 'img_size=112', HEADS, DEPTHS]),
+    'vil_linformer_112': (
+        'vil_small_abs',
+        [*VIL, 'img_size=112', HEADS, DEPTHS, 'mixer=linformer', 'mixer_kwargs={rank: 16, share_kv: true}'],
+    ),
+    'vil_srformer_partial_112': (
+        'vil_small_abs',
+        [
+            *VIL,
+            'img_size=112',
+            HEADS,
+            DEPTHS,
+            'mixer=[srformer,srformer,softmax,softmax]',
+            'mixer_kwargs=[{sr_ratio: 4, norm: instance}, {sr_ratio: 2, norm: instance}, {}, {}]',
+        ],
+    ),
+    'cvt_64': ('cvt_13.msft_in1k', CVT),
+    'cvt_64_transformers': ('cvt_13.msft_in1k', CVT),
+}
+SMALL = {
+    'cvt': dict(img_size=64, embed_dims=(16, 24, 32), num_heads=(1, 2, 2), depths=(1, 1, 1)),
+    'deit': dict(img_size=64, embed_dim=24, num_heads=2, depth=2),
+    'vil': dict(img_size=64, embed_dims=(16, 24, 24, 32), num_heads=(1, 2, 2, 2), depths=(1, 1, 1, 1)),
+}
+PARENTS = {'cvt': 'cvt_13', 'deit': 'deit_tiny_patch16_224', 'vil': 'vil_tiny'}
+CHILDREN = {'cvt': 'cvt_{}_13', 'deit': 'deit_{}_tiny', 'vil': 'vil_{}_tiny'}
+
+
+def golden(name):
+    """Tensors recorded from the official code."""
+    root = Path(__file__).resolve().parents[2]
+    for folder in (root / 'tests' / 'golden', root.parent / 'shared' / 'golden'):
+        path = folder / f'{name}.safetensors'
+        if path.exists():
+            with safe_open(path, 'pt') as file:
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
+    pytest.skip(f'{name}.safetensors is neither in tests/golden nor in ../shared/golden')
+
+
+def official_layout(weights):
+    """What the training scripts of ViL and DeiT save beside the weights."""
+    return {
+        'net': {f'module.{name}': tensor for name, tensor in weights.items()},
+        'args': argparse.Namespace(lr=1e-3, output='run', sizes=[1, 2]),
+        'best': np.float64(81.5),
+        'history': np.arange(3),
+        'optim': {'state': {}, 'param_groups': [{'lr': 0.1}]},
+        'epoch': 299,
+    }
+
+
+def small(name, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return timm.create_model(name, **{**SMALL[name.split('_')[0]], 'num_classes': 5, **kwargs}).eval()
+
+
+def folder_of(model, folder):
+    """What training writes."""
+    save_for_hf(model, str(folder), safe_serialization=True, data_config=dict(img_size=64))
+    return str(folder)
+
+
+def words(kwargs):
+    """Keyword arguments as they stand behind --model-kwargs."""
+    return [f'{key}={list(value) if isinstance(value, tuple) else value}' for key, value in kwargs.items()]
+
+
+def loaded(folder):
+    return timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+
+
+def fails(capsys, *argv):
+    """The sentence with which the command fails."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in argv])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith('vitzoo: error: ') and error.count('\n') == 1
+    return error
+
+
+@pytest.mark.parametrize('name', GOLDEN)
+def test_an_official_checkpoint_becomes_a_folder_with_the_official_logits(name, tmp_path, capsys):
+    recorded = golden(name)
+    weights = {key.removeprefix('state.'): t for key, t in recorded.items() if key.startswith('state.')}
+    model, kwargs = GOLDEN[name]
+    # transformers' files are bare state dicts
+    file = tmp_path / ('pytorch_model.bin' if 'transformers' in name else 'model_best.pth')
+    torch.save(weights if 'transformers' in name else official_layout(weights), file)
+    convert([str(file), '--model', model, '--model-kwargs', *kwargs, '--out', str(tmp_path / 'out')])
+    with torch.no_grad():
+        logits = loaded(tmp_path / 'out')(recorded['input'] / 127.5 - 1)
+    expected = recorded['logits_official' if 'logits_official' in recorded else 'logits']
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    said = capsys.readouterr().out
+    assert f'of {len(weights)} tensors to' in said and 'missing none' in said
+
+
+def test_the_config_has_the_data_config_of_the_tag_and_the_bias_index(tmp_path):
+    recorded = golden('vil_ls_w7_r4_112')
+    file = tmp_path / 'model_best.pth'
+    torch.save({key.removeprefix('state.'): t for key, t in recorded.items() if key.startswith('state.')}, file)
+    model, kwargs = GOLDEN['vil_ls_w7_r4_112']
+    convert([str(file), '--model', model, '--model-kwargs', *kwargs, '--out', str(tmp_path / 'out')])
+    config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    assert config['architecture'] == 'vil_ls_medium'
+    assert config['model_args']['mixer_kwargs'] == {'window_size': 7, 'rank': 4, 'rel_bias': 'nvidia'}
+    own = timm.models.get_pretrained_cfg('vil_ls_medium.nvidia_in1k')
+    assert (config['pretrained_cfg']['license'], config['pretrained_cfg']['tag']) == ('mit', 'nvidia_in1k')
+    assert tuple(config['pretrained_cfg']['mean']) == own.mean
+    assert config['pretrained_cfg']['input_size'] == [3, 112, 112]
+
+
+@pytest.mark.parametrize('kwargs, index', [({}, 'table'), ({'mixer_kwargs': {'rel_bias': 'none'}}, 'none')])
+def test_the_config_of_a_name_with_the_clean_index_says_so_too(kwargs, index, tmp_path):
+    model = small('vil_ls_small', **kwargs)
+    save_file(model.state_dict(), tmp_path / 'model.safetensors')
+    argv = ['--model', 'vil_ls_small', '--model-kwargs', *words({**SMALL['vil'], 'num_classes': 5, **kwargs})]
+    convert([str(tmp_path / 'model.safetensors'), *argv, '--out', str(tmp_path / 'out')])
+    config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    assert config['model_args']['mixer_kwargs'] == {'rel_bias': index}
+    x = torch.ones(1, 3, 64, 64)
+    assert torch.equal(loaded(tmp_path / 'out')(x), model(x))
+
+
+def test_a_timm_checkpoint_is_converted_too(tmp_path):
+    model = small('deit_tiny_patch16_224')
+    torch.save({'model': model.state_dict(), 'args': argparse.Namespace()}, tmp_path / 'deit.pth')
+    kwargs = words({**SMALL['deit'], 'num_classes': 5})
+    argv = ['--model', 'deit_softmax_tiny', '--model-kwargs', *kwargs, '--out', str(tmp_path / 'out')]
+    convert([str(tmp_path / 'deit.pth'), *argv])
+    x = torch.ones(1, 3, 64, 64)
+    assert torch.equal(loaded(tmp_path / 'out')(x), model(x))
+
+
+class Hostile:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f'touch {self.marker}',)
+
+
+@pytest.mark.parametrize('zipped', [True, False], ids=['zip', 'legacy'])
+@pytest.mark.parametrize('option', ['file', '--checkpoint'])
+def test_a_hostile_pickle_is_refused_and_runs_nothing(option, zipped, tmp_path, capsys):
+    marker, file = tmp_path / 'ran', tmp_path / 'model_best.pth'
+    torch.save({'net': Hostile(marker)}, file, _use_new_zipfile_serialization=zipped)
+    argv = [file, '--model', 'cvt_13'] if option == 'file' else ['--from', 'cvt_13', '--to', 'cvt_ls_13', option, file]
+    error = fails(capsys, *argv, '--out', tmp_path / 'out')
+    assert 'asks for posix.system, which could run code' in error
+    assert not marker.exists() and not (tmp_path / 'out').exists()
+    # the file is a working exploit
+    if zipped:
+        torch.load(file, weights_only=False)
+        assert marker.exists()
+
+
+def test_pickles_of_numpy_1_and_2_are_read(tmp_path):
+    content = official_layout({'weight': torch.ones(2)})
+    new, old = tmp_path / 'new.pth', tmp_path / 'old.pth'
+    torch.save(content, new, _use_new_zipfile_serialization=False)
+    cores = [b'numpy._core.multiarray', b'numpy.core.multiarray']
+    text = new.read_bytes()
+    written = cores[0] if cores[0] in text else cores[1]
+    assert written in text
+    old.write_bytes(text.replace(written, cores[1 - cores.index(written)]))
+    for path in (new, old):
+        checkpoint = read_checkpoint(path)
+        assert checkpoint['best'] == 81.5 and checkpoint['args'].lr == 1e-3
+        assert checkpoint['history'].tolist() == [0, 1, 2]
+
+
+def test_reading_leaves_no_global_allowed(tmp_path):
+    before = set(torch.serialization.get_safe_globals())
+    torch.save(official_layout({}), tmp_path / 'a.pth')
+    read_checkpoint(tmp_path / 'a.pth')
+    assert set(torch.serialization.get_safe_globals()) == before
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / 'a.pth', weights_only=True)
+
+
+@pytest.mark.parametrize(
+    'content, message',
+    [
+        (None, 'is not a file'),
+        (b'', 'damaged'),
+        (b'not a checkpoint', 'damaged'),
+        ([1, 2], 'holds a list'),
+    ],
+)
+@pytest.mark.parametrize('suffix', ['.pth', '.safetensors'])
+def test_a_file_that_is_no_checkpoint_is_refused(content, message, suffix, tmp_path):
+    file = tmp_path / f'file{suffix}'
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        torch.save(content, file)
+        message = 'damaged' if suffix == '.safetensors' else message
+    with pytest.raises(UserError, match=message):
+        read_checkpoint(file)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, capsys):
+    file, kwargs = tmp_path / 'a.pth', ['--model-kwargs', *words(SMALL['deit'])]
+    out = tmp_path / 'out'
+    weights = small('deit_tiny_patch16_224').state_dict()
+    torch.save(weights, file)
+    error = fails(capsys, file, '--model', 'deit_performer_tiny', *kwargs, 'num_classes=5', '--out', out)
+    assert '2 of 34 tensors without a value: blocks.*.attn.features (2)' in error and '--from' in error
+    error = fails(capsys, file, '--model', 'deit_softmax_tiny', *kwargs, 'num_classes=7', '--out', out)
+    assert 'head.weight is (5, 24), not (7, 24)' in error
+    error = fails(capsys, file, '--model', 'cvt_13', '--out', out)
+    assert 'without a value' in error
+    weights['norm.bias'][0] = float('nan')
+    torch.save(weights, file)
+    error = fails(capsys, file, '--model', 'deit_softmax_tiny', *kwargs, 'num_classes=5', '--out', out)
+    assert 'not finite' in error
+    assert not out.exists()
+
+
+def test_wrong_arguments_are_one_sentence(tmp_path, capsys):
+    file, out = tmp_path / 'a.pth', tmp_path / 'out'
+    torch.save({}, file)
+    assert 'did you mean cvt_13' in fails(capsys, file, '--model', 'cvt_133', '--out', out)
+    assert 'stands for' in fails(capsys, file, '--model', 'cvt_*', '--out', out)
+    assert 'no_such' in fails(capsys, file, '--model', 'cvt_13', '--model-kwargs', 'no_such=1', '--out', out)
+    assert 'no published weights' in fails(capsys, '--from', 'cvt_ls_13', '--to', 'cvt_13', '--out', out)
+    (out / 'config.json').parent.mkdir()
+    (out / 'config.json').write_text('{}')
+    assert 'already' in fails(capsys, file, '--model', 'cvt_13', '--out', out)
+    usages = [[], ['a.pth'], ['a.pth', '--model', 'cvt_13', '--from', 'y'], ['--from', 'cvt_13']]
+    usages += [['a.pth', '--model', 'cvt_13', '--model-kwargs', wrong] for wrong in ('depth', 'depth={')]
+    for argv in usages:
+        with pytest.raises(SystemExit) as end:
+            main([*argv, '--out', 'x'])
+        assert end.value.code == 2
+
+
+def test_the_mapping_names_what_each_tensor_is_made_of():
+    model = small('vil_tiny')
+    official = {
+        'layer1.0.proj.weight': torch.ones(16, 3, 4, 4),
+        'layer1.1.attn.query.weight': torch.ones(16, 16),
+        'layer1.1.attn.kv.weight': torch.ones(32, 16),
+        'layer1.1.attn.relative_position_index': torch.ones(3, 3),
+        'head.bias': torch.ones(5),
+    }
+    assert trace_names(vil.checkpoint_filter_fn, official, model) == {
+        'stages.0.embed.proj.weight': ['layer1.0.proj.weight'],
+        'stages.0.blocks.0.attn.qkv.weight': ['layer1.1.attn.query.weight', 'layer1.1.attn.kv.weight'],
+        'head.bias': ['head.bias'],
+    }
+    bare = {'stage0.patch_embed.proj.weight': torch.ones(16, 3, 7, 7)}
+    assert trace_names(cvt.checkpoint_filter_fn, bare, small('cvt_13')) == {
+        'stages.0.embed.proj.weight': ['stage0.patch_embed.proj.weight']
+    }
+
+
+def test_long_lists_of_names_are_shortened():
+    names = [f'blocks.{i}.attn.u_key' for i in range(3)] + ['head.weight']
+    assert shorten(names) == 'blocks.*.attn.u_key (3), head.weight'
+    assert shorten([f'{letter}.weight' for letter in 'abc'], limit=2) == 'a.weight, b.weight, …'
+
+
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+@pytest.mark.parametrize('backbone', PARENTS)
+def test_every_mixer_inherits_70_percent_and_lists_the_rest(backbone, mixer):
+    parent, model = small(PARENTS[backbone]), small(CHILDREN[backbone].format(mixer), seed=1)
+    weights, before = parent.state_dict(), {name: t.clone() for name, t in model.state_dict().items()}
+    inheritance = vitzoo.inherit_weights(model, weights)
+    assert inheritance.share >= 0.7
+    own = model.state_dict()
+    assert sorted(inheritance.copied + inheritance.fitted + inheritance.initialised) == sorted(own)
+    assert all(torch.equal(own[name], weights[name]) for name in inheritance.copied)
+    assert all(torch.equal(own[name], before[name]) for name in inheritance.initialised)
+    assert set(inheritance.dropped) == set(weights) - set(inheritance.copied) - set(inheritance.fitted)
+    same = {name for name in own if name in weights and own[name].shape == weights[name].shape}
+    assert set(inheritance.copied) == same
+    assert model(torch.ones(1, 3, 64, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize('parent', ['deit_small_patch16_224', 'cvt_21', 'vil_small'])
+def test_the_real_sizes_inherit_70_percent_too(parent):
+    backbone, size = parent.split('_')[:2]
+    with torch.device('meta'):
+        weights = timm.create_model(parent).state_dict()
+        for mixer in ('aft_conv', 'ls', 'performer'):
+            model = timm.create_model(f'{backbone}_{mixer}_{size}')
+            assert vitzoo.inherit_weights(model, weights).share >= 0.7
+
+
+def test_the_share_counts_parameters_of_the_parent():
+    parent, model = small('deit_tiny_patch16_224', num_classes=3), small('deit_aft_conv_tiny')
+    inheritance = vitzoo.inherit_weights(model, parent.state_dict())
+    total = sum(parameter.numel() for parameter in parent.parameters())
+    keys, head = 2 * (24 * 24 + 24), 3 * 24 + 3
+    assert inheritance.share == pytest.approx((total - keys - head) / total)
+    assert {'head.weight', 'head.bias'} <= set(inheritance.dropped) & set(inheritance.initialised)
+    assert 'initialised 8: blocks.*.attn.kernel (2)' in str(inheritance)
+
+
+def test_narrower_keys_leave_queries_and_values_inherited():
+    parent, model = small('deit_tiny_patch16_224'), small('deit_aft_conv_tiny', seed=1)
+    before = model.blocks[0].attn.qkv.weight.clone()
+    inheritance = vitzoo.inherit_weights(model, parent.state_dict())
+    old, new = parent.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight
+    assert torch.equal(new[:24], old[:24]) and torch.equal(new[-24:], old[-24:])
+    assert torch.equal(new[24:26], before[24:26]) and len(new) == 50
+    assert 'blocks.0.attn.qkv.weight' in inheritance.fitted
+
+
+@pytest.mark.parametrize('dim', [12, 48])
+def test_nothing_of_a_model_of_another_width_is_inherited_but_what_fits(dim):
+    parent, model = small('deit_tiny_patch16_224', embed_dim=dim), small('deit_ls_tiny')
+    inheritance = vitzoo.inherit_weights(model, parent.state_dict())
+    assert (inheritance.copied, inheritance.fitted) == (['head.bias'], [])
+    assert inheritance.share == 5 / sum(parameter.numel() for parameter in parent.parameters())
+
+
+def test_positions_of_another_grid_are_resampled():
+    parent, model = small('deit_tiny_patch16_224'), small('deit_ls_tiny', img_size=(96, 64))
+    y = torch.arange(4.0).reshape(1, 4, 1, 1).expand(1, 4, 4, 24)
+    weights = {**parent.state_dict(), 'pos_embed': torch.cat([torch.full((1, 1, 24), 7.0), y.flatten(1, 2)], dim=1)}
+    inheritance = vitzoo.inherit_weights(model, weights)
+    assert inheritance.fitted == ['pos_embed']
+    grid = model.pos_embed[:, 1:].unflatten(1, (6, 4))
+    assert (model.pos_embed[:, 0] == 7).all()
+    assert (grid[:, 1:] > grid[:, :-1]).all()
+    torch.testing.assert_close(grid[:, :, 0], grid[:, :, 3])
+
+
+def test_axial_positions_of_another_grid_are_resampled():
+    parent, model = small('vil_tiny_abs'), small('vil_tiny_abs', img_size=(64, 128))
+    inheritance = vitzoo.inherit_weights(model, parent.state_dict())
+    assert inheritance.fitted == [f'stages.{i}.pos_embed.column' for i in range(4)]
+    assert inheritance.share == 1
+
+
+@pytest.mark.parametrize('child, size', [('vil_ls_tiny', 19), ('vil_softmax_tiny', 31)])
+def test_biases_of_relative_position_keep_their_offsets(child, size):
+    parent, model = small('vil_tiny'), small(child)
+    weights, name = parent.state_dict(), 'stages.0.blocks.0.attn.rel_bias.table'
+    offsets = torch.arange(-13.0, 14)
+    weights[name] = (offsets[:, None] + 100 * offsets[None]).reshape(-1, 1)
+    assert name in vitzoo.inherit_weights(model, weights).fitted
+    reach = torch.arange(-(size // 2), size // 2 + 1.0).clamp(-13, 13)
+    assert torch.equal(model.state_dict()[name].reshape(size, size), reach[:, None] + 100 * reach[None])
+
+
+def test_a_table_with_shared_rows_is_not_resampled():
+    parent, model = small('vil_tiny'), small('vil_ls_medium')
+    inheritance = vitzoo.inherit_weights(model, parent.state_dict())
+    assert 'stages.0.blocks.0.attn.rel_bias.table' in inheritance.initialised
+
+
+@pytest.mark.parametrize('backbone', PARENTS)
+def test_convert_starts_a_model_from_a_trained_folder(backbone, tmp_path, capsys):
+    parent = small(PARENTS[backbone])
+    source = folder_of(parent, tmp_path / 'parent')
+    name = CHILDREN[backbone].format('aft_full')
+    kwargs = {key: value for key, value in SMALL[backbone].items() if key != 'img_size'}
+    out = tmp_path / 'out'
+    convert(['--from', source, '--to', name, '--model-kwargs', *words(kwargs), '--out', str(out)])
+    said = capsys.readouterr().out
+    assert 'inherited ' in said and 'attn.u_query' in said
+    model = loaded(out)
+    config = json.loads((out / 'config.json').read_text())
+    assert config['vitzoo']['inherited'] >= 0.7 and config['architecture'] == name
+    assert (config['num_classes'], config['pretrained_cfg']['input_size']) == (5, [3, 64, 64])
+    assert model(torch.ones(1, 3, 64, 64)).isfinite().all()
+    weights = parent.state_dict()
+    assert all(torch.equal(t, weights[n]) for n, t in model.state_dict().items() if n in weights)
+
+
+def test_a_parent_is_brought_to_the_image_size_of_the_model(tmp_path):
+    parent = small('vil_tiny')
+    source = folder_of(parent, tmp_path / 'parent')
+    kwargs = words({**SMALL['vil'], 'img_size': 96})
+    convert(['--from', source, '--to', 'vil_ls_tiny', '--model-kwargs', *kwargs, '--out', str(tmp_path / 'out')])
+    parent.set_input_size(96)
+    name = 'stages.3.blocks.0.attn.rel_bias.table'
+    assert torch.equal(loaded(tmp_path / 'out').state_dict()[name], parent.state_dict()[name])
+
+
+def test_a_parents_preprocessing_and_labels_are_inherited(tmp_path):
+    parent = small('deit_tiny_patch16_224', num_classes=2)
+    data_config = dict(mean=(0.5, 0.5, 0.5), crop_pct=1.0)
+    model_config = dict(label_names=['cat', 'dog'])
+    save_for_hf(
+        parent, str(tmp_path / 'p'), safe_serialization=True, model_config=model_config, data_config=data_config
+    )
+    kwargs = words({key: value for key, value in SMALL['deit'].items() if key != 'img_size'})
+    argv = ['--to', 'deit_nystrom_tiny', '--model-kwargs', *kwargs, '--out', str(tmp_path / 'out')]
+    convert(['--from', str(tmp_path / 'p'), *argv])
+    config = loaded(tmp_path / 'out').pretrained_cfg
+    assert (config['mean'], config['crop_pct'], config['label_names']) == ([0.5, 0.5, 0.5], 1.0, ['cat', 'dog'])
+
+
+def test_an_official_checkpoint_can_be_the_parent(tmp_path):
+    parent = timm.create_model('deit_tiny_patch16_224')
+    file, out = tmp_path / 'deit.pth', tmp_path / 'out'
+    torch.save({'model': parent.state_dict(), 'args': argparse.Namespace()}, file)
+    argv = ['--to', 'deit_performer_tiny', '--out', str(out)]
+    convert(['--from', 'deit_tiny_patch16_224', '--checkpoint', str(file), *argv])
+    assert torch.equal(loaded(out).state_dict()['blocks.11.attn.qkv.weight'], parent.blocks[11].attn.qkv.weight)
+
+
+def test_a_parent_of_another_size_is_refused(tmp_path, capsys):
+    source = folder_of(small('deit_tiny_patch16_224'), tmp_path / 'parent')
+    error = fails(capsys, '--from', source, '--to', 'deit_ls_tiny', '--out', tmp_path / 'out')
+    assert 'same backbone and size' in error
+    assert not (tmp_path / 'out').exists()

@@ -1,0 +1,292 @@
+"""Every backbone with every mixer, at small sizes, as timm's users use them."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.models._manipulate import group_parameters
+
+import vitzoo
+from vitzoo.mixers import mixer_class
+from vitzoo.models import aft, cvt, deit, vil
+from vitzoo.models._block import Block
+from vitzoo.models._quick_gelu import quick_gelu
+
+SMALL = {
+    'aft': dict(embed_dim=24, num_heads=2, depth=2),
+    'cvt': dict(embed_dims=(16, 24, 32), num_heads=(1, 2, 2), depths=(1, 1, 1)),
+    'deit': dict(embed_dim=24, num_heads=2, depth=2),
+    'vil': dict(embed_dims=(16, 24, 24, 32), num_heads=(1, 2, 2, 2), depths=(1, 1, 1, 1)),
+}
+SMALLEST = {'aft': 'tiny', 'cvt': '13', 'deit': 'tiny', 'vil': 'tiny'}
+COMBINATIONS = [
+    f'{backbone}_{mixer.removeprefix(backbone + "_")}_{size}'
+    for backbone, size in SMALLEST.items()
+    for mixer in vitzoo.list_mixers()
+    if f'{backbone}_{mixer}' not in vitzoo.list_mixers()
+]
+
+
+def build(name, img_size=64, **kwargs):
+    torch.manual_seed(0)
+    kwargs = {**SMALL[name.split('_')[0]], 'num_classes': 5, **kwargs}
+    return timm.create_model(name, img_size=img_size, **kwargs).eval()
+
+
+def images(*size, batch_size=2, in_chans=3):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch_size, in_chans, *(size or (64, 64)), generator=generator)
+
+
+def blocks(model):
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def is_bound_to_the_grid(model):
+    """Whether a position anywhere in the model belongs to one place of one grid."""
+    mixers = [block.attn for block in blocks(model)]
+    softmax_bias = any(type(m).__name__ == 'Softmax' and m.rel_bias is not None for m in mixers)
+    return softmax_bias or any(m.grid_bound for m in mixers) or getattr(model, 'pos_embed', None) is not None
+
+
+def mixers_of_ours():
+    """The mixers of vitzoo itself, without those of installed plugins."""
+    return [name for name in vitzoo.list_mixers() if mixer_class(name).__module__.startswith('vitzoo.')]
+
+
+def mixers_in(args):
+    mixers = args.get('mixer', ())
+    return {mixers} if isinstance(mixers, str) else set(mixers)
+
+
+def test_the_registered_names_are_these():
+    pinned = (Path(__file__).parents[1] / 'model_names.txt').read_text().split()
+    variants = {name: args for module in (aft, cvt, deit, vil) for name, args in module.VARIANTS.items()}
+    plugins = set(vitzoo.list_mixers()) - set(mixers_of_ours())
+    registered = [name for name, args in variants.items() if not plugins & mixers_in(args)]
+    assert sorted(registered) == pinned
+    assert set(registered) <= set(timm.list_models())
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_forward_and_backward_are_finite_and_reach_every_parameter(name, dtype):
+    model = build(name).train()
+    with torch.autocast('cpu', dtype=dtype, enabled=dtype != torch.float32):
+        logits = model(images())
+    assert logits.shape == (2, 5)
+    assert logits.isfinite().all()
+    logits.float().square().mean().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('std', [None, 3.0])
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_an_image_does_not_depend_on_its_batch(name, std):
+    model = build(name)
+    x = images(batch_size=5) * torch.tensor([1.0, 0.1, 3.0, 0.5, 2.0])[:, None, None, None]
+    if std is not None:
+        for block in blocks(model):
+            if hasattr(block.attn, 'qkv'):
+                block.attn.qkv.register_forward_hook(ScaleQK(std))
+    with torch.no_grad():
+        # the first pass fixes the scales
+        model(x)
+        batched = model(x)
+        alone = torch.cat([model(x[i : i + 1]) for i in range(5)])
+    assert ((batched - alone).norm() / batched.norm()).item() < 1e-4
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_one_image_trains_as_the_same_image_twice(name):
+    # batch norm sees the same statistics, so that each image gives the same gradient; the rest draws no noise
+    model = build(name).double()
+    for module in model.modules():
+        module.training = isinstance(module, torch.nn.BatchNorm2d)
+    gradients = []
+    for times in (1, 2):
+        model(images(batch_size=1).double().repeat(times, 1, 1, 1)).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]) / times)
+        model.zero_grad()
+    assert ((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item() < 1e-6
+
+
+class ScaleQK:
+    """Scales q and k, as larger weights would, to the given standard deviation on the first batch seen."""
+
+    def __init__(self, std):
+        self.std = std
+        self.factors = None
+
+    def __call__(self, module, args, output):
+        q, k, v = output
+        self.factors = self.factors or (self.std / q.std(), self.std / k.std())
+        return q * self.factors[0], k * self.factors[1], v
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_any_image_size_runs(name):
+    sizes = [(s, s) for s in (32, 64, 96, 112, 222, 224, 256, 288)] + [(224, 288), (160, 96)]
+    resized = build(name, img_size=64)
+    direct = None if is_bound_to_the_grid(resized) else build(name, img_size=64)
+    with torch.no_grad():
+        for size in sizes:
+            x = images(*size, batch_size=1)
+            assert build(name, img_size=size)(x).isfinite().all(), size
+            resized.set_input_size(size)
+            assert resized(x).isfinite().all(), size
+            if direct is not None:
+                torch.testing.assert_close(direct(x), resized(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'name', ['cvt_ls_13', 'cvt_13', 'cvt_aft_conv_13', 'aft_conv_tiny', 'aft_ls_tiny', 'aft_nystrom_tiny']
+)
+def test_models_without_positions_are_not_bound_to_a_size(name):
+    assert not is_bound_to_the_grid(build(name))
+
+
+@pytest.mark.parametrize('name', ['vil_tiny', 'vil_tiny_abs', 'cvt_aft_full_13', 'deit_ls_tiny'])
+def test_a_size_the_positions_are_not_made_for_is_refused(name):
+    model = build(name)
+    with pytest.raises((ValueError, AssertionError), match=r'made for|doesn.t match'):
+        model(images(96, 96))
+
+
+@pytest.mark.parametrize(
+    'name, size', [('cvt_ls_13', 2), ('vil_ls_tiny', 31), ('deit_ls_tiny', 15), ('aft_conv_tiny', (224, 8))]
+)
+def test_an_image_too_small_for_the_backbone_is_refused(name, size):
+    with pytest.raises(ValueError, match=r'too small|smaller than a patch'):
+        build(name, img_size=size)
+
+
+@pytest.mark.parametrize('size', ['tiny', 'small', 'base'])
+def test_deit_with_softmax_gives_timms_logits(size):
+    torch.manual_seed(0)
+    theirs = timm.create_model(f'deit_{size}_patch16_224', depth=2).eval()
+    ours = timm.create_model(f'deit_softmax_{size}', depth=2).eval()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    x = images(224, 224)
+    with torch.no_grad():
+        assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize('mixer', ['aft_simple', 'local', 'longformer', 'nystrom', 'sinkhorn', 'softmax', 'sparse'])
+def test_a_timm_checkpoint_loads_strictly_where_the_mixer_adds_no_parameter(mixer):
+    weights = timm.create_model('deit_tiny_patch16_224', depth=2).state_dict()
+    timm.create_model(f'deit_{mixer}_tiny', depth=2).load_state_dict(weights, strict=True)
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_timms_usual_arguments_work(name):
+    model = build(name, in_chans=1, num_classes=0, drop_rate=0.1, drop_path_rate=0.2)
+    assert model(images(in_chans=1)).shape == (2, model.num_features)
+    assert model.head_drop.p == 0.1
+    rates = [getattr(block.drop_path1, 'drop_prob', 0.0) for block in blocks(model)]
+    # CvT's recipe drops paths in the last stage only, which has one block here and so starts at 0
+    assert rates[-1] == pytest.approx(0.0 if name.startswith('cvt') else 0.2)
+    model.reset_classifier(7)
+    assert model(images(in_chans=1)).shape == (2, 7)
+
+
+def test_the_mixer_of_any_name_can_be_overridden():
+    model = build('cvt_ls_13', mixer='performer', mixer_kwargs={'num_features': 8})
+    assert {type(block.attn).__name__ for block in blocks(model)} == {'Performer'}
+    model = build('vil_tiny', mixer=('nystrom', 'ls', 'aft_conv', 'softmax'))
+    assert [type(block.attn).__name__ for block in blocks(model)] == ['Nystrom', 'LongShort', 'AFTConv', 'Softmax']
+
+
+def test_a_mixer_whose_name_a_backbones_own_mixer_has_goes_in_by_keyword():
+    assert type(blocks(build('aft_local_tiny'))[0].attn).__name__ == 'AFTLocal'
+    assert type(blocks(build('aft_local_tiny', mixer='local'))[0].attn).__name__ == 'Local'
+
+
+def test_keywords_add_to_those_of_the_name_and_go_with_another_mixer():
+    published = build('vil_ls_medium_384', mixer_kwargs={'rank': 3})
+    first = blocks(published)[0].attn
+    assert (first.window_size, first.rank, first.rel_bias.row_stride) == (8, 3, 16)
+    other = build('vil_ls_medium_384', mixer='nystrom')
+    assert type(blocks(other)[0].attn).__name__ == 'Nystrom'
+
+
+@pytest.mark.parametrize('name', ['cvt_ls_13', 'vil_tiny', 'deit_performer_tiny', 'aft_conv_tiny'])
+def test_a_wrong_mixer_argument_says_so(name):
+    with pytest.raises(TypeError, match='no_such_option'):
+        build(name, mixer_kwargs={'no_such_option': 1})
+    with pytest.raises(ValueError, match='did you mean'):
+        build(name, mixer='softmx')
+
+
+def test_cvt_thins_out_keys_only_where_the_mixer_allows_it():
+    strides = {
+        name: [block.attn.qkv.conv_k.conv.stride[0] for block in blocks(build(name))]
+        for name in ('cvt_13', 'cvt_ls_13', 'cvt_performer_13', 'cvt_aft_conv_13')
+    }
+    assert strides.pop('cvt_13') == [2, 2, 2]
+    assert all(stride == [1, 1, 1] for stride in strides.values())
+
+
+def test_long_short_in_cvt_sees_the_class_token_in_the_last_stage_as_global():
+    assert [block.attn.num_prefix_tokens for block in blocks(build('cvt_ls_13'))] == [0, 0, 1]
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_intermediates_are_the_features_of_the_forward_pass(name):
+    model = build(name)
+    x = images()
+    with torch.no_grad():
+        final, maps = model.forward_intermediates(x)
+        torch.testing.assert_close(final, model.forward_features(x))
+    assert len(maps) == len(model.feature_info)
+    for image, info in zip(maps, model.feature_info):
+        assert image.shape == (2, info['num_chs'], 64 // info['reduction'], 64 // info['reduction'])
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+def test_cvts_activation_is_timms_and_keeps_its_input_alone(dtype):
+    x = (4 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        ours = quick_gelu(x)
+    theirs = timm.layers.QuickGELU()(x)
+    torch.testing.assert_close(ours, theirs)
+    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (ours, theirs)))
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_gradient_checkpointing_changes_nothing(name):
+    model = build(name).train()
+    state = copy.deepcopy(model.state_dict())
+    losses, grads = [], []
+    for enable in (False, True):
+        # the same random draws, and what mixers keep of the batches they have seen
+        torch.manual_seed(2)
+        model.load_state_dict(state)
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        loss = model(images()).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(losses[0], losses[1])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize('name', COMBINATIONS)
+def test_every_parameter_has_a_layer_and_no_weight_decay_names_exist(name):
+    model = build(name)
+    names = {name for name, _ in model.named_parameters()}
+    grouped = group_parameters(model, model.group_matcher())
+    assert {name for group in grouped.values() for name in group} == names
+    assert len(grouped) >= len(blocks(model)) + 2
+    assert {n for n in model.no_weight_decay() if n.count('.') > 0} <= names
+
+
+def test_images_too_small_or_positions_of_another_grid_name_the_remedy():
+    with pytest.raises(ValueError, match='set_input_size'):
+        build('vil_tiny')(images(96, 96))

@@ -1,0 +1,50 @@
+"""Which mixers leave for ONNX: the exported model, run by onnxruntime, gives the same logits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_models import build, images, mixers_of_ours
+
+import vitzoo
+
+onnxruntime = pytest.importorskip('onnxruntime')
+pytest.importorskip('onnxscript')
+
+OPSET = 18
+# torch's exporter has no translation for its stable sort
+NOT_EXPORTED = ('reformer',)
+DOCS = Path(__file__).resolve().parents[2] / 'docs' / 'export.md'
+
+
+def run_exported(model, x, path):
+    torch.onnx.export(model, (x,), path, opset_version=OPSET, dynamo=True, verbose=False, external_data=False)
+    session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+@pytest.mark.parametrize('mixer', [mixer for mixer in vitzoo.list_mixers() if mixer not in NOT_EXPORTED])
+@pytest.mark.filterwarnings('ignore')
+def test_an_onnx_model_gives_the_same_logits(mixer, tmp_path):
+    model, x = build(f'deit_{mixer}_tiny'), images()
+    with torch.no_grad():
+        expected = model(x)
+    torch.testing.assert_close(run_exported(model, x, tmp_path / 'model.onnx'), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('backbone', ['aft', 'cvt', 'vil'])
+@pytest.mark.filterwarnings('ignore')
+def test_the_other_backbones_export_too(backbone, tmp_path):
+    model, x = build({'aft': 'aft_conv_tiny', 'cvt': 'cvt_ls_13', 'vil': 'vil_ls_tiny'}[backbone]), images()
+    with torch.no_grad():
+        expected = model(x)
+    torch.testing.assert_close(run_exported(model, x, tmp_path / 'model.onnx'), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_documentation_says_what_exports():
+    table = {}
+    for line in DOCS.read_text().splitlines():
+        cells = [cell.strip().strip('`') for cell in line.split('|')]
+        if len(cells) == 5 and cells[1] in vitzoo.list_mixers():
+            table[cells[1]] = cells[3]
+    assert table == {mixer: 'no' if mixer in NOT_EXPORTED else 'yes' for mixer in mixers_of_ours()}

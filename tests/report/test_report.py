@@ -1,0 +1,564 @@
+"""The report: its page has what the records have and nothing else, alone and in a browser."""
+
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import timm
+from test_validate import data, save_trained, trained  # noqa: F401  fixtures
+
+from vitzoo.bench._harness import append_rows
+from vitzoo.metrics import count_macs
+from vitzoo.report import main, make_report, read_records
+from vitzoo.report.charts import Point, frontier
+from vitzoo.report.gather import measure_scaling
+from vitzoo.report.markup import tag, to_html
+from vitzoo.report.page import render
+from vitzoo.report.records import interval, short_names
+from vitzoo.report.svg import fit_scale, place_labels, short_number, spread_out
+from vitzoo.report.table import COLUMNS
+from vitzoo.validate.results import KEYS
+
+STYLE = (Path(__file__).parents[2] / 'vitzoo' / 'report' / 'style.css').read_text()
+CLASSES = ['cat', 'dog', 'frog']
+PIXEL = 'data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=='
+CORRUPTIONS = ['gaussian_noise', 'fog', 'contrast']
+
+
+def make_record(number: int, depth: int = 4) -> dict:
+    """A record in which every number is another, with all that a report can show."""
+    top1, gmacs = 40.0 - 1.9 * number, 0.1 * (number + 1)
+    curve = [(i + 1) / (depth + 1 + number) for i in range(depth)]
+    return dict(
+        model=f'runs/model_{number}',
+        weights='trained',
+        top1=top1,
+        top5=top1 + 41.5,
+        loss=1.5 + 0.123 * number,
+        n=500,
+        oversmoothing=curve,
+        token_statistics=dict(
+            blocks=[f'blocks.{i}' for i in range(depth)],
+            stages=[0] + [1] * (depth - 1),
+            cosine=dict(mean=curve, std=[0.05] * depth),
+            effective_rank=dict(mean=[20.0 - i for i in range(depth)], std=[1.0] * depth),
+        ),
+        params=1_234_567 * (number + 1),
+        gmacs=gmacs,
+        gflops=2 * gmacs,
+        img_size=32,
+        images_per_second=150.5 / (number + 1),
+        peak_memory_mb=900.25 + number,
+        measured_on='one machine',
+        data='photos',
+        architecture=f'model_{number}',
+        commands=[f'vitzoo train --config runs/model_{number}/recipe.yaml'],
+        ece=4.4 + number,
+        health={f'blocks.{i}.attn': dict(softmax_error=0.1 * (i + 1), bad=0.0) for i in range(depth)},
+        scaling=dict(gmacs={str(size): gmacs * (size / 32) ** 2 for size in (32, 64, 128)}),
+        mistakes=dict(
+            class_names=CLASSES,
+            confusion=[[5, 2, 0], [1, 6 + number, 0], [0, 0, 4]],
+            calibration=dict(counts=[0, 3, 15], confidence=[None, 0.5, 0.8], accuracy=[None, 0.4, 0.9]),
+            pairs=[['cat', 'dog', 2], ['dog', 'cat', 1]],
+        ),
+        corrupt={name: [top1 - 2 * i - severity for severity in range(1, 6)] for i, name in enumerate(CORRUPTIONS)},
+        corrupt_top1=top1 - 5.0,
+        imagenet_a_top1=12.5 + number,
+        imagenet_9_gap=7.5,
+        explanations=[
+            dict(file=f'{name}/0.jpg', label=name, prediction='cat', confidence=0.625, method='gradient')
+            | dict(picture=PIXEL, overlay=PIXEL)
+            for name in CLASSES
+        ],
+    )
+
+
+def make_data(*records: dict, title: str = 'Three models') -> dict:
+    return dict(title=title, made='1 May 2026, 10:00 UTC', command='vitzoo report runs/*', records=list(records))
+
+
+BARE = dict(model='resnet50', params=25_557_032, gmacs=4.0892)
+
+
+class Page(HTMLParser):
+    """The parts of a page that the tests look at."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.sections, self.charts, self.rows, self.addresses, self.text = [], {}, [], [], []
+        self.images, self._chart, self._cell, self._hidden = [], None, None, None
+        self.feed(text)
+
+    def handle_starttag(self, name, attrs):
+        attrs = dict(attrs)
+        self.addresses += [attrs[key] for key in ('src', 'href') if key in attrs]
+        if name == 'section':
+            self.sections.append(attrs['id'])
+        elif name == 'svg' and 'aria-label' in attrs:
+            self._chart = self.charts.setdefault(attrs['aria-label'], [])
+        elif name == 'svg':
+            self._chart = None
+        elif name == 'tr':
+            self.rows.append([])
+        elif name in ('td', 'th'):
+            self._cell = [attrs.get('data-value'), '']
+            self.rows[-1].append(self._cell)
+        elif name == 'img':
+            self.images.append(attrs)
+        elif name in ('style', 'script'):
+            self._hidden = name
+        if 'mark' in attrs.get('class', '').split() and self._chart is not None and 'data-tip' in attrs:
+            self._chart.append(attrs['data-tip'])
+
+    def handle_endtag(self, name):
+        if name in ('td', 'th'):
+            self._cell = None
+        elif name == self._hidden:
+            self._hidden = None
+
+    def handle_data(self, text):
+        if self._hidden is None:
+            self.text.append(text)
+        if self._cell is not None:
+            self._cell[1] += text
+
+    def row(self, name: str) -> list[list]:
+        return next(row for row in self.rows if row and row[0][1] == name)
+
+
+@pytest.fixture(scope='module')
+def report() -> dict:
+    return make_data(*(make_record(number) for number in range(3)))
+
+
+@pytest.fixture(scope='module')
+def page(report) -> Page:
+    return Page(render(report))
+
+
+def test_the_table_has_every_number_of_the_records(report, page):
+    for record in report['records']:
+        _, *cells = page.row(Path(record['model']).name)
+        shown = {column.heading + column.unit: column.read(record) for column in COLUMNS}
+        shown = {heading: value for heading, value in shown.items() if value is not None}
+        assert len(shown) == len(COLUMNS) - 1  # the mean average precision is for several labels
+        for (value, text), number, column in zip(cells, shown.values(), [c for c in COLUMNS if c.heading != 'mAP']):
+            assert value == repr(number)
+            assert text.partition(' ±')[0] == format(number, column.form)
+        assert [text for _, text in cells[len(shown) :]] == ['32', 'trained']
+
+
+def test_columns_read_what_they_say():
+    record = make_record(1)
+    read = {f'{column.heading} {column.unit}'.strip(): column.read(record) for column in COLUMNS}
+    assert read['top-1 %'] == record['top1'] and read['cosine last block'] == record['oversmoothing'][-1]
+    assert read['parameters M'] == pytest.approx(2.469134)
+    assert read['cost GFLOPs'] == 2 * read['cost GMACs'] == record['gflops']
+    assert read['memory MB'] == record['peak_memory_mb'] and read['corrupted %'] == record['corrupt_top1']
+
+
+def test_the_best_accuracy_comes_first_and_keeps_its_colour(report):
+    page = Page(render({**report, 'records': report['records'][::-1]}))
+    names = [row[0][1] for row in page.rows if row and row[0][0]]
+    assert names == ['model_0', 'model_1', 'model_2']
+    assert [tip.partition(':')[0] for tip in page.charts['top-1 against GMACs']] == names
+
+
+def test_every_chart_has_a_mark_for_each_number(page):
+    marks = {label: len(tips) for label, tips in page.charts.items()}
+    assert marks == {
+        'top-1 against GMACs': 3,
+        'top-1 against million parameters': 3,
+        'top-1 against milliseconds per image': 3,
+        'Mean cosine similarity after each block': 3 * 4,
+        'Effective rank after each block': 3 * 4,
+        'error of approximated softmax attention': 3 * 4,
+        'Multiply-accumulates against image size': 3 * 3,
+        'Multiply-accumulates for each pixel against image size': 3 * 3,
+        'top-1 accuracy on variants of ImageNet': 3,
+        'The same images, corrupted: mean top-1': 3,
+        'The same images, corrupted: top-1 under each corruption': 3 * 3,
+        'The same images, corrupted: top-1 by severity': 3 * 5,
+        'accuracy against confidence': 3 * 2,
+        **{f'confusion matrix of model_{number}': 9 for number in range(3)},
+    }
+
+
+def test_marks_say_the_numbers_of_their_records(page):
+    assert 'model_1: 38.10 %, 0.2 GMACs' in page.charts['top-1 against GMACs']
+    assert 'model_0: 40.00 %, 6.645 milliseconds per image' in page.charts['top-1 against milliseconds per image']
+    assert 'model_2, blocks.3: 0.571' in page.charts['Mean cosine similarity after each block']
+    assert 'model_0 at 128 px: 1.6 GMACs' in page.charts['Multiply-accumulates against image size']
+    assert (
+        'model_1 at 32 px: 195.3 thousand MACs' in page.charts['Multiply-accumulates for each pixel against image size']
+    )
+    assert 'model_0: 35.0, clean 40.0' in page.charts['The same images, corrupted: mean top-1']
+    assert 'model_0, fog: 35.0' in page.charts['The same images, corrupted: top-1 under each corruption']
+    assert 'model_0, severity 5: 33.0 %' in page.charts['The same images, corrupted: top-1 by severity']
+    assert '2 of 7 images of cat taken for dog' in page.charts['confusion matrix of model_1']
+    assert 'model_0: 90% of 15 images right at 80% confidence' in page.charts['accuracy against confidence']
+
+
+def test_every_chart_has_its_numbers_in_a_table(page):
+    texts = [[text for _, text in row] for row in page.rows]
+    assert ['model_0', '0.1', '40', *(f'{v:.4g}' for v in interval(40.0, 500))] in texts
+    assert ['model_2', *(f'{(i + 1) / 7:.4g}' for i in range(4))] in texts
+    assert ['model_1', '0.2', '0.8', '3.2'] in texts
+    assert ['gaussian noise', '37', '35.1', '33.2'] in texts
+    assert ['cat', '5', '2', '0'] in texts
+    assert ['ImageNet-A', '12.5', '13.5', '14.5'] in texts and [
+        'ImageNet-9 gap, in points',
+        '7.5',
+        '7.5',
+        '7.5',
+    ] in texts
+
+
+def test_explained_images_are_shown_once_and_their_maps_for_each_model(page):
+    assert len(page.images) == 3 + 3 * 3
+    assert all(image['src'] == PIXEL and image['alt'] for image in page.images)
+    assert page.text.count('✓ ') == 3 and page.text.count('✗ ') == 6
+
+
+def test_what_was_not_measured_is_left_out():
+    page = Page(render(make_data(BARE)))
+    assert page.sections == ['models', 'provenance'] and page.charts == {}
+    (row,) = (row for row in page.rows if row and row[0][0] == 'resnet50')
+    assert [cell[1] for cell in row] == ['resnet50', '25.56', '4.089', '8.178', '', 'not recorded']
+    text = ' '.join(page.text)
+    assert not re.search(r'\b(nan|None|null|inf)\b', text)
+
+
+@pytest.mark.parametrize(
+    ('missing', 'section'),
+    [
+        ('scaling', 'scaling'),
+        ('mistakes', 'errors'),
+        ('explanations', 'explanations'),
+        ('health', 'health'),
+    ],
+)
+def test_a_part_is_there_with_its_numbers_only(report, missing, section):
+    some = [{key: value for key, value in record.items() if key != missing} for record in report['records']]
+    assert section not in Page(render(make_data(*some))).sections
+    assert section in Page(render(make_data(some[0], some[1], report['records'][2]))).sections
+
+
+def test_records_without_token_statistics_still_have_their_curve():
+    records = [{**make_record(number), 'token_statistics': None} for number in range(2)]
+    records[1]['oversmoothing'] = [0.1, None, 0.3]
+    charts = Page(render(make_data(*records))).charts
+    assert len(charts['Mean cosine similarity after each block']) == 4 + 2
+    assert 'Effective rank after each block' not in charts
+
+
+def test_incomplete_tables_have_no_means():
+    table = {'fog': [30.0, None, 20.0, 10.0, 5.0], 'contrast': [30.0, 25.0, 20.0, 10.0, 5.0]}
+    records = [{**make_record(0), 'corrupt': table}, {**make_record(1), 'corrupt': {'fog': [None] * 5}}]
+    charts = Page(render(make_data(*records))).charts
+    found = {label: tips for label, tips in charts.items() if label.startswith('The same images')}
+    assert found == {'The same images, corrupted: top-1 under each corruption': ['model_0, contrast: 18.0']}
+    assert 'robustness' not in Page(render(make_data({**BARE, 'corrupt': {'fog': [None] * 5}}))).sections
+
+
+def test_a_single_size_is_no_scaling():
+    record = {**make_record(0), 'scaling': dict(gmacs={'224': 1.0})}
+    assert 'scaling' not in Page(render(make_data(record))).sections
+
+
+def test_images_of_several_labels_are_ranked_by_their_precision():
+    records = [{**BARE, 'model': name, 'map': value, 'n': 50} for name, value in (('a', 60.5), ('b', 71.25))]
+    page = Page(render(make_data(*records)))
+    assert [row[0][1] for row in page.rows if row and row[0][0]] == ['b', 'a']
+    assert len(page.charts['mAP against GMACs']) == 2
+    assert page.row('b')[1] == ['71.25', '71.25']
+
+
+def test_records_of_predictions_alone_are_shown():
+    record = dict.fromkeys(KEYS) | dict(model='a.csv', top1=50.0, top5=90.0, n=100, weights='predictions')
+    page = Page(render(make_data(record, make_record(0))))
+    assert [cell[1] for cell in page.row('a.csv')[1:4]] == ['50.00 ±9.6', '90.00', '–']
+    assert page.sections == Page(render(make_data(make_record(0)))).sections
+
+
+def test_times_of_different_machines_are_not_compared(report):
+    records = [dict(record) for record in report['records']]
+    records[1]['measured_on'] = 'another machine'
+    page = Page(render(make_data(*records)))
+    assert 'top-1 against milliseconds per image' not in page.charts
+    assert any('timed on different machines' in text for text in page.text)
+    assert 'top-1 against milliseconds per image' in Page(render(report)).charts
+
+
+def test_times_of_a_busy_machine_are_too_low(report):
+    records = [{**record, 'cores': 4, 'load': load} for record, load in zip(report['records'], (6.1, None, 5.9))]
+    text = render(make_data(*records))
+    page = Page(text)
+    assert any('other work while these were timed' in text and text.endswith(': model_0.') for text in page.text)
+    assert 'top-1 against milliseconds per image' not in page.charts
+    # the fastest of such times is not the best
+    assert render(report).count('class="best"') == text.count('class="best"') + 1
+    records[0]['cores'] = None
+    assert 'top-1 against milliseconds per image' in Page(render(make_data(*records))).charts
+
+
+@pytest.mark.parametrize(
+    ('options', 'said'),
+    [
+        (([], []), None),
+        ((['absolute', 'include_cls'],) * 2, ' Counted with --absolute --include-cls.'),
+        ((['include_self'], []), ' Not all were counted alike, so do not compare them: model_0 with --include-self.'),
+    ],
+)
+def test_other_ways_to_count_tokens_are_said(options, said):
+    records = [make_record(0), make_record(1), {**BARE}]
+    for record, names in zip(records, options):
+        record['token_statistics']['options'] = names
+    text = ' '.join(Page(render(make_data(*records))).text)
+    assert (said or 'Bands are one standard deviation over images.') in text
+    assert said or 'ounted ' not in text
+
+
+def test_a_page_needs_nothing_else(report, page):
+    text = render(report)
+    for address in page.addresses:
+        assert address.startswith(('#', 'data:')), address
+    assert "default-src 'none'" in text and not re.search(r'@import|url\(', text)
+    assert set(re.findall(r'https?://[^"\s]+', text)) == set()
+    assert {address[1:] for address in page.addresses if address.startswith('#')} == set(page.sections)
+
+
+def test_names_cannot_break_the_page():
+    name = '<script>alert("1")</script>&\'"'
+    text = render(make_data({**make_record(0), 'model': name}, make_record(1), title=name))
+    assert '<script>alert' not in text and text.count('<script>') == 1
+    assert Page(text).row('script>&\'"')[0][0] == 'script>&\'"'
+
+
+def test_twenty_models_have_different_signs():
+    page = render(make_data(*(make_record(number) for number in range(20))))
+    found = re.search(r'aria-label="top-1 against GMACs".*?</svg>', page, re.DOTALL)[0]
+    signs = re.findall(r'd="([^"]+)"[^>]*class="mark (m\d)"', found)
+    assert len(signs) == len(set(signs)) == 20
+
+
+@pytest.mark.parametrize(
+    ('names', 'short'),
+    [
+        (['resnet50', 'runs/a'], ['resnet50', 'a']),
+        (['runs/1/best', 'runs/2/best'], ['1/best', '2/best']),
+        (['x/a', 'a'], ['x/a', 'a']),
+        (['cvt_13', 'cvt_13'], ['cvt_13 (1)', 'cvt_13 (2)']),
+        (['/runs/a'], ['a']),
+    ],
+)
+def test_short_names_tell_models_apart(names, short):
+    assert short_names(names) == short
+
+
+def test_intervals_are_wilsons():
+    # of https://en.wikipedia.org/wiki/Binomial_proportion_confidence_interval, p = 1/2 and p = 0
+    assert interval(50.0, 100) == pytest.approx((40.383, 59.617), abs=1e-3)
+    assert interval(0.0, 10) == pytest.approx((0, 27.753), abs=1e-2)
+    assert interval(40.0, None) == (40.0, 40.0)
+
+
+def test_the_front_is_what_nobody_beats():
+    points = [Point(i, str(i), x, y, y, y, '') for i, (x, y) in enumerate([(2, 5), (1, 3), (3, 4), (2, 1), (4, 6)])]
+    assert [point.index for point in frontier(points)] == [1, 0, 4]
+
+
+LINEAR = [[1, 2, 3], [5.0], [0.001, 0.0011], [10, 1e6], [-1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(('values', 'log'), [*((v, False) for v in LINEAR), *((v, True) for v in LINEAR[:4])])
+def test_scales_hold_their_values_and_have_ticks(values, log):
+    scale = fit_scale(values, 100, 300, log)
+    assert all(100 < scale(value) < 300 for value in values)
+    assert len(scale.ticks) >= 1 and all(100 <= scale(tick) <= 300 for tick in scale.ticks)
+    assert scale(scale.low) == pytest.approx(100) and scale(scale.high) == pytest.approx(300)
+
+
+def test_numbers_of_ticks_are_short():
+    assert [short_number(value) for value in (0, 0.25, 100, 1000, 20_000, 3e6, -1.5)] == [
+        *('0', '0.25', '100', '1000', '20k', '3M', '−1.5')
+    ]
+
+
+def test_labels_keep_out_of_each_others_way():
+    assert spread_out([10, 11, 50], 0, 100, gap=10) == [10, 20, 50]
+    assert spread_out([99, 99], 0, 100, gap=10) == [90, 100]
+    points = [(50.0, 50.0), (52.0, 50.0), (54.0, 51.0)]
+    places = place_labels(points, ['one', 'two', 'three'], lambda box: box[0] > 0 and box[2] < 200)
+    assert None not in places and len({place[:2] for place in places}) == 3
+    # in a column, closer than a line
+    column = place_labels([(50.0, 50 + 12.0 * i) for i in range(4)], ['name'] * 4, lambda box: True)
+    assert None not in column
+    crowd = place_labels([(50.0, 50.0)] * 40, ['name'] * 40, lambda box: True)
+    assert None in crowd and crowd[0] is not None
+
+
+def test_markup_escapes_text_and_attributes():
+    element = tag('p', 'a<b', tag('b', '&'), 'c', None, title='"<&', class_='x', data_value=1.0, hidden=None)
+    assert to_html(element) == '<p title="&quot;<&amp;" class="x" data-value="1.00">a&lt;b<b>&amp;</b>c</p>'
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def contrast(a: str, b: str) -> float:
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize('theme', [0, 1], ids=['light', 'dark'])
+def test_colours_can_be_seen(theme):
+    colours = {name: pair[theme] for name, *pair in re.findall(r'--(\w+): light-dark\((#\w+), (#\w+)\)', STYLE)}
+    marks = [colours[f'm{i}'] for i in range(8)]
+    assert len(set(marks)) == 8
+    for name in ('ink', 'soft', 'heat', 'wrong'):
+        assert contrast(colours[name], colours['paper']) >= 4.5, name
+    # what WCAG asks of graphics
+    assert all(contrast(mark, colours['paper']) >= 3 for mark in marks)
+    assert contrast(colours['ink'], colours['raised']) >= 4.5
+
+
+def fails(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, argv)])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', lambda model, images: 123.0)
+    return tmp_path / 'report'
+
+
+def test_a_report_of_a_trained_model(out, data, trained, tmp_path):  # noqa: F811
+    other = save_trained(tmp_path / 'other', ['blue', 'green', 'red'], answer='blue')
+    make_report([str(trained), str(other), '--data-dir', str(data), '--workers', '0', '--out', str(out)])
+    found = json.loads((out / 'report.json').read_text())
+    always_blue = found['records'][1]
+    assert (always_blue['top1'], always_blue['n'], always_blue['data']) == (50, 10, str(data))
+    assert always_blue['mistakes']['class_names'] == ['blue', 'green', 'red']
+    assert always_blue['mistakes']['confusion'] == [[5, 0, 0], [3, 0, 0], [2, 0, 0]]
+    assert sum(always_blue['mistakes']['calibration']['counts']) == 10
+    assert always_blue['mistakes']['pairs'] == [['green', 'blue', 3], ['red', 'blue', 2]]
+    assert always_blue['ece'] == pytest.approx(100 * (math.e / (math.e + 2) - 0.5), abs=0.01)
+    assert [item['label'] for item in always_blue['explanations']] == ['blue', 'blue', 'green', 'red']
+    assert {item['prediction'] for item in always_blue['explanations']} == {'blue'}
+    assert always_blue['architecture'] == 'deit_softmax_tiny'
+    assert always_blue['cores'] == os.cpu_count() and always_blue['load'] >= 0
+    page = Page((out / 'index.html').read_text())
+    assert page.sections == ['models', 'cost', 'oversmoothing', 'scaling', 'errors', 'explanations', 'provenance']
+    assert page.row('other')[1][0] == '50.0'
+    assert len(page.charts['Multiply-accumulates against image size']) == 2 * 6
+
+
+def test_a_report_is_made_again_from_its_data(out, tmp_path):
+    out.mkdir()
+    (out / 'report.json').write_text(json.dumps(make_data(make_record(0), make_record(1))))
+    bare = tmp_path / 'bare.json'
+    bare.write_text(json.dumps([{**BARE, 'images_per_second': 10.0}]))
+    make_report(['--results', str(out / 'report.json'), str(bare), '--out', str(out), '--title', 'Again'])
+    page = Page((out / 'index.html').read_text())
+    assert [row[0][1] for row in page.rows if row and row[0][0]] == ['model_0', 'model_1', 'resnet50']
+    # the command that evaluated them stays on the page, behind what trained them and before what made it again
+    (commands,) = (text for text in page.text if 'vitzoo report --results' in text)
+    assert commands.splitlines()[:3] == [
+        'vitzoo train --config runs/model_0/recipe.yaml',
+        'vitzoo train --config runs/model_1/recipe.yaml',
+        'vitzoo report runs/*',
+    ]
+    assert 'Again' in page.text and any('timed on different machines' in text for text in page.text)
+    assert read_records(str(out / 'report.json'))[2]['measured_on'] == f'not recorded in {bare}'
+
+
+@pytest.mark.parametrize('text', ['', '[1]', '{"records": {}}', '[{"name": "a"}]', 'model,top1\n'])
+def test_a_file_of_something_else_is_refused(text, tmp_path, capsys):
+    (tmp_path / 'a.json').write_text(text)
+    assert '--results-file' in fails(capsys, '--results', tmp_path / 'a.json', '--out', tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        ([], 'name at least one MODEL'),
+        (['--results', 'nowhere.json'], "cannot read the results 'nowhere.json'"),
+        (['cvt_31'], "unknown model 'cvt_31'"),
+        (['test_vit', '--plot', 'a.png'], '--plot is for `vitzoo validate`'),
+        (['test_vit', '--data-dri', 'x'], 'unrecognized arguments'),
+        (['test_vit', 'test_resnet', '--checkpoint', 'a.pth'], '--checkpoint a.pth is for one model'),
+    ],
+)
+def test_mistakes_are_one_sentence(argv, message, tmp_path, capsys):
+    assert message in fails(capsys, *argv, '--out', tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / 'file').touch()
+    assert 'cannot make the folder' in fails(capsys, 'test_vit', '--out', tmp_path / 'file' / 'report')
+
+
+def test_several_processes_are_sent_to_validate(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    assert 'accelerate launch validate.py' in fails(capsys, 'test_vit', '--out', tmp_path)
+
+
+@pytest.mark.parametrize(
+    'name', ['cvt_ls_13', 'vil_tiny', 'deit_linformer_tiny', 'aft_full_tiny', 'test_vit', 'test_resnet']
+)
+def test_scaling_is_that_of_models_made_for_the_size(name):
+    options = {} if name == 'test_resnet' else dict(img_size=64)
+    found = measure_scaling(name, timm.create_model(name, **options), 64)
+    assert list(found) == [64, 128, 192, 256, 384, 512]
+    if options:
+        options = dict(img_size=192)
+    assert found[192] == count_macs(timm.create_model(name, **options), 192) / 1e9
+
+
+@pytest.fixture
+def benchmarks(tmp_path) -> Path:
+    path = tmp_path / 'benchmarks.csv'
+    rows = [
+        dict(name='model_0', img_size=size, seconds=size / 1000, peak_mb=float(size), batch_size=8, dtype=dtype)
+        for dtype in ('float32', 'float16')
+        for size in (224, 448)
+        if (dtype, size) != ('float16', 448)
+    ]
+    append_rows(str(path), rows, table='models', what='forward', cpu='fast, 2 cores', threads=1, device='cpu')
+    return path
+
+
+def test_times_at_several_sizes_come_from_benchmarks(out, benchmarks):
+    out.mkdir()
+    (out / 'report.json').write_text(json.dumps(make_data(make_record(0), make_record(1))))
+    argv = ['--results', str(out / 'report.json'), '--out', str(out)]
+    make_report([*argv, '--benchmarks', str(benchmarks)])
+    charts = Page((out / 'index.html').read_text()).charts
+    assert charts['Time against image size'] == [
+        'model_0 at 224 px: 28 milliseconds per image',
+        'model_0 at 448 px: 56 milliseconds per image',
+    ]
+    assert charts['Peak memory against image size'] == ['model_0 at 224 px: 224 MB', 'model_0 at 448 px: 448 MB']
+    assert 'fast, 2 cores, 1 threads, float32, batches of 8' in (out / 'index.html').read_text()
+
+
+def test_benchmarks_of_other_models_are_refused(out, benchmarks, capsys):
+    out.mkdir()
+    (out / 'report.json').write_text(json.dumps(make_data(make_record(5))))
+    argv = ['--results', out / 'report.json', '--out', out]
+    assert 'none of model_5 at two sizes' in fails(capsys, *argv, '--benchmarks', benchmarks)
+    assert "cannot read the benchmarks 'nowhere.csv'" in fails(capsys, *argv, '--benchmarks', 'nowhere.csv')
+    (out / 'other.csv').write_text('a,b\n1,2\n')
+    assert "has no column 'table'" in fails(capsys, *argv, '--benchmarks', out / 'other.csv')

@@ -1,0 +1,186 @@
+"""Recipes: where a value comes from, what it may be, and that every shipped one is sound."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from toys import read_metrics
+
+from vitzoo.errors import UserError
+from vitzoo.train.loop import train
+from vitzoo.train.recipe import FIELDS, Recipe, load_recipe, make_recipe, read_recipe_file, save_recipe
+
+CONFIGS = sorted((Path(__file__).parents[2] / 'configs').rglob('*.yaml'))
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    def write(text: str) -> str:
+        (tmp_path / 'recipe.yaml').write_text(text)
+        return str(tmp_path / 'recipe.yaml')
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ('file', 'arguments', 'epochs'),
+    [
+        ('', [], Recipe().epochs),
+        ('epochs: 7', [], 7),
+        ('epochs: 7', ['--epochs', '3'], 3),
+        ('', ['--epochs', '3'], 3),
+        ('epochs: null', [], Recipe().epochs),
+        ('epochs:', ['--epochs=3'], 3),
+    ],
+)
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(recipe_file, file, arguments, epochs):
+    assert load_recipe(['--config', recipe_file(file), *arguments]).epochs == epochs
+
+
+@pytest.mark.parametrize('spelling', [['--batch-size', '8'], ['--batch_size', '8'], ['--batch_size=8']])
+def test_an_option_is_spelled_with_hyphens_or_underscores(spelling):
+    assert load_recipe(spelling).batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ('name', 'text', 'value'),
+    [
+        ('lr', '1e-3', 1e-3),
+        ('lr', '1', 1.0),
+        ('batch_size', '64', 64),
+        ('amp', 'yes', True),
+        ('amp', 'false', False),
+        ('img_size', '64', 64),
+        ('img_size', '[32, 64]', [32, 64]),
+        ('color_jitter', '0.2', 0.2),
+        ('color_jitter', '[0.1, 0.2, 1e-1]', [0.1, 0.2, 0.1]),
+        ('scale', '[0.5, 1]', [0.5, 1]),
+        ('model_kwargs', '{depth: 2, mixer_kwargs: {rank: 4}}', {'depth': 2, 'mixer_kwargs': {'rank': 4}}),
+        ('albumentations', 'light', 'light'),
+        ('albumentations', '[{Rotate: {limit: 10}}]', [{'Rotate': {'limit': 10}}]),
+        ('output', '2024', '2024'),
+    ],
+)
+def test_a_value_has_the_type_of_its_key(recipe_file, name, text, value):
+    from_line = getattr(load_recipe([f'--{name}', text]), name)
+    assert from_line == value
+    assert type(from_line) is type(value)
+    if name != 'output':
+        assert getattr(load_recipe(['--config', recipe_file(f'{name}: {text}')]), name) == value
+
+
+def test_options_take_several_words():
+    words = ['--pretrained', '--scale', '0.5', '1', '--model-kwargs', 'depth=2', 'mixer_kwargs={rank: 4}']
+    recipe = load_recipe(words)
+    assert recipe.pretrained is True
+    assert recipe.scale == [0.5, 1]
+    assert recipe.model_kwargs == {'depth': 2, 'mixer_kwargs': {'rank': 4}}
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'sentence'),
+    [
+        (['--bach-size', '8'], "unknown option '--bach-size', did you mean --batch-size"),
+        (['stray'], "unknown option 'stray'"),
+        (['--batch-size'], '--batch-size needs a value'),
+        (['--batch-size', '1', '2'], '--batch-size takes one value, not 2'),
+        (['--batch-size', 'many'], "batch_size must be a whole number, not 'many'"),
+        (['--batch-size', '3.5'], "batch_size must be a whole number, not '3.5'"),
+        (['--batch-size', '0'], 'batch_size must be at least 1, not 0'),
+        (['--epochs', 'true'], "epochs must be a whole number, not 'true'"),
+        (['--lr', 'nan'], "lr must be a number, not 'nan'"),
+        (['--amp', 'perhaps'], "amp must be yes or no, not 'perhaps'"),
+        (['--hflip', '2'], 'hflip must be from 0 to 1, not 2'),
+        (['--scale', '0.5'], 'scale must be a list'),
+        (['--scale', '1', '2', '3'], 'scale must have 2 items, not 3'),
+        (['--aug', 'cv2'], "aug must be one of timm, albumentations, not 'cv2'"),
+        (['--model-kwargs', 'deep'], "model_kwargs must be a mapping, not 'deep'"),
+        (['--config', 'nowhere.yaml'], "cannot read the recipe 'nowhere.yaml': No such file"),
+        (['--config'], 'argument --config'),
+    ],
+)
+def test_a_mistake_on_the_command_line_gets_one_sentence(arguments, sentence):
+    with pytest.raises(UserError) as error:
+        load_recipe(arguments)
+    assert str(error.value).startswith(sentence)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ('text', 'sentence'),
+    [
+        ('epoch: 3', "unknown key 'epoch' in the recipe .*, did you mean epochs"),
+        ('learning_rate: 3', "unknown key 'learning_rate' in the recipe"),
+        ('- epochs', 'has no keys with values'),
+        ('epochs: [', 'is not YAML'),
+        ('epochs: ten', "epochs must be a whole number, not 'ten'"),
+    ],
+)
+def test_a_mistake_in_the_file_gets_one_sentence(recipe_file, text, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load_recipe(['--config', recipe_file(text)])
+
+
+def test_a_saved_recipe_replays_but_writes_elsewhere(tmp_path):
+    recipe = make_recipe(
+        dict(lr='3e-4', img_size=[32, 48], output='runs/a', resume='auto', albumentations=[{'Blur': {}}])
+    )
+    save_recipe(recipe, tmp_path / 'recipe.yaml', ['batch 8'])
+    assert (tmp_path / 'recipe.yaml').read_text().startswith('# batch 8\nmodel: ')
+    replayed = load_recipe(['--config', str(tmp_path / 'recipe.yaml')])
+    assert asdict(replayed) == {**asdict(recipe), 'output': None, 'resume': None}
+
+
+def test_resuming_takes_the_recipe_of_the_run(tmp_path):
+    save_recipe(make_recipe(dict(epochs=7, lr=0.5)), tmp_path / 'recipe.yaml', [])
+    (tmp_path / 'checkpoints' / 'step-00000003').mkdir(parents=True)
+    for source in (['--resume', str(tmp_path)], ['--resume', 'auto', '--output', str(tmp_path)]):
+        assert load_recipe(source).epochs == 7
+    checkpoint = str(tmp_path / 'checkpoints' / 'step-00000003')
+    recipe = load_recipe(['--resume', checkpoint, '--epochs', '9'])
+    assert (recipe.epochs, recipe.lr) == (9, 0.5)
+
+
+def test_help_explains_every_key(capsys):
+    with pytest.raises(SystemExit) as exit:
+        load_recipe(['--help'])
+    assert exit.value.code == 0
+    shown = capsys.readouterr().out
+    assert [name for name in FIELDS if f'--{name.replace("_", "-")} ' not in shown] == []
+
+
+def test_there_are_recipes_for_every_backbone():
+    names = {path.name for path in CONFIGS}
+    assert names >= {'quickstart.yaml', 'finetune.yaml', 'deit.yaml', 'cvt.yaml', 'vil.yaml', 'aft.yaml'}
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_sound(path):
+    recipe = load_recipe(['--config', str(path)])
+    written = read_recipe_file(path)
+    assert {name: value for name, value in asdict(recipe).items() if name in written} == {
+        name: asdict(make_recipe({name: value}))[name] for name, value in written.items()
+    }
+
+
+@pytest.mark.parametrize(
+    'path', [path for path in CONFIGS if path.parent.name == 'imagenet'], ids=lambda path: path.stem
+)
+def test_a_paper_recipe_says_whose_it_is_and_what_to_expect(path):
+    comment = [line for line in path.read_text().splitlines() if line.startswith('#')]
+    header = '\n'.join(comment)
+    for word in ('Paper', 'arxiv.org', 'Command', 'accelerate launch', 'Hardware', 'Expected', 'Differences'):
+        assert word in header
+    assert yaml.safe_load(path.read_text())['batch_size'] >= 1024
+
+
+@pytest.mark.usefixtures('fresh_accelerate')
+@pytest.mark.parametrize('config', CONFIGS, ids=[str(path.relative_to(path.parents[2])) for path in CONFIGS])
+def test_every_shipped_recipe_starts(config, images, tmp_path):
+    # 40 images in batches of 20 are two steps; all but the size and the place of the data is the recipe's own
+    size = ['--img-size', '32', '--batch-size', '20', '--epochs', '1', '--workers', '0']
+    scores = train(['--config', str(config), '--data-dir', images, '--output', str(tmp_path / 'run'), *size])
+    assert scores['n'] == 11 and math.isfinite(scores['loss'])
+    assert [row['step'] for row in read_metrics(tmp_path / 'run')] == ['2']

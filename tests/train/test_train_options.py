@@ -1,0 +1,257 @@
+"""What a run may do besides plain training: freeze, decay by layer, distil, compile, track, draw."""
+
+import json
+from shlex import split
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from toys import read_metrics
+
+from vitzoo.errors import UserError
+from vitzoo.train.build import build_ema, build_optimizer, build_scheduler, compile_model, freeze
+from vitzoo.train.distill import build_task
+from vitzoo.train.loop import train
+from vitzoo.train.recipe import make_recipe
+
+pytestmark = pytest.mark.usefixtures('fresh_accelerate')
+
+TINY = split('--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --crop-pct 1')
+DEIT = dict(img_size=32, patch_size=8, embed_dim=24, num_heads=2, depth=4, num_classes=3)
+
+
+def run_once(images, output, *options) -> dict:
+    return train([*TINY, '--epochs', '1', '--data-dir', images, '--output', str(output), *options])
+
+
+@pytest.mark.parametrize('frozen', [None, 'patch_embed,cls_token,pos_embed,blocks.0,blocks.2'])
+@pytest.mark.parametrize('sched', ['cosine', 'constant', 'step'])
+def test_layer_decay_scales_the_step_of_every_layer(frozen, sched):
+    torch.manual_seed(0)
+    recipe = make_recipe(
+        dict(layer_decay=0.5, opt='momentum', momentum=0, weight_decay=0, lr=0.1, sched=sched, warmup_epochs=0)
+    )
+    model = timm.create_model('deit_linear_tiny', **DEIT)
+    freeze(model, frozen)
+    optimizer = build_optimizer(recipe, model, recipe.lr)
+    scheduler = build_scheduler(recipe, optimizer, 10)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    scheduler.step_update(0)
+    model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    optimizer.step()
+    # as in timm's VisionTransformer: stem, blocks (the norm goes with the last), head
+    depth_of = {'patch_embed.proj.weight': 5, 'cls_token': 5, 'norm.weight': 1, 'head.weight': 0}
+    depth_of |= {f'blocks.{block}.{name}.weight': 4 - block for block in range(4) for name in ('mlp.fc1', 'norm1')}
+    for name, depth in depth_of.items():
+        parameter = model.get_parameter(name)
+        if not parameter.requires_grad:
+            assert frozen and torch.equal(parameter, before[name])
+            continue
+        torch.testing.assert_close(before[name] - parameter, 0.1 * 0.5**depth * parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize('model', ['test_vit', 'test_resnet'])
+def test_a_linear_probe_changes_the_head_and_nothing_else(images, tmp_path, capsys, model):
+    torch.manual_seed(0)
+    source = timm.create_model(model, num_classes=3)
+    torch.save(source.state_dict(), tmp_path / 'start.pth')
+    start = ['--model', model, '--initial-checkpoint', str(tmp_path / 'start.pth'), '--freeze', 'backbone']
+    size = ['--img-size', '160'] if model == 'test_vit' else []
+    run_once(images, tmp_path / 'run', *start, *size, '--drop-path', '0.5', '--model-ema')
+    trained = load_file(tmp_path / 'run' / 'model.safetensors')
+    # statistics of BatchNorm are part of the backbone
+    changed = {name for name, tensor in source.state_dict().items() if not torch.equal(tensor, trained[name])}
+    assert changed == {f'{source.default_cfg["classifier"]}.{name}' for name in ('weight', 'bias')}
+    assert 'frozen but for 0.00 M parameters' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('names', 'words'),
+    [
+        ('blocks.9', "no parameters in 'blocks.9', did you mean blocks"),
+        ('patch_embed,heads', "no parameters in 'heads', did you mean head"),
+        ('backbone,head', "no parameters in 'backbone'"),
+    ],
+)
+def test_what_cannot_be_frozen_is_named(names, words):
+    with pytest.raises(UserError, match=words):
+        freeze(timm.create_model('test_vit'), names)
+
+
+def test_freezing_everything_is_refused():
+    with pytest.raises(UserError, match='leaves nothing to train'):
+        freeze(nn.Sequential(nn.Linear(2, 2)), '0')
+
+
+def test_a_frozen_module_stays_in_evaluation_mode():
+    model = timm.create_model('deit_softmax_tiny', **DEIT, drop_path_rate=0.5)
+    frozen = freeze(model, 'blocks.0,blocks.1')
+    model.train()
+    for module in frozen:
+        module.eval()
+    assert [block.training for block in model.blocks] == [False, False, True, True]
+    assert not any(module.training for block in model.blocks[:2] for module in block.modules())
+
+
+def test_a_compiled_run_is_the_run_itself(images, tmp_path):
+    plain = run_once(images, tmp_path / 'plain', '--model-ema', '--epochs', '2')
+    compiled = run_once(images, tmp_path / 'compiled', '--model-ema', '--epochs', '2', '--torchcompile', 'aot_eager')
+    assert compiled['loss'] == pytest.approx(plain['loss'], abs=1e-5)
+    files = [next((tmp_path / run / 'checkpoints').glob('*10')) for run in ('plain', 'compiled')]
+    for name in ('model.safetensors', 'ema.safetensors'):
+        one, other = (load_file(folder / name) for folder in files)
+        assert one.keys() == other.keys()
+        assert all(torch.allclose(one[key], other[key], atol=1e-5) for key in one)
+    # the checkpoint of one continues in the other
+    options = ['--resume', str(tmp_path / 'compiled'), '--torchcompile', 'eager', '--epochs', '3']
+    assert train(options)['n'] == 11
+    assert [row['step'] for row in read_metrics(tmp_path / 'compiled')] == ['5', '10', '15']
+
+
+def test_an_average_follows_a_compiled_model():
+    model = timm.create_model('test_vit', img_size=32)
+    ema = build_ema(make_recipe(dict(model_ema=True, model_ema_decay=0.5)), model)
+    compile_model(model, 'eager')
+    before = ema.module.head.bias.clone()
+    with torch.no_grad():
+        model.head.bias += 1
+    ema.update(model)
+    assert torch.allclose(ema.module.head.bias, before + 0.5)
+    with pytest.raises(UserError, match="no backend 'inducktor'"):
+        compile_model(model, 'inducktor')
+
+
+@pytest.fixture(scope='module')
+def teacher(images, tmp_path_factory) -> str:
+    """The folder of a trained model."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    folder = tmp_path_factory.mktemp('teacher') / 'run'
+    run_once(images, folder, '--epochs', '3', '--lr', '3e-3')
+    return str(folder)
+
+
+def kl(student, teacher, temperature):
+    """Kullback-Leibler divergence of softened probabilities, times the temperature squared."""
+    p, q = (teacher / temperature).softmax(1), (student / temperature).softmax(1)
+    return temperature**2 * (p * (p / q).log()).sum(1).mean()
+
+
+@pytest.mark.parametrize('kind', ['logit', 'hard', 'token soft', 'token hard'])
+def test_distillation_adds_what_the_teacher_says(teacher, kind):
+    torch.manual_seed(0)
+    kind, _, token = kind.partition(' ')
+    values = dict(kd_model_name=teacher, kd_distill_type=kind, kd_temperature=3.0, distill_loss_weight=0.7)
+    recipe = make_recipe(values | dict(task_loss_weight=0.2, kd_token_distill_type=token or None))
+    name = 'deit_tiny_distilled_patch16_224' if token else 'deit_softmax_tiny'
+    student = timm.create_model(name, **DEIT)
+    task = build_task(recipe, student, nn.CrossEntropyLoss(), ['blue', 'green', 'red'], 'cpu').train()
+    images, target = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 1])
+    loss = task(images, target)['loss']
+    own, from_teacher = student(images) if token else [student(images)] * 2
+    mean, std = (torch.tensor(task.teacher.model.pretrained_cfg[key])[:, None, None] for key in ('mean', 'std'))
+    student_mean, student_std = (torch.tensor(student.pretrained_cfg[key])[:, None, None] for key in ('mean', 'std'))
+    with torch.no_grad():
+        taught = task.teacher.model((images * student_std + student_mean - mean) / std)
+    is_hard = 'hard' in (kind, token)
+    second = F.cross_entropy(from_teacher, taught.argmax(1)) if is_hard else kl(from_teacher, taught, 3.0)
+    torch.testing.assert_close(loss, 0.2 * F.cross_entropy(own, target) + 0.7 * second)
+    assert not task.teacher.model.training and not any(p.requires_grad for p in task.teacher.parameters())
+
+
+@pytest.mark.parametrize('kind', ['logit', 'hard'])
+def test_a_student_trains_with_a_teacher_and_without_its_weights_in_the_files(images, teacher, tmp_path, kind):
+    options = ['--model', 'test_vit2', '--kd-model-name', teacher, '--kd-distill-type', kind, '--amp']
+    assert run_once(images, tmp_path / 'run', *options, '--mixup', '0.2')['n'] == 11
+    assert (
+        load_file(tmp_path / 'run' / 'model.safetensors').keys() == timm.create_model('test_vit2').state_dict().keys()
+    )
+
+
+@pytest.mark.parametrize(
+    ('options', 'words'),
+    [
+        ('--kd-model-name test_vitt', "unknown model 'test_vitt'"),
+        ('--kd-model-name cvt_ls_13', 'the teacher cvt_ls_13 has no published weights'),
+        ('--kd-model-name TEACHER --kd-distill-type token', 'has no distillation token'),
+        ('--kd-model-name TEACHER --data-dir sample --img-size 32', 'knows 3 classes, and not the 10 of sample'),
+        ('--log-with tensorbord', "unknown tracker 'tensorbord' in log_with, did you mean tensorboard"),
+        ('--log-with dvclive', "log_with 'dvclive' needs its package: pip install dvclive"),
+        ('--torchcompile inducktor', "torch.compile has no backend 'inducktor'"),
+        ('--freeze heads', "freeze: the model has no parameters in 'heads'"),
+    ],
+)
+def test_a_mistake_is_explained(images, teacher, tmp_path, options, words):
+    with pytest.raises(UserError, match=words):
+        run_once(images, tmp_path / 'run', *options.replace('TEACHER', teacher).split())
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_tracker_gets_the_recipe_and_every_epoch(images, tmp_path):
+    from tensorboard.backend.event_processing import event_accumulator
+
+    run_once(images, tmp_path / 'run', '--epochs', '2', '--log-with', 'tensorboard')
+    events = event_accumulator.EventAccumulator(str(tmp_path / 'run' / 'vitzoo')).Reload()
+    rows = read_metrics(tmp_path / 'run')
+    for name in ('train_loss', 'top1', 'lr'):
+        scalars = events.Scalars(name)
+        assert [scalar.step for scalar in scalars] == [5, 10]
+        assert [scalar.value for scalar in scalars] == pytest.approx([float(row[name]) for row in rows])
+
+
+def test_the_best_epoch_is_kept_beside_the_last(images, tmp_path, monkeypatch):
+    from vitzoo.train import loop as train_module
+
+    scores = iter([30.0, 60.0, 60.0, 50.0])
+    evaluate_epoch = train_module.evaluate_epoch
+    monkeypatch.setattr(train_module, 'evaluate_epoch', lambda *args: evaluate_epoch(*args) | dict(top1=next(scores)))
+    run_once(images, tmp_path / 'run', '--epochs', '4')
+    epochs = [json.loads((folder / 'config.json').read_text())['vitzoo']['epochs'] for folder in
+              (tmp_path / 'run' / 'best', tmp_path / 'run')]  # fmt: skip
+    assert epochs == [2, 4]
+    best = timm.create_model(f'local-dir:{tmp_path / "run" / "best"}', pretrained=True)
+    assert best.pretrained_cfg['label_names'] == ['blue', 'green', 'red']
+
+
+def test_a_grid_that_leaves_attention_nothing_to_do_is_pointed_out(images, tmp_path, capsys):
+    tiny = dict(depths=(1, 1, 1), embed_dims=(24, 24, 24), num_heads=(1, 1, 1))
+    run_once(images, tmp_path / 'a', '--model', 'cvt_linear_13', '--model-kwargs', json.dumps(tiny))
+    assert 'tokens are mixed on a grid as small as 2 x 2; a larger img_size' in capsys.readouterr().out
+    run_once(images, tmp_path / 'b', '--model', 'deit_linear_tiny', '--model-kwargs', 'depth=1', 'patch_size=8')
+    assert 'on a grid as small as' not in capsys.readouterr().out
+
+
+def test_checkpointed_activations_change_neither_loss_nor_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = timm.create_model('deit_performer_tiny', **DEIT, drop_path_rate=0.3, proj_drop_rate=0.2)
+        model.set_grad_checkpointing(checkpointing)
+        loss = model.train()(torch.randn(4, 3, 32, 32)).square().mean()
+        loss.backward()
+        gradients.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'options', 'precision'),
+    [
+        (None, [], 'fp32'),
+        ('bf16', [], 'bf16'),
+        ('bf16', ['--amp', 'no'], 'fp32'),
+        ('no', ['--amp'], 'bf16'),
+        ('bf16', ['--amp', '--amp-dtype', 'float16'], 'fp16'),
+    ],
+)
+def test_the_recipe_wins_over_the_launcher_in_precision_and_leaves_it_to_it_otherwise(
+    images, tmp_path, monkeypatch, capsys, launcher, options, precision
+):
+    if launcher:
+        monkeypatch.setenv('ACCELERATE_MIXED_PRECISION', launcher)
+    run_once(images, tmp_path / 'run', *options)
+    assert f'on     1 process on cpu in {precision}, seed 42' in capsys.readouterr().out
+    assert f'in {precision}' in (tmp_path / 'run' / 'recipe.yaml').read_text()

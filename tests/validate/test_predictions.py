@@ -1,0 +1,201 @@
+"""Predictions: what is written of each image gives the accuracies again, whoever wrote it."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models import save_for_hf
+
+from vitzoo.errors import UserError
+from vitzoo.metrics.speed import images_per_second
+from vitzoo.validate import main
+from vitzoo.validate.evaluation import validate
+from vitzoo.validate.predictions import read_predictions
+
+ROOT = Path(__file__).parents[2]
+NAMES = [f'class {i}' for i in range(7)]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', partial(images_per_second, seconds=0.01))
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory) -> Path:
+    """Noise in six of the model's seven classes; 23 pictures, so that batches of 4 leave a remainder."""
+    root = tmp_path_factory.mktemp('data')
+    random = np.random.default_rng(0)
+    for i in range(23):
+        file = root / 'val' / NAMES[i % 6] / f'{i}.png'
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(256, size=(32, 32, 3), dtype=np.uint8)).save(file)
+    return root
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp('runs')
+    torch.manual_seed(0)
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=1, num_classes=7)
+    torch.nn.init.normal_(model.head.weight)
+    save_for_hf(model, folder, model_config=dict(label_names=NAMES), safe_serialization=True)
+    return folder
+
+
+def save(data: Path, trained: Path, file: Path) -> dict:
+    argv = [trained, '--data-dir', data, '--batch-size', 4, '--workers', 0, '--save-predictions', file]
+    return validate([*map(str, argv)])[0]
+
+
+@pytest.mark.parametrize('name', ('predictions.csv', 'new/predictions.npz'))
+def test_accuracies_computed_again_are_those_reported(name, data, trained, tmp_path, capsys):
+    file = tmp_path / name
+    record = save(data, trained, file)
+    assert 0 < record['top1'] < record['top5'] < 100
+    capsys.readouterr()
+    (again,) = validate(['--from-predictions', str(file), '--results-file', str(tmp_path / 'again.csv')])
+    assert all(again[key] == record[key] for key in ('n', 'top1', 'top5', 'loss'))
+    assert f'top-1 {record["top1"]:.2f} %' in capsys.readouterr().out
+    with open(tmp_path / 'again.csv', newline='') as rows:
+        (row,) = csv.DictReader(rows)
+    assert float(row['top1']) == record['top1'] and row['params'] == ''
+
+
+def test_the_table_of_predictions_is_readable_by_itself(data, trained, tmp_path):
+    file = tmp_path / 'predictions.csv'
+    record = save(data, trained, file)
+    with open(file, newline='') as table:
+        rows = list(csv.DictReader(table))
+    assert [int(row['index']) for row in rows] == list(range(23))
+    assert all((data / 'val' / row['file']).is_file() for row in rows)
+    assert all(row['label_name'] == Path(row['file']).parent.name == NAMES[int(row['label'])] for row in rows)
+    assert all(row['top2_name'] == NAMES[int(row['top2'])] for row in rows)
+    assert sum(row['top1_name'] == row['label_name'] for row in rows) * 100 / 23 == record['top1']
+    assert all(1 >= float(row['prob1']) >= float(row['prob2']) >= float(row['prob5']) >= 0 for row in rows)
+
+
+def test_the_logits_of_each_image_are_kept(data, trained, tmp_path):
+    save(data, trained, tmp_path / 'predictions.npz')
+    predictions = read_predictions(tmp_path / 'predictions.npz')
+    model = timm.create_model(f'local-dir:{trained}', pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+    for i in (0, 11, 22):
+        with Image.open(data / 'val' / predictions.files[i]) as image, torch.no_grad():
+            logits = model(transform(image)[None])[0]
+        torch.testing.assert_close(predictions.columns['logits'][i], logits, rtol=1e-4, atol=1e-4)
+    probabilities = predictions.columns['logits'].softmax(dim=1).topk(5).values
+    torch.testing.assert_close(predictions.columns['prob'], probabilities)
+    assert predictions.class_names == dict(enumerate(NAMES))
+
+
+def test_several_labels_for_an_image(data, trained, tmp_path, capsys):
+    val, run = shutil.copytree(data, tmp_path / 'photos') / 'val', shutil.copytree(trained, tmp_path / 'run')
+    names = sorted(path.relative_to(val).as_posix() for path in val.rglob('*.png'))
+    labels = ['', *(f'{name.split("/")[0]};{NAMES[number % 7]}' for number, name in enumerate(names[1:]))]
+    (val / 'labels.csv').write_text('\n'.join(['file,labels', *map(','.join, zip(names, labels))]))
+    config = json.loads((run / 'config.json').read_text())
+    (run / 'config.json').write_text(json.dumps(config | dict(vitzoo=dict(multi_label=True))))
+    argv = [str(run), '--data-dir', str(tmp_path / 'photos'), '--workers', '0', '--save-predictions']
+    (record,) = validate([*argv, str(tmp_path / 'predictions.npz'), '--corrupt'])
+    (again,) = validate(['--from-predictions', str(tmp_path / 'predictions.npz')])
+    assert 0 < record['map'] < 100 and record['n'] == 23
+    assert all(again[key] == record[key] for key in ('n', 'top1', 'top5', 'loss', 'map'))
+    with pytest.raises(UserError, match='one label'):
+        validate(['--from-predictions', str(tmp_path / 'predictions.npz'), '--errors', str(tmp_path / 'errors')])
+    # one image has no label
+    assert (record['corrupt']['fog'][0] * 22 / 100) == pytest.approx(round(record['corrupt']['fog'][0] * 22 / 100))
+    with pytest.raises(UserError, match='save the predictions as .npz'):
+        validate([*argv, str(tmp_path / 'predictions.csv')])
+
+
+@pytest.mark.parametrize('suffix', ('csv', 'npz'))
+def test_mistakes_of_predictions_are_those_of_the_model(suffix, data, trained, tmp_path, capsys):
+    file, argv = tmp_path / f'predictions.{suffix}', [trained, '--data-dir', data, '--batch-size', 4, '--workers', 0]
+    (record,) = validate([*map(str, argv), '--save-predictions', str(file), '--errors', str(tmp_path / 'model')])
+    capsys.readouterr()
+    argv = ['--from-predictions', str(file), '--errors']
+    (again,) = validate([*argv, str(tmp_path / 'again'), '--data-dir', str(data)])
+    assert again['ece'] == record['ece'] and f'{record["ece"]:.2f} %' in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / 'model').iterdir()}
+    assert len(names) == 7 and names == {path.name for path in (tmp_path / 'again').iterdir()}
+    for name in names:
+        assert (tmp_path / 'again' / name).read_bytes() == (tmp_path / 'model' / name).read_bytes()
+    # without the images everything but their pictures
+    validate([*argv, str(tmp_path / 'blind')])
+    assert {path.name for path in (tmp_path / 'blind').iterdir()} == names - {'confused.png'}
+
+
+def test_mistakes_are_shown_of_the_images_that_were_predicted(data, trained, tmp_path):
+    save(data, trained, tmp_path / 'predictions.csv')
+    other = shutil.copytree(data, tmp_path / 'other')
+    (other / 'val' / NAMES[0] / '6.png').unlink()
+    argv = ['--from-predictions', str(tmp_path / 'predictions.csv'), '--errors', str(tmp_path / 'errors')]
+    with pytest.raises(UserError, match="'class 0/6.png' is not among the 22 images of"):
+        validate([*argv, '--data-dir', str(other)])
+
+
+def test_two_processes_write_the_file_of_one_and_count_the_same_under_corruptions(data, trained, tmp_path):
+    argv = [trained, '--data-dir', data, '--batch-size', 4, '--workers', 0, '--corrupt']
+    launch = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', 'validate.py', *argv]
+    child = subprocess.run(
+        [*map(str, launch), '--save-predictions', tmp_path / 'two.csv', '--results-file', tmp_path / 'two.json'],
+        cwd=ROOT,
+        env=dict(os.environ, OMP_NUM_THREADS='1'),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    (record,) = validate([*map(str, argv), '--save-predictions', str(tmp_path / 'one.csv')])
+    one, two = (read_predictions(tmp_path / name) for name in ('one.csv', 'two.csv'))
+    assert one.files == two.files and one.class_names == two.class_names
+    assert torch.equal(one.columns['top'], two.columns['top'])
+    (other,) = json.loads((tmp_path / 'two.json').read_text())
+    assert all(other[key] == record[key] for key in ('n', 'top1', 'top5', 'corrupt_top1', 'corrupt'))
+
+
+@pytest.mark.parametrize('name', ('nothing.csv', 'nothing.npz', 'text.csv', 'text.npz', 'empty.csv', 'other.csv'))
+def test_a_file_of_something_else_is_refused(name, tmp_path):
+    contents = {'text': 'not a table of predictions', 'empty': '', 'other': 'label,top1\nred,1\n'}
+    if name.split('.')[0] in contents:
+        (tmp_path / name).write_text(contents[name.split('.')[0]])
+    with pytest.raises(UserError, match=name):
+        read_predictions(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        ([], 'name at least one MODEL'),
+        (['test_resnet', '--from-predictions', 'a.csv'], 'name at least one MODEL'),
+        (
+            ['test_resnet', '--no-data', '--save-predictions', 'a.csv'],
+            '--save-predictions needs images: drop --no-data',
+        ),
+        (['--from-predictions', 'a.csv', '--corrupt'], '--corrupt needs a MODEL'),
+        (['--from-predictions', 'a.csv', '--plot', 'a.png'], '--plot needs a MODEL'),
+        (['--from-predictions', 'a.csv', '--img-size', '32'], '--img-size needs a MODEL'),
+        (['--from-predictions', 'a.csv', '--data-dir', 'photos'], 'only for the images that --errors shows'),
+        (['test_v*', '--save-predictions', 'a.csv'], '--save-predictions a.csv is for one model'),
+        (['test_resnet', '--save-predictions', 'a.json'], "'a.json': its name must end in .csv or .npz"),
+    ],
+    ids=lambda value: ' '.join(value) if isinstance(value, list) else '',
+)
+def test_a_mistake_gets_one_sentence(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

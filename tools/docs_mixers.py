@@ -1,0 +1,291 @@
+"""Writes docs/mixers.md: what the mixers' docstrings say, and what their code measures. Run by `make docs`.
+
+A mixer's module docstring is its sentence, then its formula (indented), then prose. Three kinds of sentence move from
+the prose to a list of facts: those with `O(`, those that say when it "is softmax attention", and the last, with the
+paper's URL. What is left says how the paper is read: on a grid, with prefix tokens.
+"""
+
+import inspect
+import math
+import re
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitzoo import create_mixer, list_mixers
+from vitzoo.metrics.macs import count_call_macs
+from vitzoo.mixers import QKVMixer, TokenMixer, mixer_class
+
+DOCS = Path(__file__).resolve().parents[1] / 'docs'
+PAGE = DOCS / 'mixers.md'
+# DeiT-Small on 224 x 224 pixels
+DIM, NUM_HEADS, GRID = 384, 6, (14, 14)
+STDS = (1, 3)
+
+INTRO = """
+# Token mixers
+
+The {count} mixers of [vitzoo/mixers](../vitzoo/mixers), each with its formula, its cost, and how its paper is read on a
+grid of image tokens. Made by `make docs` from their docstrings and their code; a test keeps the page current.
+
+There are N tokens: P prefix tokens (class, distillation, register), then a grid of H × W in raster order. Measured
+here is a layer of DeiT-Small, {dim} wide and with {heads} heads: every option at its default, no prefix tokens.
+
+* **exponent**: the multiply-accumulates (MACs) of the attention grow as N^exponent from 28 × 28 to 56 × 56 tokens. The
+  linear layers before and after it (`qkv`, `proj`) are left out.
+* **MMACs**: millions of those MACs at 14 × 14 and at 56 × 56 tokens. The linear layers add {projections}.
+* **parameters**: how many more than the {parameters} of softmax attention, at 14 × 14 tokens.
+* **error**: |out − softmax| / |softmax| where a mixer approximates softmax attention, on 14 × 14 random tokens whose q
+  and k have standard deviation 1 and 3. Random values average to almost nothing, and have no neighbourhood that a
+  window could keep: on them errors are large, and show how a mixer takes to sharper attention. `vitzoo validate
+  --health` measures the error in a model, on images.
+* **bound**: has parameters for one grid, which `set_input_size` resamples. On any grid they all work.
+
+{cheaper}
+"""
+
+
+@dataclass
+class Text:
+    """What a mixer's docstrings say."""
+
+    sentence: str
+    body: list[str] = field(default_factory=list)  # prose, formulas and lists, in Markdown
+    costs: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
+    paper: str = ''
+
+
+@dataclass
+class Costs:
+    """Parameters of a mixer's layer, and the MACs of its attention and of the linear layers around it by grid side."""
+
+    parameters: int
+    attention: dict[int, int]
+    projections: dict[int, int]
+
+    def exponent(self, with_projections: bool = False) -> str:
+        """How the MACs grow with the number of tokens, from 28 x 28 to 56 x 56."""
+        small, large = (self.attention[side] + (self.projections[side] if with_projections else 0) for side in (28, 56))
+        return f'{math.log(large / small, 4):.2f}'
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(render(measure_health()))
+    print(f'wrote {PAGE}', file=sys.stderr)
+
+
+def render(health: dict[str, dict[str, list[float]]]) -> str:
+    """The whole page, with these measurements of health: for each mixer and sign a number for each of STDS."""
+    # the reference first
+    names = sorted(own_mixers(), key=lambda name: (name != 'softmax', name))
+    texts = {name: read_text(name) for name in names}
+    costs = {name: measure_costs(name) for name in names}
+    onnx = exports_to_onnx()
+    reference = costs['softmax']
+    intro = INTRO.strip().format(
+        count=len(names),
+        dim=DIM,
+        heads=NUM_HEADS,
+        projections=' and '.join(millions(reference.projections[side]) for side in (14, 56)),
+        parameters=f'{reference.parameters:,}',
+        cheaper=cheaper(costs),
+    )
+    rows = [
+        ['mixer', 'complexity', 'exponent', 'MMACs 14 × 14', '56 × 56', 'parameters', 'error at 1', 'at 3']
+        + ['bound', '`attn_drop`', 'ONNX'],
+        ['---', '---', *['---:'] * 6, *[':---:'] * 3],
+    ]
+    sections = []
+    for name in names:
+        # against the reference
+        more = costs[name].parameters - reference.parameters
+        rows.append(overview_row(name, texts[name], costs[name], more, health.get(name), onnx[name]))
+        sections.append(section(name, texts[name], costs[name], more, health.get(name), onnx[name]))
+    table = '\n'.join(f'| {" | ".join(row)} |' for row in rows)
+    return '\n\n'.join([intro, table, *sections]) + '\n'
+
+
+def overview_row(name: str, text: Text, costs: Costs, more: int, health: dict | None, onnx: bool) -> list[str]:
+    """A mixer's line of the table at the top."""
+    cls = mixer_class(name)
+    return [
+        f'[`{name}`](#{name})',
+        complexities(text.costs),
+        costs.exponent(),
+        millions(costs.attention[14]),
+        millions(costs.attention[56]),
+        f'{more:+,}'.replace('-', '−') if more else '0',
+        *([f'{error:.2f}' for error in health['softmax_error']] if health else ['', '']),
+        *('yes' if answer else '–' for answer in (cls.grid_bound, cls.attn_weights, onnx)),
+    ]
+
+
+def section(name: str, text: Text, costs: Costs, more: int, health: dict | None, onnx: bool) -> str:
+    """A mixer's own section."""
+    cls = mixer_class(name)
+    keywords = ', '.join(f'{key}={value!r}' for key, value in options(cls).items())
+    compared = f', {abs(more):,} {"more" if more > 0 else "fewer"} than softmax attention' if more else ''
+    exponents = f' Measured: N^{costs.exponent()}, and N^{costs.exponent(True)} with the linear layers.'
+    facts = {
+        'Paper': text.paper,
+        'Cost': ' '.join(text.costs) + exponents,
+        'Parameters': f'{costs.parameters:,}{compared}.',
+        'Limit': ' '.join(text.limits),
+        'On random tokens': signs(health) if health else '',
+        'Takes': takes(cls, onnx),
+        'Options': f'`{keywords}`.' if keywords else '',
+    }
+    lines = '\n'.join(f'* **{key}**: {value}' for key, value in facts.items() if value)
+    about = ' '.join(inspect.getdoc(cls).split())
+    return '\n\n'.join([f'## `{name}`', text.sentence, *text.body, about, lines])
+
+
+def own_mixers() -> list[str]:
+    """The mixers of vitzoo itself, without those of installed plugins."""
+    return [name for name in list_mixers() if mixer_class(name).__module__.startswith('vitzoo.')]
+
+
+def read_text(name: str) -> Text:
+    """Take a mixer's module docstring apart."""
+    first, *blocks = inspect.getdoc(inspect.getmodule(mixer_class(name))).split('\n\n')
+    text = Text(' '.join(first.split()))
+    for block in blocks:
+        if block.startswith('    '):
+            text.body.append(f'```text\n{textwrap.dedent(block)}\n```')
+        elif block.startswith('* '):
+            text.body.append(read_bullets(name, block, text))
+        else:
+            sentences = re.split(r'(?<=\.)\s+(?=[A-Z])', ' '.join(block.split()))
+            text.body.append(' '.join(sentence for sentence in sentences if not take_fact(sentence, text)))
+    # a formula in several parts is one
+    body = '\n\n'.join(part for part in text.body if part).replace('\n```\n\n```text\n', '\n\n')
+    text.body = [body] if body else []
+    return text
+
+
+def take_fact(sentence: str, text: Text) -> bool:
+    """Put a sentence of the prose among the facts, if it is one."""
+    if 'https://' in sentence:
+        text.paper = re.sub(r'^([^;]*), (https://\S+)$', r'[\1](\2)', sentence)
+    elif re.search(r'\bO\(', sentence):
+        text.costs.append(sentence.removeprefix('Cost: '))
+    elif 'is softmax attention' in sentence:
+        text.limits.append(sentence)
+    else:
+        return False
+    return True
+
+
+def read_bullets(name: str, block: str, text: Text) -> str:
+    """The variants in a docstring: all of them, or the mixer's own where each is a mixer."""
+    bullets = [' '.join(bullet.split()) for bullet in re.split(r'^\* ', block, flags=re.MULTILINE)[1:]]
+    own = [bullet for bullet in bullets if name.endswith('_' + bullet.partition(':')[0])]
+    if not own:
+        return '\n'.join(f'* {bullet}' for bullet in bullets)
+    formula, _, cost = own[0].partition(': ')[2].rpartition('; ')
+    text.costs.append(f'{cost}.')
+    return f'Here {formula}.'
+
+
+def complexities(costs: list[str]) -> str:
+    """The expressions O(...) in some sentences."""
+    found = re.findall(r'O\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)', ' '.join(costs))
+    return ', '.join(f'`{expression}`' for expression in found)
+
+
+def options(cls: type[TokenMixer]) -> dict[str, object]:
+    """The keywords of a mixer's own, with their defaults."""
+    common = {key for base in (TokenMixer, QKVMixer) for key in inspect.signature(base.__init__).parameters}
+    own = {}
+    for base in cls.__mro__[: cls.__mro__.index(QKVMixer if issubclass(cls, QKVMixer) else TokenMixer)]:
+        parameters = inspect.signature(base.__init__).parameters
+        own |= {key: parameters[key].default for key in parameters if key not in common | set(own)}
+    return own
+
+
+def build(name: str, grid_size: tuple[int, int], **kwargs) -> TokenMixer:
+    """The mixer as it is measured."""
+    torch.manual_seed(0)
+    return create_mixer(name, DIM, NUM_HEADS, grid_size=grid_size, **kwargs).eval()
+
+
+def measure_costs(name: str) -> Costs:
+    """Count parameters and MACs on the meta device."""
+    parameters = sum(parameter.numel() for parameter in build(name, GRID, device='meta').parameters())
+    attention, projections = {}, {}
+    for side in (14, 28, 56):
+        mixer, grid_size = build(name, (side, side), device='meta'), (side, side)
+        x = torch.empty(1, side * side, DIM, device='meta')
+        projections[side] = count_projections(mixer, x, grid_size)
+        attention[side] = count_call_macs(mixer, x, grid_size) - projections[side]
+    return Costs(parameters, attention, projections)
+
+
+def count_projections(mixer: TokenMixer, x: torch.Tensor, grid_size: tuple[int, int]) -> int:
+    """MACs of the linear layers from tokens to q, k and v, and of the one at the end."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        mixer(x, grid_size)
+    # a mixer without `qkv` makes its own of q, k and v
+    names = ('qkv', 'proj') if isinstance(mixer, QKVMixer) else ('q', 'kv', 'v', 'proj')
+    counts = counter.get_flop_counts()
+    return sum(sum(counts.get(f'{type(mixer).__name__}.{name}', {}).values()) for name in names) // 2
+
+
+def measure_health() -> dict[str, dict[str, list[float]]]:
+    """The signs of all mixers that approximate softmax attention, on the same random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, NUM_HEADS, GRID[0] * GRID[1], DIM // NUM_HEADS)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    health = {}
+    for name in own_mixers():
+        mixer = build(name, GRID, dtype=torch.float64)
+        if mixer.approximates_softmax:
+            with torch.no_grad():
+                runs = [mixer.health(std * q, std * k, v, GRID) for std in STDS]
+            health[name] = {sign: [run[sign].mean().item() for run in runs] for sign in runs[0]}
+    return health
+
+
+def exports_to_onnx() -> dict[str, bool]:
+    """What docs/export.md says, which a test checks with onnxruntime."""
+    rows = re.findall(r'^\| `(\w+)` \| \w+ \| (yes|no) \|$', (DOCS / 'export.md').read_text(), re.MULTILINE)
+    return {name: answer == 'yes' for name, answer in rows}
+
+
+def cheaper(costs: dict[str, Costs]) -> str:
+    """How many mixers multiply less than softmax attention."""
+    counts = [sum(of.attention[side] < costs['softmax'].attention[side] for of in costs.values()) for side in (14, 56)]
+    return (
+        f'Most are made for many tokens: at 14 × 14, {counts[0]} of the other {len(costs) - 1} multiply less than '
+        f'softmax attention; at 56 × 56, {counts[1]} do.'
+    )
+
+
+def millions(macs: int) -> str:
+    """In millions, below a hundred with a decimal."""
+    return f'{macs / 1e6:,.{int(macs < 1e8)}f}' if macs else '0'
+
+
+def signs(health: dict[str, list[float]]) -> str:
+    """The signs of health at each standard deviation, in the form from which the test reads them."""
+    numbers = {sign: ' and '.join(f'{value:.2f}' for value in values) for sign, values in health.items()}
+    listed = ', '.join(f'{sign.replace("_", " ")} {pair}' for sign, pair in numbers.items())
+    return f'{listed}, for q and k of standard deviation {" and ".join(map(str, STDS))}.'
+
+
+def takes(cls: type[TokenMixer], onnx: bool) -> str:
+    """What a layer can do and cannot."""
+    grid = 'one grid, on which its parameters lie' if cls.grid_bound else 'any grid as it is'
+    drop = '`attn_drop`' if cls.attn_weights else 'no `attn_drop`'
+    bias = 'relative positions by `rel_bias`' if cls.has_rel_bias else 'no relative positions'
+    return f'{grid}; {drop}; {bias}; export to ONNX{"" if onnx else " fails"}.'
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,164 @@
+"""Replaces the attention of a timm VisionTransformer by a token mixer, in place, with its weights inherited."""
+
+from copy import deepcopy
+
+import torch
+from timm.layers import Attention, register_notrace_module
+from timm.models._input import update_model_args
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import nn
+
+from vitzoo.mixers import QKVMixer, TokenMixer, create_mixer
+from vitzoo.mixers.base import check_grid
+from vitzoo.models.inherit import inherit_weights
+
+__all__ = ['SwappedBlock', 'SwappedDistilledViT', 'SwappedViT', 'swap_mixer']
+
+
+def swap_mixer(model: VisionTransformer, mixer: str, blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
+    """Replace the attention of a timm VisionTransformer by `mixer`, in all blocks or those of the given indices.
+
+    The model itself is changed and returned. Its attention's settings and weights go to the mixer, parameter names
+    (`blocks.0.attn.qkv.weight`, …) stay, and `mixer_kwargs` are the mixer's own, or override those settings. What the
+    mixer needs and attention does not have is initialised. The grid is that of the model's image size, and follows
+    `model.set_input_size()`. A checkpoint of the swapped model loads after swapping the same again.
+
+    Raises:
+        ValueError: The model, a block or its attention is of a kind that cannot be swapped, or there is no such block
+            or mixer.
+        TypeError: The mixer has no such keyword.
+    """
+    _check_model(model)
+    indices = _block_indices(model, blocks)
+    mixers = {i: _mixer_for(model, i, mixer, mixer_kwargs) for i in indices}
+    for i, new in mixers.items():
+        # block and model keep all they have, and only behave differently
+        model.blocks[i].__class__ = SwappedBlock
+        model.blocks[i].attn = new
+    model.__class__ = SwappedDistilledViT if isinstance(model, VisionTransformerDistilled) else SwappedViT
+    # an exported config then says what is swapped, and does not load as the model without
+    swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
+    update_model_args(model, swap_mixer=[*swaps, {'mixer': mixer, 'blocks': indices, **mixer_kwargs}])
+    return model
+
+
+@register_notrace_module
+class SwappedBlock(Block):
+    """timm's block with a token mixer as its attention, on the grid that the mixer was last set to."""
+
+    def forward(self, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
+        """(B, P + H*W, C) -> the same; raises ValueError for a mask, or another number of tokens."""
+        if attn_mask is not None or is_causal:
+            raise ValueError('Token mixers take no attn_mask and are not causal.')
+        P, (H, W) = self.attn.num_prefix_tokens, self.attn.grid_size
+        if x.shape[1] != P + H * W:
+            raise ValueError(
+                f'{type(self.attn).__name__} is set to {P} prefix tokens and a {H} x {W} grid, and got {x.shape[1]} '
+                f'tokens: call model.set_input_size() with the size of the images.'
+            )
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), (H, W))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class _Swapped:
+    """What a VisionTransformer does beyond timm's once it has mixers."""
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Resample everything that is bound to the size of the image, which may be rectangular."""
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        for _, mixer in self._mixers():
+            mixer.set_input_size(self.patch_embed.grid_size)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        mixers = {f'blocks.{i}.attn.{name}' for i, mixer in self._mixers() for name in mixer.no_weight_decay()}
+        return super().no_weight_decay() | mixers
+
+    def _mixers(self) -> list[tuple[int, TokenMixer]]:
+        return [(i, block.attn) for i, block in enumerate(self.blocks) if isinstance(block, SwappedBlock)]
+
+    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dynamic_img_size:
+            # two grids may have as many tokens; x is (B, H, W, C) here
+            check_grid(type(self).__name__, self.patch_embed.grid_size, x.shape[1:3])
+        return super()._pos_embed(x)
+
+
+class SwappedViT(_Swapped, VisionTransformer):
+    """A timm VisionTransformer that `swap_mixer` changed."""
+
+
+class SwappedDistilledViT(_Swapped, VisionTransformerDistilled):
+    """A timm VisionTransformerDistilled that `swap_mixer` changed."""
+
+
+def _check_model(model: nn.Module) -> None:
+    if type(model) not in (VisionTransformer, VisionTransformerDistilled, SwappedViT, SwappedDistilledViT):
+        raise ValueError(
+            f'swap_mixer cannot change a {type(model).__name__}: it takes the models of timm that are a '
+            f"VisionTransformer (vit_*, deit_*, deit3_*, also with CLIP's or DINOv2's weights)."
+        )
+    if not isinstance(model.patch_drop, nn.Identity):
+        raise ValueError('patch_drop_rate breaks the grid of tokens that mixers work on; build the model without it.')
+
+
+def _block_indices(model: VisionTransformer, blocks: list[int] | None) -> list[int]:
+    depth = len(model.blocks)
+    wrong = [i for i in blocks or [] if not -depth <= i < depth]
+    if wrong:
+        raise ValueError(f'There is no block {wrong[0]}: the model has {depth}, from 0 to {depth - 1}.')
+    indices = list(range(depth)) if blocks is None else sorted({i % depth for i in blocks})
+    for i in indices:
+        reason = _unsupported(model.blocks[i])
+        if reason:
+            raise ValueError(
+                f"swap_mixer cannot replace the attention of block {i}: {reason}. It replaces timm's Attention in "
+                f"timm's Block, with or without qk_norm, layer scale and biases."
+            )
+    return indices
+
+
+def _unsupported(block: nn.Module) -> str | None:
+    """What of a block no mixer has, if anything."""
+    if type(block) not in (Block, SwappedBlock):
+        return f'it is a {type(block).__name__}'
+    attn = block.attn
+    if isinstance(attn, QKVMixer):
+        return None
+    if type(attn) is not Attention:
+        return f'it has {type(attn).__name__}'
+    if attn.gate is not None:
+        return 'its attention is gated'
+    if not isinstance(attn.norm, nn.Identity):
+        return 'its attention has scale_norm'
+    if attn.attn_dim != attn.qkv.in_features:
+        return f'its attn_head_dim is {attn.head_dim}, not dim / num_heads'
+    return None
+
+
+def _mixer_for(model: VisionTransformer, index: int, name: str, mixer_kwargs: dict) -> TokenMixer:
+    """A mixer with the settings and the weights of a block's attention."""
+    attn = model.blocks[index].attn
+    settings = dict(
+        dim=attn.qkv.in_features,
+        num_heads=attn.num_heads,
+        grid_size=model.patch_embed.grid_size,
+        num_prefix_tokens=model.num_prefix_tokens,
+        layer=index,
+        qkv_bias=attn.qkv.bias is not None,
+        attn_drop=attn.attn_drop.p,
+        proj_drop=attn.proj_drop.p,
+        device=attn.qkv.weight.device,
+        dtype=attn.qkv.weight.dtype,
+    )
+    if not isinstance(attn.q_norm, nn.Identity):
+        settings.update(qk_norm=True, norm_layer=lambda *args, **kwargs: deepcopy(attn.q_norm))
+    new = create_mixer(name, **{**settings, **mixer_kwargs})
+    new.apply(model._init_weights)
+    if attn.proj.bias is None and isinstance(new, QKVMixer):
+        new.proj.register_parameter('bias', None)
+    inherit_weights(new, attn.state_dict())
+    return new.train(attn.training)

@@ -1,0 +1,180 @@
+"""What an evaluation leaves behind: a table in the terminal, a CSV or JSON file."""
+
+import csv
+import json
+from collections.abc import Iterable
+from math import isnan
+from pathlib import Path
+
+KEYS = (
+    'model',
+    'top1',
+    'top5',
+    'loss',
+    'n',
+    'params',
+    'gmacs',
+    'gflops',
+    'img_size',
+    'images_per_second',
+    'peak_memory_mb',
+    'oversmoothing',
+    'token_statistics',
+    'health',
+    'map',
+)
+# two lines each, to fit a terminal of 80 columns
+HEADINGS = {
+    'top1': ('top-1\n%', '.2f'),
+    'top5': ('top-5\n%', '.2f'),
+    'map': ('mAP\n%', '.2f'),
+    'loss': ('\nloss', '.3f'),
+    'params': ('params\nM', '.2f'),
+    'gmacs': ('GMACs\nGFLOPs', '.3f'),
+    'img_size': ('\nsize', ''),
+    'images_per_second': ('images\n/s', ',.0f'),
+    'peak_memory_mb': ('peak\nMB', ',.0f'),
+    'oversmoothing': ('last\ncosine', '.3f'),
+}
+
+
+SUITE_ROWS = {
+    'imagenet_9_gap': 'ImageNet-9 gap, in points',
+    'imagenet_c_top1': 'ImageNet-C, mean',
+    'imagenet_c_mce': "ImageNet-C mCE, AlexNet's is 100",
+    'imagenet_c_mce_unnormalised': 'ImageNet-C mCE, unnormalised',
+}
+CORRUPTION_TABLES = {
+    'imagenet_c': 'ImageNet-C',
+    'imagenet_c_partial': 'a part of ImageNet-C',
+    'corrupt': 'its images under corruptions',
+}
+
+
+def write_results(path: str, records: list[dict]) -> None:
+    """Write one record per model with the keys of `KEYS`, and with those of its robustness where that was measured.
+
+    A value that is not defined is null, in a CSV file empty; there, lists and tables are JSON.
+    """
+    more = [key for record in records for key in record if key not in (*KEYS, 'weights')]
+    keys = (*KEYS, *dict.fromkeys(more))
+    records = [{key: plain(record.get(key)) for key in keys} for record in records]
+    with open(path, 'w', newline='') as file:
+        if Path(path).suffix.lower() == '.json':
+            json.dump(records, file, indent=2, allow_nan=False)
+            return
+        writer = csv.DictWriter(file, keys)
+        writer.writeheader()
+        for record in records:
+            writer.writerow({key: _cell(value) for key, value in record.items()})
+
+
+def print_table(records: list[dict], title: str) -> None:
+    """Print the records as a table: params in millions, and of the oversmoothing curve its last block."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
+    table.add_column('\nmodel', overflow='fold')
+    # only of models with several labels for an image
+    has_map = any(record['map'] is not None for record in records)
+    headings = {key: heading for key, heading in HEADINGS.items() if key != 'map' or has_map}
+    for heading, _ in headings.values():
+        table.add_column(heading, justify='right', no_wrap=True)
+    for record in records:
+        curve = record['oversmoothing']
+        shown = {**record, 'params': record['params'] / 1e6, 'oversmoothing': curve[-1] if curve else None}
+        cells = {key: '–' if shown[key] is None else format(shown[key], form) for key, (_, form) in headings.items()}
+        # one under the other as in the heading, so that nobody takes one for the other
+        cells['gmacs'] += f'\n{record["gflops"]:.3f}'
+        table.add_row(Text(record['model']).append(f'\n{record["weights"]}', style='dim'), *cells.values())
+    _print_wide(table)
+
+
+def print_robustness(records: list[dict]) -> None:
+    """Print the suite with a column for each model, then each model's tables of corruptions, of what was measured."""
+    from vitzoo.data.variants import SUITE
+
+    titles = {f'{key}_top1': title for variant in SUITE for key, title in variant.titles.items()} | SUITE_ROWS
+    titles |= {f'{key}_partial': f'{title} (part of it)' for key, title in titles.items()}
+    rows = []
+    for key, title in titles.items():
+        values = [record.get(key) for record in records]
+        if any(value is not None for value in values):
+            n = records[0].get(key.replace('_top1', '_n')) if '_top1' in key else None
+            rows.append([title, *values, n and f'{n:,}'])
+    if rows:
+        _print_grid('Robustness: top-1 %', ['', *(record['model'] for record in records), 'images'], rows)
+    for record in records:
+        for key, title in CORRUPTION_TABLES.items():
+            if key in record:
+                _print_corruptions(f'{record["model"]} on {title}: top-1 %', record[key])
+        if record.get('corrupt_relative') is not None:
+            print('clean {top1:.2f}, corrupted {corrupt_top1:.2f}, {corrupt_relative:.1f} % of it'.format(**record))
+
+
+def print_health(records: list[dict]) -> None:
+    """Print the health of each model that has one, a row for each mixer; 0 is good in every column."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    for record in records:
+        if not record['health']:
+            continue
+        title = Text(f'\nhealth of {record["model"]}')
+        table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
+        signs = dict.fromkeys(sign for mixer in record['health'].values() for sign in mixer)
+        table.add_column('mixer', overflow='fold')
+        for sign in signs:
+            table.add_column(sign.replace('_', ' '), justify='right')
+        for mixer, values in record['health'].items():
+            table.add_row(mixer, *('–' if sign not in values else format(values[sign], '.3f') for sign in signs))
+        Console().print(table)
+
+
+def plain(value):
+    """Replace nan, which JSON does not have, by None, in lists and tables too."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and isnan(value) else value
+
+
+def mean_or_none(values: Iterable[float | None]) -> float | None:
+    """Mean of some numbers, None where one is missing."""
+    values = list(values)
+    return None if None in values else sum(values) / len(values)
+
+
+def _print_corruptions(title: str, table: dict[str, list[float | None]]) -> None:
+    """Print the accuracy under each corruption, one column per severity; there is no mean where one is missing."""
+    rows = [[name, *values, mean_or_none(values)] for name, values in table.items()]
+    mean = [mean_or_none(values) for values in zip(*(row[1:] for row in rows))]
+    _print_grid(title, ['severity', '1', '2', '3', '4', '5', 'mean'], [*rows, ['mean', *mean]])
+
+
+def _print_grid(title: str, columns: list[str], rows: list[list]) -> None:
+    """Print a table of names, and of numbers with two digits."""
+    from rich.table import Table
+
+    table = Table(title=f'\n{title}', title_justify='left', box=None, pad_edge=False, header_style='bold')
+    for number, column in enumerate(columns):
+        table.add_column(column, justify='right' if number else 'left', overflow='fold')
+    for row in rows:
+        table.add_row(*('–' if cell is None else f'{cell:.2f}' if isinstance(cell, float) else cell for cell in row))
+    _print_wide(table)
+
+
+def _print_wide(table) -> None:
+    from rich.console import Console
+
+    console = Console()
+    # a file has no width that a long name would have to be folded to
+    Console(width=None if console.is_terminal else 160).print(table)
+
+
+def _cell(value):
+    """A value as a cell of a CSV file."""
+    return json.dumps(value) if isinstance(value, list | dict) else value

@@ -1,0 +1,163 @@
+"""How a model fares on harder images: its own test images under corruptions, and the published variants of ImageNet."""
+
+import argparse
+import sys
+from math import nan
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from timm.data import ImageNetInfo
+from torch import Tensor, nn
+
+from vitzoo.data import Images, split_eval_transform
+from vitzoo.data.corruptions import CONDITIONS, SEVERITIES, CorruptedImages
+from vitzoo.data.variants import Found, Readout, find_suite
+from vitzoo.errors import UserError
+from vitzoo.load import label_names
+from vitzoo.metrics import mark_hits, rank_classes
+from vitzoo.metrics.robustness import corruption_errors, score_allowed, summarise_allowed
+from vitzoo.validate.scoring import score_dataset
+
+
+def evaluate_corruptions(
+    name: str,
+    model: nn.Module,
+    images: Images,
+    clean_top1: float,
+    data_config: dict,
+    args: argparse.Namespace,
+    accelerator=None,
+) -> dict:
+    """Evaluate a model on its own test images under the fifteen corruptions at five severities.
+
+    Returns:
+        corrupt, the top-1 accuracy at each severity of each corruption; corrupt_top1, their mean; corrupt_relative,
+        that as a percentage of the accuracy on the images as they are.
+    """
+    dataset = CorruptedImages(images, *split_eval_transform(data_config))
+    columns = score_dataset(f'{name}, corrupted', model, dataset, _score_label, args, accelerator)
+    correct, counts = (columns[key].view(len(CONDITIONS), -1).sum(dim=1).tolist() for key in ('correct', 'counts'))
+    table = _table(dict(zip(CONDITIONS, (100 * c / n if n else nan for c, n in zip(correct, counts)))))
+    top1 = 100 * sum(correct) / sum(counts) if sum(counts) else nan
+    return dict(corrupt_top1=top1, corrupt_relative=100 * top1 / clean_top1 if clean_top1 else None, corrupt=table)
+
+
+def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True) -> list[Found]:
+    """Find the variants of ImageNet below a folder, check all of them, and say which there are.
+
+    Raises:
+        UserError: There is none, or one is not what was published.
+    """
+    suite, notes = find_suite(data_root, allow_partial)
+    console = Console(stderr=True)
+    if is_main:
+        titles = ', '.join(found.variant.title for found in suite)
+        print(f'vitzoo: found in {data_root}: {titles}', *notes, sep='\nvitzoo: ', file=sys.stderr)
+    # a mistake in the last of them should not show after hours
+    parts = [(found, part) for found in suite for part in found.parts]
+    for found, part in track(parts, 'checking', console=console, disable=not (is_main and console.is_terminal)):
+        found.open(part, allow_partial)
+    return suite
+
+
+def evaluate_suite(
+    name: str, model: nn.Module, suite: list[Found], data_config: dict, args: argparse.Namespace, accelerator=None
+) -> dict:
+    """Evaluate a model on each variant of ImageNet that was found.
+
+    Returns:
+        <readout>_top1, _top5 and _n for each way to score a variant; for ImageNet-C also its table and its errors, for
+        ImageNet-9 its gap, for ReaL how many images have no label. Names of what came from a part of a variant end in
+        _partial.
+
+    Raises:
+        UserError: The model's classes are not ImageNet's.
+    """
+    check_classes(name, model)
+    record = {}
+    for found in suite:
+        scores, is_complete = {}, len(found.parts) == found.variant.num_parts
+        for part in found.parts:
+            images, readouts = found.open(part, args.allow_partial)
+            images.transform = found.variant.transform(data_config)
+            scores |= score_readouts(f'{name}, {part}', model, images, readouts, args, accelerator)
+            is_complete &= images.is_complete
+        columns = SUMMARIES.get(found.variant.name, _columns)(scores)
+        record |= {key if is_complete else f'{key}_partial': value for key, value in columns.items()}
+    return record
+
+
+def check_classes(name: str, model: nn.Module) -> None:
+    """Raise UserError unless the model answers with the 1,000 classes of ImageNet in their usual order."""
+    names = label_names(model)
+    if model.num_classes != 1000 or (names and names != ImageNetInfo().label_names()):
+        raise UserError(
+            f'the robustness suite is for classifiers of the 1,000 classes of ImageNet, and {name} has '
+            f'{"others" if model.num_classes == 1000 else model.num_classes}; --corrupt is for a model of any classes'
+        )
+
+
+def score_readouts(
+    title: str,
+    model: nn.Module,
+    images: Images,
+    readouts: dict[str, Readout],
+    args: argparse.Namespace,
+    accelerator=None,
+) -> dict[str, dict]:
+    """Pass images through a model once and score them in several ways; each gives top1, top5 and n."""
+    device = next(model.parameters(), torch.empty(0)).device
+    tables = {key: (readout.allowed.to(device), readout.classes) for key, readout in readouts.items()}
+
+    def score(logits: Tensor, index: Tensor) -> dict[str, Tensor]:
+        return {key: score_allowed(logits, allowed[index], classes) for key, (allowed, classes) in tables.items()}
+
+    hits = score_dataset(title, model, images, score, args, accelerator)
+    scores = {key: summarise_allowed(hits[key], readout.allowed) for key, readout in readouts.items()}
+    return {key: {**score, 'dropped': len(images) - score['n']} for key, score in scores.items()}
+
+
+def _score_label(logits: Tensor, label: Tensor) -> dict[str, Tensor]:
+    """Whether each image is right, and whether it counts: with several labels for an image one may have none."""
+    columns = rank_classes(logits, label)
+    counts = label.any(dim=1) if label.ndim == 2 else torch.ones_like(label, dtype=torch.bool)
+    return dict(correct=mark_hits(columns['top'], columns['label'])[:, 0], counts=counts)
+
+
+def _columns(scores: dict[str, dict]) -> dict:
+    """The columns of a results file; a readout without any image has none."""
+    return {
+        f'{key}_{column}': score[column]
+        for key, score in scores.items()
+        if score['n']
+        for column in ('top1', 'top5', 'n')
+    }
+
+
+def _imagenet_columns(scores: dict[str, dict]) -> dict:
+    return _columns(scores) | dict(imagenet_real_dropped=scores['imagenet_real']['dropped'])
+
+
+def _imagenet_9_columns(scores: dict[str, dict]) -> dict:
+    same, rand = (scores.get(f'imagenet_9_mixed_{kind}') for kind in ('same', 'rand'))
+    return _columns(scores) | (dict(imagenet_9_gap=same['top1'] - rand['top1']) if same and rand else {})
+
+
+def _imagenet_c_columns(scores: dict[str, dict]) -> dict:
+    """The table of ImageNet-C, and what is computed from it where it is complete."""
+    table = _table({tuple(part.split('/')): score['top1'] for part, score in scores.items()})
+    columns = dict(imagenet_c=table, imagenet_c_n=sum(score['n'] for score in scores.values()))
+    if len(scores) < len(CONDITIONS):
+        return columns
+    return {**{f'imagenet_c_{key}': value for key, value in corruption_errors(table).items()}, **columns}
+
+
+def _table(top1: dict[tuple, float]) -> dict[str, list[float | None]]:
+    """Lay accuracies by (corruption, severity) out as a list per corruption; None is what is missing."""
+    by_severity = {(corruption, int(severity)): value for (corruption, severity), value in top1.items()}
+    corruptions = dict.fromkeys(corruption for corruption, _ in by_severity)
+    return {name: [by_severity.get((name, severity)) for severity in SEVERITIES] for name in corruptions}
+
+
+SUMMARIES = dict(imagenet=_imagenet_columns, imagenet_9=_imagenet_9_columns, imagenet_c=_imagenet_c_columns)
