@@ -14,7 +14,6 @@ from torchvision.transforms import Normalize as TorchNormalize
 from torchvision.transforms.functional import resized_crop
 
 from vitzoo.data import Normalize, eval_loader, open_dataset, train_transform
-from vitzoo.data import image as image_module
 from vitzoo.data.decode import read_crop, read_rgb
 from vitzoo.data.loader import seed_everything
 from vitzoo.errors import UserError
@@ -93,7 +92,7 @@ def test_a_large_jpeg_is_decoded_at_a_scale_that_leaves_twice_the_pixels(side, s
 def test_what_opencv_cannot_read_is_left_to_pil(monkeypatch):
     file = encode(photograph())
     expected = read_crop(file, lambda image: (10, 20, 100, 90), (64, 64))
-    monkeypatch.setattr(image_module.cv2, 'imdecode', lambda *args: None)
+    monkeypatch.setattr('vitzoo.data.decode.cv2.imdecode', lambda *args: None)
     assert torch.equal(read_crop(file, lambda image: (10, 20, 100, 90), (64, 64)), expected)
 
 
