@@ -200,7 +200,7 @@ def make_broken_tar(root):
         (make_empty, 'is empty'),
         (make_flat, 'has 1 images but no class folders'),
         (make_imageless, 'there are no images'),
-        (make_no_train, "has val but nothing for 'train'"),
+        (make_no_train, 'has a val split but no split named train'),
         (make_text_file, 'neither a folder nor a .tar or .zip file'),
         (make_broken_tar, 'cannot read the tar file'),
     ],
@@ -397,12 +397,12 @@ def test_a_ready_made_pipeline_survives_yaml_and_pickle(name):
 @pytest.mark.parametrize(
     ('pipeline', 'sentence'),
     [
-        ('mild', "unknown albumentations pipeline 'mild'; there are light, medium, strong"),
+        ('mild', "unknown albumentations pipeline 'mild'; use light, medium, strong"),
         ([{'Rotat': {}}], "no transform 'Rotat', did you mean Rotate"),
         ([{'Rotate': {'limt': 10}}], "Rotate: Argument\\(s\\) 'limt'"),
         ([{'OneOf': {'transforms': [{'Blurr': {}}]}}], "no transform 'Blurr'"),
-        ([{'Rotate': {}, 'Blur': {}}], 'one name and its arguments'),
-        (['Rotate'], 'one name and its arguments'),
+        ([{'Rotate': {}, 'Blur': {}}], 'one name with its arguments'),
+        (['Rotate'], 'one name with its arguments'),
         ([{'Resize': {'height': 8, 'width': 8}}], 'changes the image size'),
     ],
 )

@@ -15,7 +15,7 @@ from PIL import Image
 
 from vitzoo.data import eval_loader, open_dataset
 from vitzoo.data.held_out import hold_out, write_held_out
-from vitzoo.data.layout import common_folder, find_split
+from vitzoo.data.layout import common_folder, match_split
 from vitzoo.errors import UserError
 
 
@@ -179,13 +179,13 @@ def make_compressed_tar(root):
     ('make', 'sentence'),
     [
         (lambda root: write_files(root, {'photos.zip': b'x'}) / 'photos.zip', 'cannot read the zip file'),
-        (make_password_zip, 'has a password; unpack it'),
-        (make_half_a_tar, 'cannot read the tar file .* without compression'),
-        (make_compressed_tar, 'cannot read the tar file .* without compression'),
+        (make_password_zip, 'is password-protected; unpack it'),
+        (make_half_a_tar, 'cannot read the tar file .* uncompressed'),
+        (make_compressed_tar, 'cannot read the tar file .* uncompressed'),
         (lambda root: write_zip(root / 'a.zip', {}), 'is empty'),
         (lambda root: write_tar(root / 'a.tar', pictures('1.png', '2.png')), 'has 2 images but no class folders'),
-        (lambda root: write_zip(root / 'a.zip', pictures('val/cat/1.png')), "has val but nothing for 'train'"),
-        (lambda root: write_tar(root / 'shard-0.tar', {'1.png': b'', '1.cls': b''}).parent, 'shards are wds/'),
+        (lambda root: write_zip(root / 'a.zip', pictures('val/cat/1.png')), 'has a val split but no split named train'),
+        (lambda root: write_tar(root / 'shard-0.tar', {'1.png': b'', '1.cls': b''}).parent, 'shards as wds/'),
     ],
     ids=['not a zip', 'password', 'half a tar', 'compressed', 'empty', 'flat', 'no train', 'shards'],
 )
@@ -211,10 +211,10 @@ def test_folders_around_everything_are_a_wrapping(names, prefix):
 
 
 def test_the_name_of_a_split_is_found_in_a_fixed_order_whatever_its_case():
-    assert find_split(['test', 'Valid', 'train.tar'], 'val') == 'Valid'
-    assert find_split(['test', 'TRAIN.ZIP'], 'train') == 'TRAIN.ZIP'
-    assert find_split(['training_set', 'val.txt'], 'train') is None
-    assert find_split(['extra'], 'extra') == 'extra'
+    assert match_split(['test', 'Valid', 'train.tar'], 'val') == 'Valid'
+    assert match_split(['test', 'TRAIN.ZIP'], 'train') == 'TRAIN.ZIP'
+    assert match_split(['training_set', 'val.txt'], 'train') is None
+    assert match_split(['extra'], 'extra') == 'extra'
 
 
 def make_shards(root: Path, parts: dict[str, list[str]], side: str = 'cls') -> str:
@@ -264,10 +264,10 @@ def test_shards_without_a_validation_part_are_divided(tmp_path):
 @pytest.mark.parametrize(
     ('files', 'sentence'),
     [
-        ({}, "no shards for 'train'"),
+        ({}, 'there are no shards'),
         ({'a.png': b'', 'b.cls': b'1'}, "the image 'a.png' of the shard .*0.tar has no .cls or .json"),
         ({'a.png': b'', 'a.json': b'{"caption": "a cat"}'}, "'a.json' of the shard .*0.tar has no label, cls"),
-        ({'a.txt': b''}, 'hold no images'),
+        ({'a.txt': b''}, 'contain no images'),
     ],
 )
 def test_shards_that_cannot_be_used_get_one_sentence(tmp_path, files, sentence):
@@ -329,7 +329,7 @@ def test_data_with_a_validation_part_is_not_divided(tmp_path):
 
 def test_images_that_are_all_alone_in_their_classes_cannot_be_held_out(tmp_path):
     data_dir = write('folder', tmp_path, pictures('cat/1.png', 'dog/1.png'))
-    with pytest.raises(UserError, match='no class has two'):
+    with pytest.raises(UserError, match='no class has two images'):
         open_dataset(data_dir, 'val', val_fraction=0.2)
 
 
@@ -354,7 +354,7 @@ def test_a_run_finds_again_what_it_held_out_and_takes_other_data_whole(tmp_path)
     # the same names, other pictures
     other = {name: picture(name, 'other') for name in UNDIVIDED}
     assert listed_in(path, write('tar', tmp_path, other)) == set(UNDIVIDED)
-    with pytest.raises(UserError, match="has train but nothing for 'val'"):
+    with pytest.raises(UserError, match='has a train split but no split named val'):
         listed_in(path, write('tar', tmp_path / 'b', {f'train/{name}': data for name, data in other.items()}))
 
 
@@ -392,10 +392,10 @@ def test_of_several_labels_the_rarest_decides_what_is_held_out(tmp_path):
     ('content', 'sentence'),
     [
         (None, "multi_label needs '.*labels.csv', a table with the columns file and labels"),
-        (b'name,tags\na.png,x\n', 'has the columns name, tags, and needs file and labels'),
+        (b'name,tags\na.png,x\n', 'has the columns name, tags, but needs file and labels'),
         (b'', 'needs file and labels'),
-        (table(a='x', b='y'), "names 'b.png', which is not there"),
-        (b'file,labels\na.png,x\na.png,y\n', 'names a.png twice'),
+        (table(a='x', b='y'), "lists 'b.png', which does not exist"),
+        (b'file,labels\na.png,x\na.png,y\n', 'lists a.png twice'),
         (table(a=''), 'gives no image a label'),
     ],
 )
@@ -443,7 +443,7 @@ def test_a_hugging_face_dataset_without_a_validation_split_is_divided(monkeypatc
     assert tuple(map(len, parts)) == sizes
     assert parts[1][0][0].size == (8, 6) and parts[1].class_names == ['cat', 'dog']
     if len(splits) == 1:
-        with pytest.raises(UserError, match='has no split named val, validation'):
+        with pytest.raises(UserError, match='has a train split but no split named val, validation'):
             open_dataset('hfds/me/pets', 'val')
 
 

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from vitzoo.cli import main
-from vitzoo.doctor import doctor
 from vitzoo.doctor.checks import TRAITS
-from vitzoo.doctor.facts import Facts, find_alike, inspect
+from vitzoo.doctor.examine import examine
+from vitzoo.doctor.facts import Facts, find_near_duplicates, inspect_image
 
 SIZE = (64, 48)
 
@@ -48,7 +48,7 @@ def clean(tmp_path) -> Path:
 
 
 def found(root: Path, *options: str) -> dict[str, list[str]]:
-    findings = doctor([str(root), '--img-size', '64', '--workers', '0', *options])
+    findings = examine([str(root), '--img-size', '64', '--workers', '0', *options])
     assert len({one.code for one in findings}) == len(findings)
     assert all(one.message and one.fix for one in findings)
     return {one.code: one.where for one in findings}
@@ -121,7 +121,7 @@ def plant_unreadable(root):
     (root / 'train' / 'bee' / 'empty.png').write_bytes(b'')
     (root / 'val' / 'cat' / 'page.jpg').write_text('<html>')
     names = ['train/bee/empty.png', 'val/cat/page.jpg']
-    return ['train/ant/cut.jpg (image file is truncated)', *(f'{name} (it is no image, or empty)' for name in names)]
+    return ['train/ant/cut.jpg (image file is truncated)', *(f'{name} (not an image, or empty)' for name in names)]
 
 
 def plant_deep(root):
@@ -222,14 +222,14 @@ def test_data_without_a_fault_gives_no_finding(clean, capsys):
         f'train  12 images of 3 classes in {clean}/train',
         f'val    6 images of 3 classes in {clean}/val',
         '',
-        f'nothing is wrong: {clean}',
+        f'no problems found: {clean}',
     ]
 
 
 @pytest.mark.parametrize('code', PLANTS)
 def test_a_fault_alone_is_found_alone(clean, code):
     where = PLANTS[code](clean)
-    findings = doctor([str(clean), '--img-size', '64', '--workers', '0'])
+    findings = examine([str(clean), '--img-size', '64', '--workers', '0'])
     assert [one.code for one in findings] == [code]
     assert in_short(findings[0].where) == sorted(where)
     severity = 'error' if code in ERRORS else 'note' if code in NOTES else 'warning'
@@ -238,7 +238,7 @@ def test_a_fault_alone_is_found_alone(clean, code):
 
 def test_all_faults_together_are_all_found_errors_first(clean):
     planted = {code: plant(clean) for code, plant in PLANTS.items()}
-    findings = doctor([str(clean), '--img-size', '64', '--workers', '2'])
+    findings = examine([str(clean), '--img-size', '64', '--workers', '2'])
     assert {one.code for one in findings} == set(PLANTS)
     ranks = [('error', 'warning', 'note').index(one.severity) for one in findings]
     assert ranks == sorted(ranks)
@@ -389,7 +389,7 @@ def test_a_name_that_looks_like_markup_is_shown_as_it_is(clean, capsys):
 def facts_of(image: Image.Image, suffix: str = 'png', **options) -> Facts:
     file = io.BytesIO()
     image.save(file, suffix, **options)
-    return inspect(file)
+    return inspect_image(file)
 
 
 @pytest.mark.parametrize('quality', [50, 75, 95])
@@ -398,7 +398,7 @@ def test_a_photograph_is_known_again_when_it_is_resized_and_saved_again(quality,
     photos = [picture('photo', i, size=(160, 120)) for i in range(20)]
     again = [photo.resize((int(160 * scale), int(120 * scale)), Image.Resampling.BICUBIC) for photo in photos]
     facts = [facts_of(photo) for photo in photos] + [facts_of(photo, 'jpeg', quality=quality) for photo in again]
-    found_again = set(find_alike(facts))
+    found_again = set(find_near_duplicates(facts))
     # a bit of the hash is undecided where a picture has flat parts
     assert len(found_again) >= 19
     assert found_again <= {(i, i + 20) for i in range(20)}
@@ -407,5 +407,5 @@ def test_a_photograph_is_known_again_when_it_is_resized_and_saved_again(quality,
 def test_pictures_of_nothing_are_not_alike():
     generator = np.random.default_rng(0)
     walls = [Image.fromarray(generator.normal(128, 2, (64, 64, 3)).astype(np.uint8)) for _ in range(20)]
-    assert find_alike([facts_of(wall) for wall in walls]) == []
-    assert find_alike([Facts(error='x')]) == [] and find_alike([]) == []
+    assert find_near_duplicates([facts_of(wall) for wall in walls]) == []
+    assert find_near_duplicates([Facts(error='x')]) == [] and find_near_duplicates([]) == []

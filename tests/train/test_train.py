@@ -334,7 +334,7 @@ def bad(tmp_path, images):
         ('--modle test_vit', "unknown option '--modle', did you mean --model"),
         ('--data-dir nowhere', 'does not exist'),
         ('--data-dir empty', 'is empty'),
-        ('--data-dir no_val --val-fraction 0', "has train but nothing for 'val'"),
+        ('--data-dir no_val --val-fraction 0', 'has a train split but no split named val'),
         ('--data-dir no_split --val-fraction 0', 'has no validation images'),
         ('--data-dir one_class', 'has one class, red'),
         ('--data-dir other_class', "class folder 'bleu'"),

@@ -19,7 +19,7 @@ from torch import nn
 
 from vitzoo.data.corruptions import CONDITIONS
 from vitzoo.data.variants import SUITE, find_suite
-from vitzoo.data.variants.base import plain
+from vitzoo.data.variants.base import normalize_name
 from vitzoo.data.variants.imagenet9 import CLASS_NAMES
 from vitzoo.errors import UserError
 from vitzoo.metrics.robustness import ALEXNET_ERRORS, corruption_errors, score_allowed, summarise_allowed
@@ -180,11 +180,11 @@ def test_every_variant_has_a_layout_here():
 
 
 def test_the_documentation_says_where_every_variant_lies_and_what_its_columns_are():
-    page = plain((Path(__file__).parents[2] / 'docs' / 'robustness.md').read_text())
+    page = normalize_name((Path(__file__).parents[2] / 'docs' / 'robustness.md').read_text())
     for variant in SUITE:
         number = f'{variant.num_images[0]:,}'
         words = [variant.url, variant.folders[0].split('/')[0], number, *variant.titles]
-        assert [word for word in words if plain(word) not in page] == []
+        assert [word for word in words if normalize_name(word) not in page] == []
 
 
 @pytest.fixture
@@ -372,20 +372,20 @@ MISTAKES = {
     'A, a class renamed': (
         'imagenet-a',
         lambda root: rename(make_wnids(root, A200), WNIDS[A200[3]], 'stingray'),
-        "'stingray' is not one of the 200 that it should have",
+        "'stingray' is not one of the 200 published classes",
     ),
     'A, numbered': ('imagenet-a', lambda root: number(make_wnids(root, A200)), 'its class folders are numbered'),
-    'A, which is R': ('imagenet-a', lambda root: make_wnids(root, R200), 'is not one of the 200 that it should have'),
+    'A, which is R': ('imagenet-a', lambda root: make_wnids(root, R200), 'is not one of the 200 published classes'),
     'A, a class missing': ('imagenet-a', lambda root: make_wnids(root, A200[1:]), '199 of 200 class folders'),
     'A, an image too many': (
         'imagenet-a',
         lambda root: picture(make_wnids(root, A200) / WNIDS[A200[0]] / 'more.jpg', 0),
-        'that has 200 images, and here are 201',
+        'expected 200 images, found 201',
     ),
     'V2, numbered from 1': (
         'imagenetv2-matched-frequency-format-val',
         lambda root: number(make_v2(root, ALL), 1),
-        'numbered up to 1000, where 0 to 999',
+        'numbered up to 1000 instead of 999',
     ),
     'V2, half renamed': (
         'imagenetv2-matched-frequency-format-val',
@@ -395,7 +395,7 @@ MISTAKES = {
     'V2, a class missing': (
         'imagenetv2-top-images-format-val',
         lambda root: make_v2(root, ALL[:-1]),
-        '999 of the class folders 0 to 999, 999 for one',
+        '999 of the class folders 0 to 999; 999 is missing',
     ),
     'V2, a name twice': (
         'imagenetv2-top-images-format-val',
@@ -412,7 +412,7 @@ MISTAKES = {
         lambda root: picture(root / 'ILSVRC2012_val_00000001.JPEG', 0),
         'valprep.sh',
     ),
-    'val, shuffled': ('val', lambda root: rotate(make_val(root, ALL)), 'lie in the folder of a class that they show'),
+    'val, shuffled': ('val', lambda root: rotate(make_val(root, ALL)), 'are in the folder of their class'),
     'val, images renamed': ('val', lambda root: make_wnids(root, ALL), 'was renamed'),
     'val, an image in the wrong folder': (
         'val',
@@ -422,9 +422,9 @@ MISTAKES = {
     'C, a corruption missing': (
         'imagenet-c',
         lambda root: shutil.rmtree(make_c(root, [0]) / 'fog'),
-        "70 of ImageNet-C's 75 folders <corruption>/<severity>, fog/1 for one",
+        '70 of the 75 folders <corruption>/<severity> of ImageNet-C; fog/1 is missing',
     ),
-    'C, something else': ('imagenet-c', lambda root: make_wnids(root, [0]), "0 of ImageNet-C's 75 folders"),
+    'C, something else': ('imagenet-c', lambda root: make_wnids(root, [0]), '0 of the 75 folders'),
     'C, images missing': ('imagenet-c', lambda root: make_c(root, [0]), '1 of 1000 class folders'),
     'IN-9, a kind renamed': (
         'bg_challenge',
@@ -439,7 +439,7 @@ MISTAKES = {
     'IN-9, no map': (
         'bg_challenge',
         lambda root: (make_whole_in9(root) / 'in_to_in9.json').unlink(),
-        'needs the map of its authors: download https://',
+        'needs its class mapping: download https://',
     ),
     'IN-9, a map of something else': (
         'bg_challenge',
@@ -459,10 +459,10 @@ MISTAKES = {
     'ObjectNet, an image missing': (
         'objectnet-1.0',
         lambda root: (make_objectnet(root) / 'images/squeegee/0.png').unlink(),
-        'that has 6 images, and here are 5',
+        'expected 6 images, found 5',
     ),
     'an empty folder': ('imagenet-a', lambda root: root.mkdir(), 'is empty'),
-    'another name': ('imagenet-adversarial', lambda root: make_wnids(root, A200), 'searched for folders such as'),
+    'another name': ('imagenet-adversarial', lambda root: make_wnids(root, A200), 'expected folders such as'),
 }
 
 
@@ -495,7 +495,7 @@ def test_kinds_that_were_shuffled_are_refused_by_the_names_of_their_images(tmp_p
 
 def test_the_folder_of_one_set_is_not_the_data_root(tmp_path):
     make_wnids(tmp_path / 'imagenet-a', A200[:3])
-    with pytest.raises(UserError, match=f'give the folder above it, {tmp_path}'):
+    with pytest.raises(UserError, match=f'use its parent folder, {tmp_path}'):
         find_suite(str(tmp_path / 'imagenet-a'))
     with pytest.raises(UserError, match='nothing. is not a folder'):
         find_suite(str(tmp_path / 'nothing'))

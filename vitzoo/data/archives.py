@@ -1,7 +1,7 @@
-"""What holds image files: a folder, a tar file or a zip file, each as names and the bytes behind them.
+"""Reading files by name from a folder, a tar file or a zip file.
 
-A file is opened anew for every image that is read: forked worker processes would move each other's place in one that
-stays open.
+An archive is opened again for each image: worker processes are forked, and would share the file position of a handle
+that stays open.
 """
 
 import os
@@ -19,7 +19,7 @@ from vitzoo.errors import UserError
 
 
 class Folder:
-    """A folder on disk; `names` has every visible file below it, and, ending in '/', every hidden or empty folder."""
+    """A folder on disk; `names` lists all visible files below it, and hidden or empty folders with a trailing '/'."""
 
     def __init__(self, root: Path):
         self.root, self.names = root, []
@@ -33,25 +33,25 @@ class Folder:
             folders[:] = [name for name in folders if not is_hidden(name)]
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
+        """Read a file."""
         return (self.root / name).read_bytes()
 
 
 class Tar:
-    """An uncompressed tar file; those inside it (as ImageNet has one for each class) are folders of that name."""
+    """An uncompressed tar file; a tar inside it (ImageNet has one per class) counts as a folder of that name."""
 
     def __init__(self, root: Path):
         self.root = root
         try:
-            # only what is not compressed can be read in random order
+            # 'r:' refuses compressed files, which do not allow random access
             with tarfile.open(root, 'r:') as tar:
-                self.places = _list_tar(tar)
+                self.places = _list_members(tar)
         except (tarfile.TarError, OSError) as error:
-            raise UserError(f'cannot read the tar file {root} ({error}); make it again, without compression') from error
+            raise UserError(f'cannot read the tar file {root} ({error}); create it again, uncompressed') from error
         self.names = list(self.places)
 
     def read(self, name: str) -> bytes:
-        """The content of a member."""
+        """Read a member."""
         offset, size = self.places[name]
         with open(self.root, 'rb') as file:
             file.seek(offset)
@@ -67,16 +67,22 @@ class Zip:
             with ZipFile(root) as archive:
                 self.members = {info.filename: info for info in archive.infolist()}
         except (BadZipFile, OSError) as error:
-            raise UserError(f'cannot read the zip file {root} ({error}); make it again') from error
+            raise UserError(f'cannot read the zip file {root} ({error}); create it again') from error
         if any(info.flag_bits & 1 for info in self.members.values()):
-            raise UserError(f'the zip file {root} has a password; unpack it')
+            raise UserError(f'the zip file {root} is password-protected; unpack it')
         self.names = list(self.members)
 
     def read(self, name: str) -> bytes:
-        """The content of a member; OSError where it is damaged."""
+        """Read a member.
+
+        Raises:
+            OSError: The member is damaged.
+        """
         info = self.members[name]
         with open(self.root, 'rb') as file:
-            # behind 26 bytes of the member's header are the lengths of its name and of what precedes the content
+            # opening a ZipFile parses the directory of all members, far too slow to do for each image, so seek to the
+            # content. Only the member's local header tells where it starts: its extra field may differ in length from
+            # the one in the directory. Bytes 26 to 29 are the lengths of the name and of the extra field after them.
             file.seek(info.header_offset + 26)
             file.seek(sum(struct.unpack('<HH', file.read(4))), os.SEEK_CUR)
             try:
@@ -85,11 +91,14 @@ class Zip:
                 raise OSError(str(error)) from error
 
 
-def open_source(path: Path) -> Folder | Tar | Zip:
-    """What is at a path.
+Archive = Folder | Tar | Zip
+
+
+def open_archive(path: Path) -> Archive:
+    """Open a folder, a tar file or a zip file.
 
     Raises:
-        UserError: It is none of the three, or damaged.
+        UserError: The path is none of the three, or the archive is damaged.
     """
     if path.is_dir():
         return Folder(path)
@@ -99,28 +108,28 @@ def open_source(path: Path) -> Folder | Tar | Zip:
     return kinds[path.suffix.lower()](path)
 
 
-class FileReader(Reader):
-    """Image files of a source and the label of each, or the list of its labels.
+class ArchiveReader(Reader):
+    """Images in an archive, each with one label or a list of labels.
 
     Args:
-        source: What holds the files.
-        prefix: The folders above those in `labels`, as 'photos/train/'.
-        labels: The label of each file, in order.
+        archive: Holds the images.
+        prefix: The folder that the names in `labels` are relative to, such as 'photos/train/'.
+        labels: The label of each image by name, in order.
         class_names: The name of each label.
     """
 
     is_multi_label = False
 
-    def __init__(self, source: Folder | Tar | Zip, prefix: str, labels: dict, class_names: list[str]):
+    def __init__(self, archive: Archive, prefix: str, labels: dict, class_names: list[str]):
         super().__init__()
-        self.source, self.prefix, self.root = source, prefix, source.root / prefix
+        self.archive, self.prefix, self.root = archive, prefix, archive.root / prefix
         self.names, self.labels, self.class_names = list(labels), list(labels.values()), class_names
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[BytesIO, int | list[int]]:
-        return BytesIO(self.source.read(self.prefix + self.names[index])), self.labels[index]
+        return BytesIO(self.archive.read(self.prefix + self.names[index])), self.labels[index]
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         name = self.names[index]
@@ -129,14 +138,14 @@ class FileReader(Reader):
         return str(self.root / name) if absolute else name
 
 
-def _list_tar(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dict[str, tuple[int, int]]:
-    """Where each file's content begins, counted from the start of the outermost tar, and its length."""
+def _list_members(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dict[str, tuple[int, int]]:
+    """Offset and size of the content of each file; offsets count from the start of the outermost tar."""
     places = {}
     for member in tar:
         name = prefix + member.name.removeprefix('./')
         if member.isfile() and name.lower().endswith('.tar') and not prefix:
             with tarfile.open(fileobj=tar.extractfile(member), mode='r:') as inner:
-                places |= _list_tar(inner, member.offset_data, f'{name[:-4]}/')
+                places |= _list_members(inner, member.offset_data, f'{name[:-4]}/')
         elif member.isfile():
             places[name] = start + member.offset_data, member.size
     return places

@@ -1,9 +1,9 @@
 """The fifteen corruptions of ImageNet-C, each a function of an image, a severity from 1 to 5 and a random generator.
 
 Benchmarking Neural Network Robustness to Common Corruptions and Perturbations, https://arxiv.org/abs/1903.12261.
-The strengths are the paper's. What differs: the published images were also saved as JPEG of quality 85, the ice of
-`frost` is drawn rather than photographed, and lengths in pixels, meant for 224 x 224, grow and shrink with the image.
-So a table made with these compares models on one's own images, and does not stand for ImageNet-C itself.
+Severities have the paper's parameters. Differences from the published images: they are not saved as JPEG with quality
+85, `frost` is synthetic instead of photographed, and lengths in pixels, defined at 224 x 224, scale with the image. The
+results compare models on one's own images; they are not comparable to published ImageNet-C results.
 """
 
 import zlib
@@ -22,37 +22,37 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 
 def gaussian_noise(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Noise of a sensor in low light."""
+    """Sensor noise in low light."""
     std = (0.08, 0.12, 0.18, 0.26, 0.38)[severity - 1]
     return _to_uint8(image / 255 + rng.normal(scale=std, size=image.shape))
 
 
 def shot_noise(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Noise of light itself, which comes in photons: so many for white."""
+    """Photon noise: Poisson with the given number of photons for white."""
     photons = (60, 25, 12, 5, 3)[severity - 1]
     return _to_uint8(rng.poisson(image / 255 * photons) / photons)
 
 
 def impulse_noise(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Values that are stuck at the top or at the bottom, each channel for itself."""
+    """Salt and pepper noise, independent for each channel."""
     amount = (0.03, 0.06, 0.09, 0.17, 0.27)[severity - 1]
     chance = rng.random(image.shape)
     return np.where(chance < amount / 2, 0, np.where(chance < amount, 255, image)).astype(np.uint8)
 
 
 def defocus_blur(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """A lens out of focus: each point becomes a disk, smoothed at its edge."""
+    """Out-of-focus blur: each point becomes a disk with a smoothed edge."""
     radius, alias_blur = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))[severity - 1]
-    reach, width = max(8, radius), 3 if radius <= 8 else 5
+    extent, width = max(8, radius), 3 if radius <= 8 else 5
     radius = radius * _scale(image)
-    y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1]
+    y, x = np.mgrid[-extent : extent + 1, -extent : extent + 1]
     disk = (x**2 + y**2 <= radius**2).astype(np.float32)
     disk = cv2.GaussianBlur(disk / disk.sum(), (width, width), alias_blur)
     return _to_uint8(cv2.filter2D(_to_float(image), -1, disk))
 
 
 def glass_blur(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Frosted glass: pixels trade places with near ones, between two blurs."""
+    """Frosted glass: pixels are replaced by nearby ones, between two blurs."""
     sigma, delta, rounds = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))[severity - 1]
     sigma, delta = sigma * _scale(image), max(1, round(delta * _scale(image)))
     image = _to_uint8(_gaussian(_to_float(image), sigma))
@@ -62,27 +62,28 @@ def glass_blur(image: np.ndarray, severity: int, rng: np.random.Generator) -> np
     for _ in range(rounds):
         dy, dx = rng.integers(-delta, delta, size=(2, *y.shape))
         other = np.minimum(y + dy, height - 1) * width + np.minimum(x + dx, width - 1)
-        # one after the other, because a pixel may hand on what it was given; and one way, as the original turns out
-        for here, there in zip((y * width + x).ravel().tolist(), other.ravel().tolist()):
-            source[here] = source[there]
+        # in sequence, because a pixel may pass on a value that it received. The original code was written to swap two
+        # pixels, but since it swaps views of one array it only copies one to the other
+        for target, origin in zip((y * width + x).ravel().tolist(), other.ravel().tolist()):
+            source[target] = source[origin]
     return _to_uint8(_gaussian(_to_float(image.reshape(-1, 3)[source].reshape(image.shape)), sigma))
 
 
 def motion_blur(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """A camera that moves."""
+    """Motion of the camera."""
     radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[severity - 1]
     return _to_uint8(_smear(_to_float(image), radius, sigma, angle=rng.uniform(-45, 45)))
 
 
 def zoom_blur(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """A camera that moves towards what it sees: the mean of the image at growing magnification."""
+    """Motion of the camera towards the scene: the mean of the image at increasing magnification."""
     stop, step = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))[severity - 1]
     image = _to_float(image)
     return _to_uint8(np.mean([image, *(_zoom(image, factor) for factor in np.arange(1, stop, step))], axis=0))
 
 
 def snow(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Falling flakes, and paler colours behind them."""
+    """Falling snow over paler colors."""
     mean, std, zoom, threshold, radius, sigma, keep = (
         (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
         (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
@@ -100,13 +101,13 @@ def snow(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarr
 
 
 def frost(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Ice on the window, drawn by `_ice`; ImageNet-C has photographs of it."""
+    """Synthetic ice on a window; ImageNet-C uses photographs."""
     keep, strength = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))[severity - 1]
     return _to_uint8(keep * _to_float(image) + strength * _ice(*image.shape[:2], rng))
 
 
 def fog(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Clouds in front of the scene."""
+    """Fog: plasma noise blended over the image."""
     strength, decay = ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4))[severity - 1]
     image = _to_float(image)
     white = image.max()
@@ -115,17 +116,17 @@ def fog(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarra
 
 
 def brightness(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """More light, hue and saturation kept: the value of HSV rises."""
+    """Increase of the value in HSV space, with hue and saturation unchanged."""
     light = (0.1, 0.2, 0.3, 0.4, 0.5)[severity - 1]
     image = _to_float(image)
     value = image.max(axis=2, keepdims=True)
-    # black has no hue, it becomes grey
+    # black has no hue and becomes grey
     hue = np.divide(image, value, out=np.ones_like(image), where=value > 0)
     return _to_uint8(hue * (value + light).clip(0, 1))
 
 
 def contrast(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Every channel drawn towards its mean."""
+    """Reduced contrast: each channel moves towards its mean."""
     keep = (0.4, 0.3, 0.2, 0.1, 0.05)[severity - 1]
     image = _to_float(image)
     mean = image.mean(axis=(0, 1))
@@ -133,7 +134,7 @@ def contrast(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.n
 
 
 def elastic_transform(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """A random affine map, then a smooth random displacement; far at severities 1 and 2, local from 3 on."""
+    """A random affine map and a smooth random displacement, large at severities 1 and 2, local from 3 on."""
     strengths = ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
     alpha, sigma, shift = (244 * _scale(image) * strength for strength in strengths[severity - 1])
     image = _to_float(image)
@@ -151,7 +152,7 @@ def elastic_transform(image: np.ndarray, severity: int, rng: np.random.Generator
 
 
 def pixelate(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """A small picture enlarged."""
+    """Low resolution: box downsampling and upsampling."""
     factor = (0.6, 0.5, 0.4, 0.3, 0.25)[severity - 1]
     height, width = image.shape[:2]
     small = Image.fromarray(image).resize((int(width * factor), int(height * factor)), Image.Resampling.BOX)
@@ -159,13 +160,13 @@ def pixelate(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.n
 
 
 def jpeg_compression(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Blocks of a strongly compressed JPEG."""
+    """Artifacts of strong JPEG compression."""
     file = BytesIO()
     Image.fromarray(image).save(file, 'JPEG', quality=(25, 18, 15, 10, 7)[severity - 1])
     return np.asarray(Image.open(file))
 
 
-# in the order of the paper: noise, blur, weather, digital
+# in the paper's order: noise, blur, weather, digital
 CORRUPTIONS: dict[str, Callable[[np.ndarray, int, np.random.Generator], np.ndarray]] = {
     corruption.__name__: corruption
     for corruption in (
@@ -180,27 +181,28 @@ CONDITIONS = [(corruption, severity) for corruption in CORRUPTIONS for severity 
 
 
 def corrupt(image: np.ndarray, corruption: str, severity: int, name: str) -> np.ndarray:
-    """Corrupt an image, always in the same way for the same name.
+    """Corrupt an image, deterministically for a given name.
 
     Args:
-        image: (H, W, 3), 8 bits; it is not changed.
+        image: uint8 (H, W, 3), not modified.
         corruption: One of `CORRUPTIONS`.
         severity: From 1 to 5.
-        name: What the random numbers depend on, beside the corruption and the severity.
+        name: Seeds the random numbers together with the corruption and the severity.
     """
-    # the workers of a loader already use every core
+    # the loader's workers already use all cores
     cv2.setNumThreads(0)
     seed = zlib.crc32(f'{corruption} {severity} {name}'.encode())
     return CORRUPTIONS[corruption](image, severity, np.random.default_rng(seed))
 
 
 class CorruptedImages(Dataset):
-    """All images of a dataset under each of `CONDITIONS`, one condition after the other.
+    """A dataset repeated under each of `CONDITIONS`, one condition after the other.
 
     Args:
         images: The dataset, without a transform.
-        crop: Makes a PIL image the size that the model takes; the corruption comes after it, as in ImageNet-C.
-        to_tensor: Makes the corrupted image the model's input.
+        crop: Resizes and crops a PIL image to the model's input size; corruptions are applied after it, as in
+            ImageNet-C.
+        to_tensor: Converts the corrupted PIL image to the model's input.
     """
 
     def __init__(self, images: Images, crop: Callable, to_tensor: Callable):
@@ -212,14 +214,14 @@ class CorruptedImages(Dataset):
     def __getitem__(self, index: int) -> tuple:
         condition, index = divmod(index, len(self.images))
         image, label = self.images[index]
-        # a folder and a tar of it name an image alike by its last two parts
+        # the last two components of the path are the same in a folder and in a tar of it
         name = '/'.join(Path(self.images.filename(index)).parts[-2:])
         pixels = corrupt(np.asarray(self.crop(image)), *CONDITIONS[condition], name)
         return self.to_tensor(Image.fromarray(pixels)), label
 
 
 def _scale(image: np.ndarray) -> float:
-    """How large the image is against those of ImageNet-C, on which the strengths in pixels were chosen."""
+    """Size of the image relative to 224 x 224, for which lengths in pixels are defined."""
     return min(image.shape[:2]) / 224
 
 
@@ -236,7 +238,7 @@ def _gaussian(image: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def _zoom(image: np.ndarray, factor: float) -> np.ndarray:
-    """Magnify an image about its centre, at its size."""
+    """Magnify an image about its center; the size stays the same."""
     height, width = image.shape[:2]
     x, y = (width - 1) / 2, (height - 1) / 2
     matrix = np.float32([[factor, 0, x * (1 - factor)], [0, factor, y * (1 - factor)]])
@@ -244,18 +246,18 @@ def _zoom(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _smear(image: np.ndarray, radius: float, sigma: float, angle: float) -> np.ndarray:
-    """Blur along a line, to one side, with half a Gaussian: ImageMagick's motion blur, which made ImageNet-C."""
+    """Blur along a line to one side with half a Gaussian, as ImageMagick's motion blur, which ImageNet-C uses."""
     radius, sigma = radius * _scale(image), sigma * _scale(image)
     steps = np.arange(2 * int(np.ceil(radius)) + 1)
-    reach = len(steps)
+    extent = len(steps)
     x, y = (np.ceil(steps * trig(np.deg2rad(angle)) - 0.5).astype(int) for trig in (np.cos, np.sin))
-    kernel = np.zeros((2 * reach + 1, 2 * reach + 1), np.float32)
-    np.add.at(kernel, (reach + y, reach + x), np.exp(-(steps**2) / (2 * sigma**2)))
+    kernel = np.zeros((2 * extent + 1, 2 * extent + 1), np.float32)
+    np.add.at(kernel, (extent + y, extent + x), np.exp(-(steps**2) / (2 * sigma**2)))
     return cv2.filter2D(image, -1, kernel / kernel.sum(), borderType=cv2.BORDER_REPLICATE)
 
 
 def _plasma(height: int, width: int, decay: float, rng: np.random.Generator) -> np.ndarray:
-    """Clouds from 0 to 1 by the diamond-square method; the larger `decay`, the smoother."""
+    """Plasma noise in [0, 1] by the diamond-square algorithm; larger `decay` is smoother."""
     size = step = 1 << (max(height, width) - 1).bit_length()
     clouds, amplitude = np.zeros((size, size)), 1.0
 
@@ -278,12 +280,12 @@ def _plasma(height: int, width: int, decay: float, rng: np.random.Generator) -> 
 
 
 def _ice(height: int, width: int, rng: np.random.Generator) -> np.ndarray:
-    """Ice on glass, (H, W, 3) from 0 to 1: patches of needles, each with its own direction, under uneven rime."""
+    """Ice on glass, (H, W, 3) in [0, 1]: patches of needles with one direction each, under uneven rime."""
     seeds = np.ones((height, width), np.uint8)
     seeds[rng.integers(height, size=60), rng.integers(width, size=60)] = 0
     _, patch = cv2.distanceTransformWithLabels(seeds, cv2.DIST_L2, 5, labelType=cv2.DIST_LABEL_PIXEL)
     direction = rng.integers(8, size=patch.max() + 1)[patch]
-    # needles reach in from beyond the edge
+    # a margin, so that needles also enter from outside of the image
     margin = max(height, width) // 8
     grains = (rng.random((height + 2 * margin, width + 2 * margin)) < 0.15).astype(np.float32)
     angles = np.arange(0, 360, 45) + rng.uniform(0, 45)

@@ -1,18 +1,30 @@
-"""Labelled images from folders, tar and zip files, and the other sources that timm reads."""
+"""Labelled images from folders, tar and zip files, WebDataset shards, torchvision and Hugging Face."""
 
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 from timm.data import MultiLabelTarget
 from timm.data.readers.reader import Reader
 from torch.utils.data import Dataset
 
-from vitzoo.data.archives import FileReader, Folder, Tar, Zip, open_source
-from vitzoo.data.decode import DECODING_ERRORS, read_rgb, why_unreadable
+from vitzoo.data.archives import Archive, ArchiveReader, Folder, open_archive
+from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error, read_rgb
 from vitzoo.data.held_out import Subset, find_held_out, hold_out
-from vitzoo.data.label_table import TABLE, LabelsReader
-from vitzoo.data.layout import ARCHIVES, SPLIT_NAMES, SUFFIXES, common_folder, find_split, group_by_class, is_hidden
-from vitzoo.data.third_party import open_named
+from vitzoo.data.label_table import LABEL_TABLE, LabelTableReader
+from vitzoo.data.layout import (
+    ARCHIVES,
+    SPLIT_NAMES,
+    SUFFIXES,
+    Split,
+    choose_split,
+    common_folder,
+    group_by_class,
+    is_hidden,
+    match_split,
+    split_names,
+)
+from vitzoo.data.third_party import find_third_party
 from vitzoo.errors import UserError, did_you_mean
 
 SAMPLE = Path(__file__).parent / 'sample'
@@ -33,63 +45,81 @@ def open_dataset(
     """Open one split of a dataset.
 
     Args:
-        data_dir: 'sample' (the bundled one); a folder, tar or zip file with train/ and val/ (or validation/, valid/,
-            eval/, test/), each a folder or an archive of class folders; such class folders alone; 'wds/<folder>' for
-            WebDataset shards; 'torch/<name>[:<root>]' for a torchvision dataset, or 'hfds/<name>[:<cache>]' for a
-            Hugging Face one.
+        data_dir: 'sample' (bundled with vitzoo); a folder, tar or zip file that contains train/ and val/ (or
+            validation/, valid/, eval/, test/), each a folder or an archive of class folders; a folder, tar or zip file
+            of class folders; 'wds/<folder>' for WebDataset shards; 'torch/<name>[:<root>]' for a torchvision dataset;
+            'hfds/<name>[:<cache>]' for a Hugging Face dataset.
         split: 'train' or 'val'.
         transform: Applied to each PIL image (RGB, 8 bits).
-        class_to_idx: The classes of the training split, so that labels mean the same in both; by default the classes
-            found here, in natural order (2 before 10).
+        class_to_idx: The classes of the training split, so that both splits have the same labels; by default the
+            classes found in this one, in natural order (2 before 10).
         multi_label: Read the labels of each image from labels.csv (columns file, labels) instead of its folder.
-        val_fraction: Where the data has no validation part, the share of each class that 'val' then is and 'train'
-            lacks; 0 divides nothing.
-        seed: Decides, with the names of the images, which of them that are.
-        held_out: What `write_held_out` wrote: if the data holds any of these images, 'val' is just them.
+        val_fraction: If the data has no validation split, the fraction of each class that is held out as 'val' and
+            excluded from 'train'; 0 holds out nothing.
+        seed: Together with the names of the images determines which ones are held out.
+        held_out: A file written by `write_held_out`; if the data contains any of the images in it, 'val' is these.
 
     Raises:
-        UserError: There is no such data, there are no images in it, or it has a class that `class_to_idx` lacks. Later,
-            on indexing: an image cannot be read.
+        UserError: The data does not exist, contains no images, or has a class that is not in `class_to_idx`. On
+            indexing: an image cannot be read.
     """
-    divides = bool(val_fraction or held_out)
-    reader, is_undivided = open_reader(data_dir, split, multi_label=multi_label, divides=divides)
+    splits = Splits(data_dir, multi_label)
+    reader = splits.open(split, or_train=bool(val_fraction or held_out))
     if held_out is not None:
-        reader = find_held_out(held_out, reader)
-        if reader is None:
-            # other data, which may have a validation part or must do without
-            return open_dataset(data_dir, split, transform, class_to_idx=class_to_idx, multi_label=multi_label)
-    elif val_fraction and is_undivided:
+        # without any of these images it is other data, which is evaluated as it is
+        subset = find_held_out(held_out, reader)
+        reader = splits.open(split) if subset is None else subset
+    elif val_fraction and not splits.has_val:
         reader = hold_out(reader, split, val_fraction, seed)
     return Images(reader, transform, class_to_idx)
 
 
-def open_reader(
-    data_dir: str, split: str, *, multi_label: bool | None = False, divides: bool = False
-) -> tuple[Reader, bool]:
-    """A reader for all images of a split, and whether the data has no validation part.
+class Splits:
+    """The splits of a dataset; an archive of the whole dataset is indexed once for all of them.
 
     Args:
         data_dir: As in `open_dataset`.
-        split: As in `open_dataset`.
-        multi_label: Whether labels are read from labels.csv; None for where there is one.
-        divides: Whether 'val' is where 'train' is, if there is no validation part.
+        multi_label: Read labels from labels.csv; None reads them from it if it exists.
+
+    Raises:
+        UserError: The data does not exist, or `multi_label` is set for data other than a folder or an archive.
     """
-    scheme, _, name = str(data_dir).partition('/')
-    if name and scheme.lower() in SCHEMES and not Path(data_dir).exists():
-        if multi_label:
-            raise UserError(f"multi_label reads labels.csv from a folder, a tar or a zip file, not from '{data_dir}'")
-        return open_named(str(data_dir), split, divides)
-    root = SAMPLE if data_dir == 'sample' else Path(data_dir).expanduser()
-    source, prefix, is_undivided = _find_images(root, split, divides)
-    if multi_label is None:
-        multi_label = prefix + TABLE in source.names
-    return (LabelsReader if multi_label else FolderReader)(source, prefix), is_undivided
+
+    def __init__(self, data_dir: str, multi_label: bool | None = False):
+        self.data_dir, self._find = data_dir, cache(_split_finder(str(data_dir), multi_label))
+
+    @property
+    def has_val(self) -> bool:
+        """Whether the data has a validation split of its own."""
+        val = self._find('val')
+        return val is not None and not val.is_whole
+
+    def open(self, split: str, *, or_train: bool = False) -> Reader:
+        """Index the images of a split; data that is not divided into splits is used whole.
+
+        Args:
+            split: 'train' or 'val'.
+            or_train: If there is no such split, use the training images.
+
+        Raises:
+            UserError: There is no such split, or it contains no images.
+        """
+        found = self._find(split)
+        if found is None and or_train:
+            found = self._find('train')
+        if found is None:
+            other = next((f'a {name} split but ' for name in SPLIT_NAMES if name != split and self._find(name)), '')
+            raise UserError(
+                f"the data '{self.data_dir}' has {other}no split named {', '.join(split_names(split))}; move part of "
+                f'the images of each class into one'
+            )
+        return found.open()
 
 
 class Images(Dataset):
-    """Images and their labels behind a reader; `class_names` is in label order.
+    """Labelled images from a reader; `class_names` is in label order.
 
-    A label is the number of a class; of a multi-label dataset a float tensor with a 1 for each of the image's classes.
+    A label is a class index, or in a multi-label dataset a multi-hot float tensor (num_classes,).
     """
 
     def __init__(self, reader: Reader, transform: Callable | None = None, class_to_idx: dict[str, int] | None = None):
@@ -105,28 +135,28 @@ class Images(Dataset):
                 f' Rename or remove it, or add training images'
             )
         self.class_names = sorted(class_to_idx, key=class_to_idx.get)
-        # of each class of the reader
+        # maps the reader's class indices to ours
         self.labels = [class_to_idx[name] for name in reader.class_names]
         self.to_multi_hot = MultiLabelTarget(len(class_to_idx)) if self.is_multi_label else None
 
     @property
     def root(self) -> str:
-        """Where the images are."""
+        """Path or name of the data."""
         return str(self.reader.root)
 
     @property
     def is_held_out(self) -> bool:
-        """Whether these are part of the images only, because the data is not divided for training and validation."""
+        """Whether images were held out, so that this is a subset of the images found."""
         return isinstance(self.reader, Subset)
 
     @property
     def class_to_idx(self) -> dict[str, int]:
-        """Label of each class name, to open another split with."""
+        """Label of each class name, as `open_dataset` takes it for another split."""
         return {name: label for label, name in enumerate(self.class_names)}
 
     @property
     def targets(self) -> list:
-        """The label of every image, of a multi-label dataset the list of its labels; no image is read for it."""
+        """The label of each image, in a multi-label dataset the list of its labels; does not read images."""
         return [self._label(label) for label in self.reader.labels]
 
     def __len__(self) -> int:
@@ -134,98 +164,108 @@ class Images(Dataset):
 
     def __getitem__(self, index: int) -> tuple:
         if not -len(self) <= index < len(self):
-            # the end of a loop over the images, no damaged file
+            # ends a for loop; DECODING_ERRORS below include IndexError
             raise IndexError(index)
-        # a training transform reads no more of a file than the crop that it chooses
+        # a training transform chooses its crop first and decodes only that
         read = getattr(self.transform, 'read', read_rgb)
         try:
             file, label = self.reader[index]
             image = read(file)
         except DECODING_ERRORS as error:
-            where, why = f'{self.filename(index)} of {self.root}', why_unreadable(error)
-            raise UserError(f'cannot read the image {where} ({why}); replace or remove it') from error
+            name, problem = self.filename(index), describe_decoding_error(error)
+            raise UserError(f'cannot read the image {name} of {self.root} ({problem}); replace or remove it') from error
         label = self._label(label)
         label = label if self.to_multi_hot is None else self.to_multi_hot(label)
         return image if self.transform is None else self.transform(image), label
 
     def filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        """Name of an image, relative to its dataset unless asked otherwise."""
+        """Name of an image, by default its path relative to the dataset."""
         return self.reader.filename(index, basename, absolute)
 
     def _label(self, label: int | list[int]) -> int | list[int]:
         return [self.labels[item] for item in label] if self.is_multi_label else self.labels[label]
 
 
-class FolderReader(FileReader):
-    """Images under one folder per class, at any depth below it, in a folder or an archive.
+class FolderReader(ArchiveReader):
+    """Images in one folder per class, at any depth, in a folder or an archive.
 
-    Unlike timm's, hidden files and folders (.ipynb_checkpoints, ._name.jpg) do not count, a class is the top folder
-    rather than the innermost, and more file types are read.
+    Unlike timm's reader it skips hidden files and folders (.ipynb_checkpoints, ._name.jpg), takes the top folder as the
+    class rather than the innermost, and supports more file formats.
 
     Args:
-        source: What holds the files.
-        prefix: The folders above those of the classes, as 'photos/train/'.
+        archive: Holds the images.
+        prefix: The folder around the class folders, such as 'photos/train/'.
 
     Raises:
         UserError: There are no images in class folders.
     """
 
-    def __init__(self, source: Folder | Tar | Zip, prefix: str = ''):
-        names = [name.removeprefix(prefix) for name in source.names if name.startswith(prefix)]
+    def __init__(self, archive: Archive, prefix: str = ''):
+        names = [name.removeprefix(prefix) for name in archive.names if name.startswith(prefix)]
         classes = group_by_class(names)
         if not classes:
-            raise UserError(_why_no_images(source.root / prefix, names))
+            raise UserError(_explain_no_images(archive.root / prefix, names))
         labels = {name: label for label, names in enumerate(classes.values()) for name in names}
-        super().__init__(source, prefix, labels, list(classes))
+        super().__init__(archive, prefix, labels, list(classes))
 
 
-def _find_images(root: Path, split: str, divides: bool) -> tuple[Folder | Tar | Zip, str, bool]:
-    """What holds a split, the folders in it that lead to the split, and whether there is no validation part.
-
-    Where that is so and `divides`, 'val' is where 'train' is.
-    """
+def _split_finder(data_dir: str, multi_label: bool | None) -> Callable[[str], Split | None]:
+    """A function of the name of a split that finds it in a dataset, or returns None."""
+    scheme, _, name = data_dir.partition('/')
+    if name and scheme.lower() in SCHEMES and not Path(data_dir).exists():
+        if multi_label:
+            raise UserError(f"multi_label reads labels.csv from a folder, a tar or a zip file, not from '{data_dir}'")
+        return partial(find_third_party, data_dir)
+    root = SAMPLE if data_dir == 'sample' else Path(data_dir).expanduser()
     if not root.exists():
         raise UserError(f"the data folder '{root}' does not exist")
     if root.is_dir():
-        parts = [path.name for path in root.iterdir() if path.is_dir() or path.suffix.lower() in ARCHIVES]
-        part, is_undivided = _choose_part(root, parts, split, divides)
-        source = open_source(root / part if part else root)
-        return source, '' if isinstance(source, Folder) else _enter(source, split), is_undivided
-    source = open_source(root)
-    prefix = common_folder(source.names)
-    part, is_undivided = _choose_part(root, _top_folders(source, prefix), split, divides)
-    return source, prefix + (f'{part}/' if part else ''), is_undivided
+        return partial(_find_in_folder, root, multi_label)
+    return partial(_find_in_archive, open_archive(root), multi_label)
 
 
-def _choose_part(root: Path, parts: list[str], split: str, divides: bool) -> tuple[str | None, bool]:
-    """Which of the folders and archives is the split, None for all of them, and whether there is no validation part."""
-    parts = [name for name in parts if not is_hidden(name)]
-    found = {wanted: find_split(parts, wanted) for wanted in SPLIT_NAMES}
-    part = found[split] if split in found else find_split(parts, split)
-    if part or not any(found.values()):
-        return part, found['val'] is None
-    if divides and split == 'val':
-        return found['train'], True
-    names = ', '.join(SPLIT_NAMES.get(split, (split,)))
-    raise UserError(
-        f"the data folder '{root}' has {', '.join(filter(None, found.values()))} but nothing for '{split}' (a folder,"
-        f' .tar or .zip named {names}); move part of the images of each class there'
-    )
+def _find_in_folder(root: Path, multi_label: bool | None, split: str) -> Split | None:
+    """Find a split among the folders and archives in a folder."""
+    names = [path.name for path in root.iterdir() if path.is_dir() or path.suffix.lower() in ARCHIVES]
+    part = choose_split(names, split)
+    if part is None:
+        return None
+
+    def open_part() -> Reader:
+        archive = open_archive(root / part)
+        if isinstance(archive, Folder):
+            return _read_labelled(archive, '', multi_label)
+        # train.tar may contain train/
+        prefix = common_folder(archive.names)
+        inner = match_split(_top_folders(archive, prefix), split)
+        return _read_labelled(archive, f'{prefix}{inner}/' if inner else prefix, multi_label)
+
+    return Split(open_part, is_whole=not part)
 
 
-def _enter(source: Tar | Zip, split: str) -> str:
-    """The folders that lead to the classes in an archive that is one part of the data."""
-    prefix = common_folder(source.names)
-    part = find_split(_top_folders(source, prefix), split)
-    return prefix + (f'{part}/' if part else '')
+def _find_in_archive(archive: Archive, multi_label: bool | None, split: str) -> Split | None:
+    """Find a split among the folders in an archive."""
+    prefix = common_folder(archive.names)
+    part = choose_split(_top_folders(archive, prefix), split)
+    if part is None:
+        return None
+    path = f'{prefix}{part}/' if part else prefix
+    return Split(partial(_read_labelled, archive, path, multi_label), is_whole=not part)
 
 
-def _top_folders(source: Tar | Zip, prefix: str) -> list[str]:
-    below = [name.removeprefix(prefix).partition('/') for name in source.names if name.startswith(prefix)]
+def _top_folders(archive: Archive, prefix: str) -> list[str]:
+    below = [name.removeprefix(prefix).partition('/') for name in archive.names if name.startswith(prefix)]
     return list(dict.fromkeys(folder for folder, slash, _ in below if slash))
 
 
-def _why_no_images(root: Path, names: list[str]) -> str:
+def _read_labelled(archive: Archive, prefix: str, multi_label: bool | None) -> ArchiveReader:
+    """A reader that takes labels from labels.csv or from class folders; with `multi_label` None from what there is."""
+    if multi_label is None:
+        multi_label = prefix + LABEL_TABLE in archive.names
+    return LabelTableReader(archive, prefix) if multi_label else FolderReader(archive, prefix)
+
+
+def _explain_no_images(root: Path, names: list[str]) -> str:
     visible = [name for name in names if not is_hidden(name)]
     if not visible:
         return f"the data folder '{root}' is empty"
@@ -236,5 +276,5 @@ def _why_no_images(root: Path, names: list[str]) -> str:
             f' into a folder with its name'
         )
     shards = [name for name in visible if name.endswith('.tar')]
-    hint = f'; WebDataset shards are wds/{root}' if shards else ''
+    hint = f'; open WebDataset shards as wds/{root}' if shards else ''
     return f"there are no images ({', '.join(sorted(SUFFIXES))}) in class folders under '{root}'{hint}"

@@ -1,8 +1,8 @@
-"""Images held out for validation, where a dataset has no validation part of its own.
+"""Holding out images for validation from a dataset that has no validation split.
 
-Which ones they are follows from the seed and the names of the files, so it is the same in every process and on every
-machine. A run lists them in <run>/held_out.csv (file, sha256), so that what is validated later is never what was
-trained on, even if images were added since or the folder has moved.
+The choice depends only on the seed and the file names, so it is the same in every process and on every machine. A run
+lists the images in <run>/held_out.csv (file, sha256), so that a later validation never uses training images, even if
+images were added since or the folder was moved.
 """
 
 import csv
@@ -18,7 +18,7 @@ HELD_OUT = 'held_out.csv'
 
 
 class Subset(Reader):
-    """Some of the images of a reader, with all of its classes."""
+    """A subset of the images of a reader, with all of its classes."""
 
     def __init__(self, reader: Reader, indices: list[int]):
         super().__init__()
@@ -38,10 +38,10 @@ class Subset(Reader):
 
 
 def hold_out(reader: Reader, split: str, fraction: float, seed: int) -> Subset:
-    """The part of a reader's images that is 'val', or the rest of them, which is 'train'.
+    """Divide a reader's images into 'train' and 'val' and return one of the two.
 
-    `val` has the share `fraction` of each class, but at least one image, and leaves at least one; the only image of a
-    class is trained on. An image with several labels counts for the rarest of them.
+    'val' gets `fraction` of each class, at least one image but never all of them; the only image of a class goes to
+    'train'. An image with several labels is assigned to the rarest of them.
 
     Raises:
         UserError: No class has two images.
@@ -54,12 +54,12 @@ def hold_out(reader: Reader, split: str, fraction: float, seed: int) -> Subset:
         count = min(max(round(fraction * len(indices)), 1), len(indices) - 1)
         held_out.update(sorted(indices, key=lambda index: _rank(seed, names[index]))[:count])
     if not held_out:
-        raise UserError(f'none of the images of {reader.root} can be held out for validation: no class has two')
+        raise UserError(f'cannot hold out images of {reader.root} for validation: no class has two images; add some')
     return Subset(reader, [index for index in range(len(reader)) if (index in held_out) == (split == 'val')])
 
 
 def write_held_out(path: Path, reader: Reader) -> None:
-    """List the images of a reader and the hashes of their files."""
+    """Write the names of a reader's images and the SHA-256 of their files."""
     with path.open('w', newline='', encoding='utf-8', errors='surrogateescape') as file:
         writer = csv.writer(file)
         writer.writerow(['file', 'sha256'])
@@ -67,7 +67,7 @@ def write_held_out(path: Path, reader: Reader) -> None:
 
 
 def find_held_out(path: Path, reader: Reader) -> Subset | None:
-    """Those images of a reader that a file lists, by name and content; None where there are none.
+    """Find the images of a reader that a file lists, by name and content; None if there are none.
 
     Raises:
         UserError: The file cannot be read.
@@ -76,14 +76,14 @@ def find_held_out(path: Path, reader: Reader) -> Subset | None:
         with path.open(newline='', encoding='utf-8', errors='surrogateescape') as file:
             listed = {row['file']: row['sha256'] for row in csv.DictReader(file)}
     except (OSError, KeyError, csv.Error) as error:
-        raise UserError(f'cannot read {path}, the list of the images that were held out: {error}') from error
+        raise UserError(f'cannot read {path}, the list of held-out images: {error}') from error
     named = [index for index, name in enumerate(reader.filenames()) if name in listed]
     indices = [index for index in named if _sha256(reader, index) == listed[reader.filename(index)]]
     return Subset(reader, indices) if indices else None
 
 
 def _single_labels(labels: list) -> list:
-    """The label of each image, of several the rarest."""
+    """The label of each image; if it has several, the rarest."""
     if not any(isinstance(label, list) for label in labels):
         return labels
     counts = Counter(item for label in labels for item in label)

@@ -1,4 +1,4 @@
-"""Images with any number of labels, from a table beside them.
+"""Multi-label images, listed in a table next to them.
 
 photos/train/labels.csv       file,labels
                               beach/1.jpg,sea;people
@@ -9,52 +9,57 @@ photos/train/beach/1.jpg      photos/train/2.jpg
 import csv
 from io import StringIO
 
-from vitzoo.data.archives import FileReader, Folder, Tar, Zip
+from vitzoo.data.archives import Archive, ArchiveReader
 from vitzoo.data.layout import natural_order
 from vitzoo.errors import UserError
 
-TABLE, SEPARATOR = 'labels.csv', ';'
+LABEL_TABLE, SEPARATOR = 'labels.csv', ';'
 
 
-class LabelsReader(FileReader):
-    """The images that labels.csv names, each with the list of its labels; `class_names` is in natural order.
+class LabelTableReader(ArchiveReader):
+    """The images listed in labels.csv, each with its list of labels; `class_names` is in natural order.
 
     Args:
-        source: What holds the files.
-        prefix: The folders above the table, as 'photos/train/'.
+        archive: Holds the images and the table.
+        prefix: The folder that contains the table, such as 'photos/train/'.
 
     Raises:
-        UserError: There is no such table, or it names an image that is not there, or one twice.
+        UserError: The table is missing, has no labels, or lists an image that does not exist, or one twice.
     """
 
     is_multi_label = True
 
-    def __init__(self, source: Folder | Tar | Zip, prefix: str = ''):
-        table = read_labels(source, prefix)
+    def __init__(self, archive: Archive, prefix: str = ''):
+        table = read_label_table(archive, prefix)
         class_names = sorted({label for labels in table.values() for label in labels}, key=natural_order)
         if not class_names:
-            raise UserError(f'{source.root / prefix / TABLE} gives no image a label')
+            raise UserError(f'{archive.root / prefix / LABEL_TABLE} gives no image a label; fill in its column labels')
         label_of = {name: label for label, name in enumerate(class_names)}
         labels = {file: [label_of[name] for name in table[file]] for file in sorted(table, key=natural_order)}
-        super().__init__(source, prefix, labels, class_names)
+        super().__init__(archive, prefix, labels, class_names)
 
 
-def read_labels(source: Folder | Tar | Zip, prefix: str = '') -> dict[str, list[str]]:
-    """The names of each image's labels, as the table has them."""
-    path, there = source.root / prefix / TABLE, set(source.names)
-    if prefix + TABLE not in there:
+def read_label_table(archive: Archive, prefix: str = '') -> dict[str, list[str]]:
+    """Read the label names of each image.
+
+    Raises:
+        UserError: The table is missing, lacks a column, or lists an image that does not exist, or one twice.
+    """
+    path, existing = archive.root / prefix / LABEL_TABLE, set(archive.names)
+    if prefix + LABEL_TABLE not in existing:
         raise UserError(f"multi_label needs '{path}', a table with the columns file and labels (a{SEPARATOR}b)")
-    # Excel puts a mark in front of its UTF-8
-    lines = csv.DictReader(StringIO(source.read(prefix + TABLE).decode('utf-8-sig', errors='replace'), newline=''))
+    # Excel writes UTF-8 with a byte order mark
+    text = archive.read(prefix + LABEL_TABLE).decode('utf-8-sig', errors='replace')
+    lines = csv.DictReader(StringIO(text, newline=''))
     if not {'file', 'labels'} <= set(lines.fieldnames or ()):
-        raise UserError(f'{path} has the columns {", ".join(lines.fieldnames or ())}, and needs file and labels')
+        raise UserError(f'{path} has the columns {", ".join(lines.fieldnames or ())}, but needs file and labels')
     table = {}
     for line in lines:
         file = (line['file'] or '').strip().replace('\\', '/')
         if file in table:
-            raise UserError(f'{path} names {file} twice; put its labels in one line, with {SEPARATOR} between them')
-        if prefix + file not in there:
-            raise UserError(f"{path} names '{file}', which is not there; correct the name or remove the line")
+            raise UserError(f'{path} lists {file} twice; put its labels in one line, separated by {SEPARATOR}')
+        if prefix + file not in existing:
+            raise UserError(f"{path} lists '{file}', which does not exist; correct the name or remove the line")
         labels = [label.strip() for label in (line['labels'] or '').split(SEPARATOR)]
         table[file] = list(dict.fromkeys(filter(None, labels)))
     return table

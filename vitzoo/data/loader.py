@@ -1,10 +1,11 @@
-"""Which images a process reads at which step, and the random stream each of them is augmented with.
+"""Stateless batch samplers and data loaders for training and evaluation.
 
-Nothing here has a state to save. The order of an epoch follows from (seed, epoch), and an image's augmentation from
-(seed, epoch, its position in the epoch), so neither the number of worker processes, nor that of training processes, nor
-an interruption changes what is trained on.
+There is no state to save. The order of an epoch is a function of (seed, epoch), and the augmentation of an image of
+(seed, epoch, position in the epoch), so training batches do not depend on the number of workers or processes, or on
+whether a run was resumed.
 """
 
+import math
 import random
 from collections.abc import Iterator
 
@@ -17,28 +18,31 @@ ORDER_STREAM, DATA_STREAM, STEP_STREAM = range(3)
 
 
 def hash_seed(*numbers: int) -> int:
-    """One seed from several numbers, far from that of any other numbers."""
+    """Hash numbers to one seed; similar numbers give unrelated seeds."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 def seed_everything(*numbers: int, cpu_only: bool = False) -> None:
-    """Seed Python's, numpy's and torch's generators with the hash of `numbers`."""
+    """Seed the generators of Python, NumPy and torch with the hash of `numbers`."""
     mixed = hash_seed(*numbers)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
-    # torch.manual_seed visits every kind of device, which takes as long as decoding a small image
-    (torch.default_generator.manual_seed if cpu_only else torch.manual_seed)(mixed)
+    if cpu_only:
+        # torch.manual_seed also seeds all other devices, which takes as long as decoding a small image
+        torch.default_generator.manual_seed(mixed)
+    else:
+        torch.manual_seed(mixed)
 
 
 class TrainBatches(Sampler):
-    """The micro-batches of one process: every step's global batch, dealt out to processes and accumulation steps.
+    """Batch sampler that yields the micro-batches of one process as lists of (index, seed numbers).
 
-    Yields lists of (index, seed numbers). A global batch is always full: the remainder of an epoch is left out, a
-    different one in every epoch. Micro-batch m of process r gets every `accum * world`-th image of the batch, beginning
-    with number m * world + r, so two processes and two accumulation steps make the same micro-batches.
+    Global batches are always full: the remainder of an epoch is dropped, a different one in each epoch. Micro-batch m
+    of process r takes every (accum * world)-th image of the global batch, starting at m * world + r, so two processes
+    have the same micro-batches as two accumulation steps.
 
-    With `labels`, the class of every image, each class is drawn equally often instead: an epoch is as long, but has the
-    images of a large class once or not at all, and those of a small one several times.
+    With `labels`, the class of each image, all classes are drawn equally often: an epoch has the same length, with the
+    images of a large class at most once and those of a small class several times.
     """
 
     def __init__(
@@ -63,11 +67,11 @@ class TrainBatches(Sampler):
         return self.num_images // self.batch_size
 
     def start_at(self, epoch: int, step: int = 0) -> None:
-        """Choose the epoch, and the step in it, with which the next iteration begins."""
+        """Set the epoch, and the step in it, at which the next iteration starts."""
         self.epoch, self.first_step = epoch, step
 
     def order(self) -> list[int]:
-        """The images of the epoch in the order of training; with `aug_repeats` each of a part of them so many times."""
+        """Image indices of the epoch in training order; with `aug_repeats`, a subset, each repeated that often."""
         generator = torch.Generator().manual_seed(hash_seed(self.seed, ORDER_STREAM, self.epoch))
         order = self._draw_equally(generator) if self.classes else torch.randperm(self.num_images, generator=generator)
         return order.repeat_interleave(self.aug_repeats)[: self.num_images].tolist()
@@ -76,27 +80,29 @@ class TrainBatches(Sampler):
         return (self.steps_per_epoch - self.first_step) * self.accum
 
     def __iter__(self) -> Iterator[list]:
-        order, chunks = self.order(), self.accum * self.world
+        order, stride = self.order(), self.accum * self.world
         for step in range(self.first_step, self.steps_per_epoch):
             start = step * self.batch_size
             for micro in range(self.accum):
-                positions = range(start + micro * self.world + self.rank, start + self.batch_size, chunks)
+                positions = range(start + micro * self.world + self.rank, start + self.batch_size, stride)
                 yield [(order[i], (self.seed, DATA_STREAM, self.epoch, i)) for i in positions]
 
     def _draw_equally(self, generator: torch.Generator) -> torch.Tensor:
-        """As many images of each class, give or take one, and of a class each image as often, give or take one."""
-        share, rest = divmod(self.num_images, len(self.classes))
-        luck = torch.randperm(len(self.classes), generator=generator).tolist()
+        """Draw an epoch in which image counts differ by at most one between classes, and between images of a class."""
+        share, remainder = divmod(self.num_images, len(self.classes))
+        # random classes get one image more if the epoch does not divide evenly
+        ranks = torch.randperm(len(self.classes), generator=generator).tolist()
         draws = []
-        for images, number in zip(self.classes, luck):
-            count = share + (number < rest)
-            rounds = range(-(-count // len(images)))
-            draws.append(torch.cat([images[:0]] + [_shuffle(images, generator) for _ in rounds])[:count])
+        for images, rank in zip(self.classes, ranks):
+            count = share + 1 if rank < remainder else share
+            rounds = math.ceil(count / len(images))
+            repeated = [_shuffle(images, generator) for _ in range(rounds)]
+            draws.append(torch.cat([images[:0], *repeated])[:count])
         return _shuffle(torch.cat(draws), generator)
 
 
 class EvalBatches(Sampler):
-    """Whole batches in order, every `world`-th for this process: a batch is the same for any number of processes."""
+    """Batch sampler that assigns batches to processes in turn; batches are the same for any number of processes."""
 
     def __init__(self, num_images: int, batch_size: int, *, rank: int = 0, world: int = 1):
         self.num_images, self.batch_size = num_images, batch_size
@@ -111,17 +117,17 @@ class EvalBatches(Sampler):
 
 
 def train_loader(dataset: Dataset, batches: TrainBatches, workers: int = 0) -> DataLoader:
-    """Load the micro-batches of one process, each image augmented with its own random stream."""
+    """Loader of the micro-batches of one process; each image is augmented with its own seed."""
     return _loader(SeededImages(dataset), batches, workers)
 
 
 def eval_loader(dataset: Dataset, batch_size: int, workers: int = 0, *, rank: int = 0, world: int = 1) -> DataLoader:
-    """Load this process's share of a dataset, no image twice and none left out."""
+    """Loader of one process's share of a dataset; the shares are disjoint and complete."""
     return _loader(dataset, EvalBatches(len(dataset), batch_size, rank=rank, world=world), workers)
 
 
 class SeededImages(Dataset):
-    """A dataset whose items are asked for as (index, seed numbers)."""
+    """A dataset indexed by (index, seed numbers), which seeds the generators before reading an image."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
@@ -136,7 +142,7 @@ class SeededImages(Dataset):
 
 
 def _group_by_label(labels: list[int]) -> list[torch.Tensor]:
-    """The images of each class that has any."""
+    """Image indices of each class that has images."""
     labels = torch.as_tensor(labels)
     return [(labels == label).nonzero()[:, 0] for label in labels.unique()]
 
@@ -152,10 +158,10 @@ def _loader(dataset: Dataset, batches: Sampler, workers: int) -> DataLoader:
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_keep_to_one_core,
+        worker_init_fn=_use_one_thread,
     )
 
 
-def _keep_to_one_core(worker: int) -> None:
-    """Let OpenCV, as torch does by itself, leave the other cores to the other workers."""
+def _use_one_thread(worker: int) -> None:
+    """Limit OpenCV to one thread in a worker process, as torch does for itself."""
     cv2.setNumThreads(0)

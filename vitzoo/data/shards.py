@@ -1,7 +1,7 @@
-"""WebDataset shards: tar files with <key>.jpg and, of the same key, <key>.cls or <key>.json.
+"""WebDataset shards: tar files with <key>.jpg and <key>.cls or <key>.json for each image.
 
-They are indexed once and then read in random order, not streamed, so an epoch has each image once, in the same order
-for any number of processes, and is taken up again anywhere. https://github.com/webdataset/webdataset
+Shards are indexed once and then read in random order, not streamed, so an epoch has each image once, its order does not
+depend on the number of processes, and training resumes at any step. https://github.com/webdataset/webdataset
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from functools import partial
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 
@@ -17,39 +18,39 @@ from rich.progress import track
 from timm.data.readers.reader import Reader
 
 from vitzoo.data.archives import Tar
-from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, is_image, natural_order
+from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, Split, is_image, natural_order, split_names
 from vitzoo.errors import UserError
 
-# the keys of a .json in which a label is looked for
+# keys of a .json file that may hold the label
 JSON_KEYS = ('label', 'cls', 'class')
 
 
-def open_shards(folder: str, split: str, divides: bool = False) -> tuple['ShardReader', bool]:
-    """A reader for a split of the shards in a folder, and whether there is no validation part.
+def find_shards(folder: str, split: str) -> Split | None:
+    """Find a split of the shards in a folder; None if there are only other splits.
 
-    A split is a subfolder (train/…, val/…), or all shards with its name in theirs (imagenet-train-000.tar), or, where
-    there is neither, all of them. Where there is no validation part and `divides`, 'val' is what 'train' is.
+    The shards of a split are in a subfolder (train/…, val/…) or have its name in theirs (imagenet-train-000.tar). If
+    there are no splits, all shards are used.
 
     Raises:
-        UserError: There are no shards, or they hold no images with labels.
+        UserError: There are no shards. On opening the split: they contain no images, or images without labels.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise UserError(f"the folder of shards '{root}' does not exist")
-    found = {wanted: _find_shards(root, words) for wanted, words in SPLIT_NAMES.items()}
-    is_undivided = not found['val']
-    shards = found.get(split) or (found['train'] if divides and is_undivided else [])
-    if not any(found.values()):
-        shards = sorted(root.glob('*.tar'), key=lambda path: natural_order(path.name))
+    if shards := _shards_of(root, split):
+        return Split(partial(ShardReader, root, shards))
+    if any(_shards_of(root, other) for other in SPLIT_NAMES):
+        return None
+    shards = _in_natural_order(root.glob('*.tar'))
     if not shards:
-        raise UserError(f"there are no shards for '{split}' (.tar) in '{root}'")
-    return ShardReader(root, shards), is_undivided
+        raise UserError(f"there are no shards (.tar) in '{root}'")
+    return Split(partial(ShardReader, root, shards), is_whole=True)
 
 
 class ShardReader(Reader):
-    """The images of shards, each with the label in the .cls file (a number or a name) or .json (`label`) of its key.
+    """The images of shards, labelled by the .cls (a number or a name) or .json (`label`) file of the same key.
 
-    Labels that are numbers are looked up in classnames.txt (one name in a line), where it lies next to the shards.
+    Numbers are looked up in classnames.txt (one name per line) if it exists in the folder of the shards.
     """
 
     is_multi_label = False
@@ -63,7 +64,7 @@ class ShardReader(Reader):
             self.places += [(number, image) for image in found]
             names += found.values()
         if not names:
-            raise UserError(f"the shards in '{root}' hold no images ({', '.join(sorted(SUFFIXES))})")
+            raise UserError(f"the shards in '{root}' contain no images ({', '.join(sorted(SUFFIXES))})")
         listed = {str(number): name for number, name in enumerate(_read_class_names(root))}
         names = [listed.get(name, name) for name in names]
         self.class_names = list(dict.fromkeys([*listed.values(), *sorted(set(names), key=natural_order)]))
@@ -86,17 +87,22 @@ class ShardReader(Reader):
 
 
 def _show_progress(shards: list[Path]) -> Iterable[Path]:
-    # one of many processes is enough, and a file needs no bar
+    # no bar in log files, and one bar for all processes
     hidden = os.environ.get('RANK', '0') != '0' or not sys.stderr.isatty()
     return track(shards, 'reading the shards', transient=True, console=Console(stderr=True), disable=hidden)
 
 
-def _find_shards(root: Path, words: tuple[str, ...]) -> list[Path]:
-    """The shards in a subfolder with one of these names, or else with one of them as a part of their own name."""
+def _shards_of(root: Path, split: str) -> list[Path]:
+    """The shards in a subfolder named after the split, or else those with its name as a word of theirs."""
+    words = split_names(split)
     folders = [folder for folder in root.iterdir() if folder.is_dir() and folder.name.lower() in words]
     shards = [shard for folder in folders[:1] for shard in folder.glob('*.tar')]
     if not shards:
         shards = [shard for shard in root.glob('*.tar') if set(words) & set(re.split(r'[\W_]+', shard.stem.lower()))]
+    return _in_natural_order(shards)
+
+
+def _in_natural_order(shards: Iterable[Path]) -> list[Path]:
     return sorted(shards, key=lambda path: natural_order(path.name))
 
 
@@ -104,7 +110,7 @@ def _find_samples(tar: Tar) -> dict[str, str]:
     """The label of each image of a shard."""
     images, labels = {}, {}
     for name in tar.names:
-        # a key ends at the first dot of the file's name
+        # the key ends at the first dot of the file name
         folder, slash, file = name.rpartition('/')
         stem, _, suffix = file.partition('.')
         key, suffix = f'{folder}{slash}{stem}', suffix.lower()
@@ -115,7 +121,7 @@ def _find_samples(tar: Tar) -> dict[str, str]:
     samples = {}
     for name, key in images.items():
         if key not in labels:
-            raise UserError(f"the image '{name}' of the shard {tar.root} has no .cls or .json of the same name")
+            raise UserError(f"the image '{name}' of the shard {tar.root} has no .cls or .json file")
         samples[name] = _read_label(tar, labels[key])
     return samples
 
@@ -132,7 +138,7 @@ def _read_label(tar: Tar, name: str) -> str:
 
 
 def _read_class_names(folder: Path) -> list[str]:
-    """The lines of classnames.txt, if there is one and no name is in it twice."""
+    """The lines of classnames.txt, or [] if it does not exist or has duplicates."""
     path = folder / 'classnames.txt'
     names = path.read_text(encoding='utf-8').split('\n') if path.is_file() else []
     names = [name.strip() for name in names if name.strip()]

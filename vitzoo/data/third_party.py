@@ -1,6 +1,7 @@
-"""Datasets of other makes, opened by name: torchvision's, Hugging Face's, and WebDataset shards by their folder."""
+"""Datasets opened by scheme and name: torchvision, Hugging Face, and WebDataset shards."""
 
 import os
+from functools import partial
 
 import torch
 from PIL import Image
@@ -8,31 +9,30 @@ from timm.data import create_dataset
 from timm.data.readers.reader import Reader
 from torch.utils.data import Dataset, IterableDataset
 
-from vitzoo.data.layout import SPLIT_NAMES
-from vitzoo.data.shards import open_shards
+from vitzoo.data.layout import Split, split_names
+from vitzoo.data.shards import find_shards
 from vitzoo.errors import UserError
 
 
-def open_named(data_dir: str, split: str, divides: bool = False) -> tuple[Reader, bool]:
-    """A reader for a split of a dataset such as 'torch/cifar10', and whether there is no validation part.
-
-    Where that is so and `divides`, 'val' is what 'train' is.
+def find_third_party(data_dir: str, split: str) -> Split | None:
+    """Find a split of a dataset such as 'torch/cifar10'; None if it has no such split.
 
     Raises:
-        UserError: There is no such dataset, or split, or its package is missing, or it can only be read in order.
+        UserError: The dataset does not exist, its package is missing, or it can only be streamed. For torchvision
+            raised on opening the split, as it is for a split that does not exist.
     """
     scheme, _, name = data_dir.partition('/')
     scheme = scheme.lower()
     if scheme == 'wds':
-        return open_shards(name, split, divides)
+        return find_shards(name, split)
     if scheme == 'hfds':
-        return _open_hugging_face(data_dir, split, divides)
-    # of other schemes timm has streams only, which are refused here
-    return TorchReader(_create(data_dir, split), f'{data_dir} ({split})'), False
+        return _find_hugging_face(data_dir, split)
+    # timm only streams the other schemes, which _create rejects
+    return Split(lambda: TorchReader(_create(data_dir, split), f'{data_dir} ({split})'))
 
 
 class TorchReader(Reader):
-    """One of torchvision's datasets (PIL image, label) as a reader."""
+    """A torchvision dataset (PIL image, label) as a reader."""
 
     is_multi_label = False
 
@@ -40,12 +40,12 @@ class TorchReader(Reader):
         super().__init__()
         self.dataset, self.root = dataset, root
         names = getattr(dataset, 'classes', None) or sorted({label for _, label in dataset})
-        # torchvision's ImageNet has a tuple of synonyms for each class
+        # torchvision's ImageNet has a tuple of synonyms per class
         self.class_names = [', '.join(name) if isinstance(name, tuple) else str(name) for name in names]
 
     @property
     def labels(self) -> list[int]:
-        """The label of each image; a dataset that does not list them has its images decoded."""
+        """The label of each image; decodes all images if the dataset does not list its targets."""
         targets = getattr(self.dataset, 'targets', None)
         return [int(label) for label in (targets if targets is not None else (label for _, label in self.dataset))]
 
@@ -60,7 +60,7 @@ class TorchReader(Reader):
 
 
 class HuggingFaceReader(Reader):
-    """timm's reader of a Hugging Face dataset with what ours have besides; an image is named by its number."""
+    """timm's reader of a Hugging Face dataset, with `root`, `class_names` and `labels`; images are named by index."""
 
     is_multi_label = False
 
@@ -71,7 +71,7 @@ class HuggingFaceReader(Reader):
 
     @property
     def labels(self) -> list[int]:
-        """The label of each image; no image is read."""
+        """The label of each image; does not read images."""
         return list(self.reader.iter_targets())
 
     def __len__(self) -> int:
@@ -81,38 +81,27 @@ class HuggingFaceReader(Reader):
         return self.reader[index]
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        # the file's own name, where it has one, comes only with the whole image
+        # reading the original file name would read the whole image
         return f'{index:08d}'
 
 
-def _open_hugging_face(data_dir: str, split: str, divides: bool) -> tuple[Reader, bool]:
-    reader = _first_split(data_dir, SPLIT_NAMES.get(split, (split,)))
-    if split == 'val':
-        is_undivided = reader is None and divides
-        reader = _first_split(data_dir, SPLIT_NAMES['train']) if is_undivided else reader
-    else:
-        is_undivided = divides and _first_split(data_dir, SPLIT_NAMES['val']) is None
-    if reader is None:
-        raise UserError(f"the dataset '{data_dir}' has no split named {', '.join(SPLIT_NAMES.get(split, (split,)))}")
-    return reader, is_undivided
-
-
-def _first_split(data_dir: str, names: tuple[str, ...]) -> HuggingFaceReader | None:
-    """The first of these splits that a Hugging Face dataset has."""
-    for name in names:
+def _find_hugging_face(data_dir: str, split: str) -> Split | None:
+    for name in split_names(split):
         try:
-            return HuggingFaceReader(_create(data_dir, name).reader, f'{data_dir} ({name})')
+            dataset = _create(data_dir, name)
         except UserError as error:
             if 'Unknown split' not in str(error):
                 raise
+        else:
+            return Split(partial(HuggingFaceReader, dataset.reader, f'{data_dir} ({name})'))
     return None
 
 
 def _create(data_dir: str, split: str) -> Dataset:
-    """timm's dataset of this name.
+    """Create timm's dataset.
 
     Raises:
-        UserError: It cannot be opened, or is a stream.
+        UserError: The dataset cannot be opened, or is a stream.
     """
     name, _, root = data_dir.partition(':')
     options = dict(root=root or None)
@@ -126,6 +115,6 @@ def _create(data_dir: str, split: str) -> Dataset:
         raise UserError(f"cannot open the dataset '{data_dir}': {error}") from error
     if isinstance(dataset, IterableDataset):
         raise UserError(
-            f"the dataset '{data_dir}' is a stream, but images are read in random order; unpack it to class folders"
+            f"the dataset '{data_dir}' is a stream, but images are read in random order; unpack it into class folders"
         )
     return dataset

@@ -1,8 +1,9 @@
-"""From a decoded image to the model's input: timm's transforms, with albumentations where a recipe asks for it.
+"""Image transforms for training and evaluation: timm's, optionally with albumentations.
 
-A recipe is anything with the attributes of `vitzoo.train.recipe.Recipe`. Training transforms have three stages: crop
-and flip (as timm does), change the look (`aug: timm` or `aug: albumentations`, on PIL images), and erase. They
-leave bytes, of which `Normalize` makes the model's input. Evaluation is always timm's own, from the data config.
+A recipe is any object with the attributes of `vitzoo.train.recipe.Recipe`. Training transforms have three stages: crop
+and flip (as in timm), augment colors and geometry (`aug: timm` or `aug: albumentations`, on PIL images), and random
+erasing. They return uint8 tensors, which `Normalize` converts to the model's input in batches. Evaluation uses timm's
+transform for the data config.
 """
 
 import os
@@ -23,7 +24,7 @@ from torchvision.transforms.v2.functional import resize
 from vitzoo.data.decode import read_crop
 from vitzoo.errors import UserError, did_you_mean
 
-# what `albumentations: light`, `medium` and `strong` stand for; cropping and flipping come before, from the recipe
+# pipelines of `albumentations: light`, `medium` and `strong`; the recipe's crop and flip come first
 PIPELINES = {
     'light': [
         {'RandomBrightnessContrast': {'brightness_limit': 0.2, 'contrast_limit': 0.2, 'p': 0.5}},
@@ -49,7 +50,7 @@ PIPELINES = {
 def resolve_data_config(
     model: nn.Module, img_size: int | list[int] | None = None, crop_pct: float | None = None
 ) -> dict:
-    """The model's own data config (input size, mean, std, interpolation, crop) at another image size or crop."""
+    """The model's data config (input size, mean, std, interpolation, crop), with another image size or crop."""
     size = (img_size, img_size) if isinstance(img_size, int) else img_size
     return resolve_input_data_config(model, args=dict(img_size=size, crop_pct=crop_pct))
 
@@ -61,17 +62,21 @@ def eval_transform(data_config: dict) -> Compose:
 
 
 def split_eval_transform(data_config: dict) -> tuple[Compose, Compose]:
-    """Evaluation in two parts: what makes a colour image the model's size, and what makes it the model's input."""
+    """timm's evaluation transform in two: resize and crop of a PIL image, and conversion to the model's input."""
     steps = create_transform(**data_config, is_training=False).transforms
     first = next(number for number, step in enumerate(steps) if isinstance(step, ToTensor))
     return Compose(steps[:first]), Compose(_to_channels(data_config) + steps[first:])
 
 
 def train_transform(recipe, data_config: dict) -> 'TrainTransform':
-    """A recipe's training transform for a data config."""
+    """The training transform of a recipe for a data config.
+
+    Raises:
+        UserError: `aa`, the albumentations pipeline or the number of input channels is not supported.
+    """
     if recipe.aa and not recipe.aa.startswith(('rand', 'augmix', 'original', 'v0', '3a')):
-        raise UserError(f"unknown aa '{recipe.aa}'; timm has rand-…, augmix-…, original, v0 and 3a")
-    crop_and_flip, change_look, to_tensor = create_transform(
+        raise UserError(f"unknown aa '{recipe.aa}'; use rand-…, augmix-…, original, v0 or 3a")
+    crop_and_flip, augment, to_tensor = create_transform(
         data_config['input_size'],
         is_training=True,
         separate=True,
@@ -89,49 +94,50 @@ def train_transform(recipe, data_config: dict) -> 'TrainTransform':
         re_count=recipe.recount,
     )
     crop, *steps = crop_and_flip.transforms
-    _mend_posterize(change_look)
+    _allow_posterize_to_0_bits(augment)
     if recipe.aug == 'albumentations':
-        change_look = Compose([Albumentations(recipe.albumentations)])
-    if change_look.transforms:
-        steps += [ToPILImage(), change_look, PILToTensor()]
+        augment = Compose([Albumentations(recipe.albumentations)])
+    if augment.transforms:
+        steps += [ToPILImage(), augment, PILToTensor()]
     steps += _to_channels(data_config)
     _, _, *erasing = to_tensor.transforms
     if erasing:
-        # the noise that it fills holes with is that of normalised images
+        # timm fills erased regions with noise for normalized images
         steps += [Normalize(data_config), *erasing]
     return TrainTransform(crop, Compose(steps))
 
 
 class TrainTransform:
-    """A random crop, which is chosen before an image file is decoded, and what happens to it then.
+    """A random crop, chosen before the image file is decoded, followed by the other steps.
 
-    The result is uint8 (C, H, W), which travels from process to process at a quarter of the cost and is normalised in
-    batches, or normalised already where `steps` do it.
+    Returns uint8 (C, H, W), a quarter of the bytes to pass between processes, to be normalized in batches; or
+    normalized floats if `steps` normalize.
 
     Args:
-        crop: timm's random crop; its parameters and the random numbers are used, and resizing is torch's antialiased
-            one, three times as fast and within 2 of 255 of PIL's.
-        steps: What follows, on uint8 tensors.
+        crop: timm's random crop, of which the parameters and random numbers are used. Resizing is torch's, with
+            antialiasing: three times as fast as PIL's, and within 2 of 255 of it.
+        steps: The remaining transforms, on uint8 tensors.
     """
 
     def __init__(self, crop: RandomResizedCropAndInterpolation, steps: Compose):
         self.crop, self.steps = crop, steps
 
     def read(self, file: BinaryIO | Image.Image) -> Tensor:
-        """The crop of an image or an image file, resized: uint8 (3, H, W)."""
+        """Read a random crop of an image or an image file and resize it: uint8 (3, H, W)."""
         crop = self.crop
         pixels = read_crop(file, lambda image: crop.get_params(image, crop.scale, crop.ratio), crop.size)
-        either = crop.interpolation
-        interpolation = random.choice(either) if isinstance(either, tuple) else either
+        # timm has a tuple of modes for 'random'
+        modes = crop.interpolation
+        interpolation = random.choice(modes) if isinstance(modes, tuple) else modes
         return resize(pixels, crop.size, interpolation, antialias=True)
 
     def __call__(self, image: Tensor | Image.Image) -> Tensor:
-        """Change what `read` has given; an image is cropped first."""
+        """Apply the steps to a crop from `read`; a PIL image is cropped first."""
         return self.steps(self.read(image) if isinstance(image, Image.Image) else image)
 
 
 class Normalize(nn.Module):
-    """Makes of bytes (..., C, H, W) what a model with this data config is trained on; other images pass unchanged."""
+    """Normalize uint8 images (..., C, H, W) with the mean and std of a data config; floats pass unchanged."""
 
     def __init__(self, data_config: dict):
         super().__init__()
@@ -143,18 +149,17 @@ class Normalize(nn.Module):
 
 
 class Albumentations:
-    """An albumentations pipeline on PIL images that draws its randomness from torch's generator.
+    """An albumentations pipeline on PIL images, seeded for each image from torch's generator.
 
-    Albumentations 2.0 keeps a random stream of its own, and every worker process starts with the same copy of it, in
-    every epoch again. Here each image's stream starts from a number of torch's generator, which differs between
-    workers, epochs and processes and follows the seed.
+    Albumentations 2.0 has its own random state, and all worker processes would start from the same copy of it in every
+    epoch. torch's generator differs between workers, epochs and processes, and follows the seed.
 
     Args:
-        pipeline: 'light', 'medium', 'strong', or a list such as [{'Rotate': {'limit': 10, 'p': 0.5}}, …] in which a
-            composition has its parts under `transforms`.
+        pipeline: 'light', 'medium', 'strong', or a list such as [{'Rotate': {'limit': 10, 'p': 0.5}}, …]; a composition
+            (OneOf, …) lists its transforms under `transforms`.
 
     Raises:
-        UserError: A transform or one of its arguments does not exist, or the pipeline changes the image's size.
+        UserError: A transform or one of its arguments does not exist, or the pipeline changes the image size.
     """
 
     def __init__(self, pipeline: str | list[dict]):
@@ -171,21 +176,21 @@ class Albumentations:
 
 
 def expand_pipeline(pipeline: str | list[dict]) -> list[dict]:
-    """The list that a ready-made pipeline's name stands for; a list stays as it is."""
+    """Look up a pipeline by name; a list is returned as it is."""
     if not isinstance(pipeline, str):
         return pipeline
     if pipeline not in PIPELINES:
-        raise UserError(f"unknown albumentations pipeline '{pipeline}'; there are {', '.join(PIPELINES)}, or a list")
+        raise UserError(f"unknown albumentations pipeline '{pipeline}'; use {', '.join(PIPELINES)}, or a list")
     return PIPELINES[pipeline]
 
 
 def _build_pipeline(pipeline: list[dict]):
-    # the import would otherwise ask the network for a newer version
+    # importing albumentations would check for a newer version over the network
     os.environ.setdefault('NO_ALBUMENTATIONS_UPDATE', '1')
     import albumentations
     import cv2
 
-    # the loader's workers already use every core
+    # the loader's workers already use all cores
     cv2.setNumThreads(0)
     return albumentations.Compose([_build_transform(step, albumentations) for step in pipeline])
 
@@ -193,7 +198,7 @@ def _build_pipeline(pipeline: list[dict]):
 def _build_transform(step: dict, albumentations):
     if not isinstance(step, dict) or len(step) != 1:
         raise UserError(
-            f'an albumentations step is one name and its arguments, as {{Rotate: {{limit: 10}}}}, not {step}'
+            f'an albumentations step is one name with its arguments, such as {{Rotate: {{limit: 10}}}}, not {step}'
         )
     ((name, options),) = step.items()
     kind = getattr(albumentations, name, None)
@@ -203,7 +208,7 @@ def _build_transform(step: dict, albumentations):
     if 'transforms' in options:
         options['transforms'] = [_build_transform(part, albumentations) for part in options['transforms']]
     if issubclass(kind, albumentations.BasicTransform):
-        # its own answer to a misspelled argument is a warning
+        # albumentations only warns of a misspelled argument by default
         options['strict'] = True
     try:
         return kind(**{key: tuple(value) if _is_range(value) else value for key, value in options.items()})
@@ -215,9 +220,9 @@ def _is_range(value) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(item, int | float) for item in value)
 
 
-def _mend_posterize(change_look: Compose) -> None:
-    """Let timm's policies keep 0 bits of an image, as they do at full strength, where Pillow 13 refuses to."""
-    for policy in change_look.transforms:
+def _allow_posterize_to_0_bits(augment: Compose) -> None:
+    """Patch timm's policies, which posterize to 0 bits at full magnitude, an error in Pillow 13."""
+    for policy in augment.transforms:
         for op in chain(getattr(policy, 'ops', ()), *getattr(policy, 'policy', ())):
             if op.aug_fn is posterize:
                 op.aug_fn = _posterize
@@ -230,11 +235,11 @@ def _posterize(image: Image.Image, bits_to_keep: int, **options) -> Image.Image:
 def _to_channels(data_config: dict) -> list:
     in_chans = data_config['input_size'][0]
     if in_chans not in (1, 3):
-        raise UserError(f'in_chans is {in_chans}, but images are read in colour (3) or grey (1)')
+        raise UserError(f'in_chans is {in_chans}, but images are read as RGB (3) or greyscale (1)')
     return [] if in_chans == 3 else [Grayscale()]
 
 
 def unnormalize(image: Tensor, data_config: dict) -> Tensor:
-    """An image (C, H, W) as a model takes it -> as a person sees it, (3, H, W) from 0 to 1."""
+    """Invert the normalization of an image (C, H, W): (3, H, W) in [0, 1]."""
     mean, std = (torch.tensor(data_config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
     return (image.float() * std + mean).clamp(0, 1).expand(3, -1, -1)

@@ -1,4 +1,4 @@
-"""Images without labels, from files, folders, archives and globs, in the order in which they were named."""
+"""Images without labels from files, folders, archives and globs, in the given order."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,20 +10,20 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitzoo.data.archives import open_source
-from vitzoo.data.dataset import DECODING_ERRORS
-from vitzoo.data.decode import read_rgb
+from vitzoo.data.archives import open_archive
+from vitzoo.data.decode import DECODING_ERRORS, read_rgb
 from vitzoo.data.layout import ARCHIVES, SUFFIXES, is_image, natural_order
 from vitzoo.errors import UserError
 
 
 class ImageFiles(Dataset):
-    """Images with their names; one that cannot be read is blank and comes with the reason.
+    """Images with their names: items are (tensor, name, error).
 
-    The blank keeps every batch as large as it would be, so that no image's neighbours depend on another's health.
+    For an image that cannot be read, `error` is the reason and the tensor a blank image, so that batches keep their
+    size and the batch that an image is in does not depend on other images.
 
     Args:
-        files: What reads the content of each image, by its name, as `find_files` gives them.
+        files: A function per image name that reads the file, as returned by `find_files`.
         transform: Applied to each PIL image (RGB, 8 bits).
     """
 
@@ -38,15 +38,15 @@ class ImageFiles(Dataset):
         try:
             image, reason = read_rgb(BytesIO(read())), ''
         except DECODING_ERRORS as error:
-            # PIL's own words name an object in memory
+            # PIL's message contains the repr of a file object
             reason = 'it is not an image' if isinstance(error, UnidentifiedImageError) else str(error)
             image = Image.new('RGB', (32, 32))
-        # bytes that are no text would stop whatever the name is written to
+        # names that are not valid UTF-8 could not be printed or written to a file
         return self.transform(image), name.encode(errors='surrogateescape').decode(errors='replace'), reason
 
 
 class UnlabelledImages(ImageFiles):
-    """Images whose labels do not matter and are all 0; one that cannot be read raises UserError."""
+    """Images with the dummy label 0; raises UserError for an image that cannot be read."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image, name, reason = super().__getitem__(index)
@@ -56,14 +56,17 @@ class UnlabelledImages(ImageFiles):
 
 
 def find_files(patterns: list[str]) -> dict[str, Callable[[], bytes]]:
-    """Find the images that paths stand for, each once.
+    """Find images by paths and globs, each image once.
 
     Args:
-        patterns: Files of any suffix; folders, tar and zip files, in which everything counts that has an image's suffix
-            and is not hidden; and globs of all these (** crosses folders).
+        patterns: Image files with any suffix; folders, tar and zip files, of which all visible files with an image
+            suffix are used; and globs of these (** matches any depth).
+
+    Returns:
+        A function per image name that reads the file.
 
     Raises:
-        UserError: There is nothing of such a name, an archive cannot be read, or there are no images.
+        UserError: A pattern matches nothing, an archive cannot be read, or there are no images.
     """
     files = {}
     for pattern in patterns:
@@ -85,6 +88,6 @@ def find_files(patterns: list[str]) -> dict[str, Callable[[], bytes]]:
 def _find(path: Path) -> dict[str, Callable[[], bytes]]:
     if not path.is_dir() and path.suffix.lower() not in ARCHIVES:
         return {str(path): path.read_bytes}
-    source = open_source(path)
-    names = sorted(filter(is_image, source.names), key=natural_order)
-    return {str(path / name): partial(source.read, name) for name in names}
+    archive = open_archive(path)
+    names = sorted(filter(is_image, archive.names), key=natural_order)
+    return {str(path / name): partial(archive.read, name) for name in names}

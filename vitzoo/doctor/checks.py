@@ -1,7 +1,7 @@
-"""What may be wrong with a dataset, found in the names of its files and in its pictures.
+"""Checks of a dataset, by its file names and by the facts about its images.
 
-A finding is an error where training would end or its accuracy would be wrong, a warning where the model would be worse
-than need be, and a note where images are read in a way that one should know.
+A finding is an error if training would end or its accuracy would be wrong, a warning if the model would be worse than
+necessary, and a note about images that are converted or ignored.
 """
 
 import os
@@ -11,30 +11,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitzoo.data.dataset import Images
-from vitzoo.data.label_table import TABLE
-from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, find_split, is_hidden, is_image, natural_order
-from vitzoo.doctor.facts import Facts, find_alike
+from vitzoo.data.label_table import LABEL_TABLE
+from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, is_hidden, is_image, match_split, natural_order
+from vitzoo.doctor.facts import Facts, find_near_duplicates
 
-SEVERITIES = ('error', 'warning', 'note')
-# pictures that cameras and designers save, and training does not read
-UNREAD = {'.heic', '.heif', '.avif', '.jxl', '.jp2', '.jfif', '.svg', '.psd', '.raw', '.dng', '.cr2', '.nef', '.arw'}
-MOST_UNEQUAL, MOST_ELONGATED = 10, 3
+FINDING_SEVERITIES = ('error', 'warning', 'note')
+# image formats of cameras and design tools that training does not support
+_UNSUPPORTED_SUFFIXES = {
+    *('.heic', '.heif', '.avif', '.jxl', '.jp2', '.jfif', '.svg', '.psd', '.raw', '.dng', '.cr2', '.nef', '.arw'),
+}
+_MAX_IMBALANCE, _MAX_ASPECT_RATIO = 10, 3
+# message and fix for each of `Facts.traits`
 TRAITS = {
-    'deep': ('have more than 8 bits for a tone', 'they are scaled to 8 bits, 65535 being white; nothing to do'),
+    'deep': ('have more than 8 bits per channel', 'they are scaled to 8 bits, with 65535 as white; nothing to do'),
     'cmyk': (
-        'are in CMYK, for print',
-        'they are converted without a colour profile; save them as RGB if it matters',
+        'are in CMYK',
+        'they are converted without a color profile; save them as RGB if the exact colors matter',
     ),
-    'transparent': ('are transparent in parts', 'these become white; paint what should lie behind them, if not white'),
+    'transparent': (
+        'are partly transparent',
+        'transparent pixels become white; save the images with another background if that is wrong',
+    ),
     'palette': ('have a palette', 'they are converted to RGB; nothing to do'),
-    'rotated': ('are turned by their EXIF data', 'they are turned as a person sees them; nothing to do'),
-    'animated': ('hold several pictures', 'the first one counts; save others that matter as files of their own'),
+    'rotated': ('have an EXIF orientation', 'they are rotated accordingly; nothing to do'),
+    'animated': ('have several frames', 'the first frame is used; save other frames that matter as separate files'),
 }
 
 
 @dataclass
 class Finding:
-    """Something that may be wrong, where, and what to do about it."""
+    """A problem, the files or classes that have it, and the fix."""
 
     code: str
     severity: str
@@ -44,31 +50,37 @@ class Finding:
 
 
 @dataclass
-class Part:
-    """The training or the validation images, what each picture is like, and what lies around them."""
+class ExaminedSplit:
+    """The training or the validation split, with the facts about its images and all file names.
 
-    split: str
+    Attributes:
+        name: 'train' or 'val'.
+        images: The images, without a transform.
+        names: All files, images or not, and hidden or empty folders, which end in '/'.
+        facts: The facts about each image.
+    """
+
+    name: str
     images: Images
-    # of every file, images or not, and of hidden and empty folders, which end in '/'
     names: list[str]
     facts: list[Facts] = field(default_factory=list)
 
-    def counts(self) -> dict[str, int]:
-        """How many images have each class or label."""
+    def class_counts(self) -> dict[str, int]:
+        """The number of images of each class or label that has any."""
         targets = self.images.targets
         labels = [label for target in targets for label in (target if self.images.is_multi_label else [target])]
         counts = Counter(labels)
         return {name: counts[label] for label, name in enumerate(self.images.class_names) if counts[label]}
 
-    def pictures(self) -> list['Picture']:
-        """Its images one by one."""
+    def samples(self) -> list['Sample']:
+        """The images of the split, each with its label and facts."""
         targets, count = self.images.targets, len(self.facts)
-        return [Picture(self.split, self.images.filename(i), targets[i], self.facts[i]) for i in range(count)]
+        return [Sample(self.name, self.images.filename(i), targets[i], self.facts[i]) for i in range(count)]
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One image of a part."""
+class Sample:
+    """An image of a split."""
 
     split: str
     file: str
@@ -79,234 +91,252 @@ class Picture:
         return f'{self.split}/{self.file}'
 
     @property
-    def size(self) -> str:
-        """Its name with its width and height."""
+    def name_with_size(self) -> str:
+        """The name with width and height."""
         return f'{self} ({self.facts.width} x {self.facts.height})'
 
 
-def check(train: Part, val: Part | None, root: Path | None = None, img_size: int = 224) -> list[Finding]:
-    """Everything that may be wrong with a dataset, errors first.
+def check(
+    train: ExaminedSplit, val: ExaminedSplit | None, root: Path | None = None, img_size: int = 224
+) -> list[Finding]:
+    """Run all checks; errors come first.
 
     Args:
-        train: The training part, with the facts of its pictures.
-        val: The validation part, where there is one; its classes need not be those of `train`.
-        root: The folder that the parts lie in, where there is one.
+        train: The training split, with the facts about its images.
+        val: The validation split, if there is one; its classes may differ from those of `train`.
+        root: The folder that contains the splits, if there is one.
         img_size: The size that images are going to be resized to.
     """
-    parts = [train] if val is None else [train, val]
-    pictures = [picture for part in parts for picture in part.pictures()]
-    readable = [picture for picture in pictures if not picture.facts.error]
-    findings = [*check_files(parts), *check_surroundings(parts, root), *check_classes(parts), *check_parts(train, val)]
-    findings += [*check_reading(pictures), *check_sizes(readable, img_size), *check_copies(readable)]
-    return sorted((one for one in findings if one.where), key=lambda one: SEVERITIES.index(one.severity))
+    splits = [train] if val is None else [train, val]
+    samples = [sample for split in splits for sample in split.samples()]
+    readable = [sample for sample in samples if not sample.facts.error]
+    findings = [*check_files(splits), *check_unused_images(splits, root)]
+    findings += [*check_class_folders(splits), *check_splits(train, val)]
+    findings += [*check_decoding(samples), *check_sizes(readable, img_size), *check_duplicates(readable)]
+    return sorted((one for one in findings if one.where), key=lambda one: FINDING_SEVERITIES.index(one.severity))
 
 
-def check_files(parts: list[Part]) -> Iterator[Finding]:
-    """Files and folders that are no images of a class."""
-    names = [(part.split, name) for part in parts for name in part.names]
+def check_files(splits: list[ExaminedSplit]) -> Iterator[Finding]:
+    """Find files that are ignored: hidden ones, unsupported formats, and files other than images."""
+    names = [(split.name, name) for split in splits for name in split.names]
     hidden = [(split, name) for split, name in names if is_hidden(name)]
-    visible = [(split, name) for split, name in names if not is_hidden(name) and name[-1] != '/' and name != TABLE]
+    visible = [(split, name) for split, name in names if not is_hidden(name) and name[-1] != '/']
+    visible = [(split, name) for split, name in visible if name != LABEL_TABLE]
     yield Finding(
         'hidden',
         'note',
-        'hidden folders and images do not count',
-        'delete them: other programs would take .ipynb_checkpoints for a class',
+        'hidden folders and images are ignored',
+        'delete them: other programs would read .ipynb_checkpoints as a class',
         [f'{split}/{name}' for split, name in hidden if name[-1] == '/' or _suffix(name) in SUFFIXES],
     )
     yield Finding(
         'unread-format',
         'warning',
-        'pictures are in a format that is not read',
+        'images are in an unsupported format',
         'convert them to JPEG or PNG, or remove them',
-        [f'{split}/{name}' for split, name in visible if _suffix(name) in UNREAD],
+        [f'{split}/{name}' for split, name in visible if _suffix(name) in _UNSUPPORTED_SUFFIXES],
     )
     yield Finding(
         'not-images',
         'note',
-        'files are no images, and do not count',
-        'nothing to do; if they are images, give them the suffix of their format',
-        [f'{split}/{name}' for split, name in visible if _suffix(name) not in SUFFIXES | UNREAD],
+        'files are not images and are ignored',
+        'nothing to do; if they are images, rename them with the suffix of their format',
+        [f'{split}/{name}' for split, name in visible if _suffix(name) not in SUFFIXES | _UNSUPPORTED_SUFFIXES],
     )
 
 
-def check_surroundings(parts: list[Part], root: Path | None) -> Iterator[Finding]:
-    """Images that are not used because of where they are."""
-    is_listed = parts[0].images.is_multi_label
+def check_unused_images(splits: list[ExaminedSplit], root: Path | None) -> Iterator[Finding]:
+    """Find images that are not used because of their location."""
+    is_listed = splits[0].images.is_multi_label
     unused = []
-    for part in parts:
-        used = {part.images.filename(index) for index in range(len(part.images))}
-        unused += [f'{part.split}/{name}' for name in part.names if is_image(name) and name not in used]
-    beside = [] if root is None else [path for path in sorted(root.iterdir()) if not _has_a_role(path.name)]
-    # what is below the folder is named above where it is itself a part
-    beside = [] if str(root) == parts[0].images.root else beside
-    yield Finding(
-        'unlisted' if is_listed else 'outside-class',
-        'warning',
-        f'images are not in {TABLE}, and not used' if is_listed else 'images are outside of the class folders, unused',
-        f'add them to {TABLE}, or remove them' if is_listed else 'move each into the folder of its class, or remove it',
-        unused + [path.name for path in beside if path.is_file() and is_image(path.name)],
-    )
+    for split in splits:
+        used = {split.images.filename(index) for index in range(len(split.images))}
+        unused += [f'{split.name}/{name}' for name in split.names if is_image(name) and name not in used]
+    others = [] if root is None else [path for path in sorted(root.iterdir()) if not _is_split_or_hidden(path.name)]
+    # if the folder itself is a split, the loop above has its content
+    others = [] if str(root) == splits[0].images.root else others
+    unused += [path.name for path in others if path.is_file() and is_image(path.name)]
+    if is_listed:
+        yield Finding(
+            'unlisted',
+            'warning',
+            f'images are not listed in {LABEL_TABLE} and not used',
+            f'add them to {LABEL_TABLE}, or remove them',
+            unused,
+        )
+    else:
+        yield Finding(
+            'outside-class',
+            'warning',
+            'images are outside of the class folders and not used',
+            'move each into the folder of its class, or remove it',
+            unused,
+        )
     yield Finding(
         'unused-folder',
         'warning',
-        'folders beside those for training and validation hold images that are not used',
-        'move their images into these two; if they are all classes, move all of them into a folder named train',
-        [f'{path.name}/' for path in beside if path.is_dir() and _holds_images(path)],
+        'folders next to the training and validation folders contain images that are not used',
+        'move their images into the training or validation folder; if all folders are classes, move them into train/',
+        [f'{path.name}/' for path in others if path.is_dir() and _contains_images(path)],
     )
 
 
-def check_classes(parts: list[Part]) -> Iterator[Finding]:
-    """Folders of classes, and how many images each has."""
-    train, is_listed = parts[0], parts[0].images.is_multi_label
-    counts, word = train.counts(), 'labels' if is_listed else 'classes'
+def check_class_folders(splits: list[ExaminedSplit]) -> Iterator[Finding]:
+    """Check class folders: empty, ambiguous or numeric names, wrong nesting, imbalance."""
+    train, is_listed = splits[0], splits[0].images.is_multi_label
+    counts, noun = train.class_counts(), 'labels' if is_listed else 'classes'
     yield Finding(
         'empty-class',
         'warning',
-        'class folders have no images, and so are no classes',
+        'class folders contain no images, so they are not classes',
         'add images, or remove them',
-        [] if is_listed else [f'{part.split}/{name}/' for part in parts for name in _empty_classes(part)],
+        [] if is_listed else [f'{split.name}/{name}/' for split in splits for name in _empty_classes(split)],
     )
     yield Finding(
         'case-only',
         'warning',
-        'names differ in capital letters only; Windows and macOS take them for one',
+        'names differ only in case; they are the same on Windows and macOS',
         'merge the classes, or rename the files',
-        [names for part in parts for names in _differ_in_case(part)],
+        [names for split in splits for names in _differ_in_case(split)],
     )
     yield Finding(
         'numeric-names',
         'note',
-        f'{word} are named by numbers, which are in natural order here (2 before 10) and in that of text elsewhere',
-        'go by the names that a run keeps in its config.json, not by position, or give them names that say something',
+        f'{noun} have numeric names, which are sorted as numbers here (2 before 10), but as text by other programs',
+        "look classes up by name in the run's config.json instead of by index, or give them descriptive names",
         [name for name in counts if name.isdecimal()],
     )
     yield Finding(
         'nested-classes',
         'warning',
-        'class folders have folders of the same names in them, as if those were the classes and these the parts',
+        'class folders contain subfolders of the same names, as if they were splits and the subfolders the classes',
         'name the folder of the training images train, and that of the validation images val',
-        [] if is_listed else _look_like_parts(train),
+        [] if is_listed else _look_like_splits(train),
     )
     most = max(counts.values())
     yield Finding(
         'imbalance',
         'warning',
-        f'{word} have less than a {MOST_UNEQUAL}th of the {most:,} images that the largest has',
+        f'{noun} have less than a {_MAX_IMBALANCE}th of the {most:,} images of the largest',
         f'train with --balance loss{"" if is_listed else " or --balance sampler"}, or add images',
-        [f'{name} ({counts[name]:,})' for name in counts if MOST_UNEQUAL * counts[name] < most],
+        [f'{name} ({counts[name]:,})' for name in counts if _MAX_IMBALANCE * counts[name] < most],
     )
 
 
-def check_parts(train: Part, val: Part | None) -> Iterator[Finding]:
-    """Classes that are in one part only."""
-    word = 'labels' if train.images.is_multi_label else 'classes'
-    counts = train.counts()
+def check_splits(train: ExaminedSplit, val: ExaminedSplit | None) -> Iterator[Finding]:
+    """Find classes that are in one split only, or cannot be held out if there is no validation split."""
+    noun = 'labels' if train.images.is_multi_label else 'classes'
+    counts = train.class_counts()
     if val is None:
         yield Finding(
             'no-validation',
             'note',
-            'there is no validation part: training holds out a share of each class, see --val-fraction',
-            'nothing to do; only if some images belong together (one object, one day), divide them yourself into val/',
+            'there is no validation split: training holds out a fraction of each class, see --val-fraction',
+            'nothing to do, unless images belong together (same object, same day): then move some groups into val/',
             [train.images.root],
         )
         yield Finding(
             'single-image',
             'warning',
-            f'{word} have one image, so none can be held out for validation',
+            f'{noun} have only one image, so none can be held out for validation',
             'add images',
             [name for name in counts if counts[name] == 1],
         )
         return
-    in_val = val.counts()
+    in_val = val.class_counts()
     yield Finding(
         'missing-in-train',
         'error',
-        f'{word} are in the validation part only, so training does not start',
+        f'{noun} are only in the validation split, so training does not start',
         'add training images, correct the name, or remove them',
         [name for name in in_val if name not in counts],
     )
     yield Finding(
         'missing-in-val',
         'warning',
-        f'{word} have no validation images, so the accuracy says nothing of them',
-        'move a part of their training images there',
+        f'{noun} have no validation images, so the accuracy does not include them',
+        'move some of their training images into the validation split',
         [name for name in counts if name not in in_val],
     )
 
 
-def check_reading(pictures: list[Picture]) -> Iterator[Finding]:
-    """Images that cannot be read, and those that are not read as they are."""
+def check_decoding(samples: list[Sample]) -> Iterator[Finding]:
+    """Find images that cannot be decoded, and images that are converted."""
     yield Finding(
         'unreadable',
         'error',
-        'images cannot be read, and training ends at the first of them',
+        'images cannot be read; training would end at the first of them',
         'replace or remove them',
-        [f'{picture} ({picture.facts.error})' for picture in pictures if picture.facts.error],
+        [f'{sample} ({sample.facts.error})' for sample in samples if sample.facts.error],
     )
     for trait, (message, fix) in TRAITS.items():
-        has = [str(picture) for picture in pictures if trait in picture.facts.traits]
-        yield Finding(trait, 'note', f'images {message}', fix, has)
+        where = [str(sample) for sample in samples if trait in sample.facts.traits]
+        yield Finding(trait, 'note', f'images {message}', fix, where)
 
 
-def check_sizes(pictures: list[Picture], img_size: int) -> Iterator[Finding]:
-    """Images of which a model sees little."""
-    sides = [(picture, *sorted((picture.facts.width, picture.facts.height))) for picture in pictures]
+def check_sizes(samples: list[Sample], img_size: int) -> Iterator[Finding]:
+    """Find images that are too small or too elongated."""
+    sides = [(sample, *sorted((sample.facts.width, sample.facts.height))) for sample in samples]
     yield Finding(
         'small',
         'warning',
-        f'images are enlarged more than twice to be {img_size} pixels high, so a patch shows hardly anything',
-        'use the originals, or train at their size (--img-size, and doctor takes it too) with small patches',
-        [picture.size for picture, short, _ in sides if 2 * short < img_size],
+        f'images are enlarged more than twofold to {img_size} pixels, so patches contain little detail',
+        'use the originals, or train at their size (--img-size, also an option of doctor) with small patches',
+        [sample.name_with_size for sample, short, _ in sides if 2 * short < img_size],
     )
     yield Finding(
         'elongated',
         'note',
-        f'images are more than {MOST_ELONGATED} times as long as wide, and evaluation looks at a square in the middle',
+        f'images are more than {_MAX_ASPECT_RATIO} times as long as wide, and evaluation uses a central square crop',
         'cut them into pieces, or pad them to squares',
-        [picture.size for picture, short, long in sides if long > MOST_ELONGATED * short],
+        [sample.name_with_size for sample, short, long in sides if long > _MAX_ASPECT_RATIO * short],
     )
 
 
-def check_copies(pictures: list[Picture]) -> Iterator[Finding]:
-    """Pictures that are there more than once."""
-    copies = {}
-    for picture in pictures:
-        copies.setdefault(picture.facts.digest, []).append(picture)
-    copies = [group for group in copies.values() if len(group) > 1]
-    across = [group for group in copies if _splits(group) > 1]
+def check_duplicates(samples: list[Sample]) -> Iterator[Finding]:
+    """Find images with identical pixels, and near duplicates."""
+    by_digest = {}
+    for sample in samples:
+        by_digest.setdefault(sample.facts.digest, []).append(sample)
+    copies = [group for group in by_digest.values() if len(group) > 1]
+    across = [group for group in copies if _num_splits(group) > 1]
     unclear = [group for group in copies if group not in across and any(one.target != group[0].target for one in group)]
     within = [group for group in copies if group not in across and group not in unclear]
-    alike = [[pictures[i], pictures[j]] for i, j in find_alike([picture.facts for picture in pictures])]
+    similar = [[samples[i], samples[j]] for i, j in find_near_duplicates([sample.facts for sample in samples])]
     yield Finding(
         'copies-across',
         'error',
-        'images are in both parts, so the accuracy is measured on what was trained on',
-        'remove them from one part',
+        'images are in both splits, so the accuracy is partly measured on training images',
+        'remove them from one of the splits',
         _join(across),
     )
     yield Finding(
-        'unclear-class', 'warning', 'images are in several classes', 'remove all but the right one', _join(unclear)
+        'unclear-class',
+        'warning',
+        'images are in several classes',
+        'remove all copies but the correct one',
+        _join(unclear),
     )
     yield Finding(
         'copies-within',
         'warning',
-        'images are there more than once; where part of them is held out, a copy may be trained on',
-        'remove all but one',
+        'images have copies; if images are held out for validation, their copies may be trained on',
+        'remove all copies but one',
         _join(within),
     )
     yield Finding(
         'alike-across',
         'warning',
-        'images of the validation part look like training images: saved again, resized, or frames of one scene',
-        'look at them, and keep what is of one origin in one part',
-        _join([pair for pair in alike if _splits(pair) > 1]),
+        'validation images are near duplicates of training images: saved again, resized, or frames of one scene',
+        'compare them, and keep images of the same origin in one split',
+        _join([pair for pair in similar if _num_splits(pair) > 1]),
     )
     yield Finding(
         'alike-within',
         'note',
-        'images look like another of the same part: saved again, resized, or frames of one scene',
-        'look at them; where part of the images is held out, keep one of each or divide them yourself into val/',
-        _join([pair for pair in alike if _splits(pair) == 1]),
+        'images are near duplicates of others in their split: saved again, resized, or frames of one scene',
+        'compare them; if images are held out for validation, keep one of each, or move some into val/ yourself',
+        _join([pair for pair in similar if _num_splits(pair) == 1]),
     )
 
 
@@ -314,44 +344,46 @@ def _suffix(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
-def _has_a_role(name: str) -> bool:
-    return is_hidden(name) or any(find_split([name], split) for split in SPLIT_NAMES)
+def _is_split_or_hidden(name: str) -> bool:
+    return is_hidden(name) or any(match_split([name], split) for split in SPLIT_NAMES)
 
 
-def _holds_images(folder: Path) -> bool:
+def _contains_images(folder: Path) -> bool:
     return any(is_image(name) for _, _, names in os.walk(folder) for name in names)
 
 
-def _empty_classes(part: Part) -> list[str]:
-    folders = {name.split('/')[0] for name in part.names if '/' in name and not is_hidden(name)}
-    return sorted(folders - set(part.images.class_names), key=natural_order)
+def _empty_classes(split: ExaminedSplit) -> list[str]:
+    folders = {name.split('/')[0] for name in split.names if '/' in name and not is_hidden(name)}
+    return sorted(folders - set(split.images.class_names), key=natural_order)
 
 
-def _differ_in_case(part: Part) -> list[str]:
-    """Names in one folder that only their capital letters tell apart."""
-    paths = {name for name in part.names if not is_hidden(name)}
+def _differ_in_case(split: ExaminedSplit) -> list[str]:
+    """Names in the same folder that differ only in case."""
+    paths = {name for name in split.names if not is_hidden(name)}
     paths |= {name.split('/')[0] for name in paths if '/' in name}
-    alike = {}
+    groups = {}
     for path in paths:
         folder, slash, name = path.rstrip('/').rpartition('/')
-        alike.setdefault((folder, name.casefold()), set()).add(f'{part.split}/{folder}{slash}{name}')
-    return [' = '.join(sorted(group)) for group in alike.values() if len(group) > 1]
+        groups.setdefault((folder, name.casefold()), set()).add(f'{split.name}/{folder}{slash}{name}')
+    return [' = '.join(sorted(group)) for group in groups.values() if len(group) > 1]
 
 
-def _look_like_parts(part: Part) -> list[str]:
-    """The class folders, where all images lie in folders below them and two of these are in several."""
-    below = {}
-    for index in range(len(part.images)):
-        top, *folders = part.images.filename(index).split('/')[:-1]
-        below.setdefault(top, set()).add(folders[0] if folders else '')
-    times = Counter(folder for folders in below.values() for folder in folders)
-    is_nested = all('' not in folders for folders in below.values())
-    return [f'{part.split}/{top}/' for top in below] if is_nested and sum(n > 1 for n in times.values()) > 1 else []
+def _look_like_splits(split: ExaminedSplit) -> list[str]:
+    """The class folders, if all their images are in subfolders and at least two subfolder names are repeated."""
+    subfolders = {}
+    for index in range(len(split.images)):
+        top, *folders = split.images.filename(index).split('/')[:-1]
+        subfolders.setdefault(top, set()).add(folders[0] if folders else '')
+    if any('' in folders for folders in subfolders.values()):
+        return []
+    counts = Counter(folder for folders in subfolders.values() for folder in folders)
+    repeated = [folder for folder, count in counts.items() if count > 1]
+    return [f'{split.name}/{top}/' for top in subfolders] if len(repeated) > 1 else []
 
 
-def _splits(pictures: list[Picture]) -> int:
-    return len({picture.split for picture in pictures})
+def _num_splits(samples: list[Sample]) -> int:
+    return len({sample.split for sample in samples})
 
 
-def _join(groups: list[list[Picture]]) -> list[str]:
+def _join(groups: list[list[Sample]]) -> list[str]:
     return [' = '.join(map(str, group)) for group in groups]

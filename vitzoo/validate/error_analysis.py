@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from vitzoo.data.dataset import Images, open_reader
+from vitzoo.data.dataset import Images, Splits
 from vitzoo.errors import UserError
 from vitzoo.load import readable
 from vitzoo.metrics.confusion import (
@@ -87,7 +87,7 @@ def open_predicted(data_dir: str, files: list[str]) -> Callable[[int], Image.Ima
     Raises:
         UserError: There is no such data, or an image is not in it.
     """
-    reader, _ = open_reader(data_dir, 'val', multi_label=None, divides=True)
+    reader = Splits(data_dir, multi_label=None).open('val', or_train=True)
     images = Images(reader)
     place = {images.filename(index): index for index in range(len(images))}
     missing = next((name for name in files if name not in place), None)

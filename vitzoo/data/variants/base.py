@@ -1,4 +1,4 @@
-"""What the published ImageNet variants have in common: where they lie, what is checked of them, how they are scored."""
+"""Base class of the published ImageNet variants: finding, checking and scoring them."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from vitzoo.data.dataset import FolderReader, Images
 from vitzoo.data.transforms import eval_transform
 from vitzoo.errors import UserError
 
-PARTIAL_HINT = 'try things out on a part of it with --allow-partial'
+PARTIAL_HINT = 'evaluate an incomplete copy with --allow-partial'
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Readout:
     """One way to score the images of a variant.
 
     Attributes:
-        allowed: (N, L), the ImageNet classes that are right for each image, filled up with -1. An image without any
-            does not count.
-        classes: The only classes that may be answered; by default all 1,000.
+        allowed: (N, L), the correct ImageNet classes of each image, padded with -1. Images without a correct class are
+            not scored.
+        classes: The classes that predictions are restricted to; by default all 1,000.
     """
 
     allowed: Tensor
@@ -34,10 +34,10 @@ class Readout:
 
 
 class VariantImages(Images):
-    """The images of a variant, each with its number in place of a label: what is right is in the readouts.
+    """The images of a variant, with their index in place of the label; the correct classes are in the readouts.
 
     Attributes:
-        is_complete: Whether all that were published are there.
+        is_complete: Whether all published images are present.
     """
 
     is_complete = False
@@ -46,23 +46,23 @@ class VariantImages(Images):
         return super().__getitem__(index)[0], index
 
     def class_name(self, index: int) -> str:
-        """The class folder that an image is in."""
+        """The class folder of an image."""
         return self.reader.class_names[self.reader.labels[index]]
 
 
 class Variant:
-    """A published test set: the registry entry that owns its layout, its mapping to classes, its mask and its crop.
+    """A published test set with its folder layout, class mapping, class mask and crop.
 
     Attributes:
-        name: What its columns begin with.
+        name: Prefix of its columns in a results file.
         title: Its name in the literature.
-        titles: What its readouts are called, by the names of their columns.
+        titles: Title of each readout, by the name of its column.
         url: Where it is published.
-        folders: Where it may lie below the data root, as names of any case, '_' for '-'.
-        num_images: How many images it has, a choice where two are in circulation.
-        per_class: How many of them each class has, where that is the same for all.
-        num_parts: How many folders of class folders it consists of.
-        is_cropped: Whether its images are stored as 224 x 224, so that they are not cropped again.
+        folders: Possible paths below the data root; matched ignoring case, with '_' equal to '-'.
+        num_images: Number of images; several if different copies are in circulation.
+        per_class: Number of images per class, if it is the same for all classes.
+        num_parts: Number of folders with class folders.
+        is_cropped: Whether images are stored at 224 x 224 and must not be cropped again.
     """
 
     name: str
@@ -76,19 +76,19 @@ class Variant:
     is_cropped = False
 
     def find(self, root: Path) -> Path | None:
-        """Find the folder it lies in below the data root."""
+        """Find the variant's folder below the data root."""
         found = (_descend(root, folder.split('/')) for folder in self.folders)
         return next((folder for folder in found if folder is not None), None)
 
     def parts(self, folder: Path, allow_partial: bool) -> dict[str, Path]:
-        """The folders of class folders that it consists of, each with a name."""
+        """The folders that contain class folders, by the name of the part."""
         return {self.name: folder}
 
     def open(self, part: Path, allow_partial: bool) -> VariantImages:
-        """Open a part and check that it is what was published.
+        """Open a part and check it against the published one.
 
         Raises:
-            UserError: It has other classes, or another number of images and may not have fewer.
+            UserError: The classes differ, or the number of images does and `allow_partial` is false.
         """
         images = VariantImages(FolderReader(Folder(part)))
         self.check_classes(images, allow_partial)
@@ -97,31 +97,31 @@ class Variant:
             numbers = ' or '.join(f'{number:,}' for number in self.num_images)
             each = f', {self.per_class} of each class' if self.per_class else ''
             odd = _odd_class(images, self.per_class)
-            self.refuse(images, f'that has {numbers} images{each}, and here are {len(images):,}{odd}', is_part=True)
+            self.refuse(images, f'expected {numbers} images{each}, found {len(images):,}{odd}', is_part=True)
         return images
 
     def check_classes(self, images: VariantImages, allow_partial: bool) -> None:
-        """Raise UserError where the class folders are not those that were published."""
+        """Raise UserError if the class folders are not the published ones."""
         raise NotImplementedError
 
     def readouts(self, images: VariantImages, part: str) -> dict[str, Readout]:
-        """The ways to score a part, by the names of their columns."""
+        """The ways to score a part, by the name of the column."""
         raise NotImplementedError
 
     def transform(self, data_config: dict) -> Callable:
-        """The model's own evaluation transform; of images stored as 224 x 224 only what makes other sizes of them."""
+        """The model's evaluation transform; images stored at 224 x 224 are resized but not cropped."""
         return eval_transform({**data_config, 'crop_pct': 1.0} if self.is_cropped else data_config)
 
     def check_agreement(self, images: VariantImages, agree: list[bool]) -> None:
-        """Raise UserError where most images are named after another class than the folder they lie in.
+        """Raise UserError if most images are in the folder of another class than their names say.
 
-        Labels disagree now and then (ReaL's about one image of ten), so a few images say nothing.
+        Single labels may disagree (ReaL's for about one image in ten), so fewer than ten images are not checked.
         """
         if len(agree) >= 10 and sum(agree) < len(agree) / 2:
-            self.refuse(images, f'only {sum(agree)} of {len(agree)} images lie in the folder of a class that they show')
+            self.refuse(images, f'only {sum(agree)} of {len(agree)} images are in the folder of their class')
 
     def refuse(self, images: VariantImages, problem: str, is_part: bool = False) -> None:
-        """Raise the UserError of a layout that was not published, or of one that is part of it."""
+        """Raise the UserError for data that differs from the published one, or with `is_part` is part of it."""
         hint = f', or {PARTIAL_HINT}' if is_part else ''
         raise UserError(f"'{images.root}' is not {self.title}: {problem}; unpack it again from {self.url}{hint}")
 
@@ -132,40 +132,41 @@ class Variant:
 
 @cache
 def wnid_to_class() -> dict[str, int]:
-    """Class index of each WordNet id of ImageNet-1k."""
+    """The class index of each WordNet id of ImageNet-1k."""
     return {wnid: index for index, wnid in enumerate(ImageNetInfo().label_names())}
 
 
 def timm_info(name: str) -> str:
-    """The text of one of the lists that timm carries."""
+    """The text of one of timm's class lists."""
     return (files('timm.data') / '_info' / name).read_text()
 
 
-def pad(classes: list[list[int]]) -> Tensor:
-    """Lay out lists of different lengths as the rows of a tensor, filled up with -1."""
+def pad_classes(classes: list[list[int]]) -> Tensor:
+    """Stack lists of different lengths as rows of a tensor, padded with -1."""
     length = max((len(row) for row in classes), default=0)
     rows = [row + [-1] * (length - len(row)) for row in classes]
     return torch.tensor(rows, dtype=torch.int64).view(len(classes), length)
 
 
 def _descend(folder: Path, names: list[str]) -> Path | None:
-    """Follow names of any case, '_' for '-', down from a folder."""
+    """Follow a path down from a folder, ignoring case and with '_' equal to '-'."""
     for name in names:
         if not folder.is_dir():
             return None
-        folder = next((child for child in sorted(folder.iterdir()) if plain(child.name) == plain(name)), None)
+        same = [child for child in sorted(folder.iterdir()) if normalize_name(child.name) == normalize_name(name)]
+        folder = next(iter(same), None)
         if folder is None:
             return None
     return folder if folder.is_dir() else None
 
 
-def plain(name: str) -> str:
-    """A folder's name without what differs between copies of a set."""
+def normalize_name(name: str) -> str:
+    """Normalize the spelling of a folder name, which differs between copies of a dataset."""
     return name.lower().replace('_', '-')
 
 
 def _odd_class(images: VariantImages, per_class: int | None) -> str:
-    """Name a class that has another number of images than the rest."""
+    """Name a class with an unexpected number of images."""
     counts = Counter(images.class_name(index) for index in range(len(images)))
     odd = [name for name, count in counts.items() if count != per_class]
     return f" ({counts[odd[0]]} in '{odd[0]}')" if per_class and odd else ''

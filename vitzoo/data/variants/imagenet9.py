@@ -1,13 +1,13 @@
-"""ImageNet-9: nine kinds of thing, cut out and put before backgrounds of the same kind or of another."""
+"""ImageNet-9: foregrounds of nine classes, pasted on backgrounds of the same or of a random class."""
 
 import json
 import re
 from pathlib import Path
 
-from vitzoo.data.variants.base import Readout, Variant, VariantImages, pad, wnid_to_class
+from vitzoo.data.variants.base import Readout, Variant, VariantImages, pad_classes, wnid_to_class
 from vitzoo.errors import UserError
 
-# the names as published, two of them with a space
+# as published, two of them with a space
 CLASS_NAMES = [
     *('00_dog', '01_bird', '02_wheeled vehicle', '03_reptile', '04_carnivore'),
     *('05_insect', '06_musical instrument', '07_primate', '08_fish'),
@@ -17,10 +17,10 @@ MAP_URL = f'https://raw.githubusercontent.com/MadryLab/backgrounds_challenge/mas
 
 
 class ImageNet9(Variant):
-    """ImageNet-9 original, mixed-same and mixed-rand, stored as 224 x 224.
+    """ImageNet-9 original, mixed-same and mixed-rand, stored at 224 x 224.
 
-    An answer over all 1,000 classes is right where in_to_in9.json, of the authors' repository, maps it to the kind of
-    the image.
+    A prediction among all 1,000 classes is correct if in_to_in9.json, from the authors' repository, maps it to the
+    class of the image.
     """
 
     name, title = 'imagenet_9', 'ImageNet-9'
@@ -46,12 +46,12 @@ class ImageNet9(Variant):
 
     def open(self, part: Path, allow_partial: bool) -> VariantImages:
         images = super().open(part, allow_partial)
-        kind_of_class = read_map(part.parents[1])
-        # an image is named after the class of its foreground, as in fg_n02107574_00042_bg_…
+        in9_of_class = read_map(part.parents[1])
+        # images are named after the class of their foreground: fg_n02107574_00042_bg_…
         wnids = [re.search(r'n\d{8}', images.filename(index, basename=True)) for index in range(len(images))]
-        kinds = [kind_of_class.get(wnid_to_class().get(wnid.group())) if wnid else None for wnid in wnids]
+        expected = [in9_of_class.get(wnid_to_class().get(wnid.group())) if wnid else None for wnid in wnids]
         names = [images.class_name(index) for index in range(len(images))]
-        agree = [CLASS_NAMES.index(name) == kind for name, kind in zip(names, kinds) if kind is not None]
+        agree = [CLASS_NAMES.index(name) == label for name, label in zip(names, expected) if label is not None]
         self.check_agreement(images, agree)
         return images
 
@@ -61,25 +61,27 @@ class ImageNet9(Variant):
             self.refuse(images, f"its class folder '{unknown[0]}' is not one of {', '.join(CLASS_NAMES)}")
 
     def readouts(self, images: VariantImages, part: str) -> dict[str, Readout]:
-        kind_of_class = read_map(Path(images.root).parents[1])
-        classes = [[index for index, kind in kind_of_class.items() if kind == wanted] for wanted in range(9)]
+        in9_of_class = read_map(Path(images.root).parents[1])
+        classes = [[index for index, label in in9_of_class.items() if label == wanted] for wanted in range(9)]
         names = (images.class_name(index) for index in range(len(images)))
-        return {part: Readout(pad([classes[CLASS_NAMES.index(name)] for name in names]))}
+        return {part: Readout(pad_classes([classes[CLASS_NAMES.index(name)] for name in names]))}
 
 
 def read_map(folder: Path) -> dict[int, int]:
-    """The kind, 0 to 8 or -1 for none, of each ImageNet class; the file may lie in the set's folder or beside it.
+    """Read the ImageNet-9 class, 0 to 8 or -1 for none, of each ImageNet class.
+
+    The file is looked for in the dataset's folder and in the two above it.
 
     Raises:
-        UserError: It is not there, or does not map 1,000 classes to nine kinds.
+        UserError: The file does not exist, or does not map 1,000 classes to nine.
     """
     path = next((place / MAP_NAME for place in (folder, *folder.parents[:2]) if (place / MAP_NAME).is_file()), None)
     if path is None:
-        raise UserError(f"ImageNet-9 needs the map of its authors: download {MAP_URL} to '{folder / MAP_NAME}'")
+        raise UserError(f"ImageNet-9 needs its class mapping: download {MAP_URL} to '{folder / MAP_NAME}'")
     try:
-        kind_of_class = {int(index): int(kind) for index, kind in json.loads(path.read_text()).items()}
+        in9_of_class = {int(index): int(label) for index, label in json.loads(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"cannot read '{path}' ({error}); download it again from {MAP_URL}") from error
-    if set(kind_of_class) != set(range(1000)) or set(kind_of_class.values()) != set(range(-1, 9)):
-        raise UserError(f"'{path}' does not map 1,000 classes to nine kinds and none; download it again from {MAP_URL}")
-    return kind_of_class
+    if set(in9_of_class) != set(range(1000)) or set(in9_of_class.values()) != set(range(-1, 9)):
+        raise UserError(f"'{path}' does not map 1,000 classes to nine and none; download it again from {MAP_URL}")
+    return in9_of_class

@@ -1,4 +1,4 @@
-"""ObjectNet: objects on purpose in odd places and poses, of which 113 classes are also ImageNet's."""
+"""ObjectNet: objects in unusual places and poses, with 113 classes shared with ImageNet."""
 
 import json
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from PIL import Image
 from torchvision.transforms import Compose
 
 from vitzoo.data.held_out import Subset
-from vitzoo.data.variants.base import Readout, Variant, VariantImages, pad
+from vitzoo.data.variants.base import Readout, Variant, VariantImages, pad_classes
 from vitzoo.errors import UserError
 
 
 class ObjectNet(Variant):
-    """ObjectNet 1.0; only images of the 113 shared classes are scored, and any of a class's ImageNet classes is right.
+    """ObjectNet 1.0; only images of the 113 shared classes are scored, and any ImageNet class of an object is correct.
 
-    The answer is over all 1,000 classes. Which classes are shared is read from the mappings/ that come with the set.
+    Predictions are among all 1,000 classes. The class mapping is read from mappings/, which is part of the dataset.
     """
 
     name, title = 'objectnet', 'ObjectNet'
@@ -29,7 +29,7 @@ class ObjectNet(Variant):
         shared = read_mapping(part.parent / 'mappings')
         images.reader = Subset(images.reader, [i for i in range(len(images)) if images.class_name(i) in shared])
         if not len(images):
-            self.refuse(images, 'none of its class folders is one of those that ImageNet has too')
+            self.refuse(images, 'none of its class folders is shared with ImageNet')
         return images
 
     def check_classes(self, images: VariantImages, allow_partial: bool) -> None:
@@ -40,19 +40,19 @@ class ObjectNet(Variant):
 
     def readouts(self, images: VariantImages, part: str) -> dict[str, Readout]:
         shared = read_mapping(Path(images.root).parent / 'mappings')
-        return {part: Readout(pad([shared[images.class_name(index)] for index in range(len(images))]))}
+        return {part: Readout(pad_classes([shared[images.class_name(index)] for index in range(len(images))]))}
 
     def transform(self, data_config: dict) -> Callable:
         return Compose([crop_border, super().transform(data_config)])
 
 
 def crop_border(image: Image.Image) -> Image.Image:
-    """Cut off the red border of 2 pixels that marks the images as not to be trained on."""
+    """Crop the red border of 2 pixels, which marks images that must not be trained on."""
     return image.crop((2, 2, image.width - 2, image.height - 2))
 
 
 def read_mapping(folder: Path) -> dict[str, list[int]]:
-    """The ImageNet classes of each ObjectNet class folder that has any, from the files that come with the set."""
+    """Read the ImageNet classes of each class folder shared with ImageNet."""
     label_of_folder = _read_json(folder / 'folder_to_objectnet_label.json')
     names_of_label = _read_json(folder / 'objectnet_to_imagenet_1k.json')
     line_of_class = _read_json(folder / 'pytorch_to_imagenet_2012_id.json')
@@ -78,6 +78,6 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError as error:
         raise UserError(
-            f"ObjectNet's classes are read from '{path}', which comes with it ({error.strerror}); unpack it again from "
+            f"cannot read the ObjectNet classes from '{path}' ({error.strerror}); unpack ObjectNet again from "
             f'{ObjectNet.url}'
         ) from error

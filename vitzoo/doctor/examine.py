@@ -1,0 +1,135 @@
+"""Examining a dataset: decode all images, run the checks, print the findings and write them to a file."""
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from torch.utils.data import DataLoader, Dataset
+
+from vitzoo.data.dataset import SAMPLE, Images, Splits
+from vitzoo.doctor.checks import FINDING_SEVERITIES, ExaminedSplit, Finding, check
+from vitzoo.doctor.facts import Facts, inspect_image
+from vitzoo.errors import UserError
+from vitzoo.options import check_output
+
+_COLORS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan'}
+_MAX_NAMES = 4
+_BATCH_SIZE = 16
+
+
+def run(argv: list[str] | None = None) -> None:
+    """Examine a dataset and exit with code 1 if there are errors."""
+    if any(finding.severity == 'error' for finding in examine(argv)):
+        raise SystemExit(1)
+
+
+def examine(argv: list[str] | None = None) -> list[Finding]:
+    """Examine the dataset given on the command line, print the findings and return them.
+
+    Raises:
+        UserError: The dataset does not exist, or the file cannot be written.
+    """
+    args = parse_args(argv)
+    if args.json:
+        check_output(args.json, ('.json',))
+    root = SAMPLE if args.data_dir == 'sample' else Path(args.data_dir).expanduser()
+    splits = []
+    try:
+        splits = open_splits(args.data_dir)
+        inspect_images(splits, args.workers)
+        findings = check(splits[0], splits[1] if splits[1:] else None, root if root.is_dir() else None, args.img_size)
+    except UserError as error:
+        if not root.exists():
+            raise
+        findings = [Finding('unusable', 'error', 'the dataset cannot be used', str(error), [args.data_dir])]
+    print_findings(args.data_dir, splits, findings)
+    if args.json:
+        write_findings(args.json, args.data_dir, splits, findings)
+    return findings
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        'vitzoo doctor', description='Examine all images of a dataset, and report problems and how to fix them.'
+    )
+    add = parser.add_argument
+    add('data_dir', metavar='DATA_DIR', help='dataset, as --data-dir of train: a folder, .tar or .zip, wds/FOLDER, …')
+    add('--img-size', type=int, default=224, metavar='N', help='image size for training (default: 224)')
+    add('--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N', help='worker processes')
+    add('--json', metavar='FILE', help='write all findings with all file names, .json')
+    return parser.parse_args(argv)
+
+
+def open_splits(data_dir: str) -> list[ExaminedSplit]:
+    """Open the training split and the validation split if there is one; labels are from labels.csv if it exists."""
+    found = Splits(data_dir, multi_label=None)
+    readers = dict(train=found.open('train'))
+    if found.has_val:
+        readers['val'] = Splits(data_dir, readers['train'].is_multi_label).open('val')
+    splits = []
+    for split, reader in readers.items():
+        # only folders and archives have other files next to the images
+        prefix, names = getattr(reader, 'prefix', ''), reader.archive.names if hasattr(reader, 'archive') else []
+        names = [name.removeprefix(prefix) for name in names if name.startswith(prefix) and name != prefix]
+        splits.append(ExaminedSplit(split, Images(reader), names))
+    return splits
+
+
+def inspect_images(splits: list[ExaminedSplit], workers: int) -> None:
+    """Decode all images and add the facts about them to their splits."""
+    console = Console(stderr=True)
+    columns = ['{task.description}', BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        for split in splits:
+            task = bar.add_task(f'reading {split.name}', total=len(split.images))
+            for facts in DataLoader(_FactsDataset(split.images), _BATCH_SIZE, num_workers=workers, collate_fn=list):
+                split.facts += facts
+                bar.advance(task, len(facts))
+
+
+class _FactsDataset(Dataset):
+    """The facts about each image of a dataset."""
+
+    def __init__(self, images: Images):
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Facts:
+        try:
+            file, _ = self.images.reader[index]
+        except OSError as error:
+            return Facts(error=str(error))
+        return inspect_image(file)
+
+
+def print_findings(data_dir: str, splits: list[ExaminedSplit], findings: list[Finding]) -> None:
+    """Print each finding with the first few names and the fix."""
+    console = Console(highlight=False, soft_wrap=True)
+    for split in splits:
+        classes = f'{len(split.class_counts())} {"labels" if split.images.is_multi_label else "classes"}'
+        console.print(f'{split.name:6} {len(split.images):,} images of {classes} in {split.images.root}', markup=False)
+    for finding in findings:
+        more = ', … (all with --json FILE)' if len(finding.where) > _MAX_NAMES else ''
+        console.print()
+        console.print(f'{finding.severity:8}', style=_COLORS[finding.severity], end='')
+        console.print(f'{len(finding.where):,} {finding.code}: {finding.message}', markup=False)
+        console.print(f'        {", ".join(finding.where[:_MAX_NAMES])}{more}', style='dim', markup=False)
+        console.print(f'        fix: {finding.fix}', markup=False)
+    counts = [(severity, sum(one.severity == severity for one in findings)) for severity in FINDING_SEVERITIES]
+    summary = ', '.join(f'{count} {severity}{"s" if count > 1 else ""}' for severity, count in counts if count)
+    console.print(f'\n{summary or "no problems found"}: {data_dir}', markup=False)
+
+
+def write_findings(path: str, data_dir: str, splits: list[ExaminedSplit], findings: list[Finding]) -> None:
+    """Write the findings and the number of images per class as JSON."""
+    parts = {split.name: dict(images=len(split.images), classes=split.class_counts()) for split in splits}
+    listed = [dict(asdict(finding), count=len(finding.where)) for finding in findings]
+    report = dict(data_dir=data_dir, parts=parts, findings=listed)
+    Path(path).write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding='utf-8', errors='backslashreplace')
