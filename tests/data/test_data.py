@@ -1,4 +1,4 @@
-"""Images: reading them right, one label for one class, and the same stream of them whoever loads it."""
+"""Reading images, class labels, and batches that do not depend on the number of workers or processes."""
 
 import pickle
 from collections import Counter
@@ -73,7 +73,7 @@ def test_cmyk_keeps_its_colours(tmp_path, suffix, colours):
     assert np.abs(pixels.astype(int) - ImageColor.getrgb(colours)).max() < 8
 
 
-# what undoes each EXIF orientation, as turns by 90 degrees to the left and then a flip from left to right
+# the inverse of each EXIF orientation: rotations by 90 degrees counterclockwise, then a horizontal flip
 # (the table of https://exiftool.org/TagNames/EXIF.html#Orientation, in numpy)
 ORIENTATIONS = {1: (0, False), 2: (0, True), 3: (2, False), 4: (2, True), 5: (3, True), 6: (3, False), 7: (1, True)}
 ORIENTATIONS |= {8: (1, False)}
@@ -90,7 +90,7 @@ def test_exif_rotation_is_applied(tmp_path, suffix, orientation, turns, flips):
     pixels = np.asarray(read_rgb(path)).astype(int)
     assert pixels.shape == STRIPES.shape
     assert np.abs(pixels - STRIPES).mean() < 3
-    # opencv turns JPEG files on its own
+    # opencv rotates JPEG files as well
     if suffix == 'jpg':
         assert np.abs(pixels - cv2.imread(str(path))[..., ::-1]).mean() < 1
 
@@ -124,7 +124,7 @@ def test_of_an_animation_the_first_picture_counts(tmp_path, suffix):
 @pytest.mark.parametrize('suffix', ['png', 'tif'])
 def test_colour_of_16_bits_keeps_its_tones(tmp_path, suffix, channels):
     values = np.stack([RAMP, RAMP.T, 1 - RAMP, np.ones_like(RAMP)], 2)[..., :channels] * 65535
-    # opencv counts the channels from blue
+    # opencv orders channels as BGR
     order = [2, 1, 0, 3][:channels]
     assert cv2.imwrite(str(tmp_path / f'image.{suffix}'), values.astype(np.uint16)[..., order])
     pixels = np.asarray(read_rgb(tmp_path / f'image.{suffix}'))
@@ -244,7 +244,7 @@ def test_worker_processes_read_the_same_from_a_tar():
     batches = {}
     for workers in (0, 2):
         dataset = open_dataset('sample', 'val', lambda image: torch.tensor(np.asarray(image)))
-        # opened here first, which a file shared with the workers would not survive
+        # opened in the parent first, where a shared file position would give other bytes
         dataset[0]
         batches[workers] = list(eval_loader(dataset, 64, workers))
     for (images, labels), (other_images, other_labels) in zip(batches[0], batches[2], strict=True):
@@ -317,14 +317,14 @@ def test_classes_of_unequal_size_are_drawn_equally_often():
     for epoch in epochs:
         assert len(epoch) == 48
         times, classes = Counter(epoch), Counter(UNEQUAL[index] for index in epoch)
-        # 50 draws of three classes, of which a batch that is not full leaves out two
+        # 50 draws of three classes, two of which are dropped with the incomplete batch
         assert all(14 <= classes[label] <= 17 for label in (0, 1, 3))
         for label in (0, 1, 3):
             of_class = [times[index] for index in range(50) if UNEQUAL[index] == label]
-            # what is left out may be of any class
+            # dropped images may be of any class
             assert max(of_class) - min(of_class) <= 3
     assert epochs[0] != epochs[1]
-    # an image of a large class has its turn in some epoch
+    # all images of a large class are drawn in some epoch
     assert {index for epoch in epochs for index in epoch} == set(range(50))
 
 
@@ -338,7 +338,7 @@ def test_drawing_equally_follows_from_seed_and_epoch_for_any_processes_and_after
 
 @pytest.fixture
 def striped_dataset(tmp_path):
-    """32 times the same image, so that two that differ were augmented differently."""
+    """The same image 32 times, so that images differ only by augmentation."""
     stripes = Image.fromarray((np.stack([RAMP, RAMP.T, 1 - RAMP], 2) * 255).astype(np.uint8))
     for number in range(32):
         save(tmp_path / 'train' / 'ant' / f'{number}.png', stripes)

@@ -1,4 +1,4 @@
-"""Reading a crop for training: the pixels that all of the image would give, for less work."""
+"""Decoding a crop for training gives the pixels of the whole image, at a lower cost."""
 
 from io import BytesIO
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ CROP_AND_FLIP = dict(train_interpolation='bicubic', color_jitter=0)
 
 
 def photograph(width: int = 200, height: int = 150) -> Image.Image:
-    """Smooth colours with a texture, as a camera would see them."""
+    """A synthetic photograph: smooth colors with a texture."""
     random = np.random.default_rng(0)
     coarse = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
     fine = Image.fromarray(random.normal(0, 12, (height // 4, width // 4)).astype(np.float32)).resize((width, height))
@@ -136,7 +136,7 @@ def test_every_policy_of_timm_runs_at_full_strength(aa):
     transform = train_transform(make_recipe(dict(aa=aa)), {**CONFIG, 'input_size': (3, 16, 16)})
     image = photograph(20, 20)
     for seed in range(300):
-        seed_everything(seed)
+        seed_everything(seed, cpu_only=True)
         assert transform(image).shape == (3, 16, 16)
 
 

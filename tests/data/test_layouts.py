@@ -1,4 +1,4 @@
-"""Where images are found: folders, archives, shards, tables of labels, and what is held out of them for validation."""
+"""Finding images in folders, archives, shards and label tables, and holding out some for validation."""
 
 import csv
 import io
@@ -14,13 +14,15 @@ import torch
 from PIL import Image
 
 from vitzoo.data import eval_loader, open_dataset
+from vitzoo.data.archives import open_archive
+from vitzoo.data.dataset import Splits
 from vitzoo.data.held_out import hold_out, write_held_out
 from vitzoo.data.layout import common_folder, match_split
 from vitzoo.errors import UserError
 
 
 def picture(*seed) -> bytes:
-    """A PNG file of noise that no other seed gives."""
+    """A PNG file of noise that is unique to the seed."""
     generator = np.random.default_rng([*''.join(map(str, seed)).encode()])
     file = io.BytesIO()
     Image.fromarray(generator.integers(0, 255, (6, 8, 3), dtype=np.uint8)).save(file, 'PNG')
@@ -129,7 +131,7 @@ def test_worker_processes_read_the_same_from_an_archive(tmp_path, kind):
     batches = {}
     for workers in (0, 2):
         dataset = open_dataset(data_dir, 'train', lambda image: torch.tensor(np.asarray(image)))
-        # opened here first, which a file shared with the workers would not survive
+        # opened in the parent first, where a shared file position would give other bytes
         dataset[0]
         batches[workers] = torch.cat([images for images, _ in eval_loader(dataset, 4, workers)])
     assert torch.equal(batches[0], batches[2])
@@ -157,7 +159,7 @@ def test_a_damaged_member_of_an_archive_is_named(tmp_path):
 def make_password_zip(root):
     path = write_zip(root / 'photos.zip', PARTS, zipfile.ZIP_STORED)
     content = bytearray(path.read_bytes())
-    # the bit that says so, in the central directory
+    # the encryption bit in the central directory
     content[content.index(b'PK\x01\x02') + 8] |= 1
     path.write_bytes(content)
     return path
@@ -218,7 +220,7 @@ def test_the_name_of_a_split_is_found_in_a_fixed_order_whatever_its_case():
 
 
 def make_shards(root: Path, parts: dict[str, list[str]], side: str = 'cls') -> str:
-    """For each part, one shard of two samples, or more, with these labels."""
+    """Shards of two samples each with the labels of each part."""
     for part, labels in parts.items():
         for number in range(0, len(labels), 2):
             files = {}
@@ -294,7 +296,7 @@ def test_without_a_validation_part_a_share_of_each_class_is_held_out(tmp_path, k
     train_set, val_set = (open_dataset(data_dir, split, val_fraction=0.2, seed=1) for split in ('train', 'val'))
     assert train_set.is_held_out and val_set.is_held_out
     assert train_set.class_names == val_set.class_names == ['ant', 'bee', 'cat', 'dog']
-    # two of ten, one of four, one of two, and none of one
+    # 2 of 10, 1 of 4, 1 of 2 and 0 of 1
     assert Counter(val_set.targets) == {2: 2, 3: 1, 0: 1}
     assert Counter(train_set.targets) == {2: 8, 3: 3, 0: 1, 1: 1}
     names = [{part.filename(i) for i in range(len(part))} for part in (train_set, val_set)]
@@ -313,7 +315,7 @@ def test_what_is_held_out_follows_from_the_seed_and_the_names_alone(tmp_path):
     assert held_out[0] == held_out[1] == held_out[2]
     assert held_out[0] == {'ant/1.png', 'cat/2.png', 'cat/6.png', 'cat/7.png', 'dog/0.png'}
     assert held_out_of(folders['folder'], seed=2) != held_out[0]
-    # an image more of one class leaves the others as they are
+    # adding an image to one class does not affect the others
     write_files(Path(folders['folder']), pictures('cat/new.png'))
     assert {name for name in held_out_of(folders['folder']) if 'cat' not in name} == {
         name for name in held_out[0] if 'cat' not in name
@@ -325,6 +327,39 @@ def test_data_with_a_validation_part_is_not_divided(tmp_path):
     assert contents(data_dir, 'train', val_fraction=0.5) == contents(data_dir, 'train')
     assert contents(data_dir, 'val', val_fraction=0.5) == contents(data_dir, 'val')
     assert not open_dataset(data_dir, 'val', val_fraction=0.5).is_held_out
+
+
+@pytest.mark.parametrize('kind', ['tar', 'zip'])
+def test_an_archive_of_the_training_split_alone_is_divided_by_its_classes(tmp_path, kind):
+    WRITERS[kind](tmp_path / f'train.{kind}', {f'train/{name}': content for name, content in UNDIVIDED.items()})
+    val_set = open_dataset(str(tmp_path), 'val', val_fraction=0.2)
+    assert val_set.class_names == ['ant', 'bee', 'cat', 'dog']
+    assert Counter(val_set.targets) == {2: 2, 3: 1, 0: 1}
+
+
+@pytest.mark.parametrize(
+    ('names', 'has_val', 'val'),
+    [
+        (('train/cat/1.png', 'val/cat/2.png'), True, ['cat/2.png']),
+        (('val/cat/2.png',), True, ['cat/2.png']),
+        (('train/cat/1.png',), False, ['cat/1.png']),
+        (('cat/1.png',), False, ['cat/1.png']),
+    ],
+    ids=['both splits', 'val alone', 'train alone', 'undivided'],
+)
+@pytest.mark.parametrize('kind', WRITERS)
+def test_without_a_validation_split_the_training_images_may_stand_in_for_it(tmp_path, kind, names, has_val, val):
+    splits = Splits(write(kind, tmp_path, pictures(*names)))
+    assert splits.has_val == has_val
+    assert splits.open('val', or_train=True).filenames() == val
+
+
+def test_an_archive_is_indexed_once_for_all_splits(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr('vitzoo.data.dataset.open_archive', lambda path: opened.append(path) or open_archive(path))
+    path = write('zip', tmp_path, UNDIVIDED)
+    open_dataset(path, 'train', val_fraction=0.2)
+    assert opened == [Path(path)]
 
 
 def test_images_that_are_all_alone_in_their_classes_cannot_be_held_out(tmp_path):
@@ -345,7 +380,7 @@ def test_a_run_finds_again_what_it_held_out_and_takes_other_data_whole(tmp_path)
     write_held_out(path, val_set.reader)
     held_out = {val_set.filename(i) for i in range(len(val_set))}
     assert {row['file'] for row in csv.DictReader(path.open())} == held_out == listed_in(path, data_dir)
-    # images that were added, moved into an archive, or into a part, are not confused with them
+    # also after images were added, or moved into an archive or a split
     write_files(Path(data_dir), pictures('cat/new.png', 'cow/new.png'))
     assert listed_in(path, data_dir) == held_out
     assert (
@@ -359,7 +394,7 @@ def test_a_run_finds_again_what_it_held_out_and_takes_other_data_whole(tmp_path)
 
 
 def table(**rows: str) -> bytes:
-    # as Excel writes it, with a mark at the beginning
+    # as written by Excel, with a byte order mark
     return ('\ufefffile,labels\r\n' + ''.join(f'{file}.png,{labels}\r\n' for file, labels in rows.items())).encode()
 
 
@@ -417,7 +452,7 @@ def test_only_files_have_a_table_of_labels():
 
 
 class FakeHuggingFace:
-    """What timm's reader of a Hugging Face dataset offers."""
+    """The interface of timm's reader of a Hugging Face dataset."""
 
     class_to_idx = {'cat': 0, 'dog': 1}
 
