@@ -47,7 +47,7 @@ class Tar:
             with tarfile.open(root, 'r:') as tar:
                 self.places = _list_members(tar)
         except (tarfile.TarError, OSError) as error:
-            raise UserError(f'cannot read the tar file {root} ({error}); create it again, uncompressed') from error
+            raise UserError(f'cannot read the tar file {root} ({error}); make it again, without compression') from error
         self.names = list(self.places)
 
     def read(self, name: str) -> bytes:
@@ -67,7 +67,7 @@ class Zip:
             with ZipFile(root) as archive:
                 self.members = {info.filename: info for info in archive.infolist()}
         except (BadZipFile, OSError) as error:
-            raise UserError(f'cannot read the zip file {root} ({error}); create it again') from error
+            raise UserError(f'cannot read the zip file {root} ({error}); make it again') from error
         if any(info.flag_bits & 1 for info in self.members.values()):
             raise UserError(f'the zip file {root} is password-protected; unpack it')
         self.names = list(self.members)
