@@ -97,9 +97,9 @@ def test_a_plugins_mixer_is_in_every_backbone_in_the_list_and_in_the_report(toy)
     assert float(params) > 5 and float(gmacs) > 0
 
 
-def test_the_tests_of_the_contract_cover_a_plugins_mixer_and_pinned_names_stay(toy):
+def test_a_plugins_mixer_is_held_to_the_contract_and_pinned_names_stay(toy):
     files = [f'tests/test_{name}.py' for name in ('mixers', 'models', 'contract', 'metrics')]
-    # without the slow tests and those that start processes
+    # left out are the long ones and those with processes of their own
     left_out = ' and '.join(f'not {word}' for word in ('any_image_size', 'compiled', 'saved_model', 'intermediates'))
     chosen = f'(toy and {left_out}) or registered_names'
     child = run(toy, '-m', 'pytest', *files, '-n', '0', '-vv', '-p', 'no:cacheprovider', '-k', chosen)
