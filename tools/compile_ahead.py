@@ -1,7 +1,8 @@
-"""Compile a kernel for GPUs that are not here, as its op launches it, and say what it takes of a multiprocessor.
+"""Compile a kernel for GPUs that are not present, with the launches of its op, and report its use of resources.
 
-Run by the tests of the kernels in a process of its own, in which no interpreter stands in for the compiler:
-`python tools/compile_ahead.py KERNEL [ARCH DTYPE SIZES]` prints a line of JSON for each launch, all CASES by default.
+Run by the tests of the kernels in a subprocess, where the compiler is active rather than the interpreter:
+`python tools/compile_ahead.py KERNEL [ARCH DTYPE SIZES]` prints a line of JSON for each launch, by default for every
+architecture and dtype in CASES.
 """
 
 import json
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,16 +24,16 @@ CUOBJDUMP = Path(triton.__file__).parent / 'backends' / 'nvidia' / 'bin' / 'cuob
 POINTERS = {torch.float32: '*fp32', torch.bfloat16: '*bf16', torch.float16: '*fp16'}
 
 
-def record(calls) -> list[tuple]:
-    """What is launched while `calls()` runs, as a kernel, its arguments by name, and its options; nothing runs."""
+def record(calls: Callable[[], None]) -> list[tuple[JITFunction, dict, dict]]:
+    """The launches of `calls()`, none of which is executed: kernel, arguments by name, and compiler options."""
     launches, run = [], JITFunction.run
 
-    def note(self, *args, grid, warmup, **kwargs):
+    def append(self, *args, grid, warmup, **kwargs):
         names = dict(zip(self.arg_names, args))
         options = {key: kwargs.pop(key) for key in [*kwargs] if key in ('num_warps', 'num_stages')}
         launches.append((self, {**names, **kwargs}, options))
 
-    JITFunction.run = note
+    JITFunction.run = append
     try:
         calls()
     finally:
@@ -40,13 +42,13 @@ def record(calls) -> list[tuple]:
 
 
 def compile_for(arch: int, kernel: JITFunction, args: dict, options: dict) -> dict:
-    """Registers of a thread, its bytes of local memory (spills and stack), and shared memory of a block in bytes."""
+    """Registers per thread, bytes of local memory per thread (spills and stack) and of shared memory per block."""
     constant = {param.name for param in kernel.params if param.is_constexpr}
-    signature = {name: 'constexpr' if name in constant else type_of(args[name]) for name in kernel.arg_names}
+    signature = {name: 'constexpr' if name in constant else triton_type(args[name]) for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): args[name] for name in constant}
-    # what the launcher would find: pointers of tensors and the strides of heads are multiples of 16
-    whole = [i for i, name in enumerate(kernel.arg_names) if name not in constant and is_whole(args[name])]
-    attributes = {(i,): [['tt.divisibility', 16]] for i in whole}
+    # as the launcher specializes: tensors are aligned to 16 bytes, and some integers are multiples of 16
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name not in constant and is_aligned(args[name])]
+    attributes = {(i,): [['tt.divisibility', 16]] for i in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget('cuda', arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
@@ -64,16 +66,20 @@ def compile_for(arch: int, kernel: JITFunction, args: dict, options: dict) -> di
     )
 
 
-def type_of(value) -> str:
-    return POINTERS[value.dtype] if isinstance(value, torch.Tensor) else 'fp32' if isinstance(value, float) else 'i32'
+def triton_type(value: torch.Tensor | float | int) -> str:
+    """The type of a kernel argument in a Triton signature."""
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    return 'fp32' if isinstance(value, float) else 'i32'
 
 
-def is_whole(value) -> bool:
+def is_aligned(value: torch.Tensor | float | int) -> bool:
+    """Return True if Triton's launcher marks the argument as divisible by 16."""
     return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def aft_conv(dtype: torch.dtype, head_dim: int) -> None:
-    """Both passes of AFT-conv, with the paper's kernel of 11 x 11."""
+    """Both passes of AFT-conv, with the paper's 11 x 11 kernel."""
     from vitzoo.kernels import aft_conv
 
     x = torch.zeros(1, 49, 3, 2, head_dim, dtype=dtype)
@@ -93,9 +99,9 @@ def favor(dtype: torch.dtype, head_dim: int) -> None:
     favor.backward_op._init_fn(q, *args, *saved, 0.125)
 
 
-def window(dtype: torch.dtype, head_dim: int, window_size: int, halo: int) -> None:
+def window(dtype: torch.dtype, head_dim: int, window_size: int = 7, halo: int = 3) -> None:
     """Both passes of window attention, with 9 shared keys and both biases."""
-    from vitzoo.kernels.window import window_attention
+    from vitzoo.kernels.window import window_attention_triton
 
     side, S = 2 * window_size + 1, 9
     q, k, v = torch.zeros(1, side**2, 3, 2, head_dim, dtype=dtype, requires_grad=True).permute(2, 0, 3, 1, 4)
@@ -103,7 +109,7 @@ def window(dtype: torch.dtype, head_dim: int, window_size: int, halo: int) -> No
     bias = torch.zeros(2, window_size**2, (window_size + 2 * halo) ** 2, requires_grad=True)
     bias_shared = torch.zeros(2, S, requires_grad=True)
     sizes = (side, side), (window_size, window_size), (halo, halo)
-    window_attention(q, k, v, *shared, *sizes, 0.1, bias, bias_shared).sum().backward()
+    window_attention_triton(q, k, v, *shared, *sizes, 0.1, bias, bias_shared).sum().backward()
 
 
 SIZES = [('bfloat16', 32), ('bfloat16', 64), ('bfloat16', 128), ('float16', 64), ('float32', 64)]

@@ -1,7 +1,7 @@
-"""The kernels against the naive forms of their ops, and what they would take of a GPU.
+"""The kernels against the naive forms of their ops, and their use of a GPU's registers and shared memory.
 
-Where there is a GPU they run on it. Elsewhere Triton's interpreter stands in, which must be switched on before Triton
-is imported: then the tests that need it run in a process of their own, started by the first test here.
+They run on the GPU if there is one, else in Triton's interpreter, which must be enabled before Triton is imported: the
+first test here runs the others in a subprocess.
 """
 
 import importlib.metadata
@@ -27,15 +27,19 @@ from vitzoo.mixers.aft import aft_conv, aft_conv_naive
 from vitzoo.mixers.performer import performer_attention, performer_naive
 
 # the public function of each kernel's file
-FUNCTIONS = {'aft_conv': 'aft_conv', 'favor': 'favor_attention', 'window': 'window_attention'}
+FUNCTIONS = {
+    'aft_conv': 'aft_conv_triton',
+    'favor': 'favor_attention_triton',
+    'window': 'window_attention_triton',
+}
 ROOT = Path(__file__).parents[2]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 IS_INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 needs_kernels = pytest.mark.skipif(
-    not HAS_TRITON or not (IS_INTERPRETED or DEVICE == 'cuda'), reason='runs in a process of its own, or on a GPU'
+    not HAS_TRITON or not (IS_INTERPRETED or DEVICE == 'cuda'), reason='runs in a subprocess, or on a GPU'
 )
-# of the norm; Triton's interpreter rounds bfloat16 towards 0, which is twice as far as the nearest, and always one way
+# relative to the norm; Triton's interpreter truncates bfloat16, with twice the error of rounding to nearest and a bias
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}
 
 
@@ -60,7 +64,7 @@ def experimental():
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """The names of the kernels' functions that were called."""
+    """The names of the kernel functions that were called."""
     called = []
     for name, function in FUNCTIONS.items():
         module = importlib.import_module(f'vitzoo.kernels.{name}')
@@ -70,7 +74,7 @@ def calls(monkeypatch) -> list[str]:
 
 
 def qkv(grid_size, P, d, std=1.0, heads=2):
-    """As a linear layer gives them: parts of one tensor, the heads of a token side by side."""
+    """q, k and v as views of the output of one linear layer."""
     generator = torch.Generator().manual_seed(0)
     N = P + grid_size[0] * grid_size[1]
     x = std * torch.randn(2, N, 3 * heads * d, generator=generator, dtype=torch.float64)
@@ -87,7 +91,7 @@ def performer_case(grid_size, P, d, num_features, std=1.0):
     return [q, k, v, torch.randn(num_features, d, generator=generator, dtype=torch.float64), d**-0.5]
 
 
-# more than a tile and a part each way, and sizes that nothing divides
+# more than one tile and part along each axis, and sizes that are not multiples of anything
 CASES = {
     'aft_conv': (aft_conv, aft_conv_naive, aft_case((9, 13), 1, 20, 5)),
     'aft_conv_wide': (aft_conv, aft_conv_naive, aft_case((10, 8), 2, 16, 11)),
@@ -98,7 +102,7 @@ CASES = {
     'performer_wide': (performer_attention, performer_naive, performer_case((9, 9), 0, 65, 33)),
     'performer_large': (performer_attention, performer_naive, performer_case((11, 13), 1, 20, 70, std=10.0)),
 }
-# the naive form of performer has no shift, so it overflows there; the op in float64 does not
+# the naive form of performer does not shift its exponents and overflows here; the op in float64 does not
 CASES['performer_large'] = (performer_attention, performer_attention, CASES['performer_large'][2])
 
 
@@ -130,7 +134,7 @@ def test_a_kernel_equals_the_naive_form_with_gradients(case, dtype, experimental
 
 @needs_kernels
 @pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer'])
-def test_a_kernel_gives_the_same_bits_each_time(case, experimental):
+def test_a_kernel_is_deterministic(case, experimental):
     op, _, args = CASES[case]
     first, second = (run(op, args, torch.float32, DEVICE) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -203,7 +207,7 @@ def flops(op, _, args) -> tuple[int, int]:
 @needs_kernels
 @pytest.mark.parametrize('level', [0, 1])
 @pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
-def test_no_kernel_is_used_unless_timm_allows_what_is_experimental(case, level, calls):
+def test_no_kernel_is_used_unless_timm_allows_experimental_ones(case, level, calls):
     op, _, args = CASES[case]
     set_fused_attn(bool(level))
     try:
@@ -215,9 +219,9 @@ def test_no_kernel_is_used_unless_timm_allows_what_is_experimental(case, level, 
 
 @needs_kernels
 @pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
-def test_what_a_kernel_cannot_do_is_left_to_pytorch(case, experimental, calls):
+def test_unsupported_inputs_fall_back_to_pytorch(case, experimental, calls):
     op, naive, args = CASES[case]
-    # float64; heads that are too wide, or too narrow for a matrix product; features that are learned
+    # float64; head dimensions that are too large, or too small for a matrix product; learned features
     torch.testing.assert_close(run(op, args, torch.float64), run(naive, args, torch.float64))
     if case == 'aft_conv_small_grid':
         for d in (1, 129):
@@ -232,7 +236,7 @@ def test_what_a_kernel_cannot_do_is_left_to_pytorch(case, experimental, calls):
 
 @needs_kernels
 @pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
-def test_without_triton_pytorch_computes(case, experimental, calls, monkeypatch):
+def test_without_triton_ops_fall_back_to_pytorch(case, experimental, calls, monkeypatch):
     monkeypatch.setattr(kernels, 'HAS_TRITON', False)
     op, naive, args = CASES[case]
     for ours, theirs in zip(run(op, args, torch.float32), run(naive, args, torch.float64), strict=True):
@@ -250,7 +254,7 @@ def bench_args(monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize('name', [task.name for task in contenders.KERNELS])
-def test_a_kernel_is_measured_beside_its_work(name, bench_args, calls):
+def test_the_benchmark_reports_time_and_work_of_a_kernel(name, bench_args, calls):
     (task,) = (task for task in contenders.KERNELS if task.name == name)
     rows = bench.measure(task, 16, bench_args)
     assert len(calls) > 1
@@ -266,7 +270,7 @@ def test_a_kernel_is_measured_beside_its_work(name, bench_args, calls):
 
 
 @needs_kernels
-def test_a_kernel_that_is_wrong_gets_no_ratio(bench_args, monkeypatch, capsys):
+def test_the_benchmark_refuses_a_wrong_kernel(bench_args, monkeypatch, capsys):
     (task,) = (task for task in contenders.KERNELS if task.name == 'performer')
     monkeypatch.setattr(bench, 'with_kernel', lambda op: lambda *args: 1.1 * op(*args))
     assert bench.measure(task, 16, bench_args) == []
@@ -277,13 +281,13 @@ def triton_version() -> tuple[int, ...]:
     return tuple(map(int, importlib.metadata.version('triton').split('.')[:2])) if HAS_TRITON else (0, 0)
 
 
-# shared memory that a block can have, in bytes
+# shared memory per block, in bytes
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 
 
-@pytest.mark.skipif(triton_version() < (3, 3), reason='compiles through an interface that Triton has since 3.3')
+@pytest.mark.skipif(triton_version() < (3, 3), reason='needs the compiler interface of Triton 3.3')
 @pytest.mark.parametrize('name', ['aft_conv', 'favor'])
-def test_the_kernels_compile_for_gpus_and_fit_in_them(name):
+def test_the_kernels_compile_within_the_limits_of_gpus(name):
     done = child('tools/compile_ahead.py', name, TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -291,5 +295,5 @@ def test_the_kernels_compile_for_gpus_and_fit_in_them(name):
     for fields in found:
         assert fields['registers'] <= 255
         assert fields['shared'] <= SHARED[fields['arch']], fields
-        # bytes of a thread, for which registers were not enough
+        # bytes per thread
         assert fields['spills'] <= 96, fields

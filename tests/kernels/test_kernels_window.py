@@ -1,4 +1,4 @@
-"""The kernel of window attention against its specification, on a GPU or else in Triton's interpreter."""
+"""The window attention kernel against its specification, on a GPU or in Triton's interpreter."""
 
 import json
 
@@ -16,9 +16,9 @@ from vitzoo.mixers._window import window_attention, window_attention_naive
 pytest.importorskip('triton')
 
 HEADS, SCALE = 2, 0.3
-# relative to the norm: what rounding of inputs and weights leaves
+# relative to the norm: the rounding error of inputs and weights
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-# grid, window, halo, shared keys, head dimension; of `blocks`, queries and keys are more than a block holds
+# grid_size, window_size, halo, shared keys, head dimension; in 'blocks', queries and keys need several blocks
 SHAPES = {
     'half': ((5, 7), 3, 1, 2, 8),
     'whole': ((5, 4), 2, 2, 1, 20),
@@ -31,7 +31,7 @@ SHAPES = {
 
 @pytest.fixture
 def device(monkeypatch, request):
-    """Where the kernel may compute, with timm's switch at its experimental level."""
+    """A device on which the kernel may run, with timm's experimental kernels enabled."""
     if not torch.cuda.is_available():
         request.getfixturevalue('triton_interpreter')
         monkeypatch.setenv('TRITON_INTERPRET', '1')
@@ -42,7 +42,7 @@ def device(monkeypatch, request):
 
 
 def interpret_standard_functions(monkeypatch):
-    """Where Triton was imported before the interpreter was on, its own functions, such as sum, are for the compiler."""
+    """Interpret functions such as `tl.sum`, which Triton compiles if it was imported before the interpreter was on."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -54,7 +54,7 @@ def interpret_standard_functions(monkeypatch):
 
 
 def make_inputs(shape, device, dtype=torch.float32, std=1.0, has_bias=True, batch_size=2):
-    """q, k, v as a layer of all three makes them, shared keys and values, and both biases in float32."""
+    """q, k, v as views of one tensor, shared keys and values, and both biases in float32."""
     (H, W), w, halo, S, d = SHAPES[shape]
     generator = torch.Generator().manual_seed(0)
 
@@ -89,14 +89,14 @@ def assert_close(got, expected, tolerance):
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """The shapes of the queries that the kernel was called with."""
+    """The shapes of the queries of each call of the kernel."""
     calls = []
 
     def import_and_watch():
         from vitzoo.kernels import window
 
-        op = window.window_attention
-        monkeypatch.setattr(window, 'window_attention', lambda q, *args: calls.append(q.shape) or op(q, *args))
+        op = window.window_attention_triton
+        monkeypatch.setattr(window, 'window_attention_triton', lambda q, *args: calls.append(q.shape) or op(q, *args))
         return calls
 
     return import_and_watch
@@ -120,61 +120,61 @@ def test_output_and_gradients_equal_the_specification(shape, dtype, device, kern
 
 
 @pytest.mark.parametrize('shape', ['half', 'none'])
-def test_there_need_not_be_a_bias(shape, device):
+def test_biases_are_optional(shape, device):
     inputs = make_inputs(shape, device, has_bias=False)
     expected = run_with_gradients(window_attention_naive, shape, [x.double() for x in inputs])
     assert_close(run_with_gradients(window_attention, shape, inputs), expected, 1e-6)
 
 
 @pytest.mark.parametrize('dtype', TOLERANCES, ids=str)
-def test_large_scores_stay_finite_and_as_right_as_in_pytorch(dtype, device):
+def test_large_scores_stay_finite_and_as_precise_as_in_pytorch(dtype, device):
     inputs = make_inputs('half', device, dtype, std=10.0)
     got = run_with_gradients(window_attention, 'half', inputs)
     set_fused_attn(True)
     pytorch = run_with_gradients(window_attention, 'half', inputs)
     expected = run_with_gradients(window_attention_naive, 'half', [x.double() for x in inputs])
     q, k, *_ = (x.double() for x in inputs)
-    # a score's rounding is its weight's relative error
+    # the rounding error of a score is the relative error of its weight
     rounding = torch.finfo(torch.float32).eps * (SCALE * q @ k.mT).abs().max()
     for x, y, exact in zip(got, pytorch, expected):
         assert x.isfinite().all()
         assert (x - exact).norm() <= max((y - exact).norm(), rounding * exact.norm())
 
 
-def test_keys_that_a_bias_of_minus_infinity_hides_are_not_seen(device):
+def test_a_bias_of_minus_infinity_masks_keys(device):
     inputs = make_inputs('whole', device)
-    # no query sees the first rows of its reach, which are whole blocks of keys in larger windows
+    # mask the first rows of the halo, which are whole blocks of keys in larger windows
     inputs[5][:, :, :13] = float('-inf')
     expected = run_with_gradients(window_attention_naive, 'whole', [x.double() for x in inputs])
     assert_close(run_with_gradients(window_attention, 'whole', inputs), expected, 1e-6)
 
 
-def test_inputs_may_lie_in_memory_in_any_order(device):
+def test_inputs_may_have_any_strides(device):
     inputs = make_inputs('none', device)
     expected = run_with_gradients(window_attention, 'none', inputs)
-    for turn in ((1, 0), (3, 2), (3, 1)):
-        # v differs from k
-        moved = [x.transpose(*turn).contiguous().transpose(*turn) for x in inputs[:5]]
+    for dims in ((1, 0), (3, 2), (3, 1)):
+        # v has other strides than k
+        moved = [x.transpose(*dims).contiguous().transpose(*dims) for x in inputs[:5]]
         moved[2] = inputs[2].contiguous()
         got = run_with_gradients(window_attention, 'none', moved + inputs[5:])
         assert all(torch.equal(x, y) for x, y in zip(got, expected))
 
 
-def test_gradients_are_the_same_bits_each_time(device):
+def test_gradients_are_deterministic(device):
     inputs = make_inputs('half', device)
     first, second = (run_with_gradients(window_attention, 'half', inputs) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second))
 
 
-def test_many_parts_of_a_sum_add_up(device, monkeypatch):
+def test_gradients_do_not_depend_on_the_number_of_parts(device, monkeypatch):
     inputs = make_inputs('half', device)
     expected = run_with_gradients(window_attention_naive, 'half', [x.double() for x in inputs])
     for programs in (1, 24):
-        monkeypatch.setattr('vitzoo.kernels.window.PROGRAMS', programs)
+        monkeypatch.setattr('vitzoo.kernels.window._NUM_PROGRAMS', programs)
         assert_close(run_with_gradients(window_attention, 'half', inputs), expected, 1e-6)
 
 
-def test_only_the_inputs_the_output_and_one_number_per_query_are_kept(device):
+def test_only_inputs_output_and_lse_are_saved_for_backward(device):
     inputs = [x.requires_grad_() for x in make_inputs('half', device)]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -184,7 +184,7 @@ def test_only_the_inputs_the_output_and_one_number_per_query_are_kept(device):
     assert [x.shape for x in own if x.shape != out.shape[:3]] == []
 
 
-def test_the_custom_ops_keep_what_torch_asks_of_them(device):
+def test_torch_accepts_the_custom_op_with_and_without_biases(device):
     from vitzoo.kernels import window  # noqa: F401
 
     for has_bias in (True, False):
@@ -211,14 +211,14 @@ def counted_flops(shape, inputs):
 
 
 @pytest.mark.parametrize('shape', ['half', 'one'])
-def test_the_kernel_counts_as_many_flops_as_the_pytorch_form(shape, device, kernel_calls):
+def test_flops_equal_those_of_the_pytorch_form(shape, device, kernel_calls):
     calls = kernel_calls()
     forward, backward = counted_flops(shape, make_inputs(shape, device))
     # the meta device, on which MACs are counted, has no kernels
     assert len(calls) == 1 and forward == counted_flops(shape, make_inputs(shape, 'meta'))[0] and len(calls) == 1
     tiles, queries, keys = {'half': (6, 9, 27), 'one': (1, 12, 15)}[shape]
     assert forward == 2 * HEADS * tiles * queries * keys * 4 * SHAPES[shape][-1]
-    # five products of the same size against two, as torch counts its own fused attention
+    # five products of the same size for two, as torch counts its own fused attention
     assert 2 * backward == 5 * forward
 
 
@@ -237,7 +237,7 @@ def test_the_kernel_stays_off_without_triton(device, kernel_calls, monkeypatch):
     assert calls == []
 
 
-def test_what_the_kernel_does_not_know_is_left_to_pytorch(device, kernel_calls):
+def test_unsupported_inputs_fall_back_to_pytorch(device, kernel_calls):
     calls = kernel_calls()
     inputs = make_inputs('half', device)
     wide = [torch.cat([x] * 9, dim=-1) for x in inputs[:5]]
@@ -261,7 +261,7 @@ MIXERS = [
 
 
 @pytest.mark.parametrize('name, kwargs', MIXERS, ids=str)
-def test_mixers_compute_with_the_kernel_what_they_do_without(name, kwargs, device, kernel_calls):
+def test_mixers_are_the_same_with_and_without_the_kernel(name, kwargs, device, kernel_calls):
     calls = kernel_calls()
     torch.manual_seed(0)
     mixer = create_mixer(name, 16, HEADS, grid_size=(5, 7), num_prefix_tokens=1, **kwargs).to(device)
@@ -277,24 +277,24 @@ def test_mixers_compute_with_the_kernel_what_they_do_without(name, kwargs, devic
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-def test_flex_attention_expresses_the_output(device):
+def test_flex_attention_gives_the_same_output(device):
     (H, W), w, halo, S, _ = SHAPES['half']
     q, k, v, k_shared, v_shared, bias, bias_shared = make_inputs('half', 'cpu')
     side = w + 2 * halo
 
-    def places(i, j):
-        """Places of a query in its window, and of a key in the reach of that window."""
+    def positions(i, j):
+        """Positions of a query in its window, and of a key in that window and its halo."""
         j, y, x = j - S, i // W, i % W
         return (y, x), (j // W - y // w * w + halo, j % W - x // w * w + halo)
 
     def mask(b, h, i, j):
-        _, (y, x) = places(i, j)
+        _, (y, x) = positions(i, j)
         return (j < S) | (y >= 0) & (y < side) & (x >= 0) & (x < side)
 
     def score(score, b, h, i, j):
-        (y_q, x_q), (y_k, x_k) = places(i, j)
-        place = y_k.clamp(0, side - 1) * side + x_k.clamp(0, side - 1)
-        near = bias[h, y_q % w * w + x_q % w, place]
+        (y_q, x_q), (y_k, x_k) = positions(i, j)
+        index = y_k.clamp(0, side - 1) * side + x_k.clamp(0, side - 1)
+        near = bias[h, y_q % w * w + x_q % w, index]
         return score + torch.where(j < S, bias_shared[h, j.clamp(max=S - 1)], near)
 
     block_mask = create_block_mask(mask, None, None, H * W, S + H * W, device='cpu')
@@ -316,7 +316,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize('case', [*USUAL, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)], ids=str)
-def test_the_kernels_compile_for_gpus_within_their_limits(case):
+def test_the_kernels_compile_within_the_limits_of_gpus(case):
     pytest.importorskip('triton', minversion='3.3')
     done = child('tools/compile_ahead.py', 'window', *map(str, case), TRITON_INTERPRET='0')
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Mixers of other packages: what an installed plugin gets without another line, and what a broken one says."""
+"""Mixers of other packages: an installed plugin works in every backbone and test, and a broken one is named."""
 
 import os
 import re
@@ -42,7 +42,7 @@ class Toy(QKVMixer):
 
 
 def install(folder: Path, name: str, source: str, entry_point: str) -> None:
-    """Lay a distribution of one module out as pip does."""
+    """Write a distribution of one module as pip installs it."""
     module = name.replace('-', '_')
     (folder / f'{module}.py').write_text(source)
     info = folder / f'{module}-1.2.dist-info'
@@ -53,7 +53,7 @@ def install(folder: Path, name: str, source: str, entry_point: str) -> None:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
-    """Run Python in a process that sees the plugins installed in a folder."""
+    """Run Python in a subprocess with the plugins of a folder installed."""
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get('PYTHONPATH')])])
     return subprocess.run(
         [sys.executable, *command],
@@ -120,7 +120,7 @@ def test_a_plugins_mixer_is_held_to_the_contract_and_pinned_names_stay(toy):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A folder whose plugins this process sees, without their mixers outliving the test."""
+    """A folder whose plugins are installed during the test, without keeping their mixers."""
     monkeypatch.setattr(base, '_mixers', dict(base._mixers))
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -144,7 +144,7 @@ def test_a_broken_plugin_is_named(source, entry_point, reason, site):
     with pytest.raises(RuntimeError) as caught:
         load_plugins()
     message = str(caught.value)
-    assert message.startswith(f"The plugin vit-broken 1.2 breaks vitzoo with its entry point '{entry_point}'")
+    assert message.startswith(f"The plugin vit-broken 1.2 fails to load from its entry point '{entry_point}'")
     assert '`pip uninstall vit-broken`' in message and reason in message
     cause = caught.value.__cause__
     assert cause is None if 'registers' in reason else reason.startswith(type(cause).__name__)
@@ -165,9 +165,9 @@ def test_a_package_may_bring_several_mixers(site):
     assert {'toy', 'toy_2'} <= set(base.list_mixers())
 
 
-def test_importing_vitzoo_fails_where_a_plugin_fails(tmp_path):
+def test_importing_a_plugin_before_vitzoo_is_refused(tmp_path):
     install(tmp_path, 'vit-toy', TOY, 'toy = vit_toy')
-    # to a plugin that is imported first, vitzoo cannot give names any more
+    # the plugin is still incomplete when vitzoo looks for its mixer
     child = run(tmp_path, '-c', 'import vit_toy')
     assert child.returncode == 1
     last = child.stderr.splitlines()[-1]

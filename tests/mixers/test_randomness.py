@@ -1,4 +1,4 @@
-"""What mixers draw at random and keep: it follows from seed, layer and training step, and from nothing else."""
+"""Random values that mixers keep: they depend on seed, layer and training step, and on nothing else."""
 
 import copy
 import inspect
@@ -61,7 +61,7 @@ def test_draws_differ_from_layer_to_layer_and_from_seed_to_seed(name):
     assert {name for name, _ in build(name).named_buffers()} <= set(build(name).state_dict())
 
 
-def test_each_draw_has_a_generator_of_its_own():
+def test_each_draw_has_its_own_generator():
     places = [(seed, layer, index) for seed in range(8) for layer in range(8) for index in range(8)]
     draws = {torch.randint(2**62, (), generator=draw_generator(*place)).item() for place in places}
     assert len(draws) == len(places)
@@ -70,12 +70,12 @@ def test_each_draw_has_a_generator_of_its_own():
 
 
 @pytest.mark.parametrize('name', BACKBONES)
-def test_every_mixer_of_a_backbone_is_told_its_layer(name):
+def test_every_mixer_of_a_backbone_gets_its_layer(name):
     mixers = [block.attn for block in blocks(build_model(name, **BACKBONES[name]))]
     assert [mixer.layer for mixer in mixers] == list(range(4 + name.startswith('vil')))
 
 
-def test_a_swapped_mixer_is_told_its_layer():
+def test_a_swapped_mixer_gets_its_layer():
     model = timm.create_model('vit_tiny_patch16_224', img_size=64, **SMALL['deit'])
     swap_mixer(model, 'rfa')
     first, second = (block.attn for block in model.blocks)
@@ -84,7 +84,7 @@ def test_a_swapped_mixer_is_told_its_layer():
 
 
 @pytest.mark.parametrize('name', REDRAWING)
-def test_redrawn_features_follow_from_the_step_alone(name):
+def test_redrawn_features_depend_on_the_step_alone(name):
     torch.manual_seed(1)
     first = build(name, redraw_every=3)
     torch.manual_seed(2)
@@ -111,7 +111,7 @@ def test_features_are_never_redrawn_unless_asked_for(name):
     before = kept(mixer)
     mixer.set_step(1000)
     assert torch.equal(kept(mixer), before)
-    with pytest.raises(ValueError, match='redraw_every is a number of optimizer steps, or 0 for never, not -1'):
+    with pytest.raises(ValueError, match='redraw_every must be a number of optimizer steps, or 0 for never, not -1'):
         build(name, redraw_every=-1)
 
 
@@ -158,7 +158,7 @@ def test_a_model_redraws_every_layer_on_its_own_and_its_average_follows(name):
 
 
 @pytest.mark.parametrize('name', REDRAWING)
-def test_recomputed_forward_passes_see_the_features_of_their_step(name):
+def test_recomputed_forward_passes_use_the_features_of_their_step(name):
     runs = []
     for recompute in (False, True):
         model = redrawing_model(name)

@@ -1,10 +1,10 @@
-"""Window attention as a CPU computes it, strip by strip, against the tiles of every other device and the naive form."""
+"""Window attention by rows of tiles, as on a CPU, against all tiles at once, as elsewhere, and the naive form."""
 
 import pytest
 import torch
 from timm.layers import set_exportable
 
-from vitzoo.mixers import _window_cpu as _strips
+from vitzoo.mixers import _window_cpu
 from vitzoo.mixers._window import window_attention, window_attention_naive
 
 HEADS = 3
@@ -36,29 +36,29 @@ def run(op, inputs, grid_size, window_size, halo):
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), present)]
 
 
-@pytest.mark.parametrize('cached', [1, 2**10, 2**20])
+@pytest.mark.parametrize('num_scores', [1, 2**10, 2**20])
 @pytest.mark.parametrize('case', CASES)
-def test_strips_tiles_and_the_naive_form_are_the_same(case, cached, monkeypatch):
+def test_rows_of_tiles_all_tiles_and_the_naive_form_agree(case, num_scores, monkeypatch):
     # from one sample and head at a time to all at once
-    monkeypatch.setattr(_strips, 'CACHED', cached)
+    monkeypatch.setattr(_window_cpu, '_NUM_SCORES', num_scores)
     grid_size, window_size, halo, *_ = CASES[case]
     inputs = make_inputs(*CASES[case])
-    strips = run(window_attention, inputs, grid_size, window_size, halo)
+    rows = run(window_attention, inputs, grid_size, window_size, halo)
     with set_exportable(True):
         tiles = run(window_attention, inputs, grid_size, window_size, halo)
     naive = run(window_attention_naive, inputs, grid_size, window_size, halo)
-    for a, b, c in zip(strips, tiles, naive, strict=True):
+    for a, b, c in zip(rows, tiles, naive, strict=True):
         torch.testing.assert_close(a, c, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(b, c, rtol=1e-9, atol=1e-9)
 
 
-def test_strips_keep_no_scores_for_the_backward_pass():
+def test_no_scores_are_saved_for_the_backward_pass():
     inputs = make_inputs((12, 12), 3, 1, 2, True, True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         *tensors, bias, bias_shared = inputs
         window_attention(*tensors, (12, 12), 3, 1, 0.7, bias, bias_shared)
-    # queries, keys, values, outputs, shared keys and values, the sums of each token, and the bias twice at most
+    # q, k, v, out, shared keys and values, lse, and the bias at most twice
     tokens, head_dim = inputs[0].numel(), 4
     small = 2 * inputs[3].numel() + tokens // head_dim + 2 * (bias.numel() + HEADS * 9 * 2)
     assert sum(kept) <= 4 * tokens + small

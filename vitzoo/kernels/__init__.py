@@ -1,8 +1,8 @@
-"""Triton kernels for what PyTorch composes badly on a GPU, one file for each mixer's op that has one.
+"""Triton kernels for operations that are slow when composed from PyTorch ops on a GPU, one file per mixer op.
 
-An op asks `use_kernel` whether its kernel may compute, and imports the kernel's file only then: where Triton is missing
-nothing else changes. Each kernel is a custom op with its own backward pass, a fake form for torch.compile and a formula
-for the FLOP counter, and computes what the op's PyTorch form does, in float32 inside.
+An op calls `use_kernel` to decide whether its kernel may run, and only then imports the kernel's file, so nothing
+depends on Triton. Each kernel is a custom op with its own backward pass, a fake implementation for torch.compile and a
+FLOP formula. It computes what the op's PyTorch form computes, in float32 internally.
 """
 
 import importlib.util
@@ -14,16 +14,16 @@ from timm.layers import is_exporting, use_fused_attn
 __all__ = ['use_kernel']
 
 HAS_TRITON = importlib.util.find_spec('triton') is not None
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def use_kernel(x: torch.Tensor) -> bool:
-    """Whether a kernel may compute on tensors like `x`: where timm's switch allows what is experimental
-    (`TIMM_FUSED_ATTN=2` or `timm.layers.set_fused_attn(True, experimental=True)`), on a GPU and outside of exports.
+    """Return True if a kernel may run on tensors like `x`: on a GPU, outside of exports, if timm's switch allows
+    experimental kernels (`TIMM_FUSED_ATTN=2` or `timm.layers.set_fused_attn(True, experimental=True)`).
 
-    Triton's interpreter (`TRITON_INTERPRET=1`, slow, for tests) stands in for a GPU.
+    Triton's interpreter (`TRITON_INTERPRET=1`, slow, for tests) replaces the GPU.
     """
-    if not use_fused_attn(experimental=True) or is_exporting() or x.dtype not in DTYPES:
+    if not use_fused_attn(experimental=True) or is_exporting() or x.dtype not in _DTYPES:
         return False
     is_interpreted = x.device.type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1'
     return HAS_TRITON and (x.is_cuda or is_interpreted)

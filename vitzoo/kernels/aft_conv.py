@@ -1,20 +1,21 @@
-"""AFT-conv without an image of exp(k) v in memory: exponent, depthwise convolution, quotient and gate in one kernel.
+"""AFT-conv without exp(k) v in memory: exponential, depthwise convolution, quotient and gate in one kernel.
 
     out_i = sigmoid(q_i) (W_i(e v) + c (S(e v) - B_i(e v))) / (W_i(e) + c (S(e) - B_i(e)))
-    e_j = exp(k_j - max k),  S(x) = sum_j x_j,  B_i(x) = sum of x_j in reach of i,  c = exp(-shift)
-    W_i(x) = sum of exp(w_ij - shift) x_j in reach of i,  shift = max(w, 0)
+    e_j = exp(k_j - max k),  S(x) = sum_j x_j,  B_i(x) = sum of x_j near i,  c = exp(-shift)
+    W_i(x) = sum of exp(w_ij - shift) x_j near i,  shift = max(w, 0)
 
-W and B are matrix products: the tokens of an 8 x 8 tile are the rows, those in reach of any of them the columns, and
-the weights between them, most of them not 0, are the same for all tiles and samples of a head. Split in this way no
-weight is negative, and what S and B have in common cancels exactly, so bfloat16 serves.
+j is near i if the convolution kernel around i covers it. W and B are matrix products: the rows are the tokens of an
+8 x 8 tile, the columns the tokens near any of them. Most weights between them are not 0, and they are the same for all
+tiles and samples of a head. In this form no weight is negative and the common part of S and B cancels exactly, so
+bfloat16 is precise enough.
 
-Prefix tokens are in S and in reach of nothing. The sums over all tokens are a pass of their own, over k and v.
+Prefix tokens are part of S and near nothing. The sums over all tokens are a separate pass over k and v.
 
-Bytes of a forward pass, for N tokens, C channels and two bytes a number: 10 N C (v once for the sums, then q, v and
-out; a tile and its halo are 5 tiles, mostly from the cache). The PyTorch form moves some 60 N C, in float32. Backward
-has three passes: grad_q, and what the gradients of the sums have in common; grad_k and grad_v, the convolution
-transposed; and the gradient of the kernel. Nothing is summed in an order that changes, so every run gives the same
-bits. Nobody has timed it on a GPU yet.
+Bytes of a forward pass, for N tokens, C channels and two bytes per number: 10 N C (v once for the sums, then q, v and
+out; a tile and its halo are 5 tiles, mostly from the cache). The PyTorch form moves about 60 N C, in float32. Backward
+has three passes: dq, and the gradients of numerator and denominator with their sums; dk and dv, the transposed
+convolution; and the gradient of the convolution kernel. All sums have a fixed order, so results are deterministic. Not
+yet timed on a GPU.
 """
 
 from dataclasses import dataclass
@@ -24,26 +25,26 @@ import triton
 import triton.language as tl
 from torch.utils.flop_counter import register_flop_formula
 
-from ._common import dot, precision
+from ._common import RCP_LN2, contiguous_rows, dot, dot_precision, empty_output, load_rows, store_rows
 
-__all__ = ['aft_conv', 'fits']
+__all__ = ['aft_conv_triton', 'backward_op', 'fits', 'forward_op']
 
-TILE = 8
-# tokens that one program sums up
-CHUNK = 256
-# so many are enough for any GPU, where a sum is split among programs
-PROGRAMS = 512
-TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-TINY: tl.constexpr = tl.constexpr(1e-30)
+# side of a tile of queries
+_TILE = 8
+# tokens that one program sums
+_CHUNK = 256
+# programs that fill any GPU; a sum is split over as many
+_NUM_PROGRAMS = 512
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_TINY: tl.constexpr = tl.constexpr(1e-30)
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernel takes them: one key per head, all of one type, and heads as wide as a matrix product needs."""
+    """Return True if the kernel supports these inputs: one key per head, one dtype, head dimensions from 16 to 128."""
     return k.shape[-1] == 1 and q.dtype == k.dtype == v.dtype and 16 <= v.shape[-1] <= 128
 
 
-def aft_conv(
+def aft_conv_triton(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
 ) -> torch.Tensor:
     """q, v (B, heads, P + H*W, d), k (B, heads, P + H*W, 1), kernel (heads, size, size) -> (B, heads, P + H*W, d)."""
@@ -51,8 +52,8 @@ def aft_conv(
 
 
 @triton.jit
-def _cells(tile, start, H, W, SIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Places in the raster of the cells of a square that overlaps a tile on all sides, and which are on the grid."""
+def _locate(tile, start, H, W, SIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Raster indices of BLOCK tokens of a SIDE x SIDE square centred on a tile, and a mask of those on the grid."""
     cell = start + tl.arange(0, BLOCK)
     columns = tl.cdiv(W, TILE)
     y = tile // columns * TILE + cell // SIDE - (SIDE - TILE) // 2
@@ -61,72 +62,30 @@ def _cells(tile, start, H, W, SIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _load(ptr, token, stride, is_token, D, BLOCK_D: tl.constexpr):
-    """Rows of a tensor, zeros for what is no token."""
-    channel = tl.arange(0, BLOCK_D)
-    mask = is_token[:, None] & (channel < D)[None, :]
-    return tl.load(ptr + token[:, None].to(tl.int64) * stride + channel[None, :], mask=mask, other=0.0)
+def _load_ev(k_ptr, v_ptr, token, mask, k_max, k_n, v_n, D, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
+    """e v and e, both rounded to the dtype of the products, so that all sums of them agree."""
+    k = tl.load(k_ptr + token.to(tl.int64) * k_n, mask=mask, other=float('-inf')).to(tl.float32)
+    e = tl.exp2((k - k_max) * RCP_LN2).to(DTYPE).to(tl.float32)
+    v = load_rows(v_ptr, token, mask, v_n, D, BLOCK_D).to(tl.float32)
+    return (e[:, None] * v).to(DTYPE), e
 
 
 @triton.jit
-def _sources(k_ptr, v_ptr, token, is_token, largest, stride_k, stride_v, D, BLOCK_D: tl.constexpr, TYPE: tl.constexpr):
-    """e v and e, both rounded to the type of the products, the same wherever they are summed."""
-    k = tl.load(k_ptr + token.to(tl.int64) * stride_k, mask=is_token, other=float('-inf')).to(tl.float32)
-    e = tl.exp2((k - largest) * LOG2_E).to(TYPE).to(tl.float32)
-    v = _load(v_ptr, token, stride_v, is_token, D, BLOCK_D).to(tl.float32)
-    return (e[:, None] * v).to(TYPE), e
+def _far_weight(shift_ptr, head):
+    """c; never 0, which would give 0 / 0 for a token whose near weights are all 0."""
+    return tl.maximum(tl.exp2(-tl.load(shift_ptr + head) * RCP_LN2), _TINY)
 
 
 @triton.jit
-def _weigh(
-    kernel_ptr, table_ptr, shift_ptr,
-    SIZE: tl.constexpr, FLIP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """exp(w - shift) between the tokens of a tile and a block of those around it, and the shift."""
-    head, block = tl.program_id(0), tl.program_id(1)
-    tap = tl.arange(0, TAPS)
-    w = tl.load(kernel_ptr + head * SIZE * SIZE + tap, mask=tap < SIZE * SIZE, other=float('-inf'))
-    shift = tl.maximum(tl.max(w, axis=0), 0.0)
-    tl.store(shift_ptr + head, shift, mask=block == 0)
-    SIDE: tl.constexpr = TILE + SIZE - 1
-    row, column = tl.arange(0, TILE * TILE)[:, None], (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-    y, x = column // SIDE - row // TILE, column % SIDE - row % TILE
-    in_reach = (column < SIDE * SIDE) & (y >= 0) & (y < SIZE) & (x >= 0) & (x < SIZE)
-    place = y * SIZE + x
-    if FLIP:
-        place = SIZE * SIZE - 1 - place
-    w = tl.load(kernel_ptr + head * SIZE * SIZE + place, mask=in_reach, other=0.0)
-    # above 0 in reach, because that is how the other kernels know it
-    weight = tl.where(in_reach, tl.maximum(tl.exp2((w - shift) * LOG2_E), TINY), 0.0)
-    table_ptr += (head * TILE * TILE + row) * COLUMNS + column
-    tl.store(table_ptr, weight.to(table_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _far(shift_ptr, head):
-    """c; not 0, which would make 0 / 0 of a token that sees nothing near."""
-    return tl.maximum(tl.exp2(-tl.load(shift_ptr + head) * LOG2_E), TINY)
-
-
-@triton.jit
-def _sum(
-    k_ptr, v_ptr, largest_ptr, sums_ptr, k_b, k_h, k_n, v_b, v_h, v_n, heads, N, D,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
-    """S(e v) and S(e) of a chunk of tokens."""
-    bh, chunk = tl.program_id(0), tl.program_id(1)
-    b, head = (bh // heads).to(tl.int64), bh % heads
-    k_ptr, v_ptr = k_ptr + b * k_b + head * k_h, v_ptr + b * v_b + head * v_h
-    largest = tl.load(largest_ptr + bh)
-    num = tl.zeros((BLOCK_D,), tl.float32)
-    den = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, CHUNK, BLOCK_N):
-        token = chunk * CHUNK + start + tl.arange(0, BLOCK_N)
-        source, e = _sources(k_ptr, v_ptr, token, token < N, largest, k_n, v_n, D, BLOCK_D, TYPE)
-        num += tl.sum(source.to(tl.float32), axis=0)
-        den += e
-    _store_sums(sums_ptr, (bh * tl.num_programs(1) + chunk).to(tl.int64), num, tl.sum(den, axis=0), D, BLOCK_D)
+def _add_near(weight, x, y, wx, bx, wy, by, PRECISION: tl.constexpr):
+    """Add a block of columns to W and B of a matrix x and of a vector y."""
+    weight_wide = weight.to(tl.float32)
+    is_near = tl.where(weight_wide > 0, 1.0, 0.0)
+    wx = dot(weight, x, wx, PRECISION)
+    bx = dot(is_near.to(weight.dtype), x, bx, PRECISION)
+    wy += tl.sum(weight_wide * y[None, :], axis=1)
+    by += tl.sum(is_near * y[None, :], axis=1)
+    return wx, bx, wy, by
 
 
 @triton.jit
@@ -137,176 +96,209 @@ def _store_sums(ptr, row, num, den, D, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _add_near(w, source, e, num, box, den, box_den, PRECISION: tl.constexpr):
-    """W and B of a block of columns, of the source and of e."""
-    w_wide = w.to(tl.float32)
-    in_reach = tl.where(w_wide > 0, 1.0, 0.0)
-    num = dot(w, source, num, PRECISION)
-    box = dot(in_reach.to(w.dtype), source, box, PRECISION)
-    den += tl.sum(w_wide * e[None, :], axis=1)
-    box_den += tl.sum(in_reach * e[None, :], axis=1)
-    return num, box, den, box_den
+def _weight_kernel(
+    kernel_ptr, weight_ptr, shift_ptr,
+    KERNEL_SIZE: tl.constexpr, FLIP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """exp(w - shift) between the tokens of a tile and a block of the tokens around it, and the shift."""
+    head, block = tl.program_id(0), tl.program_id(1)
+    tap = tl.arange(0, TAPS)
+    w = tl.load(
+        kernel_ptr + head * KERNEL_SIZE * KERNEL_SIZE + tap, mask=tap < KERNEL_SIZE * KERNEL_SIZE, other=float('-inf')
+    )
+    shift = tl.maximum(tl.max(w, axis=0), 0.0)
+    tl.store(shift_ptr + head, shift, mask=block == 0)
+    SIDE: tl.constexpr = TILE + KERNEL_SIZE - 1
+    row, column = tl.arange(0, TILE * TILE)[:, None], (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+    y, x = column // SIDE - row // TILE, column % SIDE - row % TILE
+    is_near = (column < SIDE * SIDE) & (y >= 0) & (y < KERNEL_SIZE) & (x >= 0) & (x < KERNEL_SIZE)
+    tap = y * KERNEL_SIZE + x
+    if FLIP:
+        tap = KERNEL_SIZE * KERNEL_SIZE - 1 - tap
+    w = tl.load(kernel_ptr + head * KERNEL_SIZE * KERNEL_SIZE + tap, mask=is_near, other=0.0)
+    # above 0 if near, because `_add_near` tests for it
+    weight = tl.where(is_near, tl.maximum(tl.exp2((w - shift) * RCP_LN2), _TINY), 0.0)
+    weight_ptr += (head * TILE * TILE + row) * COLUMNS + column
+    tl.store(weight_ptr, weight.to(weight_ptr.dtype.element_ty))
 
 
 @triton.jit
-def _forward(
-    q_ptr, k_ptr, v_ptr, table_ptr, shift_ptr, largest_ptr, sums_ptr, out_ptr, normaliser_ptr,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, H, W, P, D,
-    SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+def _sum_kernel(
+    k_ptr, v_ptr, k_max_ptr, sums_ptr, k_b, k_h, k_n, v_b, v_h, v_n, heads, N, D,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the grid; the normaliser is kept for the backward pass."""
-    tiles, N = tl.cdiv(H, TILE) * tl.cdiv(W, TILE), P + H * W
-    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    b, head = (bh // heads).to(tl.int64), bh % heads
-    q_ptr, k_ptr, v_ptr = q_ptr + b * q_b + head * q_h, k_ptr + b * k_b + head * k_h, v_ptr + b * v_b + head * v_h
-    largest = tl.load(largest_ptr + bh)
-    ROWS: tl.constexpr = TILE * TILE
-    row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    table_ptr += (head * ROWS + row)[:, None] * COLUMNS + tl.arange(0, BLOCK_N)[None, :]
-    num, box = tl.zeros((ROWS, BLOCK_D), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
-    den, box_den = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for start in range(0, COLUMNS, BLOCK_N):
-        place, on_grid = _cells(tile, start, H, W, TILE + SIZE - 1, TILE, BLOCK_N)
-        w = tl.load(table_ptr + start)
-        source, e = _sources(k_ptr, v_ptr, P + place, on_grid, largest, k_n, v_n, D, BLOCK_D, w.dtype)
-        num, box, den, box_den = _add_near(w, source, e, num, box, den, box_den, PRECISION)
-    far = _far(shift_ptr, head)
-    total = tl.load(sums_ptr + bh * (D + 1) + channel, mask=channel < D, other=0.0)
-    num += far * (total[None, :] - box)
-    # where all is in reach only rounding is left of the difference
-    den += far * tl.maximum(tl.load(sums_ptr + bh * (D + 1) + D) - box_den, 0.0)
-    place, on_grid = _cells(tile, 0, H, W, TILE, TILE, ROWS)
-    q = _load(q_ptr, P + place, q_n, on_grid, D, BLOCK_D).to(tl.float32)
-    out = tl.sigmoid(q) * num / den[:, None]
-    out_ptr += ((b * N + P + place) * heads + head)[:, None] * D + channel[None, :]
-    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=on_grid[:, None] & (channel < D)[None, :])
-    tl.store(normaliser_ptr + bh.to(tl.int64) * N + P + place, den, mask=on_grid)
-
-
-@triton.jit
-def _grad_queries(
-    q_ptr, grad_ptr, out_ptr, normaliser_ptr, grad_q_ptr, grad_num_ptr, grad_den_ptr, sums_ptr,
-    q_b, q_h, q_n, heads, N, D, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the queries, of numerator and denominator, and the sums of these two over a chunk of tokens."""
+    """S(e v) and S(e) of a chunk of tokens."""
     bh, chunk = tl.program_id(0), tl.program_id(1)
     b, head = (bh // heads).to(tl.int64), bh % heads
-    channel = tl.arange(0, BLOCK_D)
+    k_ptr, v_ptr = k_ptr + b * k_b + head * k_h, v_ptr + b * v_b + head * v_h
+    k_max = tl.load(k_max_ptr + bh)
     num = tl.zeros((BLOCK_D,), tl.float32)
     den = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, CHUNK, BLOCK_N):
         token = chunk * CHUNK + start + tl.arange(0, BLOCK_N)
-        is_token = token < N
-        normaliser = tl.load(normaliser_ptr + bh.to(tl.int64) * N + token, mask=is_token, other=1.0)
-        gate = tl.sigmoid(_load(q_ptr + b * q_b + head * q_h, token, q_n, is_token, D, BLOCK_D).to(tl.float32))
-        place = ((b * N + token) * heads + head)[:, None] * D + channel[None, :]
-        mask = is_token[:, None] & (channel < D)[None, :]
-        grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        product = grad * tl.load(out_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_q_ptr + place, (product * (1 - gate)).to(grad_q_ptr.dtype.element_ty), mask=mask)
-        grad_num = (grad * gate / normaliser[:, None]).to(grad_num_ptr.dtype.element_ty)
-        tl.store(grad_num_ptr + place, grad_num, mask=mask)
-        grad_den = -tl.sum(product, axis=1) / normaliser
-        tl.store(grad_den_ptr + bh.to(tl.int64) * N + token, grad_den, mask=is_token)
-        num += tl.sum(grad_num.to(tl.float32), axis=0)
-        den += grad_den
+        ev, e = _load_ev(k_ptr, v_ptr, token, token < N, k_max, k_n, v_n, D, BLOCK_D, DTYPE)
+        num += tl.sum(ev.to(tl.float32), axis=0)
+        den += e
     _store_sums(sums_ptr, (bh * tl.num_programs(1) + chunk).to(tl.int64), num, tl.sum(den, axis=0), D, BLOCK_D)
 
 
 @triton.jit
-def _grad_sources(
-    k_ptr, v_ptr, table_ptr, shift_ptr, largest_ptr, sums_ptr, grad_num_ptr, grad_den_ptr, grad_k_ptr, grad_v_ptr,
-    k_b, k_h, k_n, v_b, v_h, v_n, heads, H, W, P, D,
-    SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, weight_ptr, shift_ptr, k_max_ptr, sums_ptr, out_ptr, den_ptr,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, H, W, P, D,
+    KERNEL_SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys and values of a tile: the convolution transposed, over the flipped table."""
+    """The output of a tile of the grid, and its denominator for the backward pass."""
+    tiles, N = tl.cdiv(H, TILE) * tl.cdiv(W, TILE), P + H * W
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, head = (bh // heads).to(tl.int64), bh % heads
+    q_ptr, k_ptr, v_ptr = q_ptr + b * q_b + head * q_h, k_ptr + b * k_b + head * k_h, v_ptr + b * v_b + head * v_h
+    k_max = tl.load(k_max_ptr + bh)
+    ROWS: tl.constexpr = TILE * TILE
+    row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    weight_ptr += (head * ROWS + row)[:, None] * COLUMNS + tl.arange(0, BLOCK_N)[None, :]
+    num, box_num = tl.zeros((ROWS, BLOCK_D), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
+    den, box_den = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for start in range(0, COLUMNS, BLOCK_N):
+        place, on_grid = _locate(tile, start, H, W, TILE + KERNEL_SIZE - 1, TILE, BLOCK_N)
+        weight = tl.load(weight_ptr + start)
+        ev, e = _load_ev(k_ptr, v_ptr, P + place, on_grid, k_max, k_n, v_n, D, BLOCK_D, weight.dtype)
+        num, box_num, den, box_den = _add_near(weight, ev, e, num, box_num, den, box_den, PRECISION)
+    far = _far_weight(shift_ptr, head)
+    num_sum = tl.load(sums_ptr + bh * (D + 1) + channel, mask=channel < D, other=0.0)
+    num += far * (num_sum[None, :] - box_num)
+    # if all tokens are near, the difference is rounding error
+    den += far * tl.maximum(tl.load(sums_ptr + bh * (D + 1) + D) - box_den, 0.0)
+    place, on_grid = _locate(tile, 0, H, W, TILE, TILE, ROWS)
+    q = load_rows(q_ptr, P + place, on_grid, q_n, D, BLOCK_D).to(tl.float32)
+    out = tl.sigmoid(q) * num / den[:, None]
+    store_rows(out_ptr + (b * N * heads + head) * D, out, P + place, on_grid, heads * D, D, BLOCK_D)
+    tl.store(den_ptr + bh.to(tl.int64) * N + P + place, den, mask=on_grid)
+
+
+@triton.jit
+def _dq_kernel(
+    q_ptr, do_ptr, out_ptr, den_ptr, dq_ptr, dnum_ptr, dden_ptr, sums_ptr,
+    q_b, q_h, q_n, heads, N, D, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dq, the gradients of numerator and denominator, and the sums of these two over a chunk of tokens."""
+    bh, chunk = tl.program_id(0), tl.program_id(1)
+    b, head = (bh // heads).to(tl.int64), bh % heads
+    base = (b * N * heads + head) * D
+    dnum_sum = tl.zeros((BLOCK_D,), tl.float32)
+    dden_sum = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, CHUNK, BLOCK_N):
+        token = chunk * CHUNK + start + tl.arange(0, BLOCK_N)
+        is_token = token < N
+        den = tl.load(den_ptr + bh.to(tl.int64) * N + token, mask=is_token, other=1.0)
+        q = load_rows(q_ptr + b * q_b + head * q_h, token, is_token, q_n, D, BLOCK_D)
+        gate = tl.sigmoid(q.to(tl.float32))
+        do = load_rows(do_ptr + base, token, is_token, heads * D, D, BLOCK_D).to(tl.float32)
+        do_out = do * load_rows(out_ptr + base, token, is_token, heads * D, D, BLOCK_D).to(tl.float32)
+        store_rows(dq_ptr + base, do_out * (1 - gate), token, is_token, heads * D, D, BLOCK_D)
+        dnum = (do * gate / den[:, None]).to(dnum_ptr.dtype.element_ty)
+        store_rows(dnum_ptr + base, dnum, token, is_token, heads * D, D, BLOCK_D)
+        dden = -tl.sum(do_out, axis=1) / den
+        tl.store(dden_ptr + bh.to(tl.int64) * N + token, dden, mask=is_token)
+        dnum_sum += tl.sum(dnum.to(tl.float32), axis=0)
+        dden_sum += dden
+    row = (bh * tl.num_programs(1) + chunk).to(tl.int64)
+    _store_sums(sums_ptr, row, dnum_sum, tl.sum(dden_sum, axis=0), D, BLOCK_D)
+
+
+@triton.jit
+def _dkv_kernel(
+    k_ptr, v_ptr, weight_ptr, shift_ptr, k_max_ptr, sums_ptr, dnum_ptr, dden_ptr, dk_ptr, dv_ptr,
+    k_b, k_h, k_n, v_b, v_h, v_n, heads, H, W, P, D,
+    KERNEL_SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile: the transposed convolution, with the flipped weights."""
     tiles, N = tl.cdiv(H, TILE) * tl.cdiv(W, TILE), P + H * W
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, head = (bh // heads).to(tl.int64), bh % heads
     ROWS: tl.constexpr = TILE * TILE
     row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    table_ptr += (head * ROWS + row)[:, None] * COLUMNS + tl.arange(0, BLOCK_N)[None, :]
-    grad_num_ptr += (b * N * heads + head) * D
-    num, box = tl.zeros((ROWS, BLOCK_D), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
-    den, box_den = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    weight_ptr += (head * ROWS + row)[:, None] * COLUMNS + tl.arange(0, BLOCK_N)[None, :]
+    base = b * N * heads + head
+    # gradients of e v and e
+    dev, box_dev = tl.zeros((ROWS, BLOCK_D), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
+    de, box_de = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     for start in range(0, COLUMNS, BLOCK_N):
-        place, on_grid = _cells(tile, start, H, W, TILE + SIZE - 1, TILE, BLOCK_N)
-        grad_num = _load(grad_num_ptr, P + place, heads * D, on_grid, D, BLOCK_D)
-        grad_den = tl.load(grad_den_ptr + bh.to(tl.int64) * N + P + place, mask=on_grid, other=0.0)
-        num, box, den, box_den = _add_near(
-            tl.load(table_ptr + start), grad_num, grad_den, num, box, den, box_den, PRECISION
-        )
-    far = _far(shift_ptr, head)
-    total = tl.load(sums_ptr + bh * (D + 1) + channel, mask=channel < D, other=0.0)
-    num += far * (total[None, :] - box)
-    den += far * (tl.load(sums_ptr + bh * (D + 1) + D) - box_den)
-    place, on_grid = _cells(tile, 0, H, W, TILE, TILE, ROWS)
+        place, on_grid = _locate(tile, start, H, W, TILE + KERNEL_SIZE - 1, TILE, BLOCK_N)
+        dnum = load_rows(dnum_ptr + base * D, P + place, on_grid, heads * D, D, BLOCK_D)
+        dden = tl.load(dden_ptr + bh.to(tl.int64) * N + P + place, mask=on_grid, other=0.0)
+        weight = tl.load(weight_ptr + start)
+        dev, box_dev, de, box_de = _add_near(weight, dnum, dden, dev, box_dev, de, box_de, PRECISION)
+    far = _far_weight(shift_ptr, head)
+    dnum_sum = tl.load(sums_ptr + bh * (D + 1) + channel, mask=channel < D, other=0.0)
+    dev += far * (dnum_sum[None, :] - box_dev)
+    de += far * (tl.load(sums_ptr + bh * (D + 1) + D) - box_de)
+    place, on_grid = _locate(tile, 0, H, W, TILE, TILE, ROWS)
     k_ptr += b * k_b + head * k_h + (P + place).to(tl.int64) * k_n
     k = tl.load(k_ptr, mask=on_grid, other=float('-inf')).to(tl.float32)
-    e = tl.exp2((k - tl.load(largest_ptr + bh)) * LOG2_E)
-    v = _load(v_ptr + b * v_b + head * v_h, P + place, v_n, on_grid, D, BLOCK_D).to(tl.float32)
-    place = (b * N + P + place) * heads + head
-    grad_k = e * (tl.sum(num * v, axis=1) + den)
-    tl.store(grad_k_ptr + place, grad_k.to(grad_k_ptr.dtype.element_ty), mask=on_grid)
-    grad_v_ptr += place[:, None] * D + channel[None, :]
-    grad_v = (e[:, None] * num).to(grad_v_ptr.dtype.element_ty)
-    tl.store(grad_v_ptr, grad_v, mask=on_grid[:, None] & (channel < D)[None, :])
+    e = tl.exp2((k - tl.load(k_max_ptr + bh)) * RCP_LN2)
+    v = load_rows(v_ptr + b * v_b + head * v_h, P + place, on_grid, v_n, D, BLOCK_D).to(tl.float32)
+    dk = e * (tl.sum(dev * v, axis=1) + de)
+    tl.store(dk_ptr + base + (P + place) * heads, dk.to(dk_ptr.dtype.element_ty), mask=on_grid)
+    store_rows(dv_ptr + base * D, e[:, None] * dev, P + place, on_grid, heads * D, D, BLOCK_D)
 
 
 @triton.jit
-def _grad_table(
-    k_ptr, v_ptr, largest_ptr, grad_num_ptr, grad_den_ptr, grad_table_ptr,
+def _dweight_kernel(
+    k_ptr, v_ptr, k_max_ptr, dnum_ptr, dden_ptr, dweight_ptr,
     k_b, k_h, k_n, v_b, v_h, v_n, B, heads, H, W, P, D,
-    SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    KERNEL_SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block of columns of the table, from some of the tiles and samples."""
-    head, start, split = tl.program_id(0), tl.program_id(1) * BLOCK_N, tl.program_id(2)
+    """The gradient of a block of columns of the weights, from a part of the tiles and samples."""
+    head, start, part = tl.program_id(0), tl.program_id(1) * BLOCK_N, tl.program_id(2)
     tiles, N = tl.cdiv(H, TILE) * tl.cdiv(W, TILE), P + H * W
     ROWS: tl.constexpr = TILE * TILE
     acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for item in range(split, B * tiles, tl.num_programs(2)):
+    for item in range(part, B * tiles, tl.num_programs(2)):
         tile, b = item % tiles, (item // tiles).to(tl.int64)
         bh = b * heads + head
-        place, on_grid = _cells(tile, 0, H, W, TILE, TILE, ROWS)
-        grad_den = tl.load(grad_den_ptr + bh * N + P + place, mask=on_grid, other=0.0)
-        grad_num_at = grad_num_ptr + (b * N * heads + head) * D
-        grad_num = _load(grad_num_at, P + place, heads * D, on_grid, D, BLOCK_D)
-        place, on_grid = _cells(tile, start, H, W, TILE + SIZE - 1, TILE, BLOCK_N)
-        k_at, v_at, largest = k_ptr + b * k_b + head * k_h, v_ptr + b * v_b + head * v_h, tl.load(largest_ptr + bh)
-        source, e = _sources(k_at, v_at, P + place, on_grid, largest, k_n, v_n, D, BLOCK_D, grad_num.dtype)
-        acc = dot(grad_num, tl.trans(source), acc, PRECISION)
-        acc += grad_den[:, None] * e[None, :]
+        place, on_grid = _locate(tile, 0, H, W, TILE, TILE, ROWS)
+        dden = tl.load(dden_ptr + bh * N + P + place, mask=on_grid, other=0.0)
+        dnum = load_rows(dnum_ptr + (b * N * heads + head) * D, P + place, on_grid, heads * D, D, BLOCK_D)
+        place, on_grid = _locate(tile, start, H, W, TILE + KERNEL_SIZE - 1, TILE, BLOCK_N)
+        ev, e = _load_ev(
+            k_ptr + b * k_b + head * k_h, v_ptr + b * v_b + head * v_h, P + place, on_grid,
+            tl.load(k_max_ptr + bh), k_n, v_n, D, BLOCK_D, dnum.dtype,
+        )  # fmt: skip
+        acc = dot(dnum, tl.trans(ev), acc, PRECISION)
+        acc += dden[:, None] * e[None, :]
     row, column = tl.arange(0, ROWS), start + tl.arange(0, BLOCK_N)
-    grad_table_ptr += ((split * tl.num_programs(0) + head).to(tl.int64) * ROWS + row)[:, None] * COLUMNS
-    tl.store(grad_table_ptr + column[None, :], acc)
+    dweight_ptr += ((part * tl.num_programs(0) + head).to(tl.int64) * ROWS + row)[:, None] * COLUMNS
+    tl.store(dweight_ptr + column[None, :], acc)
 
 
 @triton.jit
-def _fold(
-    kernel_ptr, shift_ptr, grad_table_ptr, grad_kernel_ptr, heads, splits,
-    SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+def _dtap_kernel(
+    kernel_ptr, shift_ptr, dweight_ptr, dkernel_ptr, heads, parts,
+    KERNEL_SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block of taps of a kernel, each of which is in every row of the table once."""
+    """The gradient of a block of taps of the convolution kernel, each of which is in every row of the weights once."""
     head, tap = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, TILE * TILE)[:, None]
-    y, x = row // TILE + (tap // SIZE)[None, :], row % TILE + (tap % SIZE)[None, :]
-    place = row * COLUMNS + y * (TILE + SIZE - 1) + x
-    is_tap = tap < SIZE * SIZE
+    y, x = row // TILE + (tap // KERNEL_SIZE)[None, :], row % TILE + (tap % KERNEL_SIZE)[None, :]
+    place = row * COLUMNS + y * (TILE + KERNEL_SIZE - 1) + x
+    is_tap = tap < KERNEL_SIZE * KERNEL_SIZE
     acc = tl.zeros((TILE * TILE, BLOCK), tl.float32)
-    for split in range(0, splits):
-        part_ptr = grad_table_ptr + (split * heads + head).to(tl.int64) * TILE * TILE * COLUMNS
+    for part in range(0, parts):
+        part_ptr = dweight_ptr + (part * heads + head).to(tl.int64) * TILE * TILE * COLUMNS
         acc += tl.load(part_ptr + place, mask=is_tap[None, :], other=0.0)
-    w = tl.load(kernel_ptr + head * SIZE * SIZE + tap, mask=is_tap, other=0.0)
-    weight = tl.exp2((w - tl.load(shift_ptr + head)) * LOG2_E)
-    tl.store(grad_kernel_ptr + head * SIZE * SIZE + tap, weight * tl.sum(acc, axis=0), mask=is_tap)
+    w = tl.load(kernel_ptr + head * KERNEL_SIZE * KERNEL_SIZE + tap, mask=is_tap, other=0.0)
+    weight = tl.exp2((w - tl.load(shift_ptr + head)) * RCP_LN2)
+    tl.store(dkernel_ptr + head * KERNEL_SIZE * KERNEL_SIZE + tap, weight * tl.sum(acc, axis=0), mask=is_tap)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the launches have in common: sizes of the problem, and of the blocks it is cut into."""
+class _Sizes:
+    """Sizes that the launches share: those of the problem, and of the blocks it is split into."""
 
     B: int
     heads: int
@@ -314,15 +306,15 @@ class Plan:
     D: int
     H: int
     W: int
-    size: int
+    kernel_size: int
     precision: str
-    operand: torch.dtype
+    operand_dtype: torch.dtype
 
     @classmethod
-    def of(cls, q: torch.Tensor, kernel: torch.Tensor, H: int, W: int) -> 'Plan':
-        # float16 lacks the range for weights and sources, and tensor cores take float32 as three of its size
-        operand = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        return cls(*q.shape, H, W, kernel.shape[-1], precision(q, half='tf32x3'), operand)
+    def of(cls, q: torch.Tensor, kernel: torch.Tensor, H: int, W: int) -> '_Sizes':
+        # float16 lacks the range for the operands; tf32x3 splits their float32 in three for tensor cores
+        operand_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        return cls(*q.shape, H, W, kernel.shape[-1], dot_precision(q, half='tf32x3'), operand_dtype)
 
     @property
     def P(self) -> int:
@@ -330,139 +322,141 @@ class Plan:
 
     @property
     def tiles(self) -> int:
-        return triton.cdiv(self.H, TILE) * triton.cdiv(self.W, TILE)
+        return triton.cdiv(self.H, _TILE) * triton.cdiv(self.W, _TILE)
 
     @property
     def columns(self) -> int:
-        return triton.cdiv((TILE + self.size - 1) ** 2, 64) * 64
+        return triton.cdiv((_TILE + self.kernel_size - 1) ** 2, 64) * 64
 
     @property
     def chunks(self) -> int:
-        return triton.cdiv(self.N, CHUNK)
+        return triton.cdiv(self.N, _CHUNK)
 
     @property
     def block_n(self) -> int:
-        return 64 if self.operand == torch.bfloat16 else 16
+        return 64 if self.operand_dtype == torch.bfloat16 else 16
 
-    def blocks(self) -> dict:
-        """Compile-time sizes of the kernels that go along all tokens, 16 numbers to a thread."""
-        block_d = max(16, triton.next_power_of_2(self.D))
-        return dict(BLOCK_N=2048 // block_d, BLOCK_D=block_d, num_warps=4)
+    @property
+    def block_d(self) -> int:
+        return max(16, triton.next_power_of_2(self.D))
 
-    def tile_blocks(self) -> dict:
-        """Compile-time sizes of the kernels that go tile by tile."""
-        block_d = max(16, triton.next_power_of_2(self.D))
-        warps = 4 if self.operand == torch.bfloat16 and block_d <= 32 else 8
-        blocks = dict(BLOCK_N=self.block_n, BLOCK_D=block_d, num_warps=warps)
-        return dict(SIZE=self.size, TILE=TILE, COLUMNS=self.columns, PRECISION=self.precision, **blocks)
-
-    def grid(self) -> tuple[int, ...]:
-        """The numbers that say where a tile lies."""
+    def shape(self) -> tuple[int, ...]:
+        """The arguments that locate a tile."""
         return self.heads, self.H, self.W, self.P, self.D
 
+    def chunk_blocks(self) -> dict:
+        """Compile-time sizes of the kernels over chunks of tokens, 16 numbers per thread."""
+        return dict(CHUNK=_CHUNK, BLOCK_N=2048 // self.block_d, BLOCK_D=self.block_d, num_warps=4)
 
-def _table(kernel: torch.Tensor, plan: Plan, flip: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    table = kernel.new_empty(plan.heads, TILE**2, plan.columns, dtype=plan.operand)
-    shift = kernel.new_empty(plan.heads)
-    sizes = dict(SIZE=plan.size, TILE=TILE, COLUMNS=plan.columns, TAPS=triton.next_power_of_2(plan.size**2))
-    _weigh[plan.heads, plan.columns // 64](kernel, table, shift, FLIP=flip, BLOCK=64, **sizes)
-    return table, shift
+    def weight_blocks(self) -> dict:
+        """Compile-time sizes of the table of weights."""
+        return dict(KERNEL_SIZE=self.kernel_size, TILE=_TILE, COLUMNS=self.columns)
+
+    def tile_blocks(self) -> dict:
+        """Compile-time sizes of the kernels over tiles."""
+        num_warps = 4 if self.operand_dtype == torch.bfloat16 and self.block_d <= 32 else 8
+        blocks = dict(BLOCK_N=self.block_n, BLOCK_D=self.block_d, PRECISION=self.precision, num_warps=num_warps)
+        return dict(**self.weight_blocks(), **blocks)
 
 
-def _empty(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Room for a tensor of the shape of x, with the heads of a token side by side, as they are merged next."""
-    B, heads, N, D = x.shape
-    return x.new_empty(B, N, heads, D, dtype=dtype).transpose(1, 2)
+def _make_weights(kernel: torch.Tensor, sizes: _Sizes, flip: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights between a tile and the tokens around it, (heads, 64, columns), and their shifts (heads)."""
+    weight = kernel.new_empty(sizes.heads, _TILE**2, sizes.columns, dtype=sizes.operand_dtype)
+    shift = kernel.new_empty(sizes.heads)
+    blocks = dict(**sizes.weight_blocks(), TAPS=triton.next_power_of_2(sizes.kernel_size**2), BLOCK=64)
+    _weight_kernel[sizes.heads, sizes.columns // 64](kernel, weight, shift, FLIP=flip, **blocks)
+    return weight, shift
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x, if its rows lie in one piece, or a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _far_weights(shift: torch.Tensor) -> torch.Tensor:
+    """c of each head, as in `_far_weight`."""
+    return (-shift).exp().clamp(min=_TINY.value)
 
 
 @torch.library.custom_op('vitzoo::aft_conv', mutates_args=())
 def forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, H: int, W: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The mixed values, their normaliser (B, heads, N) and the largest key (B, heads), both float32."""
-    plan = Plan.of(q, kernel, H, W)
-    q, v = _rows(q), _rows(v)
-    out = _empty(q)
-    normaliser = q.new_empty(q.shape[:3], dtype=torch.float32)
+    """The output, its denominator (B, heads, N) and the maximum of the keys (B, heads), both float32."""
+    sizes = _Sizes.of(q, kernel, H, W)
+    q, v = contiguous_rows(q), contiguous_rows(v)
+    out = empty_output(q)
+    den = q.new_empty(q.shape[:3], dtype=torch.float32)
     with torch.cuda.device_of(q):
-        largest = k.amax(dim=(2, 3)).float()
-        sums = largest.new_empty(plan.B, plan.heads, plan.chunks, plan.D + 1)
+        k_max = k.amax(dim=(2, 3)).float()
+        sums = k_max.new_empty(sizes.B, sizes.heads, sizes.chunks, sizes.D + 1)
         strides = *k.stride()[:3], *v.stride()[:3]
-        types = dict(CHUNK=CHUNK, TYPE=TRITON_TYPES[plan.operand])
-        _sum[plan.B * plan.heads, plan.chunks](
-            k, v, largest, sums, *strides, plan.heads, plan.N, plan.D, **types, **plan.blocks()
-        )
-        sums = sums.sum(dim=2)
-        table, shift = _table(kernel.contiguous(), plan, flip=False)
-        _forward[(plan.B * plan.heads * plan.tiles,)](
-            q, k, v, table, shift, largest, sums, out, normaliser,
-            *q.stride()[:3], *strides, *plan.grid(), **plan.tile_blocks(),
+        _sum_kernel[sizes.B * sizes.heads, sizes.chunks](
+            k, v, k_max, sums, *strides, sizes.heads, sizes.N, sizes.D,
+            DTYPE=_TRITON_DTYPES[sizes.operand_dtype], **sizes.chunk_blocks(),
         )  # fmt: skip
-    if plan.P:
-        num, den = sums.unsqueeze(2).split([plan.D, 1], dim=-1)
-        out[:, :, : plan.P] = q[:, :, : plan.P].float().sigmoid() * (num / den)
-        normaliser[:, :, : plan.P] = (-shift).exp().clamp(min=1e-30)[:, None] * den.squeeze(-1)
-    return out, normaliser, largest
+        sums = sums.sum(dim=2)
+        weight, shift = _make_weights(kernel.contiguous(), sizes, flip=False)
+        _forward_kernel[(sizes.B * sizes.heads * sizes.tiles,)](
+            q, k, v, weight, shift, k_max, sums, out, den,
+            *q.stride()[:3], *strides, *sizes.shape(), **sizes.tile_blocks(),
+        )  # fmt: skip
+    P = sizes.P
+    if P:
+        num_sum, den_sum = sums.unsqueeze(2).split([sizes.D, 1], dim=-1)
+        out[:, :, :P] = q[:, :, :P].float().sigmoid() * (num_sum / den_sum)
+        den[:, :, :P] = _far_weights(shift)[:, None] * den_sum.squeeze(-1)
+    return out, den, k_max
 
 
 @torch.library.custom_op('vitzoo::aft_conv_backward', mutates_args=())
 def backward_op(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor,
-    out: torch.Tensor, normaliser: torch.Tensor, largest: torch.Tensor, H: int, W: int,
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor,
+    out: torch.Tensor, den: torch.Tensor, k_max: torch.Tensor, H: int, W: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of q, k, v and the kernel."""
-    plan = Plan.of(q, kernel, H, W)
-    q, v, kernel = _rows(q), _rows(v), kernel.contiguous()
-    grad, out = (x.transpose(1, 2).contiguous() for x in (grad, out))
-    grad_q, grad_k, grad_v, grad_num = _empty(q), _empty(k), _empty(v), _empty(v, plan.operand)
-    grad_den = torch.empty_like(normaliser)
-    sums = largest.new_empty(plan.B, plan.heads, plan.chunks, plan.D + 1)
+    """The gradients of q, k, v and the convolution kernel."""
+    sizes = _Sizes.of(q, kernel, H, W)
+    q, v, kernel = contiguous_rows(q), contiguous_rows(v), kernel.contiguous()
+    do, out = (x.transpose(1, 2).contiguous() for x in (do, out))
+    dq, dk, dv, dnum = empty_output(q), empty_output(k), empty_output(v), empty_output(v, sizes.operand_dtype)
+    dden = torch.empty_like(den)
+    sums = k_max.new_empty(sizes.B, sizes.heads, sizes.chunks, sizes.D + 1)
     strides = *k.stride()[:3], *v.stride()[:3]
-    blocks = plan.tile_blocks()
+    blocks = sizes.tile_blocks()
     with torch.cuda.device_of(q):
-        _grad_queries[plan.B * plan.heads, plan.chunks](
-            q, grad, out, normaliser, grad_q, grad_num, grad_den, sums,
-            *q.stride()[:3], plan.heads, plan.N, plan.D, CHUNK=CHUNK, **plan.blocks(),
+        _dq_kernel[sizes.B * sizes.heads, sizes.chunks](
+            q, do, out, den, dq, dnum, dden, sums,
+            *q.stride()[:3], sizes.heads, sizes.N, sizes.D, **sizes.chunk_blocks(),
         )  # fmt: skip
         sums = sums.sum(dim=2)
-        table, shift = _table(kernel, plan, flip=True)
-        _grad_sources[(plan.B * plan.heads * plan.tiles,)](
-            k, v, table, shift, largest, sums, grad_num, grad_den, grad_k, grad_v, *strides, *plan.grid(), **blocks
+        weight, shift = _make_weights(kernel, sizes, flip=True)
+        _dkv_kernel[(sizes.B * sizes.heads * sizes.tiles,)](
+            k, v, weight, shift, k_max, sums, dnum, dden, dk, dv, *strides, *sizes.shape(), **blocks
         )
-        splits = min(plan.B * plan.tiles, triton.cdiv(PROGRAMS, plan.heads * plan.columns // plan.block_n))
-        grad_table = largest.new_empty(splits, plan.heads, TILE**2, plan.columns)
-        _grad_table[plan.heads, plan.columns // plan.block_n, splits](
-            k, v, largest, grad_num, grad_den, grad_table, *strides, plan.B, *plan.grid(), **blocks
+        blocks_n = sizes.columns // sizes.block_n
+        parts = min(sizes.B * sizes.tiles, triton.cdiv(_NUM_PROGRAMS, sizes.heads * blocks_n))
+        dweight = k_max.new_empty(parts, sizes.heads, _TILE**2, sizes.columns)
+        _dweight_kernel[sizes.heads, blocks_n, parts](
+            k, v, k_max, dnum, dden, dweight, *strides, sizes.B, *sizes.shape(), **blocks
         )
-        grad_kernel = torch.empty_like(kernel)
-        sizes = dict(SIZE=plan.size, TILE=TILE, COLUMNS=plan.columns, BLOCK=16)
-        _fold[plan.heads, triton.cdiv(plan.size**2, 16)](
-            kernel, shift, grad_table, grad_kernel, plan.heads, splits, **sizes
+        dkernel = torch.empty_like(kernel)
+        _dtap_kernel[sizes.heads, triton.cdiv(sizes.kernel_size**2, 16)](
+            kernel, shift, dweight, dkernel, sizes.heads, parts, **sizes.weight_blocks(), BLOCK=16
         )
-    if plan.P:
-        e = (k[:, :, : plan.P].float() - largest[..., None, None]).exp() * (-shift).exp().clamp(min=1e-30)[
-            :, None, None
-        ]
-        num, den = sums.unsqueeze(2).split([plan.D, 1], dim=-1)
-        grad_v[:, :, : plan.P] = e * num
-        grad_k[:, :, : plan.P] = e * ((num * v[:, :, : plan.P].float()).sum(dim=-1, keepdim=True) + den)
-    return grad_q, grad_k, grad_v, grad_kernel
+    P = sizes.P
+    if P:
+        e = (k[:, :, :P].float() - k_max[..., None, None]).exp() * _far_weights(shift)[:, None, None]
+        dnum_sum, dden_sum = sums.unsqueeze(2).split([sizes.D, 1], dim=-1)
+        dv[:, :, :P] = e * dnum_sum
+        dk[:, :, :P] = e * ((dnum_sum * v[:, :, :P].float()).sum(dim=-1, keepdim=True) + dden_sum)
+    return dq, dk, dv, dkernel
 
 
 @forward_op.register_fake
 def _(q, k, v, kernel, H, W):
-    normaliser = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return _empty(q), normaliser, normaliser.new_empty(q.shape[:2])
+    den = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_output(q), den, den.new_empty(q.shape[:2])
 
 
 @backward_op.register_fake
-def _(grad, q, k, v, kernel, out, normaliser, largest, H, W):
-    return _empty(q), _empty(k), _empty(v), torch.empty_like(kernel, memory_format=torch.contiguous_format)
+def _(do, q, k, v, kernel, out, den, k_max, H, W):
+    dkernel = torch.empty_like(kernel, memory_format=torch.contiguous_format)
+    return empty_output(q), empty_output(k), empty_output(v), dkernel
 
 
 def _setup_context(ctx, inputs, output):
@@ -470,21 +464,21 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx, grad, *_):
-    return *backward_op(grad, *ctx.saved_tensors, ctx.H, ctx.W), None, None
+def _backward(ctx, do, *_):
+    return *backward_op(do, *ctx.saved_tensors, ctx.H, ctx.W), None, None
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.vitzoo.aft_conv)
-def _flops(q, k, v, kernel, H, W, *args, out_shape=None, **kwargs) -> int:
-    """The convolution of numerator and denominator, and the two products of a token: exp(k) v and the gate."""
+def _forward_flops(q, k, v, kernel, H, W, *args, **kwargs) -> int:
+    """The convolution of numerator and denominator, and two products per token and channel: exp(k) v and the gate."""
     B, heads, N, D = q
     return 2 * B * heads * (H * W * kernel[-1] ** 2 * (D + 1) + 2 * N * D)
 
 
 @register_flop_formula(torch.ops.vitzoo.aft_conv_backward)
-def _backward_flops(grad, q, k, v, kernel, out, normaliser, largest, H, W, *args, out_shape=None, **kwargs) -> int:
-    """Two products for each of the forward pass."""
-    return 2 * _flops(q, k, v, kernel, H, W)
+def _backward_flops(do, q, k, v, kernel, out, den, k_max, H, W, *args, **kwargs) -> int:
+    """Two products for each product of the forward pass."""
+    return 2 * _forward_flops(q, k, v, kernel, H, W)

@@ -3,46 +3,42 @@
     s_fj = W_f . k'_j - |k'_j|^2 / 2,  lse_f = log sum_j exp(s_fj),  mean_f = sum_j exp(s_fj - lse_f) v_j
     t_if = W_f . q'_i + lse_f,         out_i = sum_f exp(t_if - log sum_g exp(t_ig)) mean_f
 
-That is sum_f phi_f(q_i) context_f / sum_f phi_f(q_i) total_f with the context written as total_f mean_f: each feature
-attends the tokens, then each token attends the features. So both halves are attention as FlashAttention computes it,
-with a running maximum, and no number leaves the range of float16. As few features as there are would not fill a GPU, so
-the tokens are cut into parts, whose sums are put together in one order.
+That is sum_f phi_f(q_i) context_f / sum_f phi_f(q_i) total_f with context_f = total_f mean_f: each feature attends the
+tokens, then each token attends the features. Both halves are attention as in FlashAttention, with a running maximum,
+so float16 does not overflow. There are too few features to fill a GPU, so the tokens are split into parts, whose sums
+are combined in a fixed order.
 
-W is the sum of two numbers of the input's precision, which makes the exponents as good as with W in float32.
+W is the sum of two numbers in the input's precision, which makes the exponents as precise as with W in float32.
 
-Bytes of a forward pass, for N tokens, C channels and two bytes a number: 8 N C (q, k, v, out), and what the blocks of
-64 features read of k and v again from the cache. The PyTorch form, in float32, writes and reads the m features of each
-head and token some 6 times each, 48 N C m / d. Backward makes the features again, twice for the queries and once for
-the keys. Nothing is summed in an order that changes, so every run gives the same bits. Nobody has timed it on a GPU
-yet.
+Bytes of a forward pass, for N tokens, C channels and two bytes per number: 8 N C (q, k, v, out), and k and v once more
+from the cache for each block of 64 features. The PyTorch form, in float32, writes and reads the m features of each
+head and token about 6 times each, 48 N C m / d. Backward recomputes the features, twice for the queries and once for
+the keys. All sums have a fixed order, so results are deterministic. Not yet timed on a GPU.
 
-`torch.nn.attention.flex_attention` can express it too, as two calls, the first of which returns its lse; with m
-features as queries that one has B * heads * m / 128 blocks to share among the processors of a GPU.
+`torch.nn.attention.flex_attention` can express it as two calls, the first of which returns its lse; with m features as
+queries, the first call has only B * heads * m / 128 blocks for all processors of a GPU.
 """
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch.utils.flop_counter import register_flop_formula
 
-from ._common import dot, precision
+from ._common import RCP_LN2, contiguous_rows, dot, dot_precision, empty_output, load_rows, store_rows
 
-__all__ = ['favor_attention', 'fits']
+__all__ = ['backward_op', 'favor_attention_triton', 'fits', 'forward_op']
 
-# so many programs are enough for any GPU, where tokens are cut into parts
-PROGRAMS = 512
-LOG2_E = math.log2(math.e)
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# programs that fill any GPU; the tokens are split over as many
+_NUM_PROGRAMS = 512
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor) -> bool:
-    """Whether the kernel takes them: one type, one width of heads, and features that are not learned."""
+    """Return True if the kernel supports these inputs: one dtype and head dimension, and fixed features."""
     return q.dtype == k.dtype == v.dtype and k.shape == v.shape and q.shape[-1] <= 128 and not features.requires_grad
 
 
-def favor_attention(
+def favor_attention_triton(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """q, k, v (B, heads, N, d) and features (m, d) -> (B, heads, N, d)."""
@@ -50,206 +46,189 @@ def favor_attention(
 
 
 @triton.jit
-def _rows(ptr, row, count, stride, D, BLOCK_D: tl.constexpr):
-    """Rows of a matrix, zeros beyond its last."""
-    channel = tl.arange(0, BLOCK_D)
-    mask = (row < count)[:, None] & (channel < D)[None, :]
-    return tl.load(ptr + row[:, None].to(tl.int64) * stride + channel[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_rows(ptr, x, row, count, stride, D, BLOCK_D: tl.constexpr):
-    channel = tl.arange(0, BLOCK_D)
-    mask = (row < count)[:, None] & (channel < D)[None, :]
-    tl.store(ptr + row[:, None].to(tl.int64) * stride + channel[None, :], x.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _project(x, w_ptr, f, M, D, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """x W^T, (rows of x, features f), and the first part of W."""
-    w = _rows(w_ptr, f, M, D, D, BLOCK_D)
+    w = load_rows(w_ptr, f, f < M, D, D, BLOCK_D)
     out = dot(x, tl.trans(w), tl.zeros((x.shape[0], f.shape[0]), tl.float32), PRECISION)
     if PARTS == 2:
-        out = dot(x, tl.trans(_rows(w_ptr + M * D, f, M, D, D, BLOCK_D)), out, PRECISION)
+        out = dot(x, tl.trans(load_rows(w_ptr + M * D, f, f < M, D, D, BLOCK_D)), out, PRECISION)
     return out, w
 
 
 @triton.jit
 def _project_transposed(x, w_ptr, f, M, D, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """W x^T, (features f, rows of x): what a kernel needs whose rows are features, without turning it in registers."""
+    """W x^T, (features f, rows of x), for kernels whose rows are features: no transpose in registers."""
     out = tl.zeros((f.shape[0], x.shape[0]), tl.float32)
-    out = dot(_rows(w_ptr, f, M, D, D, BLOCK_D), tl.trans(x), out, PRECISION)
+    out = dot(load_rows(w_ptr, f, f < M, D, D, BLOCK_D), tl.trans(x), out, PRECISION)
     if PARTS == 2:
-        out = dot(_rows(w_ptr + M * D, f, M, D, D, BLOCK_D), tl.trans(x), out, PRECISION)
+        out = dot(load_rows(w_ptr + M * D, f, f < M, D, D, BLOCK_D), tl.trans(x), out, PRECISION)
     return out
 
 
 @triton.jit
 def _half_norm(k, half_scale):
-    """|k'|^2 / 2, to the base 2."""
+    """|k'|^2 / 2, to base 2."""
     k = k.to(tl.float32)
     return half_scale * tl.sum(k * k, axis=1)
 
 
 @triton.jit
-def _sum_keys(
-    k_ptr, v_ptr, w_ptr, context_ptr, total_ptr, largest_ptr, k_b, k_h, k_n, v_b, v_h, v_n, heads, N, M, D,
-    part, half_scale, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+def _feature_kernel(
+    k_ptr, v_ptr, w_ptr, acc_ptr, l_ptr, m_ptr, k_b, k_h, k_n, v_b, v_h, v_n, heads, N, M, D,
+    part_size, half_scale, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a block of features makes of a part of the tokens: sums of exp(s) v and of exp(s), and the largest s."""
+    """A block of features attends a part of the tokens: sums of exp(s) v and of exp(s), and the maximum of s."""
     bh, f = tl.program_id(0), tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     b, head = (bh // heads).to(tl.int64), bh % heads
     k_ptr, v_ptr = k_ptr + b * k_b + head * k_h, v_ptr + b * v_b + head * v_h
-    context = tl.zeros((BLOCK_F, BLOCK_D), tl.float32)
-    total = tl.zeros((BLOCK_F,), tl.float32)
-    largest = tl.full((BLOCK_F,), float('-inf'), tl.float32)
-    for start in range(0, part, BLOCK_N):
-        token = tl.program_id(2) * part + start + tl.arange(0, BLOCK_N)
-        k, v = _rows(k_ptr, token, N, k_n, D, BLOCK_D), _rows(v_ptr, token, N, v_n, D, BLOCK_D)
-        log = _project_transposed(k, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
-        log = tl.where((token < N)[None, :], log - _half_norm(k, half_scale)[None, :], float('-inf'))
-        new = tl.maximum(largest, tl.max(log, axis=1))
-        # the first block of a part has a token, so that `new` is a number from there on
-        phi = tl.exp2(log - new[:, None])
-        decay = tl.exp2(largest - new)
-        total = total * decay + tl.sum(phi, axis=1)
-        context = dot(phi.to(v.dtype), v, context * decay[:, None], PRECISION)
-        largest = new
+    acc = tl.zeros((BLOCK_F, BLOCK_D), tl.float32)
+    l_i = tl.zeros((BLOCK_F,), tl.float32)
+    m_i = tl.full((BLOCK_F,), float('-inf'), tl.float32)
+    for start in range(0, part_size, BLOCK_N):
+        token = tl.program_id(2) * part_size + start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, token, token < N, k_n, D, BLOCK_D)
+        v = load_rows(v_ptr, token, token < N, v_n, D, BLOCK_D)
+        s = _project_transposed(k, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
+        s = tl.where((token < N)[None, :], s - _half_norm(k, half_scale)[None, :], float('-inf'))
+        # finite from the first block on, because every part begins with a token
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+        m_i = m_new
     row = (bh * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * M
-    _store_rows(context_ptr + row * D, context, f, M, D, D, BLOCK_D)
-    tl.store(total_ptr + row + f, total, mask=f < M)
-    tl.store(largest_ptr + row + f, largest, mask=f < M)
+    store_rows(acc_ptr + row * D, acc, f, f < M, D, D, BLOCK_D)
+    tl.store(l_ptr + row + f, l_i, mask=f < M)
+    tl.store(m_ptr + row + f, m_i, mask=f < M)
 
 
 @triton.jit
-def _attend(
+def _token_kernel(
     q_ptr, w_ptr, mean_ptr, lse_ptr, out_ptr, out_lse_ptr, q_b, q_h, q_n, heads, N, M, D,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a block of tokens makes of all features."""
+    """A block of tokens attends all features."""
     blocks = tl.cdiv(N, BLOCK_N)
     bh, token = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     b, head = (bh // heads).to(tl.int64), bh % heads
-    q = _rows(q_ptr + b * q_b + head * q_h, token, N, q_n, D, BLOCK_D)
-    out = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    largest = tl.full((BLOCK_N,), float('-inf'), tl.float32)
+    q = load_rows(q_ptr + b * q_b + head * q_h, token, token < N, q_n, D, BLOCK_D)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    l_i = tl.zeros((BLOCK_N,), tl.float32)
+    m_i = tl.full((BLOCK_N,), float('-inf'), tl.float32)
     for start in range(0, M, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
-        mean = _rows(mean_ptr + bh.to(tl.int64) * M * D, f, M, D, D, BLOCK_D)
-        log, _w = _project(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
-        log += tl.load(lse_ptr + bh * M + f, mask=f < M, other=float('-inf'))[None, :]
-        new = tl.maximum(largest, tl.max(log, axis=1))
-        p = tl.exp2(log - new[:, None])
-        decay = tl.exp2(largest - new)
-        total = total * decay + tl.sum(p, axis=1)
-        out = dot(p.to(mean.dtype), mean, out * decay[:, None], PRECISION)
-        largest = new
-    _store_rows(out_ptr + (b * N * heads + head) * D, out / total[:, None], token, N, heads * D, D, BLOCK_D)
-    tl.store(out_lse_ptr + bh.to(tl.int64) * N + token, largest + tl.log2(total), mask=token < N)
+        mean = load_rows(mean_ptr + bh.to(tl.int64) * M * D, f, f < M, D, D, BLOCK_D)
+        t, _w = _project(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
+        t += tl.load(lse_ptr + bh * M + f, mask=f < M, other=float('-inf'))[None, :]
+        m_new = tl.maximum(m_i, tl.max(t, axis=1))
+        p = tl.exp2(t - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = dot(p.to(mean.dtype), mean, acc * alpha[:, None], PRECISION)
+        m_i = m_new
+    store_rows(out_ptr + (b * N * heads + head) * D, acc / l_i[:, None], token, token < N, heads * D, D, BLOCK_D)
+    tl.store(out_lse_ptr + bh.to(tl.int64) * N + token, m_i + tl.log2(l_i), mask=token < N)
 
 
 @triton.jit
-def _grad_queries(
-    q_ptr, w_ptr, mean_ptr, lse_ptr, grad_ptr, out_ptr, out_lse_ptr, delta_ptr, grad_q_ptr, q_b, q_h, q_n,
+def _dq_kernel(
+    q_ptr, w_ptr, mean_ptr, lse_ptr, do_ptr, out_ptr, out_lse_ptr, delta_ptr, dq_ptr, q_b, q_h, q_n,
     heads, N, M, D, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of queries, and delta, the product of the output with its gradient."""
+    """dq of a block of tokens, and delta = do . out."""
     blocks = tl.cdiv(N, BLOCK_N)
     bh, token = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     b, head = (bh // heads).to(tl.int64), bh % heads
-    q = _rows(q_ptr + b * q_b + head * q_h, token, N, q_n, D, BLOCK_D)
-    at = (b * N * heads + head) * D
-    grad, out = (
-        _rows(grad_ptr + at, token, N, heads * D, D, BLOCK_D),
-        _rows(out_ptr + at, token, N, heads * D, D, BLOCK_D),
-    )
-    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
+    q = load_rows(q_ptr + b * q_b + head * q_h, token, token < N, q_n, D, BLOCK_D)
+    base = (b * N * heads + head) * D
+    do = load_rows(do_ptr + base, token, token < N, heads * D, D, BLOCK_D)
+    out = load_rows(out_ptr + base, token, token < N, heads * D, D, BLOCK_D)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)
     tl.store(delta_ptr + bh.to(tl.int64) * N + token, delta, mask=token < N)
     out_lse = tl.load(out_lse_ptr + bh.to(tl.int64) * N + token, mask=token < N, other=float('inf'))
-    grad_q = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dq = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for start in range(0, M, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
-        mean = _rows(mean_ptr + bh.to(tl.int64) * M * D, f, M, D, D, BLOCK_D)
-        log, w = _project(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
-        log += tl.load(lse_ptr + bh * M + f, mask=f < M, other=float('-inf'))[None, :]
-        grad_p = dot(grad, tl.trans(mean), tl.zeros((BLOCK_N, BLOCK_F), tl.float32), PRECISION)
-        grad_log = tl.exp2(log - out_lse[:, None]) * (grad_p - delta[:, None])
-        grad_q = dot(grad_log.to(w.dtype), w, grad_q, PRECISION)
-    _store_rows(grad_q_ptr + at, grad_q * LN_2, token, N, heads * D, D, BLOCK_D)
+        mean = load_rows(mean_ptr + bh.to(tl.int64) * M * D, f, f < M, D, D, BLOCK_D)
+        t, w = _project(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
+        t += tl.load(lse_ptr + bh * M + f, mask=f < M, other=float('-inf'))[None, :]
+        dp = dot(do, tl.trans(mean), tl.zeros((BLOCK_N, BLOCK_F), tl.float32), PRECISION)
+        dt = tl.exp2(t - out_lse[:, None]) * (dp - delta[:, None])
+        dq = dot(dt.to(w.dtype), w, dq, PRECISION)
+    store_rows(dq_ptr + base, dq * _LN_2, token, token < N, heads * D, D, BLOCK_D)
 
 
 @triton.jit
-def _grad_features(
-    q_ptr, w_ptr, mean_ptr, lse_ptr, grad_ptr, out_lse_ptr, delta_ptr, grad_mean_ptr, grad_lse_ptr, q_b, q_h, q_n,
-    heads, N, M, D, part, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+def _dfeature_kernel(
+    q_ptr, w_ptr, mean_ptr, lse_ptr, do_ptr, out_lse_ptr, delta_ptr, dmean_ptr, dlse_ptr, q_b, q_h, q_n,
+    heads, N, M, D, part_size, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a part of the tokens adds to the gradients of mean and lse of a block of features."""
+    """The gradients of mean and lse of a block of features, from a part of the tokens."""
     bh, f = tl.program_id(0), tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     b, head = (bh // heads).to(tl.int64), bh % heads
-    mean = _rows(mean_ptr + bh.to(tl.int64) * M * D, f, M, D, D, BLOCK_D)
+    mean = load_rows(mean_ptr + bh.to(tl.int64) * M * D, f, f < M, D, D, BLOCK_D)
     lse = tl.load(lse_ptr + bh * M + f, mask=f < M, other=float('-inf'))
-    grad_mean = tl.zeros((BLOCK_F, BLOCK_D), tl.float32)
-    grad_lse = tl.zeros((BLOCK_F,), tl.float32)
-    for start in range(0, part, BLOCK_N):
-        token = tl.program_id(2) * part + start + tl.arange(0, BLOCK_N)
-        q = _rows(q_ptr + b * q_b + head * q_h, token, N, q_n, D, BLOCK_D)
-        grad = _rows(grad_ptr + (b * N * heads + head) * D, token, N, heads * D, D, BLOCK_D)
-        at = bh.to(tl.int64) * N + token
-        out_lse = tl.load(out_lse_ptr + at, mask=token < N, other=float('inf'))
-        delta = tl.load(delta_ptr + at, mask=token < N, other=0.0)
-        log = _project_transposed(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
-        p = tl.exp2(log + lse[:, None] - out_lse[None, :])
-        grad_mean = dot(p.to(grad.dtype), grad, grad_mean, PRECISION)
-        grad_p = dot(mean, tl.trans(grad), tl.zeros((BLOCK_F, BLOCK_N), tl.float32), PRECISION)
-        grad_lse += tl.sum(p * (grad_p - delta[None, :]), axis=1)
+    dmean = tl.zeros((BLOCK_F, BLOCK_D), tl.float32)
+    dlse = tl.zeros((BLOCK_F,), tl.float32)
+    for start in range(0, part_size, BLOCK_N):
+        token = tl.program_id(2) * part_size + start + tl.arange(0, BLOCK_N)
+        q = load_rows(q_ptr + b * q_b + head * q_h, token, token < N, q_n, D, BLOCK_D)
+        do = load_rows(do_ptr + (b * N * heads + head) * D, token, token < N, heads * D, D, BLOCK_D)
+        offset = bh.to(tl.int64) * N + token
+        out_lse = tl.load(out_lse_ptr + offset, mask=token < N, other=float('inf'))
+        delta = tl.load(delta_ptr + offset, mask=token < N, other=0.0)
+        t = _project_transposed(q, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
+        p = tl.exp2(t + lse[:, None] - out_lse[None, :])
+        dmean = dot(p.to(do.dtype), do, dmean, PRECISION)
+        dp = dot(mean, tl.trans(do), tl.zeros((BLOCK_F, BLOCK_N), tl.float32), PRECISION)
+        dlse += tl.sum(p * (dp - delta[None, :]), axis=1)
     row = (bh * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * M
-    _store_rows(grad_mean_ptr + row * D, grad_mean, f, M, D, D, BLOCK_D)
-    tl.store(grad_lse_ptr + row + f, grad_lse, mask=f < M)
+    store_rows(dmean_ptr + row * D, dmean, f, f < M, D, D, BLOCK_D)
+    tl.store(dlse_ptr + row + f, dlse, mask=f < M)
 
 
 @triton.jit
-def _grad_keys(
-    k_ptr, v_ptr, w_ptr, lse_ptr, grad_mean_ptr, offset_ptr, grad_k_ptr, grad_v_ptr, k_b, k_h, k_n, v_b, v_h, v_n,
+def _dkv_kernel(
+    k_ptr, v_ptr, w_ptr, lse_ptr, dmean_ptr, delta_ptr, dk_ptr, dv_ptr, k_b, k_h, k_n, v_b, v_h, v_n,
     heads, N, M, D, half_scale, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys and values, from those of mean and lse (in `offset`, less mean . its gradient)."""
+    """dk and dv of a block of tokens, from dmean and delta = dmean . mean - dlse of the features."""
     blocks = tl.cdiv(N, BLOCK_N)
     bh, token = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     b, head = (bh // heads).to(tl.int64), bh % heads
-    k = _rows(k_ptr + b * k_b + head * k_h, token, N, k_n, D, BLOCK_D)
-    v = _rows(v_ptr + b * v_b + head * v_h, token, N, v_n, D, BLOCK_D)
-    # nothing overflows beyond the last token
+    k = load_rows(k_ptr + b * k_b + head * k_h, token, token < N, k_n, D, BLOCK_D)
+    v = load_rows(v_ptr + b * v_b + head * v_h, token, token < N, v_n, D, BLOCK_D)
+    # infinite after the last token, so that exp2 does not overflow
     half_norm = tl.where(token < N, _half_norm(k, half_scale), float('inf'))
-    grad_k, grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    grad_half_norm = tl.zeros((BLOCK_N,), tl.float32)
+    dk, dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dhalf_norm = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, M, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
-        log, w = _project(k, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
+        s, w = _project(k, w_ptr, f, M, D, BLOCK_D, PARTS, PRECISION)
         lse = tl.load(lse_ptr + bh * M + f, mask=f < M, other=float('inf'))
-        offset = tl.load(offset_ptr + bh * M + f, mask=f < M, other=0.0)
-        # of a sum over all tokens, so float32 where the input is float16
-        grad_mean = _rows(grad_mean_ptr + bh.to(tl.int64) * M * D, f, M, D, D, BLOCK_D)
-        p = tl.exp2(log - half_norm[:, None] - lse[None, :])
-        grad_v = dot(p.to(grad_mean.dtype), grad_mean, grad_v, PRECISION)
-        zeros = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
-        grad_p = dot(v.to(grad_mean.dtype), tl.trans(grad_mean), zeros, PRECISION)
-        grad_log = p * (grad_p + offset[None, :])
-        grad_k = dot(grad_log.to(grad_mean.dtype), w.to(grad_mean.dtype), grad_k, PRECISION)
-        grad_half_norm += tl.sum(grad_log, axis=1)
-    grad_k = LN_2 * (grad_k - 2 * half_scale * grad_half_norm[:, None] * k.to(tl.float32))
-    at = (b * N * heads + head) * D
-    _store_rows(grad_k_ptr + at, grad_k, token, N, heads * D, D, BLOCK_D)
-    _store_rows(grad_v_ptr + at, grad_v, token, N, heads * D, D, BLOCK_D)
+        delta = tl.load(delta_ptr + bh * M + f, mask=f < M, other=0.0)
+        # a sum over all tokens, so float32 if the input is float16
+        dmean = load_rows(dmean_ptr + bh.to(tl.int64) * M * D, f, f < M, D, D, BLOCK_D)
+        p = tl.exp2(s - half_norm[:, None] - lse[None, :])
+        dv = dot(p.to(dmean.dtype), dmean, dv, PRECISION)
+        dp = dot(v.to(dmean.dtype), tl.trans(dmean), tl.zeros((BLOCK_N, BLOCK_F), tl.float32), PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = dot(ds.to(dmean.dtype), w.to(dmean.dtype), dk, PRECISION)
+        dhalf_norm += tl.sum(ds, axis=1)
+    dk = _LN_2 * (dk - 2 * half_scale * dhalf_norm[:, None] * k.to(tl.float32))
+    base = (b * N * heads + head) * D
+    store_rows(dk_ptr + base, dk, token, token < N, heads * D, D, BLOCK_D)
+    store_rows(dv_ptr + base, dv, token, token < N, heads * D, D, BLOCK_D)
 
 
-def _blocks(q: torch.Tensor, backward: bool = False) -> dict:
-    """Compile-time sizes of the kernels of a pass, such that what they hold fits in registers."""
+def _block_sizes(q: torch.Tensor, backward: bool = False) -> dict:
+    """Compile-time sizes of the kernels of a pass, chosen so that registers suffice."""
     is_float32, block_d = q.dtype == torch.float32, max(16, triton.next_power_of_2(q.shape[-1]))
     return dict(
         BLOCK_N=32 if is_float32 else 64,
@@ -257,56 +236,45 @@ def _blocks(q: torch.Tensor, backward: bool = False) -> dict:
         BLOCK_D=block_d,
         # of W
         PARTS=1 if is_float32 else 2,
-        PRECISION=precision(q),
+        PRECISION=dot_precision(q),
         num_warps=8 if block_d > (32 if backward else 64) else 4,
     )
 
 
-def _weight(q: torch.Tensor, features: torch.Tensor, scale: float) -> torch.Tensor:
-    """W for exponents to the base 2, as a sum of as many numbers of the type of q as make float32: (parts, m, d)."""
-    weight = LOG2_E * scale**0.5 * features
+def _split_weight(q: torch.Tensor, features: torch.Tensor, scale: float) -> torch.Tensor:
+    """W for exponents to base 2 as a sum of one or two parts in the dtype of q, (parts, m, d)."""
+    weight = RCP_LN2.value * scale**0.5 * features
     if q.dtype == torch.float32:
         return weight.unsqueeze(0)
     first = weight.to(q.dtype)
     return torch.stack([first, (weight - first.float()).to(q.dtype)])
 
 
-def _cut(x: torch.Tensor, M: int, blocks: dict) -> tuple[int, int]:
-    """The length of the parts of the tokens, and how many there are."""
+def _split_tokens(x: torch.Tensor, M: int, blocks: dict) -> tuple[int, int]:
+    """The number of tokens per part, and the number of parts."""
     (B, heads, N, _), block = x.shape, blocks['BLOCK_N']
-    parts = min(triton.cdiv(N, block), triton.cdiv(PROGRAMS, B * heads * triton.cdiv(M, blocks['BLOCK_F'])))
-    length = triton.cdiv(triton.cdiv(N, parts), block) * block
-    return length, triton.cdiv(N, length)
-
-
-def _empty(x: torch.Tensor) -> torch.Tensor:
-    """Room for a tensor of the shape of x, with the heads of a token side by side, as they are merged next."""
-    B, heads, N, D = x.shape
-    return x.new_empty(B, N, heads, D).transpose(1, 2)
-
-
-def _one_piece(x: torch.Tensor) -> torch.Tensor:
-    """x, if its rows lie in one piece, or a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    parts = min(triton.cdiv(N, block), triton.cdiv(_NUM_PROGRAMS, B * heads * triton.cdiv(M, blocks['BLOCK_F'])))
+    part_size = triton.cdiv(triton.cdiv(N, parts), block) * block
+    return part_size, triton.cdiv(N, part_size)
 
 
 def _attend_tokens(
     k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, half_scale: float, blocks: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """mean (B * heads, m, d) in the type of v, and lse (B * heads, m) to the base 2."""
+    """mean (B * heads, m, d) in the dtype of v, and lse (B * heads, m) to base 2."""
     (B, heads, N, D), M = k.shape, weight.shape[1]
-    length, parts = _cut(k, M, blocks)
-    context = k.new_empty(B * heads, parts, M, D, dtype=torch.float32)
-    total, largest = context.new_empty(2, B * heads, parts, M)
-    _sum_keys[B * heads, triton.cdiv(M, blocks['BLOCK_F']), parts](
-        k, v, weight, context, total, largest, *k.stride()[:3], *v.stride()[:3], heads, N, M, D,
-        length, half_scale, **blocks,
+    part_size, parts = _split_tokens(k, M, blocks)
+    acc = k.new_empty(B * heads, parts, M, D, dtype=torch.float32)
+    l_i, m_i = acc.new_empty(2, B * heads, parts, M)
+    _feature_kernel[B * heads, triton.cdiv(M, blocks['BLOCK_F']), parts](
+        k, v, weight, acc, l_i, m_i, *k.stride()[:3], *v.stride()[:3], heads, N, M, D,
+        part_size, half_scale, **blocks,
     )  # fmt: skip
-    shift = largest.amax(dim=1)
-    decay = (largest - shift.unsqueeze(1)).exp2()
-    total = (decay * total).sum(dim=1)
-    mean = (decay.unsqueeze(-1) * context).sum(dim=1) / total.unsqueeze(-1)
-    return mean.to(v.dtype), shift + total.log2()
+    m = m_i.amax(dim=1)
+    alpha = (m_i - m.unsqueeze(1)).exp2()
+    total = (alpha * l_i).sum(dim=1)
+    mean = (alpha.unsqueeze(-1) * acc).sum(dim=1) / total.unsqueeze(-1)
+    return mean.to(v.dtype), m + total.log2()
 
 
 @torch.library.custom_op('vitzoo::favor_attention', mutates_args=())
@@ -315,12 +283,12 @@ def forward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output, its lse (B * heads, N), and mean (B * heads, m, d) and lse (B * heads, m) of the features."""
     (B, heads, N, D), M = q.shape, len(features)
-    q, k, v = _one_piece(q), _one_piece(k), _one_piece(v)
-    blocks, weight = _blocks(q), _weight(q, features, scale)
-    out, out_lse = _empty(q), q.new_empty(B * heads, N, dtype=torch.float32)
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+    blocks, weight = _block_sizes(q), _split_weight(q, features, scale)
+    out, out_lse = empty_output(q), q.new_empty(B * heads, N, dtype=torch.float32)
     with torch.cuda.device_of(q):
-        mean, lse = _attend_tokens(k, v, weight, LOG2_E * scale / 2, blocks)
-        _attend[(B * heads * triton.cdiv(N, blocks['BLOCK_N']),)](
+        mean, lse = _attend_tokens(k, v, weight, RCP_LN2.value * scale / 2, blocks)
+        _token_kernel[(B * heads * triton.cdiv(N, blocks['BLOCK_N']),)](
             q, weight, mean, lse, out, out_lse, *q.stride()[:3], heads, N, M, D, **blocks
         )
     return out, out_lse, mean, lse
@@ -328,46 +296,46 @@ def forward_op(
 
 @torch.library.custom_op('vitzoo::favor_attention_backward', mutates_args=())
 def backward_op(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor,
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor,
     out: torch.Tensor, out_lse: torch.Tensor, mean: torch.Tensor, lse: torch.Tensor, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     (B, heads, N, D), M = q.shape, len(features)
-    q, k, v = _one_piece(q), _one_piece(k), _one_piece(v)
-    grad, out = (x.transpose(1, 2).contiguous() for x in (grad, out))
-    blocks, weight = _blocks(q, backward=True), _weight(q, features, scale)
-    grad_q, grad_k, grad_v, delta = _empty(q), _empty(k), _empty(v), torch.empty_like(out_lse)
-    length, parts = _cut(q, M, blocks)
-    grad_mean, grad_lse = lse.new_empty(B * heads, parts, M, D), lse.new_empty(B * heads, parts, M)
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+    do, out = (x.transpose(1, 2).contiguous() for x in (do, out))
+    blocks, weight = _block_sizes(q, backward=True), _split_weight(q, features, scale)
+    dq, dk, dv, delta = empty_output(q), empty_output(k), empty_output(v), torch.empty_like(out_lse)
+    part_size, parts = _split_tokens(q, M, blocks)
+    dmean, dlse = lse.new_empty(B * heads, parts, M, D), lse.new_empty(B * heads, parts, M)
     strides = q.stride()[:3]
     with torch.cuda.device_of(q):
-        _grad_queries[(B * heads * triton.cdiv(N, blocks['BLOCK_N']),)](
-            q, weight, mean, lse, grad, out, out_lse, delta, grad_q, *strides, heads, N, M, D, **blocks
+        _dq_kernel[(B * heads * triton.cdiv(N, blocks['BLOCK_N']),)](
+            q, weight, mean, lse, do, out, out_lse, delta, dq, *strides, heads, N, M, D, **blocks
         )
-        _grad_features[B * heads, triton.cdiv(M, blocks['BLOCK_F']), parts](
-            q, weight, mean, lse, grad, out_lse, delta, grad_mean, grad_lse, *strides, heads, N, M, D, length, **blocks
+        _dfeature_kernel[B * heads, triton.cdiv(M, blocks['BLOCK_F']), parts](
+            q, weight, mean, lse, do, out_lse, delta, dmean, dlse, *strides, heads, N, M, D, part_size, **blocks
         )
-        grad_mean = grad_mean.sum(dim=1)
-        offset = grad_lse.sum(dim=1) - (grad_mean * mean).sum(dim=-1)
-        grad_mean = grad_mean.to(torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32)
-        N, half_scale = k.shape[2], LOG2_E * scale / 2
-        _grad_keys[(B * heads * triton.cdiv(N, blocks['BLOCK_N']),)](
-            k, v, weight, lse, grad_mean, offset, grad_k, grad_v, *k.stride()[:3], *v.stride()[:3],
+        dmean = dmean.sum(dim=1)
+        feature_delta = (dmean * mean).sum(dim=-1) - dlse.sum(dim=1)
+        dmean = dmean.to(torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32)
+        N, half_scale = k.shape[2], RCP_LN2.value * scale / 2
+        _dkv_kernel[(B * heads * triton.cdiv(N, blocks['BLOCK_N']),)](
+            k, v, weight, lse, dmean, feature_delta, dk, dv, *k.stride()[:3], *v.stride()[:3],
             heads, N, M, D, half_scale, **blocks,
         )  # fmt: skip
-    return grad_q, grad_k, grad_v
+    return dq, dk, dv
 
 
 @forward_op.register_fake
 def _(q, k, v, features, scale):
     (B, heads, N, D), M = q.shape, features.shape[0]
     lse = q.new_empty(B * heads, N, dtype=torch.float32)
-    return _empty(q), lse, v.new_empty(B * heads, M, D), lse.new_empty(B * heads, M)
+    return empty_output(q), lse, v.new_empty(B * heads, M, D), lse.new_empty(B * heads, M)
 
 
 @backward_op.register_fake
-def _(grad, q, k, v, features, out, out_lse, mean, lse, scale):
-    return _empty(q), _empty(k), _empty(v)
+def _(do, q, k, v, features, out, out_lse, mean, lse, scale):
+    return empty_output(q), empty_output(k), empty_output(v)
 
 
 def _setup_context(ctx, inputs, output):
@@ -375,21 +343,21 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx, grad, *_):
-    return *backward_op(grad, *ctx.saved_tensors, ctx.scale), None, None
+def _backward(ctx, do, *_):
+    return *backward_op(do, *ctx.saved_tensors, ctx.scale), None, None
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.vitzoo.favor_attention)
-def _flops(q, k, v, features, scale, *args, out_shape=None, **kwargs) -> int:
-    """Features and context of the keys, features, output and normaliser of the queries."""
+def _forward_flops(q, k, v, features, scale, *args, **kwargs) -> int:
+    """Features and context of the keys; features, output and normalizer of the queries."""
     B, heads, N, D = q
     return 2 * B * heads * features[0] * (2 * k[2] * D + 2 * N * D + N)
 
 
 @register_flop_formula(torch.ops.vitzoo.favor_attention_backward)
-def _backward_flops(grad, q, k, v, features, out, out_lse, mean, lse, scale, *args, out_shape=None, **kwargs) -> int:
-    """Two products for each of the forward pass; features that are made again do not count."""
-    return 2 * _flops(q, k, v, features, scale)
+def _backward_flops(do, q, k, v, features, out, out_lse, mean, lse, scale, *args, **kwargs) -> int:
+    """Two products for each product of the forward pass; recomputed features do not count."""
+    return 2 * _forward_flops(q, k, v, features, scale)

@@ -1,4 +1,4 @@
-"""Token mixers. Importing this package imports every file in it and every plugin, and so registers every mixer."""
+"""Token mixers. Importing this package imports all of its modules and plugins, which registers every mixer."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -8,5 +8,5 @@ from .base import QKVMixer, TokenMixer, create_mixer, list_mixers, mixer_class, 
 
 for _module in iter_modules(__path__):
     import_module(f'{__name__}.{_module.name}')
-# plugins come last, so that no name of vitzoo's own is ever theirs
+# last, so that a plugin cannot take the name of a built-in mixer
 load_plugins()

@@ -1,6 +1,6 @@
-"""Mixers of other packages: the entry points of the group `vitzoo.mixers` are loaded whenever vitzoo is imported.
+"""Mixers of other packages: importing vitzoo loads the entry points of the group `vitzoo.mixers`.
 
-An entry point has the name of one mixer and leads to the module, or the class in it, that registers it:
+An entry point has the name of one mixer and refers to the module, or the class in it, that registers it:
 
     [project.entry-points."vitzoo.mixers"]
     toy = "toy_package.toy"
@@ -13,34 +13,34 @@ from .base import list_mixers
 
 __all__ = ['load_plugins']
 
-GROUP = 'vitzoo.mixers'
+_GROUP = 'vitzoo.mixers'
 
 
 def load_plugins() -> None:
-    """Load every plugin, in the order of the names of their distributions and mixers.
+    """Load every plugin, sorted by distribution and mixer name.
 
-    Raises RuntimeError, with the distribution and the entry point named, for a plugin that cannot be imported, takes
-    the name of another mixer, or does not register its own.
+    Raises RuntimeError that names the distribution and the entry point for a plugin that cannot be imported, takes the
+    name of another mixer, or does not register its own.
     """
     imported, own = set(sys.modules), set(list_mixers())
-    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.dist.name, point.name, point.value)):
+    for point in sorted(entry_points(group=_GROUP), key=lambda point: (point.dist.name, point.name, point.value)):
         try:
             point.load()
         except Exception as error:
-            raise RuntimeError(f'{_blame(point)} {type(error).__name__}: {error}') from error
+            raise RuntimeError(f'{_describe(point)} {type(error).__name__}: {error}') from error
         if point.name in set(list_mixers()) - own:
             continue
         if point.module in imported:
             raise RuntimeError(
-                f'{_blame(point)} {point.module} is still being imported, and itself imports vitzoo: import vitzoo '
+                f'{_describe(point)} {point.module} imports vitzoo and is itself still being imported: import vitzoo '
                 f'before {point.module}.'
             )
-        raise RuntimeError(f"{_blame(point)} it registers no mixer '{point.name}'.")
+        raise RuntimeError(f"{_describe(point)} it registers no mixer '{point.name}'.")
 
 
-def _blame(point: EntryPoint) -> str:
-    """The beginning of an error: whose plugin fails, and what to do."""
+def _describe(point: EntryPoint) -> str:
+    """The beginning of an error message: the plugin that fails, and what to do."""
     return (
-        f"The plugin {point.dist.name} {point.dist.version} breaks vitzoo with its entry point '{point.name} = "
-        f"{point.value}'; mend it, or remove it with `pip uninstall {point.dist.name}`:"
+        f"The plugin {point.dist.name} {point.dist.version} fails to load from its entry point '{point.name} = "
+        f"{point.value}'; fix it, or remove it with `pip uninstall {point.dist.name}`:"
     )

@@ -1,7 +1,8 @@
-"""The two ways from tokens to queries, keys and values: ViT's linear layer and CvT's convolutional projection.
+"""Projections from tokens to queries, keys and values: ViT's linear layer and CvT's convolutions.
 
-Both return q, k, v of shape (B, heads, N, head_dim). `k_dim` narrows the keys (AFT-conv has one number per head); with
-0 there are no keys and no parameters for them (Reformer shares them with the queries).
+Both return q, k, v of shape (B, heads, N, head_dim). `k_dim` is the width of the keys over all heads, `dim` by default
+(AFT-conv has one number per head). With `shared_qk` (Reformer) the queries also serve as keys: the keys have no
+parameters and no channels.
 """
 
 import torch
@@ -18,7 +19,7 @@ def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 class LinearQKV(nn.Linear):
-    """One linear layer for queries, keys and values, laid out as timm's `Attention.qkv`."""
+    """One linear layer for queries, keys and values, with the layout of timm's `Attention.qkv`."""
 
     def __init__(
         self,
@@ -26,12 +27,13 @@ class LinearQKV(nn.Linear):
         num_heads: int,
         *,
         k_dim: int | None = None,
+        shared_qk: bool = False,
         num_prefix_tokens: int = 0,
         qkv_bias: bool = True,
         device=None,
         dtype=None,
     ) -> None:
-        sizes = (dim, dim if k_dim is None else k_dim, dim)
+        sizes = (dim, _key_width(dim, k_dim, shared_qk), dim)
         super().__init__(dim, sum(sizes), bias=qkv_bias, device=device, dtype=dtype)
         self.sizes = sizes
         self.num_heads = num_heads
@@ -44,7 +46,7 @@ class LinearQKV(nn.Linear):
 class ConvQKV(nn.Module):
     """CvT's projection: for each of q, k, v a depthwise convolution with batch norm, then a linear layer.
 
-    Prefix tokens bypass the convolutions. `stride_kv` thins out keys and values. CvT, section 3.2,
+    Prefix tokens bypass the convolutions. `stride_kv` subsamples keys and values. CvT, section 3.2,
     https://arxiv.org/abs/2103.15808
     """
 
@@ -54,6 +56,7 @@ class ConvQKV(nn.Module):
         num_heads: int,
         *,
         k_dim: int | None = None,
+        shared_qk: bool = False,
         num_prefix_tokens: int = 0,
         qkv_bias: bool = True,
         kernel_size: int = 3,
@@ -65,13 +68,13 @@ class ConvQKV(nn.Module):
         dd = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.num_prefix_tokens = num_prefix_tokens
-        k_dim = dim if k_dim is None else k_dim
+        k_dim = _key_width(dim, k_dim, shared_qk)
         conv = dict(in_channels=dim, out_channels=dim, kernel_size=kernel_size, groups=dim, apply_act=False, **dd)
         self.conv_q = ConvNormAct(**conv)
-        self.conv_k = ConvNormAct(**conv, stride=stride_kv) if k_dim else None
+        self.conv_k = None if shared_qk else ConvNormAct(**conv, stride=stride_kv)
         self.conv_v = ConvNormAct(**conv, stride=stride_kv)
         self.proj_q = nn.Linear(dim, dim, bias=qkv_bias, **dd)
-        self.proj_k = nn.Linear(dim, k_dim, bias=qkv_bias, **dd) if k_dim else None
+        self.proj_k = None if shared_qk else nn.Linear(dim, k_dim, bias=qkv_bias, **dd)
         self.proj_v = nn.Linear(dim, dim, bias=qkv_bias, **dd)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,9 +86,15 @@ class ConvQKV(nn.Module):
         return split_heads(q, self.num_heads), split_heads(k, self.num_heads), split_heads(v, self.num_heads)
 
 
+def _key_width(dim: int, k_dim: int | None, shared_qk: bool) -> int:
+    if shared_qk:
+        return 0
+    return dim if k_dim is None else k_dim
+
+
 def _project(proj: nn.Linear, prefix: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-    """Prefix tokens (B, P, C) and a map (B, C, H, W) -> tokens (B, P + H*W, C'), each through the linear layer."""
+    """Prefix tokens (B, P, C) and a feature map (B, C, H, W) -> projected tokens (B, P + H*W, C')."""
     tokens = proj(image.flatten(2).transpose(1, 2))
-    # prefix tokens join behind the layer: cut out of the gradient of all tokens, that of the map would keep their
-    # stride between images, which torch's batch norm misreads for a single image on a CPU
+    # project prefix and map separately: in one projection the map's gradient would be a slice with the batch stride of
+    # all tokens, which torch's CPU batch norm mishandles at batch size 1
     return torch.cat([proj(prefix), tokens], dim=1) if prefix.shape[1] else tokens

@@ -1,4 +1,4 @@
-"""What mixers draw at random and keep: each draw follows from (seed, layer, index) and from nothing else."""
+"""Random values that mixers keep: each draw depends only on (seed, layer, index)."""
 
 import numpy as np
 import torch
@@ -9,14 +9,14 @@ __all__ = ['RandomFeatureMixer', 'draw_generator']
 
 
 def draw_generator(seed: int, layer: int, index: int = 0) -> torch.Generator:
-    """A CPU generator of its own for the draw `index` of a layer.
+    """A CPU generator for the draw `index` of a layer, independent of torch's global generator.
 
-    Two builds of a model, all processes of a run and a resumed one draw the same, whatever else was drawn from torch's
-    own generator. Raises ValueError for a negative number.
+    Two builds of a model, all processes of a run and a resumed run draw the same values. Raises ValueError for a
+    negative number.
     """
     if min(seed, layer, index) < 0:
-        raise ValueError(f'seed, layer and index of a draw are at least 0, not {seed}, {layer} and {index}.')
-    # torch's generators start from 32 bits, into which numpy mixes the three
+        raise ValueError(f'seed, layer and index of a draw must be at least 0, not {seed}, {layer} and {index}.')
+    # torch generators are seeded with 32 bits, into which numpy hashes the three numbers
     (state,) = np.random.SeedSequence((seed, layer, index)).generate_state(1)
     return torch.Generator(device='cpu').manual_seed(int(state))
 
@@ -24,10 +24,10 @@ def draw_generator(seed: int, layer: int, index: int = 0) -> torch.Generator:
 class RandomFeatureMixer(QKVMixer):
     """A mixer with `num_features` random features, a buffer that is saved with the weights.
 
-    Subclasses say how features are drawn and, by `buffer_name`, what they are called. They follow from `seed`, the
-    layer and, with `redraw_every`, from the training step: every so many optimizer steps `set_step` draws others. The
-    step alone says which, so all processes, the passes of gradient checkpointing and accumulation, and a resumed run
-    agree, and there is nothing to save but the features.
+    Subclasses define how features are drawn and, by `buffer_name`, the name of the buffer. The features depend on
+    `seed` and the layer and, with `redraw_every`, on the training step: `set_step` draws new ones every `redraw_every`
+    optimizer steps. They depend on nothing else, so all processes, the forward passes of gradient checkpointing and
+    accumulation, and a resumed run agree without any further state.
     """
 
     buffer_name = 'features'
@@ -48,7 +48,7 @@ class RandomFeatureMixer(QKVMixer):
         if num_features < 1:
             raise ValueError(f'num_features must be at least 1, not {num_features}.')
         if redraw_every < 0:
-            raise ValueError(f'redraw_every is a number of optimizer steps, or 0 for never, not {redraw_every}.')
+            raise ValueError(f'redraw_every must be a number of optimizer steps, or 0 for never, not {redraw_every}.')
         self.num_features = num_features
         self.seed = seed
         self.redraw_every = redraw_every
@@ -57,7 +57,7 @@ class RandomFeatureMixer(QKVMixer):
         self.register_buffer(self.buffer_name, features.to(device=device, dtype=dtype))
 
     def draw_features(self, generator: torch.Generator) -> torch.Tensor:
-        """The random features that follow from a generator, in float32."""
+        """Draw random features from a generator, in float32."""
         raise NotImplementedError
 
     def set_step(self, step: int) -> None:

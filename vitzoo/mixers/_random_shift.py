@@ -1,6 +1,6 @@
-"""ViL's random shift: in training, the tokens of a window attend it and one of the 8 windows around it.
+"""ViL's random shift: in training, the tokens of a window attend that window and one of the 8 windows around it.
 
-One neighbour, the same for all windows, is drawn for each forward pass. Multi-Scale Vision Longformer,
+One neighbour, the same for all windows, is drawn in each forward pass. Multi-Scale Vision Longformer,
 https://arxiv.org/abs/2103.15358, and "Implementation.md" of its code.
 """
 
@@ -12,10 +12,9 @@ __all__ = ['draw_neighbour', 'shifted_attention']
 
 
 def draw_neighbour(device: torch.device) -> torch.Tensor:
-    """One of the 8 neighbours, numbered in raster order from 0 to 8 without 4, the window itself; a tensor of no
-    dimension.
+    """Draw one of the 8 neighbours, a 0-d tensor: its raster index from 0 to 8, without 4, the window itself.
 
-    Of torch's generator, whose state gradient checkpointing keeps.
+    Drawn from torch's generator, whose state gradient checkpointing restores.
     """
     neighbour = torch.randint(8, (), device=device)
     return neighbour + (neighbour >= 4)
@@ -35,30 +34,29 @@ def shifted_attention(
     bias_shared: torch.Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """`window_attention` of a halo as wide as the window, with all of the halo masked but one `neighbour`."""
-    window = (window_size, window_size)
+    """`window_attention` with a halo as wide as the window, of which only the window `neighbour` is attended."""
+    tile_size = (window_size, window_size)
     source, exists = _neighbours(neighbour, grid_size, window_size)
-    inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, w*w)
-    mask = torch.cat([inside, inside[source] & exists.unsqueeze(1)], dim=1)
+    on_grid = halo_mask(grid_size, tile_size, (0, 0), q.device)  # (T, w*w)
+    mask = torch.cat([on_grid, on_grid[source] & exists.unsqueeze(1)], dim=1)
 
-    def gather(x):
-        tiles = tile(x, grid_size, window)
+    def with_neighbour(x):
+        tiles = tile(x, grid_size, tile_size)
         return torch.cat([tiles, tiles[:, :, source]], dim=3)
 
     if bias is not None:
         bias = bias.unflatten(2, (3, window_size, 3, window_size)).transpose(3, 4)  # (heads, w*w, 3, 3, w, w)
-        bias = bias.flatten(4, 5).flatten(2, 3)  # (heads, w*w, windows, w*w)
+        bias = bias.flatten(4, 5).flatten(2, 3)  # (heads, w*w, 9, w*w)
         bias = torch.cat([bias[:, :, 4], bias.index_select(2, neighbour.reshape(1)).squeeze(2)], dim=2)
-    q = tile(scale * q, grid_size, window)
-    return untile(
-        attend_tiles(q, k, v, k_shared, v_shared, mask, gather, bias, bias_shared, dropout_p), grid_size, window
-    )
+    q = tile(scale * q, grid_size, tile_size)
+    out = attend_tiles(q, with_neighbour(k), with_neighbour(v), k_shared, v_shared, mask, bias, bias_shared, dropout_p)
+    return untile(out, grid_size, tile_size)
 
 
 def _neighbours(
     neighbour: torch.Tensor, grid_size: tuple[int, int], window_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which window lies there beside each, (T,), and whether there is one."""
+    """For each window the index of its neighbour, (T,), and a mask of the windows that have one."""
     rows, columns = (-(-size // window_size) for size in grid_size)
     window = torch.arange(rows * columns, device=neighbour.device)
     y = window // columns + neighbour // 3 - 1

@@ -1,4 +1,4 @@
-"""Learned biases of relative position for attention scores, shared by softmax, window and long-short attention."""
+"""Learned relative position biases of attention scores, shared by softmax, window and long-short attention."""
 
 import torch
 from timm.layers import trunc_normal_
@@ -9,12 +9,12 @@ __all__ = ['OffsetBias', 'PrefixBias']
 
 
 class OffsetBias(nn.Module):
-    """One number per head for each 2-D offset between a query and a key.
+    """One learned bias per head for each 2-D offset between a query and a key.
 
-    Queries fill a block of `query_size` = (h, w) tokens; keys fill that block and a `halo` of tokens around it. With no
-    halo this is Swin's window bias (https://arxiv.org/abs/2103.14030, equation 4). `row_stride` is the number of table
-    rows between two vertical neighbours; a stride below the number of horizontal offsets makes offsets share rows, as
-    the published ViL long-short models do.
+    Queries fill a block of `query_size` = (h, w) tokens; keys fill that block and a `halo` of tokens around it. Without
+    a halo this is Swin's window bias (https://arxiv.org/abs/2103.14030, equation 4). `row_stride` is the number of
+    table rows between two vertical neighbours; with a stride below the number of horizontal offsets, offsets share
+    rows, as in the published ViL long-short models.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OffsetBias(nn.Module):
         return self.table[self.index].permute(2, 0, 1)
 
     def set_query_size(self, query_size: tuple[int, int]) -> None:
-        """Stretch the table onto the offsets of a new block of queries, bicubically; only for tables without a halo."""
+        """Resample the table to the offsets of a new block of queries by bicubic interpolation; requires `halo` 0."""
         old_size, self.query_size = self.query_size, tuple(query_size)
         num_old, num_new = (tuple(2 * size - 1 for size in sizes) for sizes in (old_size, self.query_size))
         table = self.table.data.T.unflatten(1, num_old).unsqueeze(0)  # (1, heads, dy, dx)
@@ -62,7 +62,7 @@ class OffsetBias(nn.Module):
 
 
 class PrefixBias(nn.Module):
-    """One number per head for each pair in which a prefix token takes part, independent of the place in the grid.
+    """One learned bias per head for each pair with a prefix token, independent of the position in the grid.
 
     `prefix_prefix` is (heads, P, P); `prefix_grid` is (2, heads, P), first for prefix queries, then for prefix keys.
     Multi-Scale Vision Longformer, section 3.2, https://arxiv.org/abs/2103.15358

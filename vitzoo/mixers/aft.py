@@ -123,7 +123,7 @@ def aft_conv(
         from vitzoo.kernels import aft_conv as kernels
 
         if kernels.fits(q, k, v):
-            return kernels.aft_conv(q, k, v, kernel, grid_size)
+            return kernels.aft_conv_triton(q, k, v, kernel, grid_size)
     P = q.shape[2] - grid_size[0] * grid_size[1]
     with no_autocast(q):
         sources = _sources(k, v)  # (B, heads, P + H*W, d + 1)

@@ -1,21 +1,24 @@
 """The interface of a token mixer, the registry of mixers, and the base class most of them share.
 
-A mixer sees (B, P + H*W, dim) tokens, the P prefix tokens (class, distillation, register) first and then the grid in
-raster order, and returns the same shape. It never learns which backbone it sits in.
+A mixer takes (B, P + H*W, dim) tokens, the P prefix tokens (class, distillation, register) first and then the grid in
+raster order, and returns the same shape. It does not depend on the backbone that contains it.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from timm.layers import register_notrace_function, register_notrace_module
+from timm.layers import register_notrace_module
 from torch import nn
 
 from vitzoo.errors import did_you_mean
 
+from ._grid import check_grid
+from ._numerics import no_autocast
 from ._qkv import LinearQKV
+from ._softmax_health import SoftmaxHealth
 
 __all__ = [
+    'ParameterFreeMixer',
     'QKVMixer',
     'TokenMixer',
     'create_mixer',
@@ -30,10 +33,9 @@ _mixers: dict[str, type['TokenMixer']] = {}
 
 
 def register_mixer(name: str) -> Callable[[type['TokenMixer']], type['TokenMixer']]:
-    """Class decorator that makes a mixer known under `name` in every backbone, test, benchmark and report.
+    """Class decorator that registers a mixer under `name` for every backbone, test, benchmark and report.
 
-    Raises ValueError where the name is taken, TypeError where the class lacks its fast `op` or its specification
-    `op_naive`.
+    Raises ValueError if the name is taken, TypeError if the class lacks its fast `op` or its specification `op_naive`.
     """
 
     def register(cls: type['TokenMixer']) -> type['TokenMixer']:
@@ -45,7 +47,7 @@ def register_mixer(name: str) -> Callable[[type['TokenMixer']], type['TokenMixer
                     f"Mixer '{name}' needs a static `{attr}`: every mixer has a fast op and its naive form."
                 )
         _mixers[name] = cls
-        # a leaf for torch.fx: what happens inside depends on the size of the grid
+        # a leaf for torch.fx: control flow in a mixer depends on the grid size
         return register_notrace_module(cls)
 
     return register
@@ -57,7 +59,7 @@ def list_mixers() -> list[str]:
 
 
 def mixer_class(name: str) -> type['TokenMixer']:
-    """The class registered under `name`; raises ValueError with the closest names where there is none."""
+    """The class registered under `name`; raises ValueError with the closest names if there is none."""
     if name not in _mixers:
         hint = did_you_mean(name, _mixers) or f': there are {", ".join(list_mixers())}'
         raise ValueError(f"Unknown mixer '{name}'{hint}")
@@ -67,29 +69,13 @@ def mixer_class(name: str) -> type['TokenMixer']:
 def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, int], **kwargs) -> 'TokenMixer':
     """Build the mixer `name` for tokens of width `dim` on a `grid_size` = (H, W) grid.
 
-    Raises ValueError for an unknown name or an impossible value, TypeError for a keyword the mixer does not have.
+    Raises ValueError for an unknown name or an invalid value, TypeError for a keyword that the mixer does not take.
     """
     return mixer_class(name)(dim, num_heads, grid_size=grid_size, **kwargs)
 
 
-def no_autocast(x: torch.Tensor) -> AbstractContextManager:
-    """Context in which what touches `x` keeps its own precision under any autocast."""
-    # the meta device has no autocast, and asking it for one raises
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-@register_notrace_function
-def check_grid(what: str, made: tuple[int, int], got: tuple[int, int]) -> None:
-    """Raise ValueError where the positions of `what`, made for one grid, meet another."""
-    if tuple(made) != tuple(got):
-        raise ValueError(
-            f'The positions of {what} are made for a {made[0]} x {made[1]} grid and got {got[0]} x {got[1]}: '
-            f'build the model with img_size= or call model.set_input_size().'
-        )
-
-
 def set_step(model: nn.Module, step: int) -> None:
-    """Tell every mixer of a model which optimizer step comes next, counted from 0, before its first forward pass."""
+    """Set the index of the next optimizer step, counted from 0, in every mixer; call before its first forward pass."""
     for module in model.modules():
         if isinstance(module, TokenMixer):
             module.set_step(step)
@@ -98,18 +84,20 @@ def set_step(model: nn.Module, step: int) -> None:
 class TokenMixer(nn.Module):
     """Mixes P prefix tokens (class, distillation, register) with an H x W grid of patch tokens.
 
-    Subclasses set `op` (fast) and `op_naive` (the specification) and state what a backbone may ask of them:
+    Subclasses set `op` (fast) and `op_naive` (the specification) and declare their capabilities:
 
-    * `attn_weights`: attention weights exist, so `attn_drop` can act on them;
+    * `attn_weights`: attention weights are formed, so `attn_drop` can act on them;
     * `token_weights`: `mix(q, k, v, grid_size)` is A v with weights A between tokens that do not depend on v, rows
       summing to 1 (those of nystrom nearly), for a v of any width;
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
-    * `has_rel_bias`: takes `rel_bias='table'`, a learned bias of relative positions;
-    * `grid_bound`: has parameters for one grid size whatever the options, which `set_input_size` resamples;
-    * `approximates_softmax`: stands in for softmax attention over all tokens, so that `QKVMixer.health` can compare.
+    * `has_rel_bias`: takes `rel_bias='table'`, a learned relative position bias;
+    * `grid_bound`: has parameters for one grid size with any options, which `set_input_size` resamples;
+    * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare.
 
-    `layer` is the mixer's place among all mixers of its model. What a mixer draws at random and keeps is a function of
-    its own `seed` and of `layer`: it differs from layer to layer, and is the same in every build of the model.
+    Backbones build every mixer with the same keywords: those of this class and `qkv_bias`, `proj_drop`, `device` and
+    `dtype`, which a subclass takes itself. `layer` is the index of the mixer among all mixers of its model. Random
+    values that a mixer keeps depend only on its `seed` and `layer`: they differ between layers, and are the same each
+    time the model is built.
     """
 
     attn_weights = False
@@ -130,11 +118,7 @@ class TokenMixer(nn.Module):
         grid_size: tuple[int, int],
         num_prefix_tokens: int = 0,
         layer: int = 0,
-        qkv_bias: bool = True,
         attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        device=None,
-        dtype=None,
     ) -> None:
         super().__init__()
         if dim % num_heads:
@@ -159,24 +143,43 @@ class TokenMixer(nn.Module):
         self.grid_size = tuple(grid_size)
 
     def set_step(self, step: int) -> None:
-        """Adapt to the optimizer step that comes next; default: nothing changes."""
+        """Adapt to the index of the next optimizer step; does nothing by default."""
 
     def check_grid(self, grid_size: tuple[int, int]) -> None:
         """Raise ValueError unless `grid_size` is the one the parameters are made for."""
         check_grid(type(self).__name__, self.grid_size, grid_size)
 
     def no_weight_decay(self) -> set[str]:
-        """Names, relative to the mixer, that weight decay must leave alone: by default biases of relative position."""
+        """Names of parameters, relative to the mixer, to exclude from weight decay; by default position biases."""
         return {name for name, _ in self.named_parameters() if name.startswith(('rel_bias.', 'prefix_bias.'))}
 
 
-class QKVMixer(TokenMixer):
+class ParameterFreeMixer(TokenMixer):
+    """A mixer of tokens without learned parameters, so `qkv_bias`, `device` and `dtype` do not apply to it."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        proj_drop: float = 0.0,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+
+class QKVMixer(SoftmaxHealth, TokenMixer):
     """A mixer of queries, keys and values: project, mix, merge the heads, project back.
 
-    `qkv_layer` is the projection (`LinearQKV`, or `ConvQKV` for CvT) and `scale` what q.k is multiplied with, by
-    default head_dim ** -0.5. With `LinearQKV` the parameters are called `qkv` and `proj` as in timm, so a ViT
-    checkpoint loads strictly into every mixer that adds none. `qk_norm` normalises the queries and keys of each head
-    with `norm_layer(head_dim)`, as timm's attention does; a mixer with narrower keys refuses it with a ValueError.
+    `qkv_layer` is the projection (`LinearQKV`, or `ConvQKV` for CvT) with the keys that `k_dim` and `shared_qk`
+    describe; `scale` multiplies q.k and is head_dim ** -0.5 by default. With `LinearQKV` the parameters are called
+    `qkv` and `proj` as in timm, so a ViT checkpoint loads strictly into every mixer that adds none. `qk_norm`
+    normalizes the queries and keys of each head with `norm_layer(head_dim)`, as timm's attention does; raises
+    ValueError for a mixer with narrower keys.
     """
 
     def __init__(
@@ -189,6 +192,7 @@ class QKVMixer(TokenMixer):
         proj_drop: float = 0.0,
         scale: float | None = None,
         k_dim: int | None = None,
+        shared_qk: bool = False,
         qkv_layer: Callable[..., nn.Module] = LinearQKV,
         qk_norm: bool = False,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
@@ -196,24 +200,33 @@ class QKVMixer(TokenMixer):
         dtype=None,
         **kwargs,
     ) -> None:
-        super().__init__(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop, **kwargs)
-        if qk_norm and k_dim:
-            raise ValueError(f'{type(self).__name__} has one number per key and head, which qk_norm cannot normalise.')
+        super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
+        if qk_norm and k_dim is not None:
+            raise ValueError(
+                f'{type(self).__name__} has keys of width {k_dim} for all heads, which qk_norm cannot normalize; '
+                f'set qk_norm=False.'
+            )
         dd = {'device': device, 'dtype': dtype}
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.qkv = qkv_layer(
-            dim, num_heads, k_dim=k_dim, num_prefix_tokens=self.num_prefix_tokens, qkv_bias=qkv_bias, **dd
+            dim,
+            num_heads,
+            k_dim=k_dim,
+            shared_qk=shared_qk,
+            num_prefix_tokens=self.num_prefix_tokens,
+            qkv_bias=qkv_bias,
+            **dd,
         )
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
-        self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm and k_dim is None else nn.Identity()
+        self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm and not shared_qk else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     @property
     def dropout_p(self) -> float:
-        """The dropout rate of the attention weights in force now."""
+        """Dropout rate of the attention weights in the current mode, 0 in evaluation."""
         return self.attn_drop.p if self.training else 0.0
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
@@ -230,27 +243,6 @@ class QKVMixer(TokenMixer):
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Queries, keys and values (B, heads, N, head_dim) -> mixed values (B, heads, N, head_dim)."""
         raise NotImplementedError
-
-    def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """What `mix` approximates where the mixer `approximates_softmax`: softmax attention over all tokens."""
-        return mixer_class('softmax').op(q, k, v, self.scale)
-
-    def health(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
-    ) -> dict[str, torch.Tensor]:
-        """Signs of how well the approximation does, each a number per sample (B,); a mixer adds its own to this one.
-
-        `softmax_error` is |mix - target| / |target| over all heads and tokens, with the exact target in float32 or
-        wider. Raises ValueError for a mixer that approximates no softmax attention.
-        """
-        if not self.approximates_softmax:
-            raise ValueError(f'{type(self).__name__} as it is set up does not approximate softmax attention.')
-        mixed = self.mix(q, k, v, grid_size)
-        with no_autocast(q):
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            target = self.softmax_target(q.to(dtype), k.to(dtype), v.to(dtype)).flatten(1)
-            error = torch.linalg.vector_norm(mixed.to(dtype).flatten(1) - target, dim=1)
-            return {'softmax_error': error / torch.linalg.vector_norm(target, dim=1)}
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Merge the heads and project: (B, heads, N, head_dim) -> (B, N, dim)."""

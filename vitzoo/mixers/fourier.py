@@ -13,10 +13,9 @@ they had. FNet, section 3.2, https://arxiv.org/abs/2105.03824
 import math
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from .base import TokenMixer, no_autocast, register_mixer
+from .base import ParameterFreeMixer, no_autocast, register_mixer
 
 __all__ = ['Fourier', 'fourier', 'fourier_naive']
 
@@ -70,15 +69,11 @@ for _op in (torch.ops.aten._fft_c2c, torch.ops.aten._fft_r2c):
 
 
 @register_mixer('fourier')
-class Fourier(TokenMixer):
+class Fourier(ParameterFreeMixer):
     """The real part of the Fourier transform of grid and channels; it has no projections and no heads."""
 
     op = staticmethod(fourier)
     op_naive = staticmethod(fourier_naive)
-
-    def __init__(self, dim: int, num_heads: int, *, proj_drop: float = 0.0, **kwargs) -> None:
-        super().__init__(dim, num_heads, proj_drop=proj_drop, **kwargs)
-        self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return self.proj_drop(self.op(x, grid_size))

@@ -10,7 +10,8 @@ section 3.2, https://arxiv.org/abs/2006.16236
 import torch
 from torch.nn import functional as F
 
-from ._positive_features import LOG2_E, feature_attention
+from ._numerics import LOG2_E
+from ._positive_features import feature_attention
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['Linear', 'linear_attention', 'linear_naive']

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from vitzoo.kernels import use_kernel
 
-from ._positive_features import LOG2_E, feature_attention, query_features
+from ._numerics import LOG2_E
+from ._positive_features import feature_attention, query_features
 from ._random import RandomFeatureMixer
 from .base import no_autocast, register_mixer
 
@@ -61,7 +62,7 @@ def performer_attention(
         from vitzoo.kernels import favor as kernels
 
         if kernels.fits(q, k, v, features):
-            return kernels.favor_attention(q, k, v, features, scale)
+            return kernels.favor_attention_triton(q, k, v, features, scale)
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         if kernel == 'softmax':

@@ -8,10 +8,9 @@ tokens. MetaFormer Is Actually What You Need for Vision, equation 4, https://arx
 """
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from .base import TokenMixer, no_autocast, register_mixer
+from .base import ParameterFreeMixer, no_autocast, register_mixer
 
 __all__ = ['Pool', 'pool', 'pool_naive']
 
@@ -42,18 +41,17 @@ def pool(x: torch.Tensor, grid_size: tuple[int, int], pool_size: int) -> torch.T
 
 
 @register_mixer('pool')
-class Pool(TokenMixer):
+class Pool(ParameterFreeMixer):
     """Average pooling over `pool_size` x `pool_size` places, less the token; it has no projections and no heads."""
 
     op = staticmethod(pool)
     op_naive = staticmethod(pool_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, pool_size: int = 3, proj_drop: float = 0.0, **kwargs) -> None:
-        super().__init__(dim, num_heads, proj_drop=proj_drop, **kwargs)
+    def __init__(self, dim: int, num_heads: int, *, pool_size: int = 3, **kwargs) -> None:
+        super().__init__(dim, num_heads, **kwargs)
         if pool_size < 1 or pool_size % 2 == 0:
             raise ValueError(f'pool_size must be odd and at least 1, not {pool_size}.')
         self.pool_size = pool_size
-        self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return self.proj_drop(self.op(x, grid_size, self.pool_size))

@@ -17,8 +17,8 @@ section 2 and appendix A, https://arxiv.org/abs/2001.04451
 import torch
 from torch.nn import functional as F
 
-from ._chunked import chunk_attention, merge, softmax_with_z
-from ._positive_features import LOG2_E
+from ._chunked import chunk_attention, merge, softmax_with_lse
+from ._numerics import LOG2_E
 from ._random import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -88,7 +88,7 @@ def reformer_attention(
     if P:
         # one round more, in which every token finds the prefix
         scores = LOG2_E * ((scale * q[:, :, P:]) @ k[:, :, :P].mT).to(dtype)
-        prefix = softmax_with_z(scores, v[:, :, :P], dropout_p)
+        prefix = softmax_with_lse(scores, v[:, :, :P], dropout_p)
         out, z = (torch.cat([found, x.unsqueeze(2)], dim=2) for found, x in zip((out, z), prefix))
     out = merge(out, z, dim=2).to(v.dtype)
     if P == 0:
@@ -214,7 +214,7 @@ class Reformer(QKVMixer):
         dtype=None,
         **kwargs,
     ) -> None:
-        super().__init__(dim, num_heads, k_dim=0, device=device, dtype=dtype, **kwargs)
+        super().__init__(dim, num_heads, shared_qk=True, device=device, dtype=dtype, **kwargs)
         if num_hashes < 1 or bucket_size < 1:
             raise ValueError(
                 f'reformer needs num_hashes and bucket_size of at least 1, not {num_hashes} and {bucket_size}.'

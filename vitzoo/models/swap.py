@@ -10,7 +10,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from vitzoo.mixers import QKVMixer, TokenMixer, create_mixer
-from vitzoo.mixers.base import check_grid
+from vitzoo.mixers._grid import check_grid
 from vitzoo.models.inherit import inherit_weights
 
 __all__ = ['SwappedBlock', 'SwappedDistilledViT', 'SwappedViT', 'swap_mixer']

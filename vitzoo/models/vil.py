@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitzoo.mixers import mixer_class
-from vitzoo.mixers.base import check_grid
+from vitzoo.mixers._grid import check_grid
 
 from ._block import Block
 from ._official import unwrap
