@@ -17,7 +17,7 @@ class UserError(ValueError):
         return ' '.join(message.split('\n')).strip()
 
 
-class LonelyError(UserError):
+class RankError(UserError):
     """A mistake that one process of several meets alone, so that it has to speak for itself."""
 
 
@@ -33,7 +33,7 @@ def run_command(main: Callable[[list[str] | None], None], argv: list[str] | None
         sys.stdout.flush()
     except UserError as error:
         # torchrun and accelerate launch both number their processes in RANK
-        if os.environ.get('RANK', '0') == '0' or isinstance(error, LonelyError):
+        if os.environ.get('RANK', '0') == '0' or isinstance(error, RankError):
             print(f'vitzoo: error: {error}', file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:

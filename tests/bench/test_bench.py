@@ -381,13 +381,13 @@ def test_both_kinds_of_step_do_the_same(quick):
     recipe = dict(model='deit_linear_tiny', img_size=32, batch_size=2, workers=0, lr=1e-3)
     run = trainer.make_run(trainer.make_recipe(recipe))
     batches = [[torch.randn(2, 3, 32, 32), torch.tensor([number, 2])] for number in range(2)]
-    model = copy.deepcopy(run.bare)
+    model = copy.deepcopy(run.raw_model)
     ours = trainer.vitzoo_step(run, batches)
     bare = trainer.bare_step(run.recipe, model, run.plan.steps_per_epoch, batches)
     for number in range(3):
         ours(number)
         bare(number)
-    before = run.bare.state_dict()
+    before = run.raw_model.state_dict()
     assert all(torch.equal(own, before[key]) for key, own in model.state_dict().items())
     assert run.step == 3
 

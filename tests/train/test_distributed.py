@@ -120,7 +120,7 @@ def train_sharded(argv: list[str], log: str, event=None, at: int = -1) -> None:
 
 
 def kill_if_sharded(run) -> None:
-    assert all(isinstance(parameter, DTensor) for parameter in run.bare.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in run.raw_model.parameters())
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -282,8 +282,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_changes_a_weight(imag
     def poison(run, *args, **kwargs):
         if run.step == 7:
             # as an overflow inside of one layer would do
-            hook = run.bare.blocks[1].mlp.fc2.register_forward_hook(lambda module, inputs, output: output * torch.inf)
-            kept.update({name: tensor.clone() for name, tensor in run.bare.state_dict().items()}, run=run, hook=hook)
+            model = run.raw_model
+            hook = model.blocks[1].mlp.fc2.register_forward_hook(lambda module, inputs, output: output * torch.inf)
+            kept.update({name: tensor.clone() for name, tensor in model.state_dict().items()}, run=run, hook=hook)
         return train_step(run, *args, **kwargs)
 
     train_step = train_module.train_step
@@ -293,7 +294,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_changes_a_weight(imag
     with pytest.raises(UserError, match=words):
         train(arguments)
     run, _ = kept.pop('run'), kept.pop('hook').remove()
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in run.bare.state_dict().items())
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in run.raw_model.state_dict().items())
     assert [path.name for path in list_checkpoints(tmp_path / 'checkpoints')] == ['step-00000005']
     # what the message advises works
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""`vitzoo train`: trains an image classifier, in one process or, under `accelerate launch`, in many.
+"""`vitzoo train`: train an image classifier, on one process or, with `accelerate launch`, on several.
 
 Examples:
     vitzoo train --config configs/quickstart.yaml
@@ -6,15 +6,15 @@ Examples:
     accelerate launch --num_processes 8 train.py --config configs/imagenet/vil.yaml --data-dir imagenet
     vitzoo train --resume runs/cvt_ls_13
 
-A run is a function of its recipe. All random numbers follow from the seed and the step, so images are drawn, augmented
-and mixed in the same way for any number of worker processes, and after any interruption. SIGTERM, as a cluster sends
-it before it takes a machine away, ends a run with a checkpoint.
+A run is a function of its recipe. All random numbers follow from the seed and the step, so data order, augmentation and
+mixup are the same for any number of loader workers, and after any interruption. SIGTERM, as clusters send it on
+preemption, ends a run with a checkpoint.
 """
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
-    # imported here, so that vitzoo.train.recipe can be imported without Accelerate
+    """Run the command and exit with its exit code."""
+    # lazy: vitzoo.train.recipe must be importable without Accelerate
     from vitzoo.errors import run_command
     from vitzoo.launch import start_missing_processes
     from vitzoo.train.loop import train

@@ -1,7 +1,6 @@
-"""What the keys of a recipe stand for: a model, the sizes of its batches, an optimizer, a schedule, a loss."""
+"""Builds the parts of a run from its recipe: model, batches, loaders, optimizer, schedule, loss and task."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import timm
@@ -12,77 +11,82 @@ from timm.loss import compute_class_weights, create_classification_loss
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
+from timm.task import ClassificationTask, TrainingTask
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from vitzoo.data import Images
+from vitzoo.data import Images, eval_loader, train_loader
+from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.load import find_model, fit_data_config, load_checkpoint
+from vitzoo.train.distill import distillation_task
 from vitzoo.train.loss import BalancedLoss, count_labels
 from vitzoo.train.recipe import Recipe
+from vitzoo.train.run import Plan
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How each global batch is dealt out, and how many there are."""
+def plan_batches(recipe: Recipe, num_images: int, world_size: int) -> Plan:
+    """Split the global batch over processes and accumulation steps; it is at most as large as the dataset.
 
-    batch_size: int
-    world: int
-    accum: int
-    steps_per_epoch: int
-    epochs: int
-    lr: float
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Images that a process has in memory at a time."""
-        return self.batch_size // (self.world * self.accum)
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the run."""
-        return self.epochs * self.steps_per_epoch
-
-    def __str__(self) -> str:
-        processes = f' = {self.world} processes x {self.accum} accumulated x {self.micro_batch_size} images'
-        dealt = processes if self.world * self.accum > 1 else ''
-        return f'batch {self.batch_size}{dealt}, lr {self.lr:.3g}, {self.epochs} epochs x {self.steps_per_epoch} steps'
-
-
-def plan_batches(recipe: Recipe, num_images: int, world: int) -> Plan:
-    """Deal a recipe's global batch out to `world` processes; a batch larger than the dataset becomes as large as it."""
-    accum, chunks = recipe.grad_accum_steps, world * recipe.grad_accum_steps
-    if recipe.batch_size % chunks:
+    Raises:
+        UserError: The batch size is not divisible, or there are fewer images than micro-batches.
+    """
+    accum_steps, num_micro_batches = recipe.grad_accum_steps, world_size * recipe.grad_accum_steps
+    if recipe.batch_size % num_micro_batches:
         raise UserError(
-            f'batch_size {recipe.batch_size} is not a multiple of {chunks}, that is of {world} processes x'
-            f' {accum} grad_accum_steps, so it cannot be dealt out evenly'
+            f'batch_size {recipe.batch_size} is not a multiple of {num_micro_batches}, the product of {world_size}'
+            f' processes and {accum_steps} grad_accum_steps; change one of them'
         )
-    batch_size = min(recipe.batch_size, num_images // chunks * chunks)
+    batch_size = min(recipe.batch_size, num_images // num_micro_batches * num_micro_batches)
     if not batch_size:
-        raise UserError(f'{num_images} training images are too few for {world} processes x {accum} grad_accum_steps')
+        raise UserError(
+            f'{num_images} training images are too few for {world_size} processes x {accum_steps} grad_accum_steps'
+        )
     ratio = batch_size / recipe.lr_base_size
     scaled_lr = recipe.lr_base * (ratio if recipe.lr_base_scale == 'linear' else ratio**0.5)
     return Plan(
         batch_size=batch_size,
-        world=world,
-        accum=accum,
+        world_size=world_size,
+        accum_steps=accum_steps,
         steps_per_epoch=num_images // batch_size,
         epochs=recipe.epochs + recipe.cooldown_epochs,
         lr=scaled_lr if recipe.lr is None else recipe.lr,
     )
 
 
+def build_train_loader(recipe: Recipe, plan: Plan, train_set: Images, rank: int) -> DataLoader:
+    """A loader of this process's micro-batches."""
+    batches = TrainBatches(
+        len(train_set),
+        plan.batch_size,
+        plan.accum_steps,
+        rank,
+        plan.world_size,
+        recipe.seed,
+        recipe.aug_repeats,
+        train_set.targets if recipe.balance == 'sampler' else None,
+    )
+    return train_loader(train_set, batches, recipe.workers)
+
+
+def build_val_loader(recipe: Recipe, plan: Plan, val_set: Images, rank: int) -> DataLoader:
+    """A loader of this process's validation batches."""
+    batch_size = recipe.validation_batch_size or min(recipe.batch_size, 256)
+    return eval_loader(val_set, batch_size, recipe.workers, rank=rank, world=plan.world_size)
+
+
 def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
-    """The recipe's model, with the weights that it names.
+    """The recipe's model, with its initial weights.
 
     Raises:
-        UserError: There is no such model, size, argument or weights.
+        UserError: The model, its weights, an argument or the image size does not exist.
     """
     name = find_model(recipe.model)
     name = f'local-dir:{name}' if Path(name).is_dir() else name
     if recipe.pretrained and ':' not in name and not timm.is_model_pretrained(name):
-        raise UserError(f'there are no published weights of {name}; leave out pretrained')
+        raise UserError(f'there are no published weights of {name}; remove pretrained')
     model = _create(name, recipe, num_classes)
     pretrained_classes = model.pretrained_cfg.get('num_classes')
     if (recipe.pretrained or name.startswith('local-dir:')) and pretrained_classes != num_classes:
@@ -91,7 +95,7 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
         _start_from(model, recipe.initial_checkpoint)
     if recipe.grad_checkpointing:
         model.set_grad_checkpointing()
-    # a size that the model cannot take is better said now than at the first step
+    # check the image size before the first step does
     fit_data_config(name, model, recipe.img_size)
     return model
 
@@ -136,7 +140,7 @@ def _start_from(model: nn.Module, path: str) -> None:
 
 
 def _say_new_head(source: str, old: int, new: int) -> None:
-    PartialState().print(f'note   {source} is for {old} classes: it gets a new head for {new}')
+    PartialState().print(f'note   {source} has a head for {old} classes; using a new head for {new}')
 
 
 def _num_classes_in(model: nn.Module, path: str) -> int | None:
@@ -148,64 +152,78 @@ def _num_classes_in(model: nn.Module, path: str) -> int | None:
 
 
 def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:
-    """Fix the parameters of some modules, and return the modules that have no other, which belong in eval mode.
+    """Freeze parameters, and return the modules without trainable parameters, which belong in eval mode.
 
     Args:
-        names: 'backbone' for everything but the classifier, or names of modules and parameters, separated by commas.
+        names: Names of modules or parameters, separated by commas, or 'backbone' for all but the classifier.
 
     Raises:
-        UserError: There is no such module, or nothing is left to train.
+        UserError: A name does not exist, or nothing is left to train.
     """
     if not names:
         return []
-    fixed = _backbone(model) if names == 'backbone' else _parameters_of(model, names.split(','))
-    for parameter in fixed:
+    frozen = _backbone_parameters(model) if names == 'backbone' else _named_parameters(model, names.split(','))
+    for parameter in frozen:
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"freeze '{names}' leaves nothing to train")
     return [module for module in model.modules() if not any(p.requires_grad for p in module.parameters())]
 
 
-def _backbone(model: nn.Module) -> list[nn.Parameter]:
-    head = model.get_classifier()
-    heads = head if isinstance(head, tuple | list) else [head]
-    kept = {id(parameter) for module in heads for parameter in module.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in kept]
+def _backbone_parameters(model: nn.Module) -> list[nn.Parameter]:
+    classifier = model.get_classifier()
+    # DeiT's distilled models have two heads
+    heads = classifier if isinstance(classifier, tuple | list) else [classifier]
+    head_ids = {id(parameter) for head in heads for parameter in head.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in head_ids]
 
 
-def _parameters_of(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
-    fixed, modules = [], dict(model.named_modules())
-    for name in map(str.strip, names):
-        found = [p for own, p in model.named_parameters() if own == name or own.startswith(f'{name}.')]
+def _named_parameters(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
+    parameters = []
+    for prefix in map(str.strip, names):
+        found = [p for name, p in model.named_parameters() if name == prefix or name.startswith(f'{prefix}.')]
         if not found:
-            raise UserError(f"freeze: the model has no parameters in '{name}'{did_you_mean(name, modules)}")
-        fixed += found
-    return fixed
+            hint = did_you_mean(prefix, dict(model.named_modules()))
+            raise UserError(f"freeze: the model has no parameters in '{prefix}'{hint}")
+        parameters += found
+    return parameters
 
 
 def compile_model(model: nn.Module, backend: str | None) -> None:
-    """Let torch.compile run the model from now on; its parameters keep their names."""
+    """Compile the model's forward pass in place, which keeps its parameter names.
+
+    Raises:
+        UserError: torch.compile has no such backend.
+    """
     if backend is None:
         return
     backends = torch.compiler.list_backends(exclude_tags=())
     if backend not in backends:
-        raise UserError(f"torch.compile has no backend '{backend}', but {', '.join(backends)}")
+        raise UserError(f"torch.compile has no backend '{backend}', only {', '.join(backends)}")
     model.compile(backend=backend)
 
 
 def build_ema(recipe: Recipe, model: nn.Module) -> ModelEmaV3 | None:
-    """A moving average of the model's weights, if the recipe wants one."""
+    """An exponential moving average of the model's weights, if the recipe has one."""
     if not recipe.model_ema:
         return None
-    # buffers are copied: an average of BatchNorm counters or of random projections means nothing
+    # buffers are copied: averages of BatchNorm counters or random projections are meaningless
     return ModelEmaV3(model, recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup, exclude_buffers=True)
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
-    """The recipe's optimizer from timm, with no weight decay on biases and norms."""
+    """The recipe's timm optimizer, without weight decay on biases and norms.
+
+    Raises:
+        UserError: timm has no such optimizer.
+    """
     if recipe.opt.lower() not in list_optimizers():
         raise UserError(f"unknown optimizer '{recipe.opt}'{did_you_mean(recipe.opt, list_optimizers())}")
-    own = dict(eps=recipe.opt_eps, betas=recipe.opt_betas and tuple(recipe.opt_betas))
+    overrides = {}
+    if recipe.opt_eps is not None:
+        overrides['eps'] = recipe.opt_eps
+    if recipe.opt_betas is not None:
+        overrides['betas'] = tuple(recipe.opt_betas)
     return create_optimizer_v2(
         model,
         opt=recipe.opt,
@@ -213,12 +231,16 @@ def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
         weight_decay=recipe.weight_decay,
         momentum=recipe.momentum,
         layer_decay=recipe.layer_decay,
-        **{name: value for name, value in own.items() if value is not None},
+        **overrides,
     )
 
 
 def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) -> Scheduler:
-    """The recipe's schedule from timm, a function of the number of optimizer steps done."""
+    """The recipe's timm learning-rate schedule, stepped per optimizer step.
+
+    Raises:
+        UserError: The settings of the schedule contradict each other.
+    """
     try:
         scheduler, _ = create_scheduler_v2(
             optimizer,
@@ -240,7 +262,7 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
 
 
 def build_mixup(recipe: Recipe, num_classes: int) -> Mixup | None:
-    """Mixup and cutmix on batches, or None where both are off."""
+    """Mixup and CutMix of batches, None if both are disabled."""
     if not recipe.mixup and not recipe.cutmix:
         return None
     return Mixup(
@@ -256,15 +278,27 @@ def build_mixup(recipe: Recipe, num_classes: int) -> Mixup | None:
 
 
 def build_loss(recipe: Recipe, mixup: Mixup | None, train_set: Images, num_classes: int) -> nn.Module:
-    """The loss from timm for the kind of targets there are, balanced over the classes if the recipe says so."""
+    """The timm loss for hard, soft or multi-label targets, or its class-balanced form."""
     kind = 'bce' if recipe.bce_loss or recipe.multi_label else 'ce'
     options = dict(smoothing=recipe.smoothing, bce_target_thresh=recipe.bce_target_thresh if kind == 'bce' else None)
     if recipe.balance == 'loss':
         counts = count_labels(train_set.targets, num_classes)
         if not recipe.multi_label:
             return BalancedLoss(counts, kind, **options)
-        # an image has labels of many classes, so each class balances those that have it against those that lack it;
-        # a label that all images have would else weigh nothing
+        # positives against negatives of each class; the clamp keeps a label that all images have from weighing nothing
         counts = counts.clamp(max=len(train_set) - 1)
         _, options['pos_weight'] = compute_class_weights(counts, len(train_set), 'neg_pos')
     return create_classification_loss(kind, multi_label=recipe.multi_label, soft_targets=mixup is not None, **options)
+
+
+def build_task(
+    recipe: Recipe, model: nn.Module, loss: nn.Module, class_names: list[str], device: torch.device
+) -> TrainingTask:
+    """The timm task that maps images and targets to the loss, with a teacher if the recipe has one.
+
+    Raises:
+        UserError: The teacher does not suit the data or the model.
+    """
+    if recipe.kd_model_name is not None:
+        return distillation_task(recipe, model, loss, class_names, device).to(device)
+    return ClassificationTask(model, loss, device=device, verbose=False).to(device)

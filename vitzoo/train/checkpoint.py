@@ -1,56 +1,51 @@
-"""What an interrupted run continues from: a folder with the weights, the optimizer and where the run was.
+"""Checkpoints: weights, optimizer state and progress of a run, in the same files for any number of processes.
 
     <run>/checkpoints/step-00001250/{model.safetensors, ema.safetensors, optimizer.pt, scaler.pt, state.json}
 
-A checkpoint is written under another name and renamed when it is whole, and state.json has the size and checksum of
-every other file, so a damaged one is noticed. It holds tensors and JSON only, in the same files for any number of
-processes, and no random state, because training has none (see vitzoo.data.loader).
+A checkpoint is written under a temporary name and renamed when it is complete. state.json has the size and checksum of
+every other file, so damage is detected. The files hold tensors and JSON only, and no random states, because training
+has none (see vitzoo.data.loader).
 """
 
 import json
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import Optimizer
 
 from vitzoo.errors import UserError
-from vitzoo.train.full_model import PlainModel
-
-# what the libraries raise where the disk is full or the file is none of theirs
-FILE_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
+from vitzoo.train.full_model import FullModel
+from vitzoo.train.run_folder import FILE_ERRORS, write_on_main
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not as it was written."""
+    """A file of a checkpoint is missing or has changed since it was written."""
 
 
 def save_checkpoint(
     accelerator: Accelerator,
     folder: Path,
     state: dict,
-    plain: PlainModel,
+    full_model: FullModel,
     ema: nn.Module | None,
     optimizer: Optimizer,
     keep: int,
 ) -> None:
-    """Write the checkpoint of `state['step']` below `folder`, from the main process, and keep the last `keep` only.
+    """Write a checkpoint of step `state['step']` to `folder`, and delete all but the last `keep`.
 
     Raises:
-        UserError: In every process where the main one could not write. The checkpoints before are as they were.
+        UserError: On every process, if the main process could not write. Earlier checkpoints are not touched.
     """
     final = folder / f'step-{state["step"]:08d}'
     partial = folder / f'.partial-{final.name}'
-    # all processes have a part of these
-    model, optimizer_state = plain.pull(), plain.optimizer_state(optimizer)
+    # collective operations, so before the main process writes alone
+    model, optimizer_state = full_model.gather(), full_model.optimizer_state(optimizer)
 
     def write() -> None:
         try:
@@ -62,49 +57,31 @@ def save_checkpoint(
         for old in list_checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
 
-    on_main(accelerator, write, lambda error: _why_not_saved(folder, error))
-
-
-def on_main(accelerator: Accelerator, write: Callable[[], None], explain: Callable[[Exception], str]) -> None:
-    """Let the main process write files, and let every process raise where it could not.
-
-    Raises:
-        UserError: With what `explain` makes of the error.
-    """
-    mistake = None
-    if accelerator.is_main_process:
-        try:
-            write()
-        except FILE_ERRORS as error:
-            mistake = explain(error)
-    # also keeps the others from looking for files that are not there yet
-    (mistake,) = broadcast_object_list([mistake])
-    if mistake:
-        raise UserError(mistake)
+    write_on_main(accelerator, write, lambda error: _explain_failure(folder, error))
 
 
 def load_checkpoint(
-    accelerator: Accelerator, checkpoint: Path, plain: PlainModel, ema: nn.Module | None, optimizer: Optimizer
+    accelerator: Accelerator, checkpoint: Path, full_model: FullModel, ema: nn.Module | None, optimizer: Optimizer
 ) -> dict:
-    """Load what `save_checkpoint` wrote into the model, its average and the optimizer, and return the state.
+    """Load a checkpoint into the model, its moving average and the optimizer, and return its state.
 
     Raises:
-        DamagedCheckpoint: A file is missing or is not as it was written; nothing was loaded then.
-        UserError: The weights are those of another model.
+        DamagedCheckpoint: A file is missing or damaged; nothing was loaded.
+        UserError: The weights do not fit the model.
     """
-    state = _check_files(checkpoint)
+    state = _read_state(checkpoint)
     try:
-        plain.module.load_state_dict(load_file(checkpoint / 'model.safetensors'))
-        plain.push()
+        full_model.module.load_state_dict(load_file(checkpoint / 'model.safetensors'))
+        full_model.scatter()
         if ema is not None:
             ema.load_state_dict(load_file(checkpoint / 'ema.safetensors'))
         optimizer_state = torch.load(checkpoint / 'optimizer.pt', map_location='cpu', weights_only=True)
-        plain.load_optimizer_state(optimizer, optimizer_state)
+        full_model.load_optimizer_state(optimizer, optimizer_state)
         if accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(torch.load(checkpoint / 'scaler.pt', weights_only=True))
     except UnpicklingError as error:
         raise UserError(
-            f'cannot resume from {checkpoint}: a file in it holds more than tensors, and code in it was not run'
+            f'cannot resume from {checkpoint}: a file in it contains more than tensors, such as code, which was not run'
         ) from error
     except FILE_ERRORS as error:
         raise UserError(f'cannot resume from {checkpoint}: {error}') from error
@@ -112,14 +89,14 @@ def load_checkpoint(
 
 
 def find_checkpoints(source: Path) -> list[Path]:
-    """The checkpoints of a run folder, newest first, or the checkpoint folder that `source` itself is."""
+    """The checkpoints of a run folder or checkpoints folder, newest first, or `source` if it is itself a checkpoint."""
     if (source / 'state.json').is_file():
         return [source]
     return (list_checkpoints(source / 'checkpoints') or list_checkpoints(source))[::-1]
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first, without those that were never finished."""
+    """The complete checkpoints in a folder, oldest first."""
     return sorted(path.parent for path in folder.glob('step-*/state.json'))
 
 
@@ -143,20 +120,20 @@ def _write(
     (folder / 'state.json').write_text(json.dumps(dict(state, files=files)))
 
 
-def _check_files(checkpoint: Path) -> dict:
-    """The state of a checkpoint whose files are all as they were written."""
+def _read_state(checkpoint: Path) -> dict:
+    """The state of a checkpoint, after comparing all files with their checksums."""
     try:
         state = json.loads((checkpoint / 'state.json').read_text())
         changed = [name for name, written in state['files'].items() if _fingerprint(checkpoint / name) != written]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f'{checkpoint} is damaged: {error}') from error
     if changed:
-        raise DamagedCheckpoint(f'{checkpoint} is damaged: {changed[0]} is not as it was written')
+        raise DamagedCheckpoint(f'{checkpoint} is damaged: {changed[0]} does not match its checksum')
     return state
 
 
 def _fingerprint(path: Path) -> list[int]:
-    """Size and CRC-32 of a file: a guard against accidents, not against forgery."""
+    """Size and CRC-32 of a file, which detect accidents but not forgery."""
     size = checksum = 0
     with path.open('rb') as file:
         while chunk := file.read(1 << 20):
@@ -164,13 +141,13 @@ def _fingerprint(path: Path) -> list[int]:
     return [size, checksum]
 
 
-def _why_not_saved(folder: Path, error: Exception) -> str:
+def _explain_failure(folder: Path, error: Exception) -> str:
     last = list_checkpoints(folder)
-    kept = f'{last[-1]} is intact' if last else 'there is none before it'
-    # torch does not say when a disk is full
+    intact = f'{last[-1]} is intact' if last else 'there is no earlier checkpoint'
+    # torch's errors do not mention a full disk
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
     return (
-        f'cannot write a checkpoint to {folder} ({error}; {free:.0f} MB are free there); {kept}; make room, or choose'
+        f'cannot write a checkpoint to {folder} ({error}; {free:.0f} MB free); {intact}; free some space or choose'
         f' another --output, and continue with --resume'
     )
 

@@ -1,7 +1,7 @@
-"""Knowledge distillation: a student that learns from the labels and from a teacher, by timm's tasks."""
+"""Knowledge distillation from a teacher, with timm's tasks."""
 
 import torch
-from timm.task import ClassificationTask, LogitDistillationTask, TokenDistillationTask, TrainingTask
+from timm.task import LogitDistillationTask, TokenDistillationTask, TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -11,7 +11,7 @@ from vitzoo.train.recipe import Recipe
 
 
 class HardDistillationTask(LogitDistillationTask):
-    """Learns the teacher's choice as a second label.
+    """Distillation with the teacher's predicted class as a second label.
 
     DeiT, section 3, "Hard-label distillation", https://arxiv.org/abs/2012.12877
     """
@@ -19,20 +19,21 @@ class HardDistillationTask(LogitDistillationTask):
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         logits = self.trainable_module(input)
         with torch.no_grad():
-            choice = self.teacher(self.teacher.normalize_input(input, self.student_mean, self.student_std)).argmax(1)
-        task_loss, kd_loss = self.criterion(logits, target), F.cross_entropy(logits, choice)
+            teacher_input = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+            teacher_label = self.teacher(teacher_input).argmax(1)
+        task_loss, kd_loss = self.criterion(logits, target), F.cross_entropy(logits, teacher_label)
         loss = self.task_loss_weight * task_loss + self.distill_loss_weight * kd_loss
         return dict(loss=loss, output=logits, task_loss=task_loss, kd_loss=kd_loss)
 
 
-def build_task(recipe: Recipe, model: nn.Module, loss: nn.Module, class_names: list[str], device) -> TrainingTask:
-    """What maps images and targets to the loss: the loss itself, or together with the recipe's teacher.
+def distillation_task(
+    recipe: Recipe, model: nn.Module, loss: nn.Module, class_names: list[str], device: torch.device
+) -> TrainingTask:
+    """The recipe's distillation task, with its teacher.
 
     Raises:
         UserError: The teacher has no weights or other classes, or the student has no distillation token.
     """
-    if recipe.kd_model_name is None:
-        return ClassificationTask(model, loss, device=device, verbose=False).to(device)
     options = dict(
         student_model=model,
         teacher_model=_load_teacher(recipe, class_names),
@@ -43,15 +44,16 @@ def build_task(recipe: Recipe, model: nn.Module, loss: nn.Module, class_names: l
         device=device,
         verbose=False,
     )
-    if recipe.kd_distill_type != 'token':
-        task = {'logit': LogitDistillationTask, 'hard': HardDistillationTask}[recipe.kd_distill_type](**options)
-        return task.to(device)
+    if recipe.kd_distill_type == 'logit':
+        return LogitDistillationTask(**options)
+    if recipe.kd_distill_type == 'hard':
+        return HardDistillationTask(**options)
     try:
-        return TokenDistillationTask(distill_type=recipe.kd_token_distill_type, **options).to(device)
+        return TokenDistillationTask(distill_type=recipe.kd_token_distill_type, **options)
     except ValueError as error:
         raise UserError(
-            f'{recipe.model} has no distillation token; take one that has, such as deit_tiny_distilled_patch16_224, or'
-            f' --kd-distill-type logit'
+            f'{recipe.model} has no distillation token; use a model that has one, such as'
+            f' deit_tiny_distilled_patch16_224, or --kd-distill-type logit'
         ) from error
 
 
@@ -59,11 +61,11 @@ def _load_teacher(recipe: Recipe, class_names: list[str]) -> nn.Module:
     name = find_model(recipe.kd_model_name)
     teacher, source = load_model(name)
     if source == 'random weights':
-        raise UserError(f'the teacher {name} has no published weights; name a folder that training wrote')
-    its_names = label_names(teacher)
-    if teacher.num_classes != len(class_names) or (its_names and its_names != class_names):
+        raise UserError(f'the teacher {name} has no published weights; use the folder of a training run instead')
+    teacher_classes = label_names(teacher)
+    if teacher.num_classes != len(class_names) or (teacher_classes and teacher_classes != class_names):
         raise UserError(
-            f'the teacher {name} knows {teacher.num_classes} classes, and not the {len(class_names)} of'
-            f' {recipe.data_dir}; train it on them first'
+            f'the {teacher.num_classes} classes of the teacher {name} are not the {len(class_names)} of'
+            f' {recipe.data_dir}; train the teacher on {recipe.data_dir} first'
         )
     return teacher.requires_grad_(False)

@@ -1,7 +1,7 @@
-"""Models whose weights are spread over the processes by FSDP: whole copies of them, and of their optimizer's state.
+"""Full, unsharded models and optimizer states, whether training uses DDP or FSDP.
 
-Everything outside of the training step (evaluation, averaging, checkpoints, export) works with a plain model. With DDP
-that is the model itself; with FSDP it is a copy that is filled anew. Checkpoints are the same files for both.
+Evaluation, weight averaging, checkpoints and export work on a full model. With DDP that is the raw model itself; with
+FSDP it is a copy into which the sharded weights are gathered. Checkpoints are the same files for both.
 """
 
 import copy
@@ -18,53 +18,53 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-WHOLE = StateDictOptions(full_state_dict=True)
+_FULL = StateDictOptions(full_state_dict=True)
 
 
-class PlainModel:
-    """The plain form of a model that Accelerate prepares; `module` is brought up to date by `pull`."""
+class FullModel:
+    """The full form of a model that Accelerate may shard; create it before `accelerator.prepare`."""
 
-    def __init__(self, accelerator: Accelerator, bare: nn.Module):
+    def __init__(self, accelerator: Accelerator, raw_model: nn.Module):
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
-        # sharding happens in place, so the copy is made before
-        self.module = copy.deepcopy(bare) if self.is_sharded else bare
-        self.trained = bare
+        # FSDP shards in place, so copy before it does
+        self.module = copy.deepcopy(raw_model) if self.is_sharded else raw_model
+        self.raw_model = raw_model
 
-    def pull(self) -> nn.Module:
-        """Fetch the weights from all processes; every process must call this."""
+    def gather(self) -> nn.Module:
+        """Return the model with its current weights; all processes must call this."""
         if self.is_sharded:
-            self.module.load_state_dict(get_model_state_dict(self.trained, options=WHOLE))
+            self.module.load_state_dict(get_model_state_dict(self.raw_model, options=_FULL))
         return self.module
 
-    def push(self) -> None:
-        """Give each process its share of the weights that were loaded into `module`."""
+    def scatter(self) -> None:
+        """Copy the weights of `module` into the sharded model; all processes must call this."""
         if self.is_sharded:
-            set_model_state_dict(self.trained, self.module.state_dict(), options=WHOLE)
+            set_model_state_dict(self.raw_model, self.module.state_dict(), options=_FULL)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict:
-        """The optimizer's state as torch numbers it, with whole tensors; every process must call this."""
+        """The optimizer's full state, keyed by parameter index as in `torch.optim`; all processes must call this."""
         if not self.is_sharded:
             return optimizer.state_dict()
-        named = get_optimizer_state_dict(self.trained, _inner(optimizer), options=WHOLE)
-        number = {name: index for index, name in enumerate(self._names(optimizer))}
-        groups = [dict(group, params=[number[name] for name in group['params']]) for group in named['param_groups']]
-        return dict(state={number[name]: state for name, state in named['state'].items()}, param_groups=groups)
+        named = get_optimizer_state_dict(self.raw_model, _unwrap(optimizer), options=_FULL)
+        index_of = {name: index for index, name in enumerate(self._parameter_names(optimizer))}
+        groups = [dict(group, params=[index_of[name] for name in group['params']]) for group in named['param_groups']]
+        return dict(state={index_of[name]: state for name, state in named['state'].items()}, param_groups=groups)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict) -> None:
         """The inverse of `optimizer_state`."""
         if not self.is_sharded:
             optimizer.load_state_dict(state)
             return
-        names = self._names(optimizer)
-        groups = [dict(group, params=[names[number] for number in group['params']]) for group in state['param_groups']]
-        named = dict(state={names[number]: own for number, own in state['state'].items()}, param_groups=groups)
-        set_optimizer_state_dict(self.trained, _inner(optimizer), named, options=WHOLE)
+        names = self._parameter_names(optimizer)
+        groups = [dict(group, params=[names[index] for index in group['params']]) for group in state['param_groups']]
+        named = dict(state={names[index]: own for index, own in state['state'].items()}, param_groups=groups)
+        set_optimizer_state_dict(self.raw_model, _unwrap(optimizer), named, options=_FULL)
 
-    def _names(self, optimizer: Optimizer) -> list[str]:
-        names = {id(parameter): name for name, parameter in self.trained.named_parameters()}
+    def _parameter_names(self, optimizer: Optimizer) -> list[str]:
+        names = {id(parameter): name for name, parameter in self.raw_model.named_parameters()}
         return [names[id(parameter)] for group in optimizer.param_groups for parameter in group['params']]
 
 
-def _inner(optimizer: Optimizer) -> Optimizer:
-    """torch's optimizer inside of Accelerate's."""
+def _unwrap(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer in Accelerate's wrapper."""
     return getattr(optimizer, 'optimizer', optimizer)

@@ -1,4 +1,4 @@
-"""What a training run tells: lines and bars on the terminal, metrics.csv, curves.png, and Accelerate's trackers."""
+"""Console output, metrics.csv, curves.png and trackers of a training run."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,69 +13,68 @@ from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.metrics.speed import peak_megabytes
 from vitzoo.mixers import TokenMixer
-from vitzoo.train.checkpoint import on_main
 from vitzoo.train.recipe import NOT_SAVED
 from vitzoo.train.run import Run
-from vitzoo.train.run_folder import write_metrics
+from vitzoo.train.run_folder import write_metrics, write_on_main
 
-# where the output is not a terminal, a line as often as this
-QUIET_SECONDS = 30
-# with fewer tokens a side there is little for attention to mix
-SMALL_GRID = 4
+# seconds between lines if the output is not a terminal
+LOG_SECONDS = 30
+# on a grid with a shorter side, attention has little to mix
+MIN_GRID_SIDE = 4
 
 
-def describe(run: Run) -> list[str]:
-    """What is going to happen, in a few lines."""
+def describe_run(run: Run) -> list[str]:
+    """A summary of the run, printed before it starts and stored in recipe.yaml."""
     recipe, plan, (_, height, width) = run.recipe, run.plan, run.data_config['input_size']
-    params = sum(parameter.numel() for parameter in run.bare.parameters()) / 1e6
+    params = sum(parameter.numel() for parameter in run.raw_model.parameters()) / 1e6
     precision = run.accelerator.mixed_precision.replace('no', 'fp32')
-    processes = f'{plan.world} process' + ('es' if plan.world > 1 else '')
+    processes = f'{plan.world_size} process' + ('es' if plan.world_size > 1 else '')
     return [
         f'model  {recipe.model}, {params:.2f} M parameters, images {height} x {width}',
         f'data   {recipe.data_dir}: {len(run.train_set)} training and {len(run.val_set)} validation images'
         f' of {len(run.train_set.class_names)} classes',
         f'steps  {plan}',
         f'on     {processes} on {run.accelerator.device.type} in {precision}, seed {recipe.seed}, output {run.folder}',
-        *(f'note   {note}' for note in remarks(run)),
+        *(f'note   {note}' for note in _notes(run)),
     ]
 
 
-def remarks(run: Run) -> list[str]:
-    """What may be other than the user thinks."""
+def _notes(run: Run) -> list[str]:
+    """Effects of the recipe that a user may not expect."""
     recipe, plan, notes = run.recipe, run.plan, []
-    left_out, grid = len(run.train_set) % plan.batch_size, smallest_grid(run)
+    dropped, grid = len(run.train_set) % plan.batch_size, smallest_grid(run)
     if run.val_set.is_held_out:
-        share = f'{100 * recipe.val_fraction:g} % of the images of each class are held out'
-        notes.append(f'no validation folder: {share} (seed {recipe.seed}, listed in {HELD_OUT})')
+        share = f'{100 * recipe.val_fraction:g} % of each class is held out'
+        notes.append(f'no validation split: {share} (seed {recipe.seed}, listed in {HELD_OUT})')
     if plan.batch_size < recipe.batch_size:
-        notes.append(f'batch_size {recipe.batch_size} is more than there are images: {plan.batch_size} it is')
-    if left_out and recipe.balance != 'sampler':
-        notes.append(f'a batch is always full: each epoch leaves out {left_out} images, different ones')
+        notes.append(f'batch_size {recipe.batch_size} is reduced to {plan.batch_size}: there are no more images')
+    if dropped and recipe.balance != 'sampler':
+        notes.append(f'the last, incomplete batch is dropped: every epoch skips {dropped} images, chosen at random')
     if recipe.warmup_epochs >= recipe.epochs:
         notes.append(f'lr is never reached: warmup_epochs {recipe.warmup_epochs:g} of {recipe.epochs} epochs')
     if run.frozen:
-        trained = sum(parameter.numel() for parameter in run.bare.parameters() if parameter.requires_grad) / 1e6
-        notes.append(f'frozen but for {trained:.2f} M parameters')
-    if grid and min(grid) < SMALL_GRID:
+        trained = sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad) / 1e6
+        notes.append(f'frozen except for {trained:.2f} M parameters')
+    if grid and min(grid) < MIN_GRID_SIDE:
         notes.append(
-            f'tokens are mixed on a grid as small as {grid[0]} x {grid[1]}; a larger img_size'
-            f' (or a smaller patch_size in model_kwargs) gives attention more to work on'
+            f'tokens are mixed on a grid as small as {grid[0]} x {grid[1]}, which leaves attention little to do; try a'
+            f' larger img_size, or a smaller patch_size in model_kwargs'
         )
     return notes
 
 
 def smallest_grid(run: Run) -> tuple[int, int] | None:
-    """The smallest grid of tokens in the model, where it is made of vitzoo's mixers or timm's patches."""
-    grids = [module.grid_size for module in run.bare.modules() if isinstance(module, TokenMixer)]
-    patches = getattr(getattr(run.bare, 'patch_embed', None), 'grid_size', None)
+    """The smallest token grid of vitzoo's mixers or timm's patch embedding, None if the model has neither."""
+    grids = [module.grid_size for module in run.raw_model.modules() if isinstance(module, TokenMixer)]
+    patches = getattr(getattr(run.raw_model, 'patch_embed', None), 'grid_size', None)
     return min(grids or ([patches] if patches else []), key=min, default=None)
 
 
 class Display:
-    """A bar for the whole run, to which evaluations add theirs; where there is no terminal, a line now and then."""
+    """Progress bars of training and evaluation; without a terminal, an occasional line."""
 
     def __init__(self, run: Run):
-        self.run, self.spoke_at = run, 0.0
+        self.run, self.logged_at = run, 0.0
         self.bars = Progress(
             '{task.description}',
             BarColumn(),
@@ -96,36 +95,36 @@ class Display:
         self.bars.stop()
 
     def show_step(self, images_per_second: float) -> None:
-        """Move the bar; now and then say how things are."""
+        """Advance the bar, and log loss, learning rate, speed and memory at intervals."""
         run = self.run
         self.bars.update(self.training, completed=run.step)
-        is_time = time.monotonic() - self.spoke_at > QUIET_SECONDS
-        if not is_time and (run.step % run.recipe.log_interval or not run.console.is_terminal):
+        is_due = time.monotonic() - self.logged_at > LOG_SECONDS
+        if not is_due and (run.step % run.recipe.log_interval or not run.console.is_terminal):
             return
         note = f'loss {run.losses[-1]:.3f}  lr {learning_rate(run):.2e}  {images_per_second:.0f} images/s'
         note += f'  {peak_megabytes(run.accelerator.device) / 1e3:.1f} GB'
         epoch = -(-run.step // run.plan.steps_per_epoch)
         self.bars.update(self.training, description=f'epoch {epoch}/{run.plan.epochs}', note=note)
-        if is_time and not run.console.is_terminal:
+        if is_due and not run.console.is_terminal:
             run.console.print(f'step {run.step}/{run.plan.steps}  {note}')
-            self.spoke_at = time.monotonic()
+            self.logged_at = time.monotonic()
 
     @contextmanager
     def evaluation(self) -> Iterator[Callable[[int], None]]:
-        """A bar for one pass over the validation images, moved by calling it with the images of a batch."""
-        world, total = self.run.plan.world, len(self.run.val_set)
+        """A bar for one pass over the validation images; call the result with the number of images in a batch."""
+        world_size, total = self.run.plan.world_size, len(self.run.val_set)
         task = self.bars.add_task('validation', total=total, note='')
-        yield lambda images: self.bars.advance(task, images * world)
+        yield lambda images: self.bars.advance(task, images * world_size)
         self.bars.remove_task(task)
 
 
 def learning_rate(run: Run) -> float:
-    """The largest of the parameter groups' learning rates, that of the last layers."""
+    """The learning rate of the last layers, the largest of all parameter groups."""
     return max(group['lr'] for group in run.optimizer.param_groups)
 
 
 def report_epoch(run: Run) -> None:
-    """Print the scores of the last epoch, and add them to metrics.csv, its picture and the trackers."""
+    """Print the metrics of the last epoch, and write them to metrics.csv, curves.png and the trackers."""
     row = run.history[-1]
     ema = f'  ema {row["ema_top1"]:5.2f} %' if run.ema is not None else ''
     mean_precision = f'  mAP {row["map"]:5.2f} %' if 'map' in row else ''
@@ -135,37 +134,39 @@ def report_epoch(run: Run) -> None:
         f'  top-1 {row["top1"]:5.2f} %{ema}{mean_precision}'
     )
 
-    # matplotlib takes a second to import
+    # lazy: importing matplotlib takes a second
     from vitzoo.figures import draw_curves
 
     def write() -> None:
         write_metrics(run.folder, run.history)
         draw_curves(run.folder, run.history)
 
-    on_main(run.accelerator, write, lambda error: f'cannot write to {run.folder}: {error}; make room and --resume')
+    write_on_main(
+        run.accelerator, write, lambda error: f'cannot write to {run.folder}: {error}; free some space and --resume'
+    )
     run.accelerator.log({name: value for name, value in row.items() if name != 'epoch'}, step=row['step'])
 
 
-def check_trackers(names: str | None) -> list[str]:
-    """The trackers in a list such as 'tensorboard,wandb', which Accelerate would leave out silently if not installed.
+def parse_trackers(names: str | None) -> list[str]:
+    """Split a list of trackers such as 'tensorboard,wandb'.
 
     Raises:
-        UserError: There is no such tracker, or its package is missing.
+        UserError: A tracker is unknown or not installed; Accelerate would silently ignore it.
     """
     known, available = [kind.value for kind in LoggerType], [str(kind) for kind in get_available_trackers()]
-    wanted = [name.strip() for name in (names or '').split(',') if name.strip()]
-    for name in wanted:
+    trackers = [name.strip() for name in (names or '').split(',') if name.strip()]
+    for name in trackers:
         if name not in known:
-            raise UserError(
-                f"unknown tracker '{name}' in log_with{did_you_mean(name, known) or ': ' + ', '.join(known)}"
-            )
+            hint = did_you_mean(name, known) or f': {", ".join(known)}'
+            raise UserError(f"unknown tracker '{name}' in log_with{hint}")
         if name not in available:
             raise UserError(f"log_with '{name}' needs its package: pip install {name}")
-    return wanted
+    return trackers
 
 
 def start_trackers(run: Run) -> None:
-    """Hand the recipe to the trackers, as numbers and words."""
+    """Start the trackers, with the recipe as their config."""
     settings = {name: value for name, value in asdict(run.recipe).items() if name not in NOT_SAVED}
+    # trackers accept only scalars and strings
     simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
     run.accelerator.init_trackers('vitzoo', config=simple)

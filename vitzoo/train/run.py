@@ -1,4 +1,4 @@
-"""The state of a training run: all that a step, an evaluation or a checkpoint touches."""
+"""The state of a training run: everything that a step, an evaluation or a checkpoint uses."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +14,40 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from vitzoo.data import Images, Normalize
-from vitzoo.train.build import Plan
-from vitzoo.train.full_model import PlainModel
+from vitzoo.train.full_model import FullModel
 from vitzoo.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Batch sizes, number of steps and learning rate of a run."""
+
+    batch_size: int
+    world_size: int
+    accum_steps: int
+    steps_per_epoch: int
+    epochs: int
+    lr: float
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Images per process and accumulation step."""
+        return self.batch_size // (self.world_size * self.accum_steps)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.epochs * self.steps_per_epoch
+
+    def __str__(self) -> str:
+        factors = f' = {self.world_size} processes x {self.accum_steps} accumulated x {self.micro_batch_size} images'
+        split = factors if self.world_size * self.accum_steps > 1 else ''
+        return f'batch {self.batch_size}{split}, lr {self.lr:.3g}, {self.epochs} epochs x {self.steps_per_epoch} steps'
 
 
 @dataclass
 class Run:
-    """What training is made of, and how far it is."""
+    """Everything that training uses, and its progress."""
 
     recipe: Recipe
     plan: Plan
@@ -30,29 +56,24 @@ class Run:
     data_config: dict
     train_set: Images
     val_set: Images
-    # `model` is `bare` as Accelerate prepared it, with gradients averaged over the processes; `plain` is for the rest
-    bare: nn.Module
+    # `model` is `raw_model` as prepared by Accelerate (DDP or FSDP); `full_model` is for everything but the step
+    raw_model: nn.Module
     model: nn.Module
-    plain: PlainModel
+    full_model: FullModel
     ema: ModelEmaV3 | None
     optimizer: Optimizer
     scheduler: Scheduler
-    # maps a batch and its targets to the loss, with a teacher or without
+    # computes the loss of a batch, with or without a teacher
     task: TrainingTask
     mixup: Mixup | None
-    # modules without a trainable parameter, which stay in evaluation mode
+    # modules without trainable parameters, which stay in eval mode
     frozen: list[nn.Module]
-    # makes the model's input of the bytes that the loader gives
+    # the loaders return uint8 images
     normalize: Normalize
     train_loader: DataLoader
     val_loader: DataLoader
     console: Console
-    # optimizer steps done, the losses of those in this epoch, and a row for each epoch before it
+    # optimizer steps done, the losses of the current epoch, and one row of metrics per finished epoch
     step: int = 0
     losses: list[float] = field(default_factory=list)
     history: list[dict] = field(default_factory=list)
-
-    @property
-    def steps_in_epoch(self) -> int:
-        """How many steps of the epoch under way are done; 0 also at its end."""
-        return self.step % self.plan.steps_per_epoch

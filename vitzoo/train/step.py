@@ -1,8 +1,8 @@
-"""One optimizer step: the loss of a global batch in micro-batches, its gradients, and the update.
+"""One optimizer step: gradients of a global batch, accumulated over micro-batches, and the update.
 
-Before the backward pass is computed the processes tell each other their loss, and whether they were asked to stop or
-to save. What they heard is read when the backward pass is under way, so a device does not wait for it, all processes
-know it at the same step, and a loss that is not finite stops the run before it has touched a weight.
+The loss and the stop and save flags are all-reduced asynchronously during the backward pass, so the device never waits
+for them. All processes see the same flags at the same step, and a loss that is not finite ends the run before any
+weight changes.
 """
 
 import math
@@ -20,72 +20,72 @@ from timm.utils import dispatch_clip_grad
 from torch import Tensor, distributed, nn
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
-from vitzoo.errors import LonelyError, UserError
+from vitzoo.errors import RankError, UserError
 from vitzoo.mixers import set_step
 from vitzoo.train.run import Run
 
 
-class News(NamedTuple):
-    """What the processes know together after a step: their mean loss, and what any of them was asked for."""
+class StepStatus(NamedTuple):
+    """The mean loss of a step, and whether any process was asked to stop or to save."""
 
     loss: float
     stop: bool
     save: bool
 
 
-def train_step(run: Run, micro_batches: Iterator, stop: bool = False, save: bool = False) -> News:
-    """One optimizer step over one global batch; `stop` and `save` are what this process was asked for.
+def train_step(run: Run, micro_batches: Iterator, stop: bool = False, save: bool = False) -> StepStatus:
+    """Train on one global batch; `stop` and `save` are the flags of this process.
 
     Raises:
         UserError: An image cannot be read, or the loss is not finite.
     """
-    accelerator, accum = run.accelerator, run.plan.accum
+    accelerator, accum_steps = run.accelerator, run.plan.accum_steps
     run.scheduler.step_update(run.step)
-    set_step(run.bare, run.step)
+    set_step(run.raw_model, run.step)
     total = torch.zeros((), device=accelerator.device)
-    for micro in range(accum):
+    for micro_step in range(accum_steps):
         images, target = (tensor.to(accelerator.device, non_blocking=True) for tensor in next_batch(micro_batches))
         images = run.normalize(images)
-        seed_step(run, micro)
+        seed_step(run, micro_step)
         if run.mixup is not None:
             target = mix(run.mixup, images, target)
-        is_last = micro == accum - 1
-        # gradients travel between processes once per step
+        is_last = micro_step == accum_steps - 1
+        # gradients are all-reduced once per step
         with nullcontext() if is_last else accelerator.no_sync(run.model):
-            loss = run.task(images, target)['loss'] / accum
+            loss = run.task(images, target)['loss'] / accum_steps
             total += loss.detach()
             if is_last:
-                letter = Letter(accelerator, total, stop, save)
+                reduce = StatusReduce(accelerator, total, stop, save)
             accelerator.backward(loss)
-    news = letter.read()
-    if not math.isfinite(news.loss):
-        raise UserError(explain_divergence(run, images, news.loss))
+    status = reduce.wait()
+    if not math.isfinite(status.loss):
+        raise UserError(explain_divergence(run, images, status.loss))
     clip_gradients(run)
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.step += 1
-    run.losses.append(news.loss)
+    run.losses.append(status.loss)
     if run.ema is not None:
-        run.ema.update(run.plain.pull(), step=run.step)
-    return news
+        run.ema.update(run.full_model.gather(), step=run.step)
+    return status
 
 
 def next_batch(micro_batches: Iterator) -> list[Tensor]:
-    """The next images and labels."""
+    """The next images and targets."""
     try:
         return next(micro_batches)
     except UserError as error:
-        raise LonelyError(str(error)) from error
+        raise RankError(str(error)) from error
 
 
-def seed_step(run: Run, micro: int) -> None:
-    """The random numbers of one micro-batch: those of mixing, dropout and stochastic depth."""
-    place = micro * run.plan.world + run.accelerator.process_index
-    seed_everything(run.recipe.seed, STEP_STREAM, run.step, place)
+def seed_step(run: Run, micro_step: int) -> None:
+    """Seed mixup, dropout and stochastic depth of one micro-batch."""
+    position = micro_step * run.plan.world_size + run.accelerator.process_index
+    seed_everything(run.recipe.seed, STEP_STREAM, run.step, position)
 
 
 def mix(mixup: Mixup, images: Tensor, target: Tensor) -> Tensor:
-    """Mix images in place and return their soft targets; the last of an odd number has no partner and stays."""
+    """Mix images in place and return soft targets; the last image of an odd batch has no partner and stays unmixed."""
     even = len(images) // 2 * 2
     soft = [mixup(images[:even], target[:even])[1]] if even else []
     if even < len(images):
@@ -95,80 +95,79 @@ def mix(mixup: Mixup, images: Tensor, target: Tensor) -> Tensor:
 
 
 def clip_gradients(run: Run) -> None:
-    """Limit the gradients as the recipe says."""
-    limit, mode = run.recipe.clip_grad, run.recipe.clip_mode
-    if limit:
-        run.accelerator.unscale_gradients(run.optimizer)
-        # adaptive clipping leaves the head alone, as in its paper and in timm
-        dispatch_clip_grad(model_parameters(run.bare, exclude_head=mode == 'agc'), limit, mode)
+    """Clip the gradients, if the recipe has a threshold."""
+    threshold, mode = run.recipe.clip_grad, run.recipe.clip_mode
+    if not threshold:
+        return
+    run.accelerator.unscale_gradients(run.optimizer)
+    # AGC excludes the head, as in its paper and in timm
+    dispatch_clip_grad(model_parameters(run.raw_model, exclude_head=mode == 'agc'), threshold, mode)
 
 
-class Letter:
-    """A few numbers on their way between the processes and from the device, beside what the device computes."""
+class StatusReduce:
+    """Asynchronous all-reduce of (loss, stop, save), on CUDA in a side stream."""
 
     def __init__(self, accelerator: Accelerator, loss: Tensor, stop: bool, save: bool):
-        self.world, self.device = accelerator.num_processes, accelerator.device
-        numbers = torch.stack([loss.float(), *torch.tensor([float(stop), float(save)]).to(loss.device)])
+        self.world_size, self.device = accelerator.num_processes, accelerator.device
+        values = torch.stack([loss.float(), *torch.tensor([float(stop), float(save)]).to(loss.device)])
         self.work = None
         if self.device.type != 'cuda':
-            self.numbers = numbers
-            self.work = distributed.all_reduce(numbers, async_op=True) if self.world > 1 else None
+            self.values = values
+            self.work = distributed.all_reduce(values, async_op=True) if self.world_size > 1 else None
             return
-        # on a stream of its own, so that reading does not wait for the backward pass in the main one
+        # reading from the main stream would wait for the backward pass
         self.stream = torch.cuda.Stream(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            if self.world > 1:
-                distributed.all_reduce(numbers)
-            self.numbers = numbers.to('cpu', non_blocking=True)
-        numbers.record_stream(self.stream)
+            if self.world_size > 1:
+                distributed.all_reduce(values)
+            self.values = values.to('cpu', non_blocking=True)
+        values.record_stream(self.stream)
 
-    def read(self) -> News:
-        """Wait for the numbers."""
+    def wait(self) -> StepStatus:
+        """Wait for the result."""
         if self.work is not None:
             self.work.wait()
         elif self.device.type == 'cuda':
             self.stream.synchronize()
-        loss, stop, save = self.numbers.tolist()
-        return News(loss / self.world, stop > 0, save > 0)
+        loss, stop, save = self.values.tolist()
+        return StepStatus(loss / self.world_size, stop > 0, save > 0)
 
 
 def explain_divergence(run: Run, images: Tensor, loss: float) -> str:
-    """Say at which step and in which layer numbers stopped being finite, and what to do about it."""
-    model = run.plain.pull()
-    seed_step(run, run.plan.accum - 1)
+    """Describe at which step and in which layer values stopped being finite, and what to try."""
+    model = run.full_model.gather()
+    seed_step(run, run.plan.accum_steps - 1)
     with run.accelerator.autocast():
-        culprits = gather_object([first_not_finite(model, images)])
-    layer = next(
-        (name for name in culprits if name), 'every layer gives finite numbers for it, so it is the loss alone'
-    )
+        sources = gather_object([find_non_finite(model, images)])
+    source = next(filter(None, sources), 'all layer outputs are finite, only the loss is not')
     return (
-        f'the loss is {loss} at step {run.step + 1}: {layer}. Nothing was changed by this step; try half the lr'
-        f' ({run.plan.lr / 2:.2g}), --clip-grad 1, a longer warm-up, or, with mixed precision, --amp-dtype bfloat16'
+        f'the loss is {loss} at step {run.step + 1}: {source}. No weight was changed by this step; try half the lr'
+        f' ({run.plan.lr / 2:.2g}), --clip-grad 1, a longer warm-up or, with mixed precision, --amp-dtype bfloat16'
     )
 
 
 @torch.no_grad()
-def first_not_finite(model: nn.Module, images: Tensor) -> str:
-    """The first thing that is not finite when a model sees these images, as a sentence; '' where all is finite."""
+def find_non_finite(model: nn.Module, images: Tensor) -> str:
+    """Describe the first tensor of a forward pass that is not finite: images, weights or an output; '' if all are."""
     if not images.isfinite().all():
-        return 'the images themselves are not finite'
+        return 'the images are not finite'
     broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
     if broken:
         return f'the weights {broken[0]} are not finite'
     found = []
 
-    def look(name: str, output) -> None:
+    def check(name: str, output) -> None:
         if not found and isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():
-            found.append(f'the first layer that gives numbers that are not finite is {name}')
+            found.append(f'the first layer with an output that is not finite is {name}')
 
     hooks = [
-        module.register_forward_hook(lambda module, inputs, output, name=name: look(name, output))
+        module.register_forward_hook(lambda module, inputs, output, name=name: check(name, output))
         for name, module in model.named_modules()
         if name
     ]
     try:
-        # not __call__, which may be compiled, without hooks
+        # not __call__, which torch.compile may have replaced by a graph without hooks
         model.forward(images)
     finally:
         for hook in hooks:
