@@ -303,7 +303,7 @@ def test_every_measure_is_taken_of_every_block(name):
     small = {'aft': dict(depth=2), 'vit': dict(depth=2)}.get(name.partition('_')[0], {})
     model = timm.create_model(name, **(small if 'resnet' in name else dict(img_size=64, **small))).eval()
     found = token_statistics(model, torch.randn(2, 3, 64, 64), MEASURES)
-    for measure in MEASURES[:-1]:
+    for measure in list(MEASURES)[:-1]:
         assert len(found[measure]['mean']) == len(found['blocks']) == len(found['stages'])
         assert not any(isnan(value) for value in found[measure]['mean'][:-1])
         assert all(value >= 0 for value in found[measure]['std'][:-1])
@@ -316,7 +316,7 @@ def test_a_single_token_of_a_stage_has_no_measure(include_cls):
     assert found['grids'][0] == [4, 4] and found['grids'][-1] == [1, 1]
     # the class token of the last stage is a token, but has no place on the grid
     has_two = {'cosine', 'effective_rank', 'rank_one_residual'} if include_cls else set()
-    for measure in MEASURES[:-1]:
+    for measure in list(MEASURES)[:-1]:
         assert isnan(found[measure]['mean'][-1]) == (measure not in has_two)
         assert not isnan(found[measure]['mean'][0])
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from PIL import Image
 from timm.models import save_for_hf
 
 from vitzoo.errors import UserError
-from vitzoo.metrics.speed import images_per_second
 from vitzoo.validate import main
 from vitzoo.validate.evaluation import validate
 from vitzoo.validate.predictions import read_predictions
@@ -25,10 +23,7 @@ from vitzoo.validate.predictions import read_predictions
 ROOT = Path(__file__).parents[2]
 NAMES = [f'class {i}' for i in range(7)]
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', partial(images_per_second, seconds=0.01))
+pytestmark = pytest.mark.usefixtures('quick_timing')
 
 
 @pytest.fixture(scope='module')

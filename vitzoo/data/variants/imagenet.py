@@ -13,6 +13,7 @@ from vitzoo.data.variants.base import PARTIAL_HINT, Readout, Variant, VariantIma
 from vitzoo.errors import UserError
 
 VAL_NAME = re.compile(r'ILSVRC2012_val_(\d{8})')
+IMAGENET_C_CONDITIONS = tuple(CONDITIONS)
 
 
 class WnidVariant(Variant):
