@@ -1,4 +1,4 @@
-"""How alike the tokens of an image are after each block, by every measure, against what can be counted by hand."""
+"""Measures of the tokens after each block, against values computed by hand."""
 
 import json
 from math import isnan, log
@@ -33,13 +33,13 @@ def brute_force(tokens: torch.Tensor, absolute: bool = False, include_self: bool
 
 
 @pytest.mark.parametrize('num_tokens', (4, 49, 196))
-def test_random_tokens_are_not_alike(num_tokens):
+def test_random_tokens_are_not_similar(num_tokens):
     cosine = mean_cosine(torch.randn(64, num_tokens, 192, generator=torch.Generator().manual_seed(0)))
     assert cosine.mean().item() == pytest.approx(0, abs=0.01)
 
 
 @pytest.mark.parametrize('num_tokens', (2, 49, 3136))
-def test_identical_tokens_are_alike(num_tokens):
+def test_identical_tokens_have_cosine_1(num_tokens):
     tokens = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).expand(2, num_tokens, 64)
     torch.testing.assert_close(mean_cosine(tokens), torch.ones(2), rtol=0, atol=1e-5)
 
@@ -275,7 +275,7 @@ def test_attention_weights_of_timm_are_those_of_the_same_mixer():
     torch.testing.assert_close(found.pull_back(row), expected.pull_back(row))
 
 
-def test_heads_that_attend_alike_are_similar():
+def test_heads_with_equal_maps_are_similar():
     torch.manual_seed(0)
     attn = vitzoo.create_mixer('softmax', 24, 3, grid_size=(3, 3))
     x = torch.randn(2, 9, 24)

@@ -516,15 +516,25 @@ def test_several_processes_are_sent_to_validate(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'name', ['cvt_ls_13', 'vil_tiny', 'deit_linformer_tiny', 'aft_full_tiny', 'test_vit', 'test_resnet']
+    ('name', 'options'),
+    [
+        ('cvt_ls_13', dict(depths=(1, 1, 1))),
+        ('vil_tiny', dict(depths=(1, 1, 1, 1))),
+        ('deit_linformer_tiny', dict(depth=1)),
+        ('aft_full_tiny', dict(depth=1)),
+        ('test_vit', {}),
+    ],
 )
-def test_scaling_is_that_of_models_made_for_the_size(name):
-    options = {} if name == 'test_resnet' else dict(img_size=64)
-    found = measure_scaling(name, timm.create_model(name, **options), 64)
+def test_scaling_is_that_of_models_made_for_the_size(name, options):
+    found = measure_scaling(name, timm.create_model(name, img_size=64, **options), 64)
     assert list(found) == [64, 128, 192, 256, 384, 512]
-    if options:
-        options = dict(img_size=192)
-    assert found[192] == count_macs(timm.create_model(name, **options), 192) / 1e9
+    assert found[192] == count_macs(timm.create_model(name, img_size=192, **options), 192) / 1e9
+
+
+def test_scaling_of_a_cnn_needs_no_change_of_size():
+    model = timm.create_model('test_resnet')
+    found = measure_scaling('test_resnet', model, 64)
+    assert list(found) == [64, 128, 192, 256, 384, 512] and found[192] == count_macs(model, 192) / 1e9
 
 
 @pytest.fixture

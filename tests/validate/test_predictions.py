@@ -1,11 +1,8 @@
-"""Predictions: what is written of each image gives the accuracies again, whoever wrote it."""
+"""Files of predictions: accuracies computed from them are those of the evaluation."""
 
 import csv
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from processes import start_processes
 from timm.models import save_for_hf
 
 from vitzoo.errors import UserError
@@ -20,7 +18,6 @@ from vitzoo.validate import main
 from vitzoo.validate.evaluation import validate
 from vitzoo.validate.predictions import read_predictions
 
-ROOT = Path(__file__).parents[2]
 NAMES = [f'class {i}' for i in range(7)]
 
 pytestmark = pytest.mark.usefixtures('quick_timing')
@@ -140,19 +137,16 @@ def test_mistakes_are_shown_of_the_images_that_were_predicted(data, trained, tmp
         validate([*argv, '--data-dir', str(other)])
 
 
+def validate_in_process(argv: list[str]) -> None:
+    validate(argv)
+    torch.distributed.destroy_process_group()
+
+
 def test_two_processes_write_the_file_of_one_and_count_the_same_under_corruptions(data, trained, tmp_path):
     argv = [trained, '--data-dir', data, '--batch-size', 4, '--workers', 0, '--corrupt']
-    launch = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', 'validate.py', *argv]
-    child = subprocess.run(
-        [*map(str, launch), '--save-predictions', tmp_path / 'two.csv', '--results-file', tmp_path / 'two.json'],
-        cwd=ROOT,
-        env=dict(os.environ, OMP_NUM_THREADS='1'),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
+    save = ['--save-predictions', tmp_path / 'two.csv', '--results-file', tmp_path / 'two.json']
+    outcome = start_processes(2, validate_in_process, [*map(str, (*argv, *save))])
+    assert outcome.codes == [0, 0], outcome.err
     (record,) = validate([*map(str, argv), '--save-predictions', str(tmp_path / 'one.csv')])
     one, two = (read_predictions(tmp_path / name) for name in ('one.csv', 'two.csv'))
     assert one.files == two.files and one.class_names == two.class_names
