@@ -45,7 +45,7 @@ def score_images(
     progress: Callable[[int], None] | None = None,
     probe=None,
 ) -> dict[str, Tensor]:
-    """Score every image of a loader's dataset exactly once, in whatever process and batch it is loaded.
+    """Score every image of a loader's dataset exactly once, over all batches and processes.
 
     Each process scores the images its loader yields. The rows of all processes are then joined by dataset index, so an
     image that a sampler repeated for padding counts once, and no mean of means is ever taken.

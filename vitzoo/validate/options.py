@@ -20,7 +20,7 @@ _MEASURES_HELP = f'measures of the tokens after each block: {",".join(MEASURES)}
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """How to evaluate models; the attributes are the options of `vitzoo validate`."""
+    """Options of an evaluation, named after those of `vitzoo validate`."""
 
     device: torch.device
     amp_dtype: str
@@ -51,12 +51,12 @@ class EvalOptions:
 
     @property
     def has_data(self) -> bool:
-        """Whether models are evaluated on `data_dir`."""
+        """True if models are evaluated on `data_dir`."""
         return self.data_dir is not None and not self.no_data
 
     @property
     def pretrained(self) -> bool:
-        """Whether published weights are downloaded."""
+        """True if published weights are downloaded."""
         return not (self.no_data or self.random_weights)
 
 
