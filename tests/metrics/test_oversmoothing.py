@@ -15,6 +15,7 @@ from vitzoo.metrics import OversmoothingProbe, oversmoothing, token_statistics
 from vitzoo.metrics._attention import attention_weights
 from vitzoo.metrics.oversmoothing import (
     MEASURES,
+    Measure,
     effective_rank,
     head_similarity,
     high_frequency_energy,
@@ -159,6 +160,16 @@ def test_a_probe_keeps_one_number_per_image_and_block():
     # a view would keep what it is a view of
     assert all(tensor.untyped_storage().nbytes() <= 64 for tensor in kept)
     assert probe.per_image().shape == (6, len(probe.names)) == (6, 2 * len(MEASURES))
+
+
+def test_a_new_measure_is_one_entry_of_the_table(monkeypatch):
+    mean_norm = Measure(lambda tokens: tokens.norm(dim=-1).mean(dim=1), 'Mean norm', 'of the tokens.')
+    monkeypatch.setitem(MEASURES, 'mean_norm', mean_norm)
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=1).eval()
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    (output,) = record_outputs(model, list(model.blocks), images)
+    expected = output[:, 1:].norm(dim=-1).mean().item()
+    assert token_statistics(model, images, ['mean_norm'])['mean_norm']['mean'] == pytest.approx([expected])
 
 
 def test_an_unknown_measure_is_named():

@@ -13,6 +13,7 @@ from classifiers import make_ten_images, save_classifier
 
 from vitzoo.bench._harness import append_rows
 from vitzoo.metrics import count_macs
+from vitzoo.metrics.oversmoothing import MEASURES, Measure
 from vitzoo.report import main, make_report, read_records
 from vitzoo.report.charts import Point, frontier
 from vitzoo.report.gather import measure_scaling
@@ -255,6 +256,14 @@ def test_records_without_token_statistics_still_have_their_curve():
     charts = Page(render(make_data(*records))).charts
     assert len(charts['Mean cosine similarity after each block']) == 4 + 2
     assert 'Effective rank after each block' not in charts
+
+
+def test_every_measure_of_the_table_has_a_chart(monkeypatch):
+    monkeypatch.setitem(MEASURES, 'mean_norm', Measure(abs, 'Mean norm', 'of the tokens.'))
+    statistics = {name: dict(mean=[0.5, 0.25], std=[0.1, 0.1]) for name in MEASURES}
+    charts = Page(render(make_data({**make_record(0), 'token_statistics': statistics}))).charts
+    assert len(charts['Mean norm after each block']) == 2
+    assert {f'{measure.label} after each block' for measure in MEASURES.values()} <= charts.keys()
 
 
 def test_incomplete_tables_have_no_means():

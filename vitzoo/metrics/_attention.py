@@ -24,7 +24,7 @@ class AttentionWeights:
 
     @torch.enable_grad()
     def pull_back(self, row: Tensor) -> Tensor:
-        """Multiply by A from the left, averaged over heads: weights of queries (B, N) -> weights of keys (B, M).
+        """row A, averaged over heads: weights of the queries (B, N) -> weights of the keys (B, M).
 
         Computed as a vector-Jacobian product, in the memory of the layer's backward pass with a single channel.
         """

@@ -84,7 +84,7 @@ def effective_rank(tokens: Tensor) -> Tensor:
 def rank_one_residual(tokens: Tensor) -> Tensor:
     """Relative distance of the tokens to their mean x, |X - 1 x^T| / |X|: (B, N, C) -> (B,).
 
-    In the Frobenius norm, where the mean is the closest rank-one matrix of equal rows; 0 if all tokens are equal, 1 if
+    In the Frobenius norm, where 1 x^T is the closest matrix of equal rows; 0 if all tokens are equal, 1 if
     their mean is zero. Dong et al., section 2.1, https://arxiv.org/abs/2103.03404. By Parseval it is also the relative
     amplitude of all frequencies but zero, Wang et al., https://arxiv.org/abs/2203.05962.
     """
