@@ -1,4 +1,4 @@
-"""`python validate.py …` is `vitzoo validate …`; `accelerate launch validate.py …` runs it on many processes."""
+"""`python validate.py …` is `vitzoo validate …`; `accelerate launch validate.py …` runs it in several processes."""
 
 from vitzoo.validate import main
 

@@ -1,5 +1,6 @@
 """Settings and fixtures of the whole suite."""
 
+import functools
 import importlib.metadata
 
 import pytest
@@ -18,6 +19,15 @@ def images(tmp_path_factory) -> str:
     """A folder with 40 training and 11 validation images of three classes."""
     root = tmp_path_factory.mktemp('images')
     return str(make_images(root, train_red=14, train_green=13, train_blue=13, val_red=4, val_green=4, val_blue=3))
+
+
+@pytest.fixture
+def quick_timing(monkeypatch) -> None:
+    """Time models for 10 milliseconds during `vitzoo validate`."""
+    from vitzoo.metrics.speed import images_per_second
+
+    quick = functools.partial(images_per_second, seconds=0.01)
+    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', quick)
 
 
 @pytest.fixture

@@ -19,15 +19,9 @@ from torch import Tensor
 
 from vitzoo.errors import UserError
 from vitzoo.metrics.confusion import Calibration
+from vitzoo.metrics.oversmoothing import MEASURES
 
-# what is written at the axis of each measure of tokens
-MEASURE_LABELS = {
-    'cosine': 'mean cosine similarity of tokens',
-    'effective_rank': 'effective rank of the tokens',
-    'rank_one_residual': 'distance to equal tokens, |X - 1x| / |X|',
-    'high_frequency_energy': 'energy in high frequencies',
-    'head_similarity': 'cosine similarity of attention heads',
-}
+MEASURE_LABELS = {name: measure.label for name, measure in MEASURES.items()}
 
 
 def plot_curves(path: str, records: list[dict]) -> None:

@@ -3,7 +3,6 @@
 import json
 import runpy
 import tarfile
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from vitzoo.data.corruptions import CONDITIONS, CORRUPTIONS, SEVERITIES, Corrupt
 from vitzoo.data.variants import imagenet
 from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.metrics.robustness import ALEXNET_ERRORS
-from vitzoo.metrics.speed import images_per_second
 from vitzoo.validate import main
 from vitzoo.validate.evaluation import validate
 
@@ -251,12 +249,7 @@ def test_a_grey_model_sees_grey_corruptions(data):
     assert dataset[0][0].shape == (1, 32, 32)
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', partial(images_per_second, seconds=0.01))
-
-
-def test_the_command_adds_a_table_to_the_record(data, trained, tmp_path, capsys, quick):
+def test_the_command_adds_a_table_to_the_record(data, trained, tmp_path, capsys, quick_timing):
     argv = [str(trained), '--data-dir', str(data), '--corrupt', '--workers', '0']
     (record,) = validate([*argv, '--results-file', str(tmp_path / 'results.json')])
     assert list(record['corrupt']) == list(CORRUPTIONS)

@@ -14,7 +14,7 @@ CONFIDENCE = torch.tensor([0.9, 0.4, 0.8, 0.5, 0.7, 0.6, 0.3, 1.0])
 MATRIX = [[1, 2, 1, 0], [1, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
 
 
-def test_the_matrix_counts_who_was_taken_for_whom():
+def test_the_matrix_counts_predictions_by_class():
     matrix = confusion_matrix(LABELS, GUESSES, 4)
     assert matrix.tolist() == MATRIX
     assert matrix.sum() == len(LABELS)
@@ -50,7 +50,7 @@ def test_calibration_bins_hold_their_upper_bound():
     assert found.error == pytest.approx((2 * 0.15 + 4 * 0.0625025) / 6, abs=1e-6)
 
 
-def test_an_empty_bin_has_no_say():
+def test_an_empty_bin_does_not_count():
     found = calibrate(torch.tensor([0.95, 0.95]), torch.tensor([True, False]))
     assert found.counts.tolist() == [0] * 14 + [2]
     assert isnan(found.accuracy[0]) and found.error == pytest.approx(0.45)

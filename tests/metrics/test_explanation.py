@@ -1,4 +1,4 @@
-"""Maps of where a classifier looks, for every backbone and mixer, and on models whose reason is known."""
+"""Saliency maps, for every backbone and mixer, and of models with a known explanation."""
 
 import pytest
 import timm

@@ -1,5 +1,6 @@
-"""MACs of every mixer and every model, against closed forms that are written here and know nothing of the code."""
+"""MACs of every mixer and every model, against published counts and closed forms written independently of the code."""
 
+import copy
 from math import ceil, log2, prod
 
 import pytest
@@ -7,8 +8,10 @@ import timm
 import torch
 from timm.layers import set_fused_attn
 from torch import nn
+from torch.utils.flop_counter import register_flop_formula
 
 import vitzoo
+from vitzoo.errors import UserError
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.macs import run_and_count
 from vitzoo.mixers._qkv import ConvQKV
@@ -230,7 +233,7 @@ class Alone(nn.Module):
 
 
 def projections(model, N):
-    """What `qkv` and `proj` of a mixer cost, which most mixers have alike."""
+    """MACs of `qkv` and `proj`, which most mixers have."""
     linears = [getattr(model.mixer, name, None) for name in ('qkv', 'proj')]
     return sum(N * linear.weight.numel() for linear in linears if linear is not None)
 
@@ -244,7 +247,7 @@ def test_every_mixer_has_a_closed_form():
 def test_a_mixer_counts_its_closed_form(case, grid, P):
     mixer, options = CASES[case]
     model = Alone(mixer, grid, P, **options)
-    # without the projections, beside which the mixing of Hydra or AFT would not be missed
+    # without the projections, next to which the mixing of Hydra or AFT is negligible
     rest = projections(model, P + prod(grid))
     expected = closed_form(mixer, grid, P, DIM, HEADS, **options) - rest
     assert count_macs(model) - rest == pytest.approx(expected, rel=0.01)
@@ -324,3 +327,118 @@ def test_gates_and_pooling_outside_a_mixer_are_free():
             return nn.functional.avg_pool2d(x * x.sigmoid(), 2)
 
     assert count_macs(nn.Sequential(Gate(), nn.Conv2d(3, 1, 1)), 8) == 3 * 16
+
+
+@pytest.mark.parametrize(
+    ('name', 'gmacs'),
+    [
+        ('deit_tiny_patch16_224', 1.254),
+        ('deit_small_patch16_224', 4.599),
+        ('deit_base_patch16_224', 17.564),
+        ('deit_tiny_distilled_patch16_224', 1.261),
+        ('resnet50', 4.089),
+        ('swin_tiny_patch4_window7_224', 4.491),
+        ('xcit_nano_12_p16_224', 0.551),
+        ('pvt_v2_b2_li', 3.889),
+    ],
+)
+def test_macs_equal_the_reference_counts(name, gmacs):
+    with torch.device('meta'):
+        model = timm.create_model(name)
+    assert count_macs(model) / 1e9 == pytest.approx(gmacs, abs=0.0006)
+
+
+def test_macs_equal_closed_forms():
+    assert count_macs(nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False)), 32) == 16 * 16 * 8 * 3 * 9
+    assert count_macs(nn.Sequential(nn.Conv2d(3, 6, 5, groups=3)), (7, 9)) == 3 * 5 * 6 * 1 * 25
+    assert count_macs(nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 10), nn.GELU()), 4) == 48 * 10
+    with torch.device('meta'):
+        model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=2, num_classes=10)
+    N, C = 5, 192
+    block = 4 * N * C * C + 2 * N * N * C + 8 * N * C * C
+    assert count_macs(model) == 4 * C * 3 * 256 + 2 * block + C * 10
+
+
+def test_macs_follow_the_size_and_channels_of_the_model():
+    small, large = (timm.create_model('test_vit', img_size=size) for size in (32, 64))
+    assert count_macs(small) < count_macs(large)
+    resnet = timm.create_model('test_resnet', in_chans=1)
+    assert count_macs(resnet, 64) == 2 * count_macs(resnet, (64, 32)) - resnet.fc.weight.numel()
+
+
+def test_counting_leaves_the_model_as_it_is():
+    model = timm.create_model('test_vit', img_size=32).train()
+    weights = copy.deepcopy(model.state_dict())
+    fused = [module.fused_attn for module in model.modules() if hasattr(module, 'fused_attn')]
+    count_macs(model)
+    assert model.training
+    assert fused == [module.fused_attn for module in model.modules() if hasattr(module, 'fused_attn')]
+    assert all(tensor.device.type == 'cpu' and tensor.equal(weights[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize('fused', (True, False))
+def test_attention_counts_the_same_fused_or_not(fused):
+    class Attention(nn.Module):
+        def forward(self, x):
+            x = x.flatten(2).mT  # (1, 64, 3)
+            if fused:
+                return nn.functional.scaled_dot_product_attention(x, x, x)
+            return (x @ x.mT).softmax(-1) @ x
+
+    assert count_macs(Attention(), 8) == 2 * 64 * 64 * 3
+
+
+@torch.library.custom_op('vitzoo_test::twice', mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ('function', 'name'),
+    [
+        (torch.linalg.inv, 'linalg_inv'),
+        (torch.linalg.qr, 'linalg_qr'),
+        (lambda x: torch.mv(x[0, 0], x[0, 0, 0]), 'mv'),
+        (lambda x: torch.cdist(x, x), 'cdist'),
+        (torch.ops.vitzoo_test.twice, 'vitzoo_test.twice'),
+    ],
+)
+def test_an_operation_that_nobody_counts_stops_the_count(function, name):
+    with pytest.raises(UserError, match=name):
+        count_macs(Apply(function), 8)
+
+
+def test_an_operation_with_a_formula_counts():
+    @torch.library.custom_op('vitzoo_test::thrice', mutates_args=())
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    thrice.register_fake(torch.empty_like)
+    register_flop_formula(torch.ops.vitzoo_test.thrice)(lambda shape, out_shape=None: 2 * shape.numel())
+    assert count_macs(Apply(torch.ops.vitzoo_test.thrice), 8) == 3 * 8 * 8
+
+
+def test_a_fast_path_is_counted_by_its_plain_form():
+    class Switched(nn.Module):
+        fused_attn = True
+
+        def forward(self, x):
+            return torch.ops.vitzoo_test.twice(x) if self.fused_attn else x @ x.mT
+
+    model = Switched()
+    assert count_macs(model, 8) == 3 * 8 * 8 * 8
+    assert model.fused_attn

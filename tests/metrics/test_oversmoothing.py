@@ -1,4 +1,4 @@
-"""How alike the tokens of an image are after each block, by every measure, against what can be counted by hand."""
+"""Measures of the tokens after each block, against values computed by hand."""
 
 import json
 from math import isnan, log
@@ -15,6 +15,7 @@ from vitzoo.metrics import OversmoothingProbe, oversmoothing, token_statistics
 from vitzoo.metrics._attention import attention_weights
 from vitzoo.metrics.oversmoothing import (
     MEASURES,
+    Measure,
     effective_rank,
     head_similarity,
     high_frequency_energy,
@@ -33,13 +34,13 @@ def brute_force(tokens: torch.Tensor, absolute: bool = False, include_self: bool
 
 
 @pytest.mark.parametrize('num_tokens', (4, 49, 196))
-def test_random_tokens_are_not_alike(num_tokens):
+def test_random_tokens_are_not_similar(num_tokens):
     cosine = mean_cosine(torch.randn(64, num_tokens, 192, generator=torch.Generator().manual_seed(0)))
     assert cosine.mean().item() == pytest.approx(0, abs=0.01)
 
 
 @pytest.mark.parametrize('num_tokens', (2, 49, 3136))
-def test_identical_tokens_are_alike(num_tokens):
+def test_identical_tokens_have_cosine_1(num_tokens):
     tokens = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).expand(2, num_tokens, 64)
     torch.testing.assert_close(mean_cosine(tokens), torch.ones(2), rtol=0, atol=1e-5)
 
@@ -161,6 +162,16 @@ def test_a_probe_keeps_one_number_per_image_and_block():
     assert probe.per_image().shape == (6, len(probe.names)) == (6, 2 * len(MEASURES))
 
 
+def test_a_new_measure_is_one_entry_of_the_table(monkeypatch):
+    mean_norm = Measure(lambda tokens: tokens.norm(dim=-1).mean(dim=1), 'Mean norm', 'of the tokens.')
+    monkeypatch.setitem(MEASURES, 'mean_norm', mean_norm)
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=1).eval()
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    (output,) = record_outputs(model, list(model.blocks), images)
+    expected = output[:, 1:].norm(dim=-1).mean().item()
+    assert token_statistics(model, images, ['mean_norm'])['mean_norm']['mean'] == pytest.approx([expected])
+
+
 def test_an_unknown_measure_is_named():
     with pytest.raises(UserError, match="unknown measure 'efective_rank', did you mean effective_rank?"):
         OversmoothingProbe(timm.create_model('test_vit'), measures=['efective_rank'])
@@ -275,7 +286,7 @@ def test_attention_weights_of_timm_are_those_of_the_same_mixer():
     torch.testing.assert_close(found.pull_back(row), expected.pull_back(row))
 
 
-def test_heads_that_attend_alike_are_similar():
+def test_heads_with_equal_maps_are_similar():
     torch.manual_seed(0)
     attn = vitzoo.create_mixer('softmax', 24, 3, grid_size=(3, 3))
     x = torch.randn(2, 9, 24)
@@ -303,7 +314,7 @@ def test_every_measure_is_taken_of_every_block(name):
     small = {'aft': dict(depth=2), 'vit': dict(depth=2)}.get(name.partition('_')[0], {})
     model = timm.create_model(name, **(small if 'resnet' in name else dict(img_size=64, **small))).eval()
     found = token_statistics(model, torch.randn(2, 3, 64, 64), MEASURES)
-    for measure in MEASURES[:-1]:
+    for measure in list(MEASURES)[:-1]:
         assert len(found[measure]['mean']) == len(found['blocks']) == len(found['stages'])
         assert not any(isnan(value) for value in found[measure]['mean'][:-1])
         assert all(value >= 0 for value in found[measure]['std'][:-1])
@@ -316,7 +327,7 @@ def test_a_single_token_of_a_stage_has_no_measure(include_cls):
     assert found['grids'][0] == [4, 4] and found['grids'][-1] == [1, 1]
     # the class token of the last stage is a token, but has no place on the grid
     has_two = {'cosine', 'effective_rank', 'rank_one_residual'} if include_cls else set()
-    for measure in MEASURES[:-1]:
+    for measure in list(MEASURES)[:-1]:
         assert isnan(found[measure]['mean'][-1]) == (measure not in has_two)
         assert not isnan(found[measure]['mean'][0])
 

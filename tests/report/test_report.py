@@ -1,4 +1,4 @@
-"""The report: its page has what the records have and nothing else, alone and in a browser."""
+"""The report: its page shows the numbers of the records and nothing else."""
 
 import json
 import math
@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import timm
-from test_validate import data, save_trained, trained  # noqa: F401  fixtures
+from classifiers import make_ten_images, save_classifier
 
 from vitzoo.bench._harness import append_rows
 from vitzoo.metrics import count_macs
+from vitzoo.metrics.oversmoothing import MEASURES, Measure
 from vitzoo.report import main, make_report, read_records
 from vitzoo.report.charts import Point, frontier
 from vitzoo.report.gather import measure_scaling
@@ -20,8 +21,8 @@ from vitzoo.report.markup import tag, to_html
 from vitzoo.report.page import render
 from vitzoo.report.records import interval, short_names
 from vitzoo.report.svg import fit_scale, place_labels, short_number, spread_out
-from vitzoo.report.table import COLUMNS
-from vitzoo.validate.results import KEYS
+from vitzoo.report.table import MODEL_COLUMNS
+from vitzoo.validate.results import RECORD_KEYS
 
 STYLE = (Path(__file__).parents[2] / 'vitzoo' / 'report' / 'style.css').read_text()
 CLASSES = ['cat', 'dog', 'frog']
@@ -144,10 +145,12 @@ def page(report) -> Page:
 def test_the_table_has_every_number_of_the_records(report, page):
     for record in report['records']:
         _, *cells = page.row(Path(record['model']).name)
-        shown = {column.heading + column.unit: column.read(record) for column in COLUMNS}
+        shown = {column.heading + column.unit: column.read(record) for column in MODEL_COLUMNS}
         shown = {heading: value for heading, value in shown.items() if value is not None}
-        assert len(shown) == len(COLUMNS) - 1  # the mean average precision is for several labels
-        for (value, text), number, column in zip(cells, shown.values(), [c for c in COLUMNS if c.heading != 'mAP']):
+        assert len(shown) == len(MODEL_COLUMNS) - 1  # the mean average precision is for several labels
+        for (value, text), number, column in zip(
+            cells, shown.values(), [c for c in MODEL_COLUMNS if c.heading != 'mAP']
+        ):
             assert value == repr(number)
             assert text.partition(' ±')[0] == format(number, column.form)
         assert [text for _, text in cells[len(shown) :]] == ['32', 'trained']
@@ -155,7 +158,7 @@ def test_the_table_has_every_number_of_the_records(report, page):
 
 def test_columns_read_what_they_say():
     record = make_record(1)
-    read = {f'{column.heading} {column.unit}'.strip(): column.read(record) for column in COLUMNS}
+    read = {f'{column.heading} {column.unit}'.strip(): column.read(record) for column in MODEL_COLUMNS}
     assert read['top-1 %'] == record['top1'] and read['cosine last block'] == record['oversmoothing'][-1]
     assert read['parameters M'] == pytest.approx(2.469134)
     assert read['cost GFLOPs'] == 2 * read['cost GMACs'] == record['gflops']
@@ -177,9 +180,9 @@ def test_every_chart_has_a_mark_for_each_number(page):
         'top-1 against milliseconds per image': 3,
         'Mean cosine similarity after each block': 3 * 4,
         'Effective rank after each block': 3 * 4,
-        'error of approximated softmax attention': 3 * 4,
+        'error of approximate softmax attention': 3 * 4,
         'Multiply-accumulates against image size': 3 * 3,
-        'Multiply-accumulates for each pixel against image size': 3 * 3,
+        'Multiply-accumulates per pixel against image size': 3 * 3,
         'top-1 accuracy on variants of ImageNet': 3,
         'The same images, corrupted: mean top-1': 3,
         'The same images, corrupted: top-1 under each corruption': 3 * 3,
@@ -194,14 +197,12 @@ def test_marks_say_the_numbers_of_their_records(page):
     assert 'model_0: 40.00 %, 6.645 milliseconds per image' in page.charts['top-1 against milliseconds per image']
     assert 'model_2, blocks.3: 0.571' in page.charts['Mean cosine similarity after each block']
     assert 'model_0 at 128 px: 1.6 GMACs' in page.charts['Multiply-accumulates against image size']
-    assert (
-        'model_1 at 32 px: 195.3 thousand MACs' in page.charts['Multiply-accumulates for each pixel against image size']
-    )
+    assert 'model_1 at 32 px: 195.3 thousand MACs' in page.charts['Multiply-accumulates per pixel against image size']
     assert 'model_0: 35.0, clean 40.0' in page.charts['The same images, corrupted: mean top-1']
     assert 'model_0, fog: 35.0' in page.charts['The same images, corrupted: top-1 under each corruption']
     assert 'model_0, severity 5: 33.0 %' in page.charts['The same images, corrupted: top-1 by severity']
-    assert '2 of 7 images of cat taken for dog' in page.charts['confusion matrix of model_1']
-    assert 'model_0: 90% of 15 images right at 80% confidence' in page.charts['accuracy against confidence']
+    assert '2 of 7 images of cat predicted as dog' in page.charts['confusion matrix of model_1']
+    assert 'model_0: 90% of 15 images correct at 80% confidence' in page.charts['accuracy against confidence']
 
 
 def test_every_chart_has_its_numbers_in_a_table(page):
@@ -257,6 +258,14 @@ def test_records_without_token_statistics_still_have_their_curve():
     assert 'Effective rank after each block' not in charts
 
 
+def test_every_measure_of_the_table_has_a_chart(monkeypatch):
+    monkeypatch.setitem(MEASURES, 'mean_norm', Measure(abs, 'Mean norm', 'of the tokens.'))
+    statistics = {name: dict(mean=[0.5, 0.25], std=[0.1, 0.1]) for name in MEASURES}
+    charts = Page(render(make_data({**make_record(0), 'token_statistics': statistics}))).charts
+    assert len(charts['Mean norm after each block']) == 2
+    assert {f'{measure.label} after each block' for measure in MEASURES.values()} <= charts.keys()
+
+
 def test_incomplete_tables_have_no_means():
     table = {'fog': [30.0, None, 20.0, 10.0, 5.0], 'contrast': [30.0, 25.0, 20.0, 10.0, 5.0]}
     records = [{**make_record(0), 'corrupt': table}, {**make_record(1), 'corrupt': {'fog': [None] * 5}}]
@@ -280,7 +289,7 @@ def test_images_of_several_labels_are_ranked_by_their_precision():
 
 
 def test_records_of_predictions_alone_are_shown():
-    record = dict.fromkeys(KEYS) | dict(model='a.csv', top1=50.0, top5=90.0, n=100, weights='predictions')
+    record = dict.fromkeys(RECORD_KEYS) | dict(model='a.csv', top1=50.0, top5=90.0, n=100, weights='predictions')
     page = Page(render(make_data(record, make_record(0))))
     assert [cell[1] for cell in page.row('a.csv')[1:4]] == ['50.00 ±9.6', '90.00', '–']
     assert page.sections == Page(render(make_data(make_record(0)))).sections
@@ -291,7 +300,7 @@ def test_times_of_different_machines_are_not_compared(report):
     records[1]['measured_on'] = 'another machine'
     page = Page(render(make_data(*records)))
     assert 'top-1 against milliseconds per image' not in page.charts
-    assert any('timed on different machines' in text for text in page.text)
+    assert any('timed on different or unknown machines' in text for text in page.text)
     assert 'top-1 against milliseconds per image' in Page(render(report)).charts
 
 
@@ -299,7 +308,7 @@ def test_times_of_a_busy_machine_are_too_low(report):
     records = [{**record, 'cores': 4, 'load': load} for record, load in zip(report['records'], (6.1, None, 5.9))]
     text = render(make_data(*records))
     page = Page(text)
-    assert any('other work while these were timed' in text and text.endswith(': model_0.') for text in page.text)
+    assert any('was busy while these models were timed' in text and text.endswith(': model_0.') for text in page.text)
     assert 'top-1 against milliseconds per image' not in page.charts
     # the fastest of such times is not the best
     assert render(report).count('class="best"') == text.count('class="best"') + 1
@@ -311,8 +320,8 @@ def test_times_of_a_busy_machine_are_too_low(report):
     ('options', 'said'),
     [
         (([], []), None),
-        ((['absolute', 'include_cls'],) * 2, ' Counted with --absolute --include-cls.'),
-        ((['include_self'], []), ' Not all were counted alike, so do not compare them: model_0 with --include-self.'),
+        ((['absolute', 'include_cls'],) * 2, ' Measured with --absolute --include-cls.'),
+        ((['include_self'], []), ' The options differ, so the values are not comparable: model_0 with --include-self.'),
     ],
 )
 def test_other_ways_to_count_tokens_are_said(options, said):
@@ -321,7 +330,7 @@ def test_other_ways_to_count_tokens_are_said(options, said):
         record['token_statistics']['options'] = names
     text = ' '.join(Page(render(make_data(*records))).text)
     assert (said or 'Bands are one standard deviation over images.') in text
-    assert said or 'ounted ' not in text
+    assert said or ('Measured with' not in text and 'not comparable' not in text)
 
 
 def test_a_page_needs_nothing_else(report, page):
@@ -439,13 +448,13 @@ def fails(capsys, *argv: str) -> str:
 
 
 @pytest.fixture
-def out(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', lambda model, images: 123.0)
+def out(tmp_path, quick_timing) -> Path:
     return tmp_path / 'report'
 
 
-def test_a_report_of_a_trained_model(out, data, trained, tmp_path):  # noqa: F811
-    other = save_trained(tmp_path / 'other', ['blue', 'green', 'red'], answer='blue')
+def test_a_report_of_a_trained_model(out, tmp_path):
+    data, trained = make_ten_images(tmp_path / 'data'), save_classifier(tmp_path / 'deit')
+    other = save_classifier(tmp_path / 'other', answer='blue')
     make_report([str(trained), str(other), '--data-dir', str(data), '--workers', '0', '--out', str(out)])
     found = json.loads((out / 'report.json').read_text())
     always_blue = found['records'][1]
@@ -480,7 +489,7 @@ def test_a_report_is_made_again_from_its_data(out, tmp_path):
         'vitzoo train --config runs/model_1/recipe.yaml',
         'vitzoo report runs/*',
     ]
-    assert 'Again' in page.text and any('timed on different machines' in text for text in page.text)
+    assert 'Again' in page.text and any('timed on different or unknown machines' in text for text in page.text)
     assert read_records(str(out / 'report.json'))[2]['measured_on'] == f'not recorded in {bare}'
 
 
@@ -507,7 +516,7 @@ def test_mistakes_are_one_sentence(argv, message, tmp_path, capsys):
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     (tmp_path / 'file').touch()
-    assert 'cannot make the folder' in fails(capsys, 'test_vit', '--out', tmp_path / 'file' / 'report')
+    assert "cannot create the report's folder" in fails(capsys, 'test_vit', '--out', tmp_path / 'file' / 'report')
 
 
 def test_several_processes_are_sent_to_validate(tmp_path, capsys, monkeypatch):
@@ -516,15 +525,25 @@ def test_several_processes_are_sent_to_validate(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'name', ['cvt_ls_13', 'vil_tiny', 'deit_linformer_tiny', 'aft_full_tiny', 'test_vit', 'test_resnet']
+    ('name', 'options'),
+    [
+        ('cvt_ls_13', dict(depths=(1, 1, 1))),
+        ('vil_tiny', dict(depths=(1, 1, 1, 1))),
+        ('deit_linformer_tiny', dict(depth=1)),
+        ('aft_full_tiny', dict(depth=1)),
+        ('test_vit', {}),
+    ],
 )
-def test_scaling_is_that_of_models_made_for_the_size(name):
-    options = {} if name == 'test_resnet' else dict(img_size=64)
-    found = measure_scaling(name, timm.create_model(name, **options), 64)
+def test_scaling_is_that_of_models_made_for_the_size(name, options):
+    found = measure_scaling(name, timm.create_model(name, img_size=64, **options), 64)
     assert list(found) == [64, 128, 192, 256, 384, 512]
-    if options:
-        options = dict(img_size=192)
-    assert found[192] == count_macs(timm.create_model(name, **options), 192) / 1e9
+    assert found[192] == count_macs(timm.create_model(name, img_size=192, **options), 192) / 1e9
+
+
+def test_scaling_of_a_cnn_needs_no_change_of_size():
+    model = timm.create_model('test_resnet')
+    found = measure_scaling('test_resnet', model, 64)
+    assert list(found) == [64, 128, 192, 256, 384, 512] and found[192] == count_macs(model, 192) / 1e9
 
 
 @pytest.fixture

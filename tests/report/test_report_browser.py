@@ -1,4 +1,4 @@
-"""The report in a real browser: what its script and its style do, and that it asks nobody for anything."""
+"""The report in a real browser: its script and style, and that it makes no requests."""
 
 import base64
 import json
@@ -51,7 +51,7 @@ def address(tmp_path_factory) -> str:
 
 @pytest.fixture
 def browser(driver, address):
-    """The page, opened from disk in a wide window of a browser that is light and has no memory of it."""
+    """The page, opened from disk in a wide window with the light theme and empty local storage."""
     driver.set_window_size(1280, 900)
     emulate(driver, 'prefers-color-scheme', 'light')
     driver.get(address)
@@ -65,7 +65,7 @@ def emulate(driver, feature: str, value: str) -> None:
 
 
 def column(browser, number: int) -> list[str | None]:
-    """What the rows of the table say in a column, in full, from top to bottom."""
+    """The unrounded values of a column, from top to bottom."""
     script = (
         "return [...document.getElementById('table').tBodies[0].rows].map(r => r.cells[arguments[0]].dataset.value)"
     )
@@ -142,7 +142,7 @@ def test_the_page_follows_the_system_and_its_button(browser, address):
     dark = background(browser)
     assert dark == 'rgb(21, 23, 26)'
     button = browser.find_element(By.ID, 'theme')
-    # the browser tells the page of it when it has time
+    # the change event is asynchronous
     WebDriverWait(browser, 5).until(lambda _: button.text == 'Light')
     assert button.get_attribute('aria-pressed') == 'true'
     button.click()

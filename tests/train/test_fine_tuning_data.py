@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from shlex import split
 
@@ -16,7 +15,6 @@ from toys import make_images
 
 from vitzoo.data import open_dataset
 from vitzoo.errors import UserError
-from vitzoo.metrics.speed import images_per_second
 from vitzoo.train import loop as train_module
 from vitzoo.train.loop import train
 from vitzoo.validate.evaluation import validate
@@ -28,9 +26,8 @@ COLOURS = dict(red=(200, 60, 60), green=(60, 200, 60), blue=(60, 60, 200))
 
 
 @pytest.fixture(autouse=True)
-def alone_and_quick(fresh_accelerate, monkeypatch):
+def alone_and_quick(fresh_accelerate, quick_timing):
     """A process of its own for Accelerate, and speed that is not measured at length."""
-    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', partial(images_per_second, seconds=0.01))
 
 
 def validate_run(run: Path, data_dir: Path, *options: str) -> dict:
@@ -54,7 +51,7 @@ def test_seven_images_of_two_classes_that_nobody_divided_are_enough(tmp_path, ca
     record = validate_run(run, photos)
     assert (record['n'], record['top1']) == (2, scores['top1'])
     assert record['loss'] == pytest.approx(scores['loss'], rel=1e-5)
-    assert f'the 2 images that {run} held out of its training' in capsys.readouterr().err
+    assert f'that {run} held out for validation' in capsys.readouterr().err
 
 
 @pytest.fixture(scope='module')

@@ -9,7 +9,7 @@ from PIL import Image
 
 from vitzoo.errors import UserError
 from vitzoo.figures import draw_confusion, draw_explanation, plot_curves
-from vitzoo.validate.error_analysis import count_present, write_mistakes
+from vitzoo.validate.error_analysis import count_confusions, write_error_analysis
 from vitzoo.validate.predictions import Predictions
 
 NAMES = ['cat', 'dog', 'owl', 'yak', 'ant']
@@ -28,7 +28,7 @@ def write(folder: Path, guess: torch.Tensor = GUESS) -> tuple[dict, list[int]]:
 
     files = [f'{NAMES[label]}/{i}.jpg' for i, label in enumerate(LABEL.tolist())]
     columns = dict(label=LABEL, top=guess[:, None], prob=CONFIDENCE[:, None])
-    return write_mistakes(str(folder), Predictions(files, dict(enumerate(NAMES)), columns), load_image), shown
+    return write_error_analysis(str(folder), Predictions(files, dict(enumerate(NAMES)), columns), load_image), shown
 
 
 def read(path: Path) -> list[list[str]]:
@@ -87,7 +87,7 @@ def test_classes_of_imagenet_are_called_by_their_words():
     # a bird, a machine, and a class that nothing was taken for
     names = {134: 'n02012849', 517: 'n03126707', 999: 'n15075141'}
     columns = dict(label=torch.tensor([134, 517]), top=torch.tensor([[517], [517]]))
-    matrix, words, present = count_present(Predictions(['a', 'b'], names, columns))
+    matrix, words, present = count_confusions(Predictions(['a', 'b'], names, columns))
     assert words == ['crane (n02012849)', 'crane (n03126707)'] and present == [134, 517]
     assert matrix.tolist() == [[0, 1], [0, 1]]
 

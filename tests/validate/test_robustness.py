@@ -1,9 +1,8 @@
-"""The robustness suite: mini-sets in each published layout, a model that knows the answer, and sums by hand."""
+"""The robustness suite: small sets in each published layout, a model with known answers, and sums by hand."""
 
 import csv
 import json
 import shutil
-from argparse import Namespace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -17,15 +16,16 @@ from timm.data import ImageNetInfo, create_transform
 from timm.models import save_for_hf
 from torch import nn
 
-from vitzoo.data.corruptions import CONDITIONS
 from vitzoo.data.variants import SUITE, find_suite
 from vitzoo.data.variants.base import normalize_name
+from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.data.variants.imagenet9 import CLASS_NAMES
 from vitzoo.errors import UserError
-from vitzoo.metrics.robustness import ALEXNET_ERRORS, corruption_errors, score_allowed, summarise_allowed
-from vitzoo.metrics.speed import images_per_second
+from vitzoo.metrics.robustness import ALEXNET_ERRORS, corruption_errors, score_allowed, summarize_allowed
 from vitzoo.validate import main
 from vitzoo.validate.evaluation import validate
+from vitzoo.validate.options import EvalOptions
+from vitzoo.validate.results import write_results
 from vitzoo.validate.robustness import evaluate_suite
 
 WNIDS = ImageNetInfo().label_names()
@@ -68,8 +68,10 @@ class Knowing(nn.Module):
 
 def evaluate(root: Path, model: nn.Module | None = None, allow_partial: bool = True) -> dict:
     suite, _ = find_suite(str(root), allow_partial)
-    args = Namespace(batch_size=64, workers=0, allow_partial=allow_partial)
-    return evaluate_suite('knowing', model or Knowing(), suite, DATA_CONFIG, args)
+    options = EvalOptions(
+        device=torch.device('cpu'), amp_dtype='float32', batch_size=64, workers=0, allow_partial=allow_partial
+    )
+    return evaluate_suite('knowing', model or Knowing(), suite, DATA_CONFIG, options)
 
 
 def val_names(labels: list[int]) -> list[str]:
@@ -102,7 +104,7 @@ def make_v2(folder: Path, labels: list[int], name: str = '{}') -> Path:
 def make_c(folder: Path, labels: list[int], group: bool = False) -> Path:
     groups = dict(noise=3, blur=4, weather=4, digital=4)
     places = [name for name, size in groups.items() for _ in range(5 * size)]
-    for (corruption, severity), place in zip(CONDITIONS, places):
+    for (corruption, severity), place in zip(IMAGENET_C_CONDITIONS, places):
         make_val(folder / (place if group else '.') / corruption / str(severity), labels)
     return folder
 
@@ -302,8 +304,8 @@ def test_hits_by_hand():
     assert score_allowed(logits, allowed, only[1:]).tolist() == [[False, False], [False, False], [True, True]]
     hits = torch.tensor([[True, True], [False, True], [True, True]])
     none = torch.tensor([[1, 0], [0, -1], [-1, -1]])
-    assert summarise_allowed(hits, none) == dict(top1=50, top5=100, n=2)
-    assert summarise_allowed(hits, none.fill_(-1)) == dict(top1=None, top5=None, n=0)
+    assert summarize_allowed(hits, none) == dict(top1=50, top5=100, n=2)
+    assert summarize_allowed(hits, none.fill_(-1)) == dict(top1=None, top5=None, n=0)
 
 
 def test_imagenet_c_has_its_table_and_errors(tmp_path):
@@ -520,12 +522,7 @@ def test_a_model_of_other_classes_is_refused(num_classes, label_names, tmp_path)
         evaluate(tmp_path, model)
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', partial(images_per_second, seconds=0.01))
-
-
-def test_the_command_writes_one_record_per_model_and_prints_the_tables(tmp_path, capsys, quick):
+def test_the_command_writes_one_record_per_model_and_prints_the_tables(tmp_path, capsys, quick_timing):
     make_wnids(tmp_path / 'sets' / 'imagenet-a', A200[:5])
     make_val(tmp_path / 'sets' / 'val', [1, 6])
     make_c(tmp_path / 'sets' / 'imagenet-c', [3])
@@ -534,7 +531,7 @@ def test_the_command_writes_one_record_per_model_and_prints_the_tables(tmp_path,
     argv = [str(tmp_path / 'one'), str(tmp_path / 'two'), '--suite', 'robust', '--data-root', str(tmp_path / 'sets')]
     argv += ['--allow-partial', '--img-size', '32', '--workers', '0', '--results-file']
     records = validate([*argv, str(tmp_path / 'results.json')])
-    validate([*argv, str(tmp_path / 'results.csv')])
+    write_results(tmp_path / 'results.csv', records)
     printed = capsys.readouterr()
     assert 'found in' in printed.err and 'not found: ImageNetV2' in printed.err
     for words in ('ImageNet-A (part of it)', 'ImageNet-C mCE, unnormalised (part of it)', 'on a part of ImageNet-C'):
@@ -557,7 +554,7 @@ def test_the_command_writes_one_record_per_model_and_prints_the_tables(tmp_path,
         (['--suite', 'robust', '--data-root', 'sets', '--no-data'], '--suite needs images'),
         (
             ['--suite', 'robust', '--data-root', 'sets', '--corrupt'],
-            '--corrupt needs images: name them',
+            '--corrupt needs images: give --data-dir',
         ),
         (['--suite', 'robust', '--data-root', 'sets'], "the data root 'sets' is not a folder"),
     ],

@@ -6,12 +6,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from functools import partial
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from classifiers import make_class_folders, make_ten_images, save_classifier
 from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
@@ -22,53 +22,24 @@ from vitzoo.data import eval_transform, resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_checkpoint, load_model
 from vitzoo.metrics import token_statistics
-from vitzoo.metrics.speed import images_per_second
 from vitzoo.validate import main
 from vitzoo.validate.evaluation import open_validation_data, validate
-from vitzoo.validate.results import KEYS
+from vitzoo.validate.results import RECORD_KEYS
 
 ROOT = Path(__file__).parents[2]
 PHOTOGRAPHS = ROOT.parent / 'shared' / 'data' / 'imagenet1k_sample.tar'
-CLASSES = {'red': (220, 30, 30), 'green': (30, 200, 40), 'blue': (20, 40, 210)}
 
-
-def make_images(folder: Path, counts: dict[str, int], size: int = 40) -> Path:
-    """Write that many pictures of each class, its colour with noise."""
-    for name, count in counts.items():
-        (folder / name).mkdir(parents=True)
-        for i in range(count):
-            generator = torch.Generator().manual_seed(i)
-            noise = torch.randint(-20, 20, (size, size, 3), generator=generator)
-            pixels = (torch.tensor(CLASSES.get(name, (128, 128, 128))) + noise).clamp(0, 255)
-            Image.fromarray(pixels.byte().numpy()).save(folder / name / f'{i}.png')
-    return folder
-
-
-def save_trained(folder: Path, label_names: list[str], answer: str | None = None) -> Path:
-    """Write a model as training does; it is random, or always answers one class."""
-    torch.manual_seed(0)
-    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2, num_classes=len(label_names)).eval()
-    torch.nn.init.normal_(model.head.weight)
-    if answer is not None:
-        torch.nn.init.zeros_(model.head.weight)
-        model.head.bias.data = torch.eye(len(label_names))[label_names.index(answer)]
-    save_for_hf(model, folder, model_config=dict(label_names=label_names), safe_serialization=True)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', partial(images_per_second, seconds=0.01))
+pytestmark = pytest.mark.usefixtures('quick_timing')
 
 
 @pytest.fixture(scope='module')
 def data(tmp_path_factory) -> Path:
-    return make_images(tmp_path_factory.mktemp('data') / 'val', {'blue': 5, 'green': 3, 'red': 2}).parent
+    return make_ten_images(tmp_path_factory.mktemp('data'))
 
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory) -> Path:
-    return save_trained(tmp_path_factory.mktemp('runs') / 'deit', ['blue', 'green', 'red'])
+    return save_classifier(tmp_path_factory.mktemp('runs') / 'deit')
 
 
 def fails(capsys, *argv: str) -> str:
@@ -110,18 +81,18 @@ def test_accuracy_is_that_of_the_images_one_by_one(data, trained, batch_size):
 @pytest.mark.parametrize('label_names', (['blue', 'green', 'red'], ['red', 'blue', 'green', 'yellow']))
 @pytest.mark.parametrize(('answer', 'top1'), [('blue', 50), ('green', 30), ('red', 20)])
 def test_a_trained_model_finds_its_classes_by_name(data, tmp_path, label_names, answer, top1):
-    save_trained(tmp_path, label_names, answer)
+    save_classifier(tmp_path, label_names, answer)
     assert validate_one(tmp_path, '--data-dir', data)['top1'] == top1
 
 
 def test_a_class_the_model_never_saw_is_refused(data, tmp_path, capsys):
-    save_trained(tmp_path, ['blue', 'green', 'yellow'])
+    save_classifier(tmp_path, ['blue', 'green', 'yellow'])
     assert "'red'" in fails(capsys, tmp_path, '--data-dir', data)
 
 
 def test_an_imagenet_model_finds_a_few_classes_by_their_wordnet_ids(tmp_path):
     wnids = ImageNetInfo().label_names()
-    make_images(tmp_path / 'val', {wnids[701]: 1, wnids[217]: 3})
+    make_class_folders(tmp_path / 'val', {wnids[701]: 1, wnids[217]: 3})
     model = timm.create_model('test_resnet')
     torch.nn.init.zeros_(model.fc.weight)
     for answer, top1 in {217: 75, 701: 25, 0: 0}.items():
@@ -147,7 +118,7 @@ def test_data_with_other_classes_is_refused(data, capsys):
 
 @pytest.mark.parametrize('layout', ('val', 'validation', 'test', '.', 'tar'))
 def test_validation_images_are_found(layout, trained, tmp_path):
-    images = make_images(tmp_path / layout, {'blue': 1, 'green': 2})
+    images = make_class_folders(tmp_path / layout, {'blue': 1, 'green': 2})
     data_dir = tmp_path
     if layout == 'tar':
         data_dir = tmp_path / 'images.tar'
@@ -178,7 +149,7 @@ def test_without_data_everything_else_is_reported(tmp_path, capsys):
     assert [record['model'] for record in records] == timm.list_models('test_res*t') != []
     table = capsys.readouterr().out
     for record in records:
-        assert tuple(record) == KEYS
+        assert tuple(record) == RECORD_KEYS
         assert all(record[key] is None for key in ('top1', 'top5', 'loss', 'n', 'oversmoothing', 'token_statistics'))
         assert all(record[key] > 0 for key in ('params', 'gmacs', 'img_size', 'images_per_second', 'peak_memory_mb'))
         assert record['gflops'] == 2 * record['gmacs']
@@ -195,7 +166,7 @@ def test_results_files_and_the_figure_hold_every_model(data, trained, tmp_path, 
         rows = list(csv.DictReader(file))
     assert [row['model'] for row in rows] == [record['model'] for record in records] == [str(trained), str(other)]
     for row, record in zip(rows, records):
-        assert tuple(row) == tuple(record) == KEYS
+        assert tuple(row) == tuple(record) == RECORD_KEYS
         assert float(row['top1']) == record['top1'] and int(row['n']) == record['n'] == 10
         assert json.loads(row['oversmoothing']) == pytest.approx(record['oversmoothing'])
     with Image.open(tmp_path / 'curves.png') as image:
@@ -399,7 +370,7 @@ def test_a_folder_of_ones_own_is_data_dir_or_dataset(data, trained):
 
 def test_an_empty_folder_and_an_unreadable_image_are_named(trained, tmp_path, capsys):
     assert str(tmp_path) in fails(capsys, trained, '--data-dir', tmp_path)
-    make_images(tmp_path / 'val', {'blue': 3})
+    make_class_folders(tmp_path / 'val', {'blue': 3})
     (tmp_path / 'val' / 'blue' / '1.png').write_bytes(b'not an image')
     assert '1.png' in fails(capsys, trained, '--data-dir', tmp_path)
 

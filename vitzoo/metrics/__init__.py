@@ -1,6 +1,6 @@
-"""What is measured about a model: accuracy, multiply-accumulates, speed and memory, oversmoothing, health."""
+"""Metrics of a model: accuracy, multiply-accumulates, speed and memory, oversmoothing, health."""
 
-from vitzoo.metrics.accuracy import evaluate, mark_hits, rank_classes, score_images, summarise
+from vitzoo.metrics.accuracy import evaluate, mark_hits, rank_classes, score_images, summarize
 from vitzoo.metrics.health import HealthProbe, health
 from vitzoo.metrics.macs import count_macs
 from vitzoo.metrics.oversmoothing import OversmoothingProbe, oversmoothing, token_statistics
@@ -15,6 +15,6 @@ __all__ = [
     'oversmoothing',
     'rank_classes',
     'score_images',
-    'summarise',
+    'summarize',
     'token_statistics',
 ]

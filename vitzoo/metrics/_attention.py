@@ -1,4 +1,4 @@
-"""Attention weights of a layer, as the linear map that they are: nothing of size N x N is made unless asked for."""
+"""Attention weights of a layer as a linear map; the N x N matrix is only materialized on request."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from vitzoo.mixers import TokenMixer
 
 @dataclass
 class AttentionWeights:
-    """The weights A of M keys for N queries, (B, heads, N, M); `apply` maps values (B, heads, M, c) to A v."""
+    """Attention weights A of N queries over M keys, (B, heads, N, M); `apply` maps values (B, heads, M, c) to A v."""
 
     apply: Callable[[Tensor], Tensor]
-    values: Tensor  # (B, heads, M, head_dim), those of the layer
+    values: Tensor  # (B, heads, M, head_dim)
 
     def dense(self) -> Tensor:
-        """A itself, (B, heads, N, M)."""
+        """Materialize A: (B, heads, N, M)."""
         B, heads, M, _ = self.values.shape
         return self.apply(torch.eye(M, device=self.values.device, dtype=self.values.dtype).expand(B, heads, M, M))
 
     @torch.enable_grad()
     def pull_back(self, row: Tensor) -> Tensor:
-        """row A, averaged over the heads: weights of the queries (B, N) -> weights of the keys (B, M).
+        """row A, averaged over heads: weights of the queries (B, N) -> weights of the keys (B, M).
 
-        It is the gradient of a linear map, so it takes the memory of the layer's own backward pass with one channel.
+        Computed as a vector-Jacobian product, in the memory of the layer's backward pass with a single channel.
         """
         channel = torch.zeros_like(self.values[..., :1]).requires_grad_()
         out = self.apply(channel).squeeze(-1).mean(dim=1)  # (B, N)
@@ -36,7 +36,7 @@ class AttentionWeights:
 
 @torch.no_grad()
 def attention_weights(attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None) -> AttentionWeights | None:
-    """The weights of an attention layer for its input x (B, N, C); None where its output is no average of tokens."""
+    """Attention weights of a layer for its input x (B, N, C); None if its output is not a weighted mean of tokens."""
     if isinstance(attn, TokenMixer) and attn.token_weights:
         q, k, v = attn.to_qkv(x, grid_size)
         return AttentionWeights(lambda values: attn.mix(q, k, values, grid_size), v)

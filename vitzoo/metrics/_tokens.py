@@ -1,5 +1,4 @@
-"""Where a model's tokens are: its blocks, and how to read what goes in and out of them; for vitzoo's models and
-timm's."""
+"""The blocks of a model and the tokens that enter and leave them, for the models of vitzoo and timm."""
 
 from math import ceil, prod
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from vitzoo.models._block import Block
 
 
 class Tokens(NamedTuple):
-    """Tokens x (B, P + N, C), their number P of prefix tokens, and the grid (H, W) with H * W = N, None if unknown."""
+    """Tokens x (B, P + N, C), their number P of prefix tokens, and their grid (H, W) with H * W = N, or None."""
 
     x: Tensor
     num_prefix_tokens: int
@@ -32,8 +31,9 @@ class Tokens(NamedTuple):
 class TokenBlocks:
     """The blocks of a model, by name, in order.
 
-    They are vitzoo's, or what timm lists in `feature_info`: every block of a ViT, every stage of a CNN or of a pyramid,
-    whose H x W positions are then the tokens. Raises UserError where the model has neither.
+    These are the `Block` modules of a vitzoo model, or the modules listed in timm's `feature_info`: every block of a
+    ViT, every stage of a CNN or a pyramid, where each of the H x W positions is a token. Raises UserError if the model
+    has neither.
     """
 
     def __init__(self, model: nn.Module):
@@ -45,7 +45,7 @@ class TokenBlocks:
 
     @property
     def stages(self) -> list[int]:
-        """The stage of each block, from 0: a stage is one width and one grid."""
+        """Index of the stage of each block; blocks of one width and one grid form a stage."""
         if self.features:
             keys = [(info['reduction'], info['num_chs']) for info in self.features.values()]
         else:
@@ -56,15 +56,15 @@ class TokenBlocks:
     def read(
         self, name: str, args: tuple, x: Tensor, image_size: tuple[int, int], num_chs: int | None = None
     ) -> Tokens:
-        """Read x, what a block gives or what has its grid, as tokens; `args` is what the block was called with.
+        """Read x, the output of a block or a tensor on its grid, as tokens; `args` are the arguments of the block.
 
-        `num_chs` is the width of x, where that is not the block's. Raises UserError where x is no feature map.
+        `num_chs` is the width of x if it differs from the block's. Raises UserError if x is not a feature map.
         """
         if not self.features:
             return Tokens(x, self.modules[name].num_prefix_tokens, tuple(args[1]))
         if not isinstance(x, Tensor) or x.ndim not in (3, 4):
             raise UserError(
-                f'cannot read the tokens of {type(self.model).__name__}: {name} gives no single feature map'
+                f'cannot read the tokens of {type(self.model).__name__}: {name} does not return a single feature map'
             )
         if x.ndim == 4:
             x = self._channels_last(x, num_chs or self.features[name]['num_chs'])
@@ -74,17 +74,17 @@ class TokenBlocks:
         num_patches = prod(grid_size)
         if x.shape[1] == num_patches + num_prefix_tokens:
             return Tokens(x, num_prefix_tokens, grid_size)
-        # in CaiT and XCiT the class token joins after these blocks
+        # CaiT and XCiT append the class token after these blocks
         return Tokens(x, 0, grid_size if x.shape[1] == num_patches else None)
 
     def _channels_last(self, x: Tensor, num_chs: int) -> Tensor:
-        # a map may be NHWC inside a model that does not say so (VOLO): trust the number of channels
+        # some models (VOLO) are NHWC inside without declaring it in output_fmt: trust the number of channels
         last = getattr(self.model, 'output_fmt', 'NCHW') == 'NHWC'
         return x.movedim(1, -1) if x.shape[1] == num_chs and not (last and x.shape[3] == num_chs) else x
 
 
 def _timm_features(model: nn.Module) -> dict[str, dict]:
-    """Find the modules whose outputs timm lists as a model's features, with their num_chs and reduction (stride)."""
+    """The modules that timm lists in `feature_info`, with their num_chs and reduction (stride)."""
     info = getattr(model, 'feature_info', None) or []
     features = {feature['module']: feature for feature in getattr(info, 'info', info)}
     modules = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""Where a classifier errs: accuracy per class, what is taken for what, and whether its confidence can be trusted."""
+"""Error analysis of a classifier: confusion matrix, recall and precision per class, calibration."""
 
 from dataclasses import dataclass
 
@@ -7,43 +7,43 @@ from torch import Tensor
 
 
 def confusion_matrix(labels: Tensor, predictions: Tensor, num_classes: int) -> Tensor:
-    """How many images of each class (row) were taken for each class (column): two (N,) -> (K, K)."""
+    """Count the images of each class (row) predicted as each class (column): two (N,) -> (K, K)."""
     return torch.bincount(labels * num_classes + predictions, minlength=num_classes**2).view(num_classes, num_classes)
 
 
 def recall(matrix: Tensor) -> Tensor:
-    """Share of the images of each class that were recognised, its accuracy: (K, K) -> (K,), nan for no images."""
+    """Fraction of the images of each class that are predicted as it: (K, K) -> (K,), nan without images."""
     return matrix.diagonal().double() / matrix.sum(dim=1)
 
 
 def precision(matrix: Tensor) -> Tensor:
-    """Share of the images taken for each class that are of it: (K, K) -> (K,), nan for no images."""
+    """Fraction of the images predicted as each class that belong to it: (K, K) -> (K,), nan without predictions."""
     return matrix.diagonal().double() / matrix.sum(dim=0)
 
 
 def most_confused(matrix: Tensor, num_pairs: int) -> list[tuple[int, int, int]]:
-    """The pairs (class, what it was taken for, how many times) that were confused most often, the first the worst.
+    """The most frequent confusions (class, predicted class, count), in descending order.
 
-    Among pairs of equal number, the one whose class has fewer images comes first. Pairs never confused are left out.
+    Ties are broken in favour of the class with fewer images. Pairs that are never confused are left out.
     """
-    mistakes = matrix - torch.diag(matrix.diagonal())
-    pairs = mistakes.nonzero().tolist()
+    errors = matrix - torch.diag(matrix.diagonal())
+    pairs = errors.nonzero().tolist()
     sizes = matrix.sum(dim=1)
-    pairs.sort(key=lambda pair: (-int(mistakes[tuple(pair)]), int(sizes[pair[0]]), pair))
-    return [(i, j, int(mistakes[i, j])) for i, j in pairs[:num_pairs]]
+    pairs.sort(key=lambda pair: (-int(errors[tuple(pair)]), int(sizes[pair[0]]), pair))
+    return [(i, j, int(errors[i, j])) for i, j in pairs[:num_pairs]]
 
 
 def most_confident(labels: Tensor, predictions: Tensor, confidence: Tensor, pair: tuple[int, int], n: int) -> list[int]:
-    """Indices of up to n images of the class pair[0] that were taken for pair[1], the most confident mistakes first."""
+    """Indices of up to n images of class pair[0] predicted as pair[1], the most confident first."""
     indices = ((labels == pair[0]) & (predictions == pair[1])).nonzero().flatten()
     return indices[confidence[indices].argsort(descending=True, stable=True)][:n].tolist()
 
 
 @dataclass
 class Calibration:
-    """Bins of equal width of the confidence, from 0 to 1: images in each, and their mean confidence and accuracy.
+    """Number of images, mean confidence and accuracy in bins of confidence of equal width from 0 to 1.
 
-    The means of a bin without images are nan.
+    The means of an empty bin are nan.
     """
 
     counts: Tensor  # (bins,)
@@ -52,7 +52,7 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """Expected calibration error: the mean distance between confidence and accuracy, bins weighed by images.
+        """Expected calibration error: the gap between confidence and accuracy, averaged over images.
 
         Guo et al., equation 3, https://arxiv.org/abs/1706.04599
         """
@@ -61,9 +61,9 @@ class Calibration:
 
 
 def calibrate(confidence: Tensor, correct: Tensor, num_bins: int = 15) -> Calibration:
-    """Bin predictions by the probability of the likeliest class (N,), and whether that was right (N,).
+    """Bin predictions by the probability of the top class (N,), given whether it is correct (N,).
 
-    A bin holds its upper bound and not its lower one.
+    A bin includes its upper bound and excludes its lower bound.
     """
     confidence = confidence.double()
     bounds = torch.arange(1, num_bins, dtype=torch.float64) / num_bins

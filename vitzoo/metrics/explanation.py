@@ -1,15 +1,14 @@
-"""Where a classifier looks: attention rollout where there is attention, gradients everywhere.
+"""Saliency maps of a classifier: attention rollout, gradient x input and Grad-CAM.
 
-rollout    what the class token, or the mean of the tokens, is made of: its row of the product over the blocks of
-           the last stage of (A + 1) / 2, for attention weights A averaged over heads; of no class in particular.
+rollout    attention flow into the class token, or into the mean of the tokens: its row of the product over the blocks
+           of the last stage of (A + I) / 2, with attention weights A averaged over heads. Independent of the class.
            Abnar and Zuidema, https://arxiv.org/abs/2005.00928
-gradient   how much a class's logit owes to each token: sum over blocks of |g . (x - mean of x)| for the tokens x
-           that enter the mixer and their gradient g, and the same for the tokens that the head pools. To first
-           order it is what changes where a token is replaced by the mean token. The only one that needs nothing of
-           a mixer and sees the whole depth.
-gradcam    relu(sum_c a_c x_c), where x are the features that the head pools, and a_c is the mean gradient of the
-           logit by channel c; the usual for a CNN. Where the head looks at the class token alone, x are the tokens
-           that enter the last mixer. Selvaraju et al., https://arxiv.org/abs/1610.02391
+gradient   sum over blocks of |g . (x - mean of x)|, where x are the tokens that enter the mixer and g is the gradient
+           of a class's logit, plus the same for the tokens that the head pools. To first order, the change of the
+           logit if a token is replaced by the mean token. Works with any mixer and covers the whole depth.
+gradcam    relu(sum_c a_c x_c), where x are the features that the head pools and a_c is the mean gradient of the logit
+           with respect to channel c; the common choice for a CNN. If the head reads the class token alone, x are the
+           tokens that enter the last mixer. Selvaraju et al., https://arxiv.org/abs/1610.02391
 """
 
 from functools import partial
@@ -27,18 +26,17 @@ METHODS = ('auto', 'rollout', 'gradient', 'gradcam')
 
 
 def explain(model: nn.Module, images: Tensor, method: str = 'auto', target: Tensor | None = None) -> tuple[Tensor, str]:
-    """Map what a model's answer rests on: images (B, C, H, W) -> maps (B, H, W) from 0 to 1, and the method used.
+    """Explain a model's predictions: images (B, C, H, W) -> maps (B, H, W) from 0 to 1, and the method used.
 
-    Each map is stretched over its image and over the range; one that is the same everywhere is 0.
+    Each map is resized to its image and rescaled to [0, 1]; a constant map is 0.
 
     Args:
-        model: In eval mode, without a wrapper.
-        method: One of `METHODS`; 'auto' is gradient where blocks have mixers, whichever these are, and gradcam for a
-            CNN.
-        target: The classes (B,) to explain, by default each image's likeliest; rollout has no class.
+        model: The raw model, in eval mode.
+        method: One of `METHODS`; 'auto' is gradient for models whose blocks have a mixer and gradcam for CNNs.
+        target: The classes (B,) to explain, by default each image's prediction; not used by rollout.
 
     Raises:
-        UserError: The model has neither vitzoo's blocks nor timm's feature maps, or no weights to roll out.
+        UserError: The model has neither vitzoo blocks nor timm feature maps, or no attention weights for a rollout.
     """
     if method == 'auto':
         has_mixers = any(hasattr(block, 'attn') for block in TokenBlocks(model).modules.values())
@@ -55,9 +53,9 @@ def explain(model: nn.Module, images: Tensor, method: str = 'auto', target: Tens
 def rollout(model: nn.Module, images: Tensor) -> Tensor:
     """Attention rollout through the blocks of the last stage: (B, C, H, W) -> (B, h, w).
 
-    The values of an image and the share of its prefix tokens, which is left out, sum to 1. Needs no N x N memory where
-    the attention does not. Raises UserError where a block of the last stage has no attention weights between all its
-    tokens.
+    The values of an image, and those of its prefix tokens, which are left out, sum to 1. No N x N matrix is stored
+    unless the attention itself stores one. Raises UserError if a block of the last stage has no attention weights
+    between all its tokens.
     """
     layers, tokens = _last_stage(model, images)
     N, P = tokens.x.shape[1], tokens.num_prefix_tokens
@@ -68,7 +66,7 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
         weights = attention_weights(attn, *args)
         if weights is None or weights.values.shape[2] != N:
             raise UserError(
-                f'there is no rollout of {type(model).__name__}: {type(attn).__name__} in its last stage has no '
+                f'cannot compute the rollout of {type(model).__name__}: {type(attn).__name__} in its last stage has no '
                 f'attention weights between all tokens; use gradient or gradcam'
             )
         row = (row + weights.pull_back(row)) / 2
@@ -76,7 +74,7 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def gradient(model: nn.Module, images: Tensor, target: Tensor | None = None) -> Tensor:
-    """What a class's logit owes to each token, over all blocks: (B, C, H, W) -> (B, h, w) on the finest grid."""
+    """First-order effect of each token on a class's logit, over all blocks: (B, C, H, W) -> (B, h, w), finest grid."""
     maps = []
     for tokens, gradients in _gradients(model, images, target):
         x = tokens.patches - tokens.patches.mean(dim=1, keepdim=True)
@@ -86,9 +84,9 @@ def gradient(model: nn.Module, images: Tensor, target: Tensor | None = None) -> 
 
 
 def gradcam(model: nn.Module, images: Tensor, target: Tensor | None = None) -> Tensor:
-    """Grad-CAM of a class: (B, C, H, W) -> (B, h, w), 0 or more, on the grid of the last stage."""
+    """Grad-CAM of a class: (B, C, H, W) -> (B, h, w), non-negative, on the grid of the last stage."""
     entered, pooled = _gradients(model, images, target)[-2:]
-    # a head that looks at the class token alone leaves the patches no gradient
+    # the patches have no gradient if the head reads the class token alone
     tokens, gradients = pooled if pooled[1].patches.any() else entered
     weights = gradients.patches.mean(dim=1, keepdim=True)
     return tokens.to_map((weights * tokens.patches).sum(dim=-1)).relu()
@@ -96,9 +94,9 @@ def gradcam(model: nn.Module, images: Tensor, target: Tensor | None = None) -> T
 
 @torch.no_grad()
 def _last_stage(model: nn.Module, images: Tensor) -> tuple[list[tuple[nn.Module, tuple]], Tokens]:
-    """The attention of each block of the last stage with what it is called with, and the tokens that leave the stage.
+    """The attention layer of each block of the last stage with its arguments, and the output tokens of the stage.
 
-    A block without `attn` stands for itself.
+    A block without `attn` is used in place of its attention layer.
     """
     blocks = TokenBlocks(model)
     names = [name for name, stage in zip(blocks.names, blocks.stages) if stage == blocks.stages[-1]]
@@ -116,15 +114,14 @@ def _last_stage(model: nn.Module, images: Tensor) -> tuple[list[tuple[nn.Module,
 
 @torch.enable_grad()
 def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[tuple[Tokens, Tokens]]:
-    """The tokens that enter the mixer of each block, then those that the head pools, each with the gradients of each
-    image's logit by them.
+    """The input tokens of each block's mixer, then those that the head pools, each with the gradients of the logits.
 
-    All lie behind a norm: in front of one, a token times its gradient is zero, whatever the token says. Of a block
-    without `attn`, such as a stage of a CNN, it is the tokens that leave it.
+    All are outputs of a norm: before a norm, the product of a token and its gradient is always zero. For a block
+    without `attn`, such as a stage of a CNN, its output tokens are used.
     """
     B, blocks = len(images), TokenBlocks(model)
     if B == 1:
-        # torch's batch norm on a CPU gives one image wrong gradients where they come channels last, as they do in CvT
+        # at batch size 1, torch's CPU batch norm computes wrong gradients for channels-last inputs, as in CvT
         images = images.expand(2, -1, -1, -1)
         target = None if target is None else target.expand(2)
     seen = []
@@ -139,16 +136,16 @@ def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[
         for name, block in blocks.modules.items()
     ]
     try:
-        # frozen weights would leave no gradients otherwise
+        # images require grad, because weights may be frozen
         features = model.forward_features(images.detach().requires_grad_())
     finally:
         for hook in hooks:
             hook.remove()
     seen.append((blocks.names[-1], seen[-1][1], features, model.num_features))
-    # what changes the features in place shall not change what is explained
+    # clone, because the head may change the features in place
     logits = model.forward_head(features.clone())
     target = logits.argmax(dim=1) if target is None else target
-    # the gradient of an image's logit by another image is zero, so one sum serves the batch
+    # logits do not depend on other images, so one backward pass of their sum serves the batch
     score = logits.gather(1, target[:, None]).sum()
     gradients = torch.autograd.grad(score, [x for _, _, x, _ in seen])
     return [

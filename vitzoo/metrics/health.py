@@ -1,8 +1,8 @@
-"""Health of attention that stands in for softmax attention: how far off it is in a model, on images, and why.
+"""Health of approximate softmax attention: its error in a model, on images, and the causes of it.
 
-A mixer that approximates softmax attention knows the signs of its own failing (`QKVMixer.health`): the relative error
-against exact attention of the same queries, keys and values, features that carry nothing, an inverse that has not
-converged. They are measured for each image, so that their means are the same for any batch size.
+A mixer that approximates softmax attention reports signs of failure (`QKVMixer.health`): the relative error against
+exact attention of the same queries, keys and values, features at their numerical floor, an inverse that has not
+converged. They are measured per image, so that their means do not depend on the batch size.
 """
 
 import torch
@@ -15,7 +15,7 @@ from vitzoo.mixers import QKVMixer
 def health(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
     """Measure the signs of each approximating mixer, averaged over a batch of images: {mixer: {sign: mean}}.
 
-    The model is in evaluation mode meanwhile. Mixers have the names of their modules (`blocks.0.attn`).
+    The model is evaluated in eval mode. Mixers are named after their modules (`blocks.0.attn`).
 
     Raises:
         UserError: No mixer of the model approximates softmax attention.
@@ -30,12 +30,12 @@ def health(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
 
 
 class HealthProbe:
-    """Watches the approximating mixers of a model while the context is open and measures each image that passes.
+    """Hooks the approximating mixers of a model while the context is open, and measures every image.
 
-    The model must be in evaluation mode. Each mixer runs a second time, and exact attention beside it.
+    The model must be in eval mode. Each mixer is run a second time and compared with exact attention.
 
     Args:
-        model: The bare model, not a wrapper.
+        model: The raw model, not a wrapper.
 
     Raises:
         UserError: No mixer of the model approximates softmax attention.
@@ -62,17 +62,17 @@ class HealthProbe:
 
     @property
     def names(self) -> list[tuple[str, str]]:
-        """The (mixer, sign) of each column, known once an image has passed."""
+        """The (mixer, sign) of each column; empty before the first image."""
         return list(self._values)
 
     def per_image(self) -> Tensor:
-        """Take what was measured since the last call: (images, columns), in the order the images passed."""
+        """Return and clear the values since the last call: (images, columns), in the order of the images."""
         columns = [torch.cat(values) if values else torch.empty(0) for values in self._values.values()]
         self._values = {name: [] for name in self._values}
         return torch.stack(columns, dim=1)
 
     def report(self, means: list[float] | None = None) -> dict[str, dict[str, float]]:
-        """Sort a mean for each column by mixer and sign; by default those since the last call."""
+        """Nest the means of the columns as {mixer: {sign: mean}}; by default the means since the last call."""
         means = self.per_image().double().mean(dim=0).tolist() if means is None else means
         signs = {mixer: {} for mixer in self.mixers}
         for (mixer, sign), mean in zip(self.names, means, strict=True):

@@ -1,8 +1,8 @@
-"""Multiply-accumulates (MACs) of one image, counted on the meta device with attention in its textbook form.
+"""Multiply-accumulates (MACs) for one image, counted on the meta device with unfused attention.
 
-The "FLOPs" of the vision papers are MACs: one multiplication and one addition. Matrix products and convolutions count,
-and Fourier transforms; activations, norms, reductions and copies do not. Inside a token mixer products of two tensors
-and pooling count too, because they are how Hydra, AFT and PoolFormer mix.
+The "FLOPs" of vision papers are MACs: one multiplication and one addition. Matrix products, convolutions and Fourier
+transforms count; activations, norms, reductions and copies do not. Inside a token mixer, element-wise products of two
+tensors and pooling count as well, because Hydra, AFT and PoolFormer mix tokens with them.
 """
 
 import copy
@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from vitzoo.errors import UserError
 from vitzoo.mixers import TokenMixer
 
-# what needs no formula, beside the ops that carry torch's own tag of a view or of point-wise work (which some
-# activations lack, more of them in older versions)
+# ops that need no formula, in addition to those that torch tags as views or point-wise (some activations lack the
+# tag, more of them in older versions)
 FREE_OPS = {
     'reductions': 'sum mean prod amax amin max min argmax argmin any all var std var_mean std_mean logsumexp cumsum '
     'cumprod norm linalg_vector_norm sort topk',
@@ -42,17 +42,17 @@ FREE_OP_NAMES = frozenset(name for names in FREE_OPS.values() for name in names.
 
 
 def _product_macs(out: torch.Tensor, *factors) -> int:
-    """A product with a number is a change of scale, not of tokens."""
+    """Element-wise product; a product with a scalar is free."""
     is_mixing = all(isinstance(factor, torch.Tensor) and factor.numel() > 1 for factor in factors)
     return out.numel() if is_mixing else 0
 
 
 def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *args) -> int:
-    """The depthwise convolution with equal weights."""
+    """Pooling as a depthwise convolution with constant weights."""
     return out.numel() * kernel_size[0] * kernel_size[-1]
 
 
-# what is element-wise and mixes tokens, if a token mixer does it; elsewhere these are gates, layer scale, downsampling
+# counted inside token mixers only; elsewhere these are gates, layer scale and downsampling
 MIXING_OPS = {
     torch.ops.aten.mul: _product_macs,
     torch.ops.aten.mul_: _product_macs,
@@ -61,13 +61,13 @@ MIXING_OPS = {
 
 
 def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) -> int:
-    """Count the multiply-accumulates of one image; the model itself is neither run nor changed.
+    """Count the multiply-accumulates for one image; the model itself is neither run nor changed.
 
-    An operation that would count as zero though it multiplies (an FFT, a decomposition, a custom op) stops the count.
-    Give it a formula, in FLOPs, with `torch.utils.flop_counter.register_flop_formula`.
+    An operation without a formula that may multiply (a decomposition, a custom op) is an error. Add its formula, in
+    FLOPs, with `torch.utils.flop_counter.register_flop_formula`.
 
     Args:
-        img_size: Height and width of the image; by default what the model was made for.
+        img_size: Height and width of the image; by default the model's own.
 
     Raises:
         UserError: An operation has no formula, or cannot run on the meta device.
@@ -76,7 +76,7 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
 
 
 def count_call_macs(module: nn.Module, *args) -> int:
-    """As `count_macs`, of a call with these arguments, whose tensors are on the meta device."""
+    """Count the multiply-accumulates of a call as `count_macs` does; tensor arguments are on the meta device."""
     module_name = type(module).__name__
     module = _meta_copy(module).eval()
     for child in module.modules():
@@ -96,7 +96,7 @@ def count_call_macs(module: nn.Module, *args) -> int:
 
 
 def input_shape(model: nn.Module, img_size: int | tuple[int, int] | None = None) -> tuple[int, int, int]:
-    """Find the channels, height and width of the images that a model was made for, or of those asked for."""
+    """Channels, height and width of the images of a model, at its own or the given size."""
     channels, *size = get_model_input_config(model)['input_size']
     size = img_size or size
     height, width = (size, size) if isinstance(size, int) else size
@@ -105,14 +105,14 @@ def input_shape(model: nn.Module, img_size: int | tuple[int, int] | None = None)
 
 @torch.no_grad()
 def run_and_count(model: nn.Module, *args) -> tuple[int, set[str]]:
-    """Run a model, on any device, and return its MACs and the names of the operations that have no formula."""
+    """Run a model on any device, and return its MACs and the names of the operations without a formula."""
     watcher, counter = _OpWatcher(), FlopCounterMode(display=False)
     hooks = []
     for mixer in model.modules():
         if isinstance(mixer, TokenMixer):
             hooks += [mixer.register_forward_pre_hook(watcher.enter), mixer.register_forward_hook(watcher.leave)]
     try:
-        # the watcher stands outside the counter, so that it sees what composite ops are made of
+        # the watcher is the outer mode, so that it sees the parts of composite ops
         with sdpa_kernel(SDPBackend.MATH), watcher, counter:
             model(*args)
     finally:
@@ -122,7 +122,7 @@ def run_and_count(model: nn.Module, *args) -> tuple[int, set[str]]:
 
 
 class _OpWatcher(TorchDispatchMode):
-    """Counts what token mixers do element-wise, and collects the operations that nobody counts and are not free."""
+    """Counts the element-wise MACs of token mixers, and collects operations that are neither counted nor free."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ class _OpWatcher(TorchDispatchMode):
 
 def _meta_copy(model: nn.Module) -> nn.Module:
     """Copy a model onto the meta device without copying its weights."""
-    # deepcopy takes what it finds in memo for a tensor's copy; tensors kept as plain attributes are found in vars()
+    # deepcopy uses the copies in memo; vars() also has the tensors that are plain attributes
     memo = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):

@@ -1,8 +1,8 @@
-"""What is computed from answers on the robustness sets: hits under several right classes, corruption errors.
+"""Scores of the robustness sets: accuracy with several allowed classes, corruption errors.
 
-A corruption error is an error over five severities, and mCE its mean over fifteen corruptions. ImageNet-C's authors
-divide each by AlexNet's first, so that hard corruptions do not outweigh the others
-(https://arxiv.org/abs/1903.12261); many papers do not. Both are computed, and never mixed.
+A corruption error is the mean error over five severities, and mCE is its mean over fifteen corruptions. The authors of
+ImageNet-C first divide each by AlexNet's, so that hard corruptions do not dominate (https://arxiv.org/abs/1903.12261);
+many papers do not. Both are computed, under different names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,15 +33,15 @@ ALEXNET_ERRORS = dict(
 
 
 def score_allowed(logits: Tensor, allowed: Tensor, classes: Tensor | None = None) -> Tensor:
-    """Say of each image whether one of its right classes is the first, and whether one is among the first five.
+    """Score images with several allowed classes each.
 
     Args:
         logits: (B, num_classes).
-        allowed: (B, L), the classes that are right for each image, filled up with -1.
-        classes: The only classes that take part, as indices of `logits`; by default all.
+        allowed: (B, L), the correct classes of each image, padded with -1.
+        classes: The classes to choose among, as indices of `logits`; by default all.
 
     Returns:
-        Booleans (B, 2).
+        Booleans (B, 2): a correct class is the top class, or is among the top 5.
     """
     if classes is None:
         top = logits.topk(min(5, logits.shape[1]), dim=1).indices
@@ -52,8 +52,8 @@ def score_allowed(logits: Tensor, allowed: Tensor, classes: Tensor | None = None
     return torch.stack([hits[:, 0], hits.any(dim=1)], dim=1)
 
 
-def summarise_allowed(hits: Tensor, allowed: Tensor) -> dict:
-    """Turn the hits (N, 2) into top1 and top5 in percent over the n images that have a right class at all."""
+def summarize_allowed(hits: Tensor, allowed: Tensor) -> dict:
+    """Reduce hits (N, 2) to top1 and top5 in percent over the n images that have an allowed class."""
     hits = hits[(allowed >= 0).any(dim=1)]
     n, correct = len(hits), hits.sum(dim=0).tolist()
     top1, top5 = (100 * count / n for count in correct) if n else (None, None)
@@ -61,7 +61,7 @@ def summarise_allowed(hits: Tensor, allowed: Tensor) -> dict:
 
 
 def corruption_errors(top1: Mapping[str, Sequence[float]]) -> dict:
-    """Compute the errors of ImageNet-C, all in percent, from the accuracy at each severity of each corruption.
+    """Compute the corruption errors of ImageNet-C, in percent, from the accuracy at each severity of each corruption.
 
     Returns:
         top1, the mean accuracy; mce_unnormalised, the mean error; mce, the mean of the errors divided by AlexNet's.

@@ -1,4 +1,4 @@
-"""Images per second and peak memory of a model on one device."""
+"""Throughput and peak memory of a model on one device."""
 
 import gc
 import sys
@@ -14,27 +14,27 @@ CLEAR_REFS, STATUS = Path('/proc/self/clear_refs'), Path('/proc/self/status')
 
 @torch.no_grad()
 def images_per_second(model: nn.Module, images: torch.Tensor, seconds: float = 1.0) -> float:
-    """Time the forward pass of one batch, over and over for `seconds` after a warm-up pass, and take the median.
+    """Median throughput of the forward pass of one batch, repeated for `seconds` after a warm-up pass.
 
-    Reading and preparing images is not part of it.
+    Loading and preprocessing are not included.
     """
     model(images)
     times = []
     while sum(times) < seconds:
-        _finish(images.device)
+        synchronize(images.device)
         start = time.perf_counter()
         model(images)
-        _finish(images.device)
+        synchronize(images.device)
         times.append(time.perf_counter() - start)
     return len(images) / sorted(times)[len(times) // 2]
 
 
 class PeakMemory:
-    """The most memory used while the context is open, as `megabytes` (10^6 bytes) on leaving it.
+    """Peak memory while the context is open, in `megabytes` (10^6 bytes), set on exit.
 
-    On a GPU: what PyTorch had allocated on it, weights included. On the CPU: the resident memory of the whole process,
-    Python and PyTorch included and the worker processes of a DataLoader not; where the system does not let a process
-    reset its high-water mark, it is the peak since the process started.
+    On a GPU, the memory that PyTorch has allocated, weights included. On the CPU, the resident memory of the whole
+    process, including Python and PyTorch and excluding DataLoader workers; if the system does not allow a process to
+    reset its high-water mark, the peak since the process started.
     """
 
     def __init__(self, device: torch.device):
@@ -47,31 +47,29 @@ class PeakMemory:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            # 5 resets the high-water mark of resident memory, VmHWM; not every system has the file or lets us write it
+            # 5 resets the high-water mark of resident memory (VmHWM); the file may be missing or read-only
             with suppress(OSError):
                 CLEAR_REFS.write_text('5')
         return self
 
     def __exit__(self, *exc_info) -> None:
-        self.megabytes = peak_megabytes(self.device)
+        self.megabytes = peak_process_megabytes(self.device)
 
 
-def peak_megabytes(device: torch.device) -> float:
-    """The high-water mark that `PeakMemory` reads, since it was last reset."""
+def peak_process_megabytes(device: torch.device) -> float:
+    """Peak memory of the process on a device since the last reset, as `PeakMemory` defines it."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device) / 1e6
     if STATUS.exists():
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith('VmHWM'))
         return int(line.split()[1]) * 1024 / 1e6
-    # kilobytes except on macOS; imported here because Windows has no such module
+    # in kilobytes, except on macOS; imported here because Windows does not have the module
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024) / 1e6
 
 
-def _finish(device: torch.device) -> None:
-    """Wait for the device, which works behind the program's back."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-    elif device.type == 'mps':
-        torch.mps.synchronize()
+def synchronize(device: torch.device) -> None:
+    """Wait for all work queued on a device."""
+    if device.type != 'cpu':
+        torch.accelerator.synchronize(device)

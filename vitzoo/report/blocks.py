@@ -1,20 +1,20 @@
-"""The parts that sections are made of: a chart with its caption and its numbers, a model's sign, wide tables."""
+"""Building blocks of the sections: figures with a caption and their numbers, model symbols, scrollable tables."""
 
 from math import isnan
 
 from vitzoo.report.markup import Element, tag
-from vitzoo.report.svg import sign
+from vitzoo.report.svg import symbol
 
 
-def key(index: int) -> Element:
-    """A model's sign, for a line of text."""
+def inline_symbol(index: int) -> Element:
+    """A model's symbol, inline in text."""
     return tag(
-        'svg', tag(**sign(index, 7, 7)), class_='key', viewBox='0 0 14 14', width=14, height=14, aria_hidden='true'
+        'svg', tag(**symbol(index, 7, 7)), class_='key', viewBox='0 0 14 14', width=14, height=14, aria_hidden='true'
     )
 
 
 def scrolling(element: Element, label: str) -> Element:
-    """What may be wider than the screen, in a box of its own that the keyboard reaches."""
+    """Wrap an element that may be wider than the screen in a scrollable box that can be focused."""
     return tag('div', element, class_='scroll', role='region', aria_label=label, tabindex=0)
 
 
@@ -26,7 +26,7 @@ def figure(
     rows: list[list],
     class_: str | None = None,
 ) -> Element:
-    """A chart with its caption, and its numbers for who wants them or cannot see the chart."""
+    """A chart with its caption, and its numbers in a collapsed table."""
     lines = [
         tag('tr', tag('th', str(first), scope='row'), (tag('td', number(v)) for v in rest)) for first, *rest in rows
     ]
@@ -37,7 +37,7 @@ def figure(
 
 
 def number(value: object) -> str:
-    """A number of a chart in four digits or so."""
+    """Format a value with four significant digits."""
     if value is None or (isinstance(value, float) and isnan(value)):
         return '–'
     return f'{value:,.4g}' if isinstance(value, float) else str(value)

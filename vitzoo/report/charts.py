@@ -1,4 +1,4 @@
-"""The kinds of chart on the page: points, curves, rows of dots, bars, and a confusion matrix."""
+"""Charts of the page: scatter plots, curves, dot plots, bars, and confusion matrices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from vitzoo.report.svg import (
     LINE,
     Plot,
     Scale,
-    colour,
+    color,
     dash,
     fit_scale,
     is_wide,
     place_labels,
-    sign,
     spread_out,
+    symbol,
 )
 
-# distance of the frame from the upper and the lower edge, for the axes' labels
+# margins above and below the frame, for the labels of the axes
 TOP, BOTTOM = 30, 42
 
 
 @dataclass
 class Point:
-    """A model in a scatter chart, with the interval that its y is known to lie in."""
+    """A model in a scatter plot, with a confidence interval of y."""
 
     index: int
     name: str
@@ -38,7 +38,7 @@ class Point:
 
 @dataclass
 class Curve:
-    """A model's curve, with a band about it, and with large markers at some of its points."""
+    """A model's curve, with an optional band of +/- `spread`, and with large markers at some of its points."""
 
     index: int
     name: str
@@ -50,7 +50,7 @@ class Curve:
 
 
 def scatter(label: str, points: list[Point], x_label: str, y_label: str) -> Element:
-    """Points with their names, and a line along those that no other point beats in both directions."""
+    """Points with their names, and a line through the Pareto frontier."""
     size = width, height = 340, 300
     x = fit_scale([point.x for point in points], 46, width - 12, log=is_wide(point.x for point in points))
     y = fit_scale([v for point in points for v in (point.low, point.high)], height - BOTTOM, TOP)
@@ -59,7 +59,7 @@ def scatter(label: str, points: list[Point], x_label: str, y_label: str) -> Elem
     plot.line([(point.x, point.y) for point in front], 'frontier')
     for point in points:
         line = [(point.x, point.low), (point.x, point.high)]
-        plot.line(line, f'interval {colour(point.index)}', data_model=point.index)
+        plot.line(line, f'interval {color(point.index)}', data_model=point.index)
     for point in points:
         plot.marker(point.index, point.x, point.y, point.tip)
 
@@ -74,7 +74,7 @@ def scatter(label: str, points: list[Point], x_label: str, y_label: str) -> Elem
 
 
 def frontier(points: list[Point]) -> list[Point]:
-    """The points for which no other has both a smaller x and a larger y, from left to right."""
+    """The Pareto frontier for small x and large y, from left to right."""
     front = []
     for point in sorted(points, key=lambda point: (point.x, -point.y)):
         if not front or point.y > front[-1].y:
@@ -91,12 +91,12 @@ def curves(
     x_ticks: Sequence[float] | None = None,
     is_share: bool = False,
 ) -> Element:
-    """Curves with bands, each with its name at its end.
+    """Curves with bands, each labelled at its end.
 
-    If `log` the axes are logarithmic, y where its values differ widely; if `is_share` they are from 0 to 1 with a
-    diagonal.
+    With `log`, x is logarithmic, and so is y if its values span a wide range. With `is_share`, both axes are from 0 to
+    1, with a diagonal.
     """
-    # as high as the names need
+    # tall enough for the names
     width, height = 480, max(300, TOP + BOTTOM + LINE * len(lines))
     margin = 26 + CHARACTER * max(len(line.name) for line in lines)
     values = [v for line in lines for v in (*_band(line, -1), *_band(line, 1)) if not isnan(v)]
@@ -111,7 +111,7 @@ def curves(
             _draw_band(plot, line)
     for line in lines:
         points = _defined(line.x, line.y)
-        plot.line(points, f'curve {colour(line.index)} {dash(line.index)}', data_model=line.index)
+        plot.line(points, f'curve {color(line.index)} {dash(line.index)}', data_model=line.index)
         for i, (at, value) in enumerate(zip(line.x, line.y)):
             if not isnan(value):
                 plot.marker(line.index, at, value, line.tips[i], small=i not in line.large)
@@ -122,27 +122,27 @@ def curves(
 def _draw_band(plot: Plot, line: Curve) -> None:
     there, back = (_defined(line.x, _band(line, side)) for side in (1, -1))
     outline = plot.path(there + back[::-1]) + 'z'
-    plot.add('path', d=outline, class_=f'band {colour(line.index)}', data_model=line.index)
+    plot.add('path', d=outline, class_=f'band {color(line.index)}', data_model=line.index)
 
 
 def _write_names(plot: Plot, lines: list[Curve]) -> None:
-    """Write each curve's name behind its end, and lead to it where it has to make room."""
+    """Write the name of each curve after its end, with a leader line if it had to move."""
     x, y = plot.x, plot.y
     ends = [_defined(line.x, line.y)[-1] for line in lines]
     heights = spread_out([y(value) for _, value in ends], y.end + 4, y.start - 2)
-    for line, (at, value), place in zip(lines, ends, heights):
-        leader = f'M{x(at) + 5:.1f} {y(value):.1f}L{x.end + 6:.1f} {place:.1f}'
-        plot.add('path', d=leader, class_=f'leader {colour(line.index)}', data_model=line.index)
-        plot.text(line.name, x.end + 10, place + 3.5, 'name', data_model=line.index)
+    for line, (at, value), height in zip(lines, ends, heights):
+        leader = f'M{x(at) + 5:.1f} {y(value):.1f}L{x.end + 6:.1f} {height:.1f}'
+        plot.add('path', d=leader, class_=f'leader {color(line.index)}', data_model=line.index)
+        plot.text(line.name, x.end + 10, height + 3.5, 'name', data_model=line.index)
 
 
 def dots(label: str, rows: list[str], columns: list[tuple[int, str, list[float | None]]], x_label: str) -> Element:
-    """A line for each row with a dot for each model: `columns` are its number, its name and its value in each row."""
+    """A dot plot with a line per row and a dot per model; `columns` are (index, name, value in each row) of models."""
     left, width, gap = 14 + CHARACTER * max(map(len, rows)), 480, 18
     height = TOP + gap * len(rows) + BOTTOM
     found = [value for _, _, values in columns for value in values if value is not None]
     x = fit_scale(found, left, width - 12)
-    # the rows are on the axis from top to bottom, half a row from its ends
+    # rows from top to bottom, with a margin of half a row
     y = Scale(-0.5, len(rows) - 0.5, TOP, height - BOTTOM)
     plot = Plot(label, (width, height), x, Scale(0, 1, height - BOTTOM, TOP), x_label, '')
     for number, row in enumerate(rows):
@@ -151,12 +151,12 @@ def dots(label: str, rows: list[str], columns: list[tuple[int, str, list[float |
     for index, name, values in columns:
         for number, value in enumerate(values):
             if value is not None:
-                plot.add(**sign(index, x(value), y(number), f'{name}, {rows[number]}: {value:.1f}'))
+                plot.add(**symbol(index, x(value), y(number), f'{name}, {rows[number]}: {value:.1f}'))
     return plot.root
 
 
 def bars(label: str, rows: list[tuple[int, str, float, float | None]], x_label: str, marked: str) -> Element:
-    """A bar for each model, number, name and value, with a stroke at a second value, which `marked` says what it is."""
+    """A bar per model; `rows` are (index, name, value, reference), and the reference, called `marked`, is a stroke."""
     left, width, gap = 30 + CHARACTER * max(len(name) for _, name, *_ in rows), 480, 24
     height = TOP + gap * len(rows) + BOTTOM
     x = fit_scale([0, *(v for row in rows for v in row[2:] if v is not None)], left, width - 84)
@@ -166,8 +166,8 @@ def bars(label: str, rows: list[tuple[int, str, float, float | None]], x_label: 
         top = TOP + gap * number + 5
         tip = f'{name}: {value:.1f}' + (f', {marked} {other:.1f}' if other is not None else '')
         size = dict(x=float(left), y=float(top), width=float(x(value) - left), height=gap - 10)
-        plot.add('rect', class_=f'bar mark {colour(index)}', data_model=index, data_tip=tip, **size)
-        plot.add(**sign(index, left - 12, top + 7))
+        plot.add('rect', class_=f'bar mark {color(index)}', data_model=index, data_tip=tip, **size)
+        plot.add(**symbol(index, left - 12, top + 7))
         plot.text(name, left - 22, top + 11, 'row end', data_model=index)
         plot.text(f'{value:.1f}', width - 46, top + 11, 'value end', data_model=index)
         if other is not None:
@@ -177,7 +177,7 @@ def bars(label: str, rows: list[tuple[int, str, float, float | None]], x_label: 
 
 
 def matrix(label: str, counts: list[list[int]], names: list[str]) -> Element:
-    """A confusion matrix: a row for each class of images, a column for what they were taken for."""
+    """A confusion matrix with a row per class and a column per predicted class."""
     cell, left = 22 if len(names) <= 12 else 12, 10 + CHARACTER * max(map(len, names))
     side = cell * len(names)
     width, height = left + side + 6, left + side + 6
@@ -190,10 +190,10 @@ def matrix(label: str, counts: list[list[int]], names: list[str]) -> Element:
             tag('text', names[i], class_='row', transform=f'translate({middle + 3.5:.1f} {left - 6:.1f}) rotate(-90)')
         )
         for j, count in enumerate(row):
-            # the square root, because mistakes are few beside what is right
+            # opacity is the square root, because errors are few compared with correct predictions
             share = count / max(sum(row), 1)
             place = dict(x=left + cell * j, y=left + cell * i)
-            tip = f'{count} of {sum(row)} images of {names[i]} taken for {names[j]}'
+            tip = f'{count} of {sum(row)} images of {names[i]} predicted as {names[j]}'
             size = dict(width=cell - 1, height=cell - 1, fill_opacity=round(sqrt(share), 3), data_tip=tip)
             root.append(tag('rect', class_=f'cell mark{" right" if i == j else ""}', **place, **size))
             if count and cell > 12:

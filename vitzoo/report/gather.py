@@ -1,10 +1,10 @@
-"""What a report shows of a model beyond its record: where it was measured, its errors, its scaling, where it looks."""
+"""Evaluates models for a report: their records, with the machine, errors, scaling and saliency maps."""
 
-import argparse
 import json
 import os
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,146 +24,144 @@ from vitzoo.load import find_models, load_model, readable
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain
-from vitzoo.validate.error_analysis import count_present
+from vitzoo.validate.error_analysis import count_confusions
 from vitzoo.validate.evaluation import open_validation_data, validate_model
+from vitzoo.validate.options import EvalOptions, check_single_model
 from vitzoo.validate.predictions import Predictions, read_predictions
 from vitzoo.validate.robustness import open_suite
 
-# sizes of the scaling curve, as multiples of the model's own: patches and windows of the first divide the others
-MULTIPLES = (1, 2, 3, 4, 6, 8)
-NUM_PICTURES, PICTURE_SIZE = 4, 160
-NUM_PAIRS, MOST_CLASSES = 5, 30
+# image sizes of the scaling curve, as multiples of the model's own, so that patches and windows still divide them
+_MULTIPLES = (1, 2, 3, 4, 6, 8)
+_NUM_PICTURES, _PICTURE_SIZE = 4, 160
+_NUM_PAIRS, _MAX_CLASSES = 5, 30
 
 
-def gather(args: argparse.Namespace) -> Iterator[dict]:
-    """Evaluate the models that the arguments of `vitzoo validate` name, and give what a report shows of each.
+def gather(options: EvalOptions) -> Iterator[dict]:
+    """Evaluate models, and yield the record of each with the additions of a report.
 
     Raises:
-        UserError: A model or its data is not what it should be.
+        UserError: A model or its data is invalid.
     """
-    names = find_models(args.models)
-    if args.checkpoint and len(names) > 1:
-        raise UserError(f'--checkpoint {args.checkpoint} is for one model, and there are {len(names)}')
-    suite = open_suite(args.data_root, args.allow_partial) if args.suite else []
+    names = find_models(options.models)
+    check_single_model(options, names)
+    suite = open_suite(options.data_root, options.allow_partial) if options.suite else []
     for name in names:
-        # before the evaluation, whose peak of memory is to be that of one model
-        about = describe(name, args)
-        record = evaluate(name, args, suite, has_mistakes='explanations' in about)
-        # after the evaluation, which ends with the time: the load is that of the last minute
-        yield record | about | describe_place(args) | dict(data=args.data_dir)
+        # before the evaluation, so that its peak memory is that of one model
+        about = describe_model(name, options)
+        record = _validate(name, options, suite, with_errors='explanations' in about)
+        # after the evaluation, which ends with the timing: the load is an average of the last minute
+        yield record | about | describe_place(options) | dict(data=options.data_dir)
 
 
-def describe_place(args: argparse.Namespace) -> dict:
-    """Where the models are measured, and the load of its cores if they run on these."""
-    machine = describe_machine(args.device)
+def describe_place(options: EvalOptions) -> dict:
+    """Machine, precision and versions, and for a CPU its load and number of cores."""
+    machine = describe_machine(options.device)
     threads = f'{machine["threads"]} thread{"s" if machine["threads"] > 1 else ""}'
     where = machine['gpu'] or f'{machine["cpu"]}, {threads}'
     versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
     cores = None if machine['gpu'] else os.cpu_count()
-    return dict(measured_on=f'{where}, {args.amp_dtype}; {versions}', load=machine['load'], cores=cores)
+    return dict(measured_on=f'{where}, {options.amp_dtype}; {versions}', load=machine['load'], cores=cores)
 
 
-def evaluate(name: str, args: argparse.Namespace, suite: Sequence[Found], has_mistakes: bool) -> dict:
-    """The record of a model, with its mistakes where they are asked for."""
-    if not has_mistakes:
-        return validate_model(name, args, None, suite)
+def _validate(name: str, options: EvalOptions, suite: Sequence[Found], with_errors: bool) -> dict:
+    """The record of a model, optionally with its error analysis."""
+    if not with_errors:
+        return validate_model(name, options, None, suite)
     with TemporaryDirectory() as folder:
         predictions = f'{folder}/predictions.csv'
-        record = validate_model(
-            name, argparse.Namespace(**{**vars(args), 'save_predictions': predictions}), None, suite
-        )
-        return record | find_mistakes(read_predictions(predictions))
+        record = validate_model(name, replace(options, save_predictions=predictions), None, suite)
+        return record | summarize_errors(read_predictions(predictions))
 
 
-def describe(name: str, args: argparse.Namespace) -> dict:
-    """What is known of a model without an evaluation, and where it looks on a few images of one label each."""
+def describe_model(name: str, options: EvalOptions) -> dict:
+    """Origin, scaling, and saliency maps of a few images if the data has one label per image."""
     model, _ = load_model(
         name,
-        img_size=args.img_size,
-        num_classes=args.num_classes,
-        checkpoint=args.checkpoint,
-        pretrained=not (args.no_data or args.random_weights),
+        img_size=options.img_size,
+        num_classes=options.num_classes,
+        checkpoint=options.checkpoint,
+        pretrained=options.pretrained,
     )
-    config = resolve_data_config(model, args.img_size)
-    about = origin(name)
-    if not args.no_data and args.data_dir is not None:
-        images = open_validation_data(args.data_dir, model, eval_transform(config), run=name)
+    config = resolve_data_config(model, options.img_size)
+    about = find_origin(name)
+    if options.has_data:
+        images = open_validation_data(options.data_dir, model, eval_transform(config), run=name)
         if not images.is_multi_label:
-            about['explanations'] = explain_some(model.to(args.device), images, config)
+            about['explanations'] = explain_some(model.to(options.device), images, config)
     return about | dict(scaling=dict(gmacs=measure_scaling(name, model, config['input_size'][1])))
 
 
-def origin(name: str) -> dict:
-    """The architecture of a model, and the command that trained it where it is a run's folder."""
+def find_origin(name: str) -> dict:
+    """The architecture of a model, and for the folder of a run the command that trained it."""
     config, recipe = Path(name) / 'config.json', Path(name) / 'recipe.yaml'
     architecture = json.loads(config.read_text())['architecture'] if config.is_file() else name
     commands = [f'vitzoo train --config {recipe} --output {name}'] if recipe.is_file() else []
     return dict(architecture=architecture, commands=commands)
 
 
-def find_mistakes(predictions: Predictions) -> dict:
-    """The calibration, the pairs of classes confused most, and of few classes the confusion matrix."""
-    label, answer = predictions.columns['label'], predictions.columns['top'][:, 0]
-    matrix, names, _ = count_present(predictions)
-    found = calibrate(predictions.columns['prob'][:, 0], label == answer)
+def summarize_errors(predictions: Predictions) -> dict:
+    """Calibration, the most confused pairs of classes, and the confusion matrix if there are few classes."""
+    label, predicted = predictions.columns['label'], predictions.columns['top'][:, 0]
+    matrix, names, _ = count_confusions(predictions)
+    found = calibrate(predictions.columns['prob'][:, 0], label == predicted)
     calibration = {key: getattr(found, key).tolist() for key in ('counts', 'confidence', 'accuracy')}
-    pairs = [(names[i], names[j], times) for i, j, times in most_confused(matrix, NUM_PAIRS)]
-    mistakes = dict(calibration=calibration, pairs=pairs)
-    if len(names) <= MOST_CLASSES:
-        mistakes |= dict(class_names=names, confusion=matrix.tolist())
-    return dict(ece=100 * found.error, mistakes=mistakes)
+    pairs = [(names[i], names[j], times) for i, j, times in most_confused(matrix, _NUM_PAIRS)]
+    errors = dict(calibration=calibration, pairs=pairs)
+    if len(names) <= _MAX_CLASSES:
+        errors |= dict(class_names=names, confusion=matrix.tolist())
+    return dict(ece=100 * found.error, mistakes=errors)
 
 
 def measure_scaling(name: str, model: nn.Module, side: int) -> dict[int, float]:
-    """GMACs by height and width of the image, from `side` on; the model is left at another size."""
+    """GMACs by the side of a square image, from `side` upwards; leaves the model at another size."""
     console = Console(stderr=True)
     gmacs = {}
-    for multiple in track(MULTIPLES, f'{name}, scaling', console=console, disable=not console.is_terminal):
+    for multiple in track(_MULTIPLES, f'{name}, scaling', console=console, disable=not console.is_terminal):
         size = multiple * side
         try:
             if hasattr(model, 'set_input_size'):
                 model.set_input_size(img_size=(size, size))
             gmacs[size] = count_macs(model, size) / 1e9
         except (UserError, RuntimeError, AssertionError, ValueError):
-            # a model of a fixed size, or one of timm whose size cannot change so far
+            # the model's size is fixed, or cannot grow as far
             break
     return gmacs
 
 
 def explain_some(model: nn.Module, images: Images, config: dict) -> list[dict]:
-    """What the model's answer rests on, for a few images evenly spread over the data; nothing where it has no map."""
+    """Saliency maps of a few images, evenly spaced in the data; empty if the model cannot be explained."""
     device = next(model.parameters()).device
-    chosen = torch.linspace(0, len(images) - 1, min(NUM_PICTURES, len(images))).long().unique().tolist()
+    chosen = torch.linspace(0, len(images) - 1, min(_NUM_PICTURES, len(images))).long().unique().tolist()
     inputs = torch.stack([images[i][0] for i in chosen]).to(device)
     try:
         maps, method = explain(model, inputs)
     except UserError:
         return []
     with torch.no_grad():
-        confidence, answer = model(inputs).softmax(dim=1).max(dim=1)
+        confidence, predicted = model(inputs).softmax(dim=1).max(dim=1)
     names = readable(images.class_names)
     found = []
     for k, i in enumerate(chosen):
         pixels = unnormalize(inputs[k].cpu(), config)
-        answers = dict(prediction=names[answer[k]], confidence=confidence[k].item(), method=method)
-        pictures = dict(picture=to_address(pixels), overlay=to_address(overlay(pixels, maps[k].cpu())))
+        answers = dict(prediction=names[predicted[k]], confidence=confidence[k].item(), method=method)
+        pictures = dict(picture=to_data_url(pixels), overlay=to_data_url(overlay(pixels, maps[k].cpu())))
         found.append(dict(file=images.filename(i), label=names[images[i][1]], **answers, **pictures))
     return found
 
 
 def overlay(pixels: Tensor, heat: Tensor) -> Tensor:
-    """An image (3, H, W) under a map (H, W), both from 0 to 1; where the map is dark the image stays visible."""
-    # a second that only a report takes
+    """Overlay a map (H, W) on an image (3, H, W), both from 0 to 1."""
+    # lazy: importing matplotlib takes a second
     from matplotlib import colormaps
 
-    colours = torch.from_numpy(colormaps['inferno'](heat.detach().numpy())[..., :3]).permute(2, 0, 1).float()
+    colors = torch.from_numpy(colormaps['inferno'](heat.detach().numpy())[..., :3]).permute(2, 0, 1).float()
     opacity = 0.35 + 0.35 * heat
-    return pixels * (1 - opacity) + colours * opacity
+    return pixels * (1 - opacity) + colors * opacity
 
 
-def to_address(pixels: Tensor) -> str:
-    """An image (3, H, W) from 0 to 1 as a data address of a JPEG."""
+def to_data_url(pixels: Tensor) -> str:
+    """Encode an image (3, H, W) from 0 to 1 as the data URL of a JPEG."""
     image = Image.fromarray((255 * pixels).round().byte().permute(1, 2, 0).contiguous().numpy())
     file = BytesIO()
-    image.resize((PICTURE_SIZE, PICTURE_SIZE), Image.Resampling.BICUBIC).save(file, 'JPEG', quality=80, optimize=True)
+    image.resize((_PICTURE_SIZE, _PICTURE_SIZE), Image.Resampling.BICUBIC).save(file, 'JPEG', quality=80, optimize=True)
     return f'data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}'

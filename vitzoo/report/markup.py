@@ -1,4 +1,4 @@
-"""HTML and SVG as trees of elements: whatever a text contains, it arrives as text."""
+"""HTML and SVG as trees of elements, so that all text is escaped."""
 
 from collections.abc import Iterable
 from xml.etree.ElementTree import Element, tostring
@@ -7,9 +7,9 @@ __all__ = ['Element', 'tag', 'to_html']
 
 
 def tag(name: str, *children: Element | str | Iterable | None, **attributes: object) -> Element:
-    """Make an element; None among children and attributes is left out.
+    """Create an element; children and attributes that are None are left out.
 
-    Attributes are written with underscores for hyphens, `class_` and `for_` for Python's own words.
+    In names of attributes, underscores stand for hyphens, and a trailing underscore is dropped (`class_`, `for_`).
     """
     element = Element(name)
     for key, value in attributes.items():
@@ -24,7 +24,7 @@ def _append(parent: Element, child: Element | str | Iterable | None) -> None:
     if isinstance(child, Element):
         parent.append(child)
     elif isinstance(child, str):
-        # text stands before the first element, or behind one of them
+        # text belongs to the parent before its first child, and to the previous child's tail after it
         if len(parent):
             parent[-1].tail = (parent[-1].tail or '') + child
         else:
@@ -35,5 +35,5 @@ def _append(parent: Element, child: Element | str | Iterable | None) -> None:
 
 
 def to_html(element: Element) -> str:
-    """Write an element as HTML."""
+    """Serialize an element as HTML."""
     return tostring(element, encoding='unicode', method='html')

@@ -1,13 +1,13 @@
-"""From what was measured to one HTML page; a part of it for which nothing was measured is left out.
+"""Renders a report as one HTML page; sections without data are left out.
 
-A report is plain data: `title`, `made` (date and time), `command`, and `records`, one per model: those of
-`vitzoo validate` with what `vitzoo.report.gather` adds. A page is made from nothing else, so it can be made again.
+A report is plain data: `title`, `made` (date and time), `command`, and `records`, one per model: the records of
+`vitzoo validate` with the additions of `vitzoo.report.gather`. The page depends on nothing else.
 """
 
 from importlib.resources import files
 from string import Template
 
-from vitzoo.report.blocks import key, number, scrolling
+from vitzoo.report.blocks import inline_symbol, number, scrolling
 from vitzoo.report.markup import Element, tag, to_html
 from vitzoo.report.records import prepare
 from vitzoo.report.robustness import robustness_section
@@ -21,8 +21,8 @@ from vitzoo.report.sections import (
 )
 from vitzoo.report.table import models_section
 
-# between the table and the commands: each makes the figures for which the records have the numbers
-SECTIONS = (
+# id, title and function of the sections between the table of models and the commands
+_SECTIONS = (
     ('cost', 'Accuracy and cost', cost_section),
     ('oversmoothing', 'Oversmoothing', oversmoothing_section),
     ('health', 'Approximation of softmax attention', health_section),
@@ -34,10 +34,10 @@ SECTIONS = (
 
 
 def render(report: dict) -> str:
-    """Make the page."""
+    """Render the page."""
     records = prepare(report['records'])
     sections = [('models', 'Models', models_section(records))]
-    for name, title, make in SECTIONS:
+    for name, title, make in _SECTIONS:
         parts = make(records)
         if parts:
             sections.append((name, title, parts))
@@ -57,12 +57,14 @@ def render(report: dict) -> str:
 
 
 def header(report: dict, records: list[dict], sections: list[tuple]) -> Element:
-    """The title, what was measured where, and links to the sections."""
-    data = dict.fromkeys(_say_data(record) for record in records if record.get('n'))
+    """Title, data and machine of the report, and links to the sections."""
+    data = dict.fromkeys(_describe_data(record) for record in records if record.get('n'))
     about = [f'{len(records)} model{"s" if len(records) > 1 else ""}', *data, report['made']]
     places = {record.get('measured_on') for record in records} - {None}
     links = [tag('a', title, href=f'#{name}') for name, title, _ in sections]
-    toggle = tag('button', 'Dark', type='button', id='theme', aria_pressed='false', title='Switch light and dark')
+    toggle = tag(
+        'button', 'Dark', type='button', id='theme', aria_pressed='false', title='Switch between light and dark'
+    )
     top = tag('div', tag('h1', report['title']), toggle, class_='top')
     where = tag('p', *places, class_='about') if len(places) == 1 else None
     return tag(
@@ -70,27 +72,30 @@ def header(report: dict, records: list[dict], sections: list[tuple]) -> Element:
     )
 
 
-def _say_data(record: dict) -> str:
+def _describe_data(record: dict) -> str:
     data = 'the bundled sample' if record.get('data') == 'sample' else record.get('data')
     return f'{record["n"]:,} images' + (f' of {data}' if data else '')
 
 
 def provenance_section(report: dict, records: list[dict]) -> list[Element]:
-    """The commands, the machines and whose weights each model has."""
+    """Commands, machines, and architecture and weights of each model."""
     fields = ('architecture', 'weights', 'measured_on', 'load')
     rows = []
     for record in records:
-        name = tag('th', key(record['index']), record['name'], scope='row')
+        name = tag('th', inline_symbol(record['index']), record['name'], scope='row')
         rows.append(tag('tr', name, (tag('td', number(record.get(field)), class_='text') for field in fields)))
     head = [
         tag('th', text, scope='col', class_='text')
-        for text in ('model', 'architecture', 'weights', 'measured on', 'load of the machine')
+        for text in ('model', 'architecture', 'weights', 'measured on', 'system load')
     ]
     commands = [command for record in records for command in record.get('commands', ())]
-    # one that several models have in common comes after what had to come before it for each of them
+    # keep the last of equal commands, so that it follows all commands it depends on
     commands = [*dict.fromkeys([*commands, report['command']][::-1])][::-1]
     return [
-        tag('p', 'Made by:'),
+        tag('p', 'Commands:'),
         tag('pre', '\n'.join(commands)),
-        scrolling(tag('table', tag('thead', tag('tr', head)), tag('tbody', rows)), 'Where each model was measured'),
+        scrolling(
+            tag('table', tag('thead', tag('tr', head)), tag('tbody', rows)),
+            'Machine, architecture and weights of each model',
+        ),
     ]

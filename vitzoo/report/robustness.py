@@ -1,14 +1,14 @@
-"""The section on harder images: the published variants of ImageNet, and corruptions."""
+"""Section on robustness: the published variants of ImageNet, and corruptions."""
 
 from vitzoo.data.corruptions import SEVERITIES
 from vitzoo.data.variants import SUITE
-from vitzoo.report.blocks import figure, key
+from vitzoo.report.blocks import figure, inline_symbol
 from vitzoo.report.charts import Curve, bars, curves, dots
 from vitzoo.report.markup import Element, tag
 from vitzoo.validate.results import SUITE_ROWS, mean_or_none
 
-# tables of corruptions in a record, with their title and the accuracy without corruption
-TABLES = {
+# keys of tables of corruptions, with their title and the key of the clean accuracy
+_TABLES = {
     'imagenet_c': ('ImageNet-C', 'imagenet_top1'),
     'imagenet_c_partial': ('A part of ImageNet-C', 'imagenet_top1'),
     'corrupt': ('The same images, corrupted', 'top1'),
@@ -18,7 +18,7 @@ TABLES = {
 def robustness_section(records: list[dict]) -> list[Element]:
     """Accuracy on each variant of ImageNet, and under each corruption."""
     parts = suite_figures(records)
-    for field, (title, clean) in TABLES.items():
+    for field, (title, clean) in _TABLES.items():
         tested = [record for record in records if record.get(field)]
         if tested:
             parts += corruption_figures(tested, field, title, clean)
@@ -26,7 +26,7 @@ def robustness_section(records: list[dict]) -> list[Element]:
 
 
 def suite_figures(records: list[dict]) -> list[Element]:
-    """The variants of ImageNet that some model was tested on, in one chart."""
+    """All variants of ImageNet in one chart."""
     titles = {f'{field}_top1': title for variant in SUITE for field, title in variant.titles.items()}
     titles |= {f'{field}_partial': f'{title} (a part)' for field, title in titles.items()}
     found = {field: title for field, title in titles.items() if any(field in record for record in records)}
@@ -42,9 +42,9 @@ def suite_figures(records: list[dict]) -> list[Element]:
 
 
 def corruption_figures(records: list[dict], field: str, title: str, clean: str) -> list[Element]:
-    """The accuracies under each corruption at each severity, averaged in three ways."""
+    """Accuracy under corruptions: the mean, by corruption, and by severity."""
     names = list(dict.fromkeys(name for record in records for name in record[field]))
-    plain = [name.replace('_', ' ') for name in names]
+    labels = [name.replace('_', ' ') for name in names]
     overall = {r['index']: mean_or_none(value for row in r[field].values() for value in row) for r in records}
     rows = [
         (r['index'], r['name'], overall[r['index']], r.get(clean)) for r in records if overall[r['index']] is not None
@@ -52,19 +52,19 @@ def corruption_figures(records: list[dict], field: str, title: str, clean: str) 
     parts = []
     if rows:
         chart = bars(f'{title}: mean top-1', rows, 'top-1 %', 'clean')
-        about = 'Mean top-1; strokes are the accuracy on images as they are.'
+        about = 'Mean top-1; strokes are the accuracy on clean images.'
         parts.append(figure(title, about, chart, ['model', 'corrupted', 'clean'], [list(row[1:]) for row in rows]))
     columns = [(r['index'], r['name'], [mean_or_none(r[field].get(name) or [None]) for name in names]) for r in records]
-    values = [[name, *(column[2][row] for column in columns)] for row, name in enumerate(plain)]
+    values = [[name, *(column[2][row] for column in columns)] for row, name in enumerate(labels)]
     if any(value is not None for _, *row in values for value in row):
-        chart = dots(f'{title}: top-1 under each corruption', plain, columns, 'top-1 %')
+        chart = dots(f'{title}: top-1 under each corruption', labels, columns, 'top-1 %')
         head = ['corruption', *(record['name'] for record in records)]
         parts.append(figure('By corruption', legend(records), chart, head, values, class_='tall'))
     return [*parts, *severity_figure(records, field, title)]
 
 
 def severity_figure(records: list[dict], field: str, title: str) -> list[Element]:
-    """How the accuracy falls with the severity; nothing where one of them is missing."""
+    """Mean accuracy by severity, for models with a complete table."""
     lines = []
     for record in records:
         values = [mean_or_none(row[i] for row in record[field].values()) for i in range(len(SEVERITIES))]
@@ -79,6 +79,8 @@ def severity_figure(records: list[dict], field: str, title: str) -> list[Element
 
 
 def legend(records: list[dict]) -> Element:
-    """The models' signs and names, for a chart that has no room for names."""
-    names = (tag('span', key(record['index']), record['name'], data_model=record['index']) for record in records)
+    """Symbols and names of the models, for charts without room for names."""
+    names = (
+        tag('span', inline_symbol(record['index']), record['name'], data_model=record['index']) for record in records
+    )
     return tag('span', names, class_='legend')

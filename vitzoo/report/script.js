@@ -1,6 +1,6 @@
 'use strict';
 
-// the numbers of a cell are in data-value, in full; a cell without one stays at the end in either order
+// data-value is the unrounded value of a cell; cells without one are last in either order
 function sortRows(table, column, order) {
   const body = table.tBodies[0];
   const value = (row) => row.cells[column].dataset.value;
@@ -28,7 +28,7 @@ for (const table of document.querySelectorAll('table.models')) {
   }
 }
 
-// light or dark as the system has it, until somebody asks for the other
+// the system's light or dark theme, unless the user chose the other
 const toggle = document.getElementById('theme');
 const system = matchMedia('(prefers-color-scheme: dark)');
 const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? 'dark' : 'light')) === 'dark';
@@ -37,7 +37,7 @@ function showTheme() {
   toggle.setAttribute('aria-pressed', String(isDark()));
 }
 function recall() {
-  // a browser may forbid a file to remember
+  // local storage may be disabled for local files
   try { return localStorage.getItem('vitzoo-theme'); } catch { return null; }
 }
 function remember(theme) {
@@ -52,7 +52,7 @@ if (recall()) document.documentElement.dataset.theme = recall();
 system.addEventListener('change', showTheme);
 showTheme();
 
-// pointing at a model anywhere shows it everywhere, and a mark says its numbers
+// hovering over a model highlights it in all charts, and hovering over a mark shows its values
 const tip = document.getElementById('tip');
 const marks = document.querySelectorAll('[data-model]');
 function showModel(number) {

@@ -1,50 +1,44 @@
-"""The sections on what was measured on images as they are: cost, tokens, scaling, errors, explanations."""
+"""Sections on cost, oversmoothing, health, scaling, errors and explanations."""
 
 from collections.abc import Iterable
 from math import isnan, log
 
-from vitzoo.report.blocks import figure, key, scrolling
+from vitzoo.metrics.oversmoothing import MEASURES
+from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, curves, matrix, scatter
 from vitzoo.report.markup import Element, tag
-from vitzoo.report.records import SCORES, interval, times_compare
+from vitzoo.report.records import SCORES, are_times_comparable, interval
 
-# what is written above the axis of each measure of tokens, and what it is
-MEASURES = {
-    'cosine': ('Mean cosine similarity', 'of tokens, each with every other.'),
-    'effective_rank': ('Effective rank', 'of the tokens: the exponential of the entropy of their singular values.'),
-    'rank_one_residual': ('Distance to equal tokens', 'as a share of their length.'),
-    'high_frequency_energy': ('High-frequency energy', 'of the tokens: periods below four of them, as a share.'),
-    'head_similarity': ('Similarity of heads', 'mean cosine between their attention maps.'),
+# costs of a model by the label of their axis: key of the record, and conversion
+_COSTS = {
+    'GMACs': ('gmacs', float),
+    'million parameters': ('params', lambda params: params / 1e6),
+    'milliseconds per image': ('images_per_second', lambda speed: 1e3 / speed),
 }
-
-# more of them hide each other
-MOST_BANDS = 8
+# quantity, unit and title of the scaling curves
+_SCALES = (
+    ('gmacs', 'GMACs', 'Multiply-accumulates'),
+    ('kmacs_per_pixel', 'thousand MACs', 'Multiply-accumulates per pixel'),
+    ('milliseconds', 'milliseconds per image', 'Time'),
+    ('peak_mb', 'MB', 'Peak memory'),
+)
+# more bands would cover each other
+_MAX_BANDS = 8
 
 
 def cost_section(records: list[dict]) -> list[Element]:
     """Accuracy against multiply-accumulates, parameters and time."""
     parts = []
     for score, title in SCORES.items():
-        for label, (cost, scale) in COSTS.items():
+        for label, (cost, convert) in _COSTS.items():
             known = [record for record in records if record.get(score) is not None and record.get(cost)]
-            # times of different machines are not comparable, nor those of a busy one
-            if len(known) > 1 and (cost != 'images_per_second' or times_compare(known)):
-                parts.append(_cost_figure(known, score, title, label, [scale(record[cost]) for record in known]))
+            if len(known) < 2 or (cost == 'images_per_second' and not are_times_comparable(known)):
+                continue
+            parts.append(_cost_figure(known, score, title, label, [convert(record[cost]) for record in known]))
     if not parts:
         return []
-    note = (
-        'Up and to the left is better; the grey line joins the models that no other beats in both. Strokes are 95 % '
-        'intervals.'
-    )
+    note = 'Up and to the left is better; the grey line is the Pareto frontier. Error bars are 95 % intervals.'
     return [tag('div', parts, class_='grid three'), tag('p', note, class_='note')]
-
-
-# what a model costs, by the axis's label: the number of a record, and what to do with it
-COSTS = {
-    'GMACs': ('gmacs', float),
-    'million parameters': ('params', lambda params: params / 1e6),
-    'milliseconds per image': ('images_per_second', lambda speed: 1e3 / speed),
-}
 
 
 def _cost_figure(records: list[dict], score: str, title: str, label: str, costs: list[float]) -> Element:
@@ -60,42 +54,53 @@ def _cost_figure(records: list[dict], score: str, title: str, label: str, costs:
 
 
 def oversmoothing_section(records: list[dict]) -> list[Element]:
-    """How alike the tokens become from block to block, by each measure that was taken."""
+    """Each measure of the tokens over the blocks."""
     parts, has_bands = [], False
-    for measure, (title, about) in MEASURES.items():
-        lines = [line for record in records if (line := _token_curve(record, measure))]
+    for name, measure in MEASURES.items():
+        lines = [line for record in records if (line := _token_curve(record, name))]
         if not lines:
             continue
         same_depth = len({len(line.y) for line in lines}) == 1
         for line in lines:
             line.x = [i if same_depth else i / len(line.y) for i in line.x]
-        if len(lines) > MOST_BANDS:
+        if len(lines) > _MAX_BANDS:
             for line in lines:
                 line.spread = None
         has_bands |= any(line.spread for line in lines)
         x_label = 'block' if same_depth else 'relative depth: block / number of blocks'
-        deepest = max(len(line.y) for line in lines)
-        ticks = [*range(1, deepest + 1, 1 + deepest // 16)] if same_depth else None
-        chart = curves(f'{title} after each block', lines, x_label, title.lower(), x_ticks=ticks)
-        head = ['model', *(str(i + 1) for i in range(deepest))]
-        parts.append(figure(title, about, chart, head, [[line.name, *line.y] for line in lines]))
+        ticks = _block_ticks(lines) if same_depth else None
+        label = measure.label
+        chart = curves(f'{label} after each block', lines, x_label, label.lower(), x_ticks=ticks)
+        parts.append(figure(label, measure.about, chart, *_block_table(lines)))
     if not parts:
         return []
     bands = ' Bands are one standard deviation over images.' if has_bands else ''
-    note = f'Of the patch tokens after each block, mean over images; large markers end a stage.{bands}'
-    note = tag('p', note + _say_options(records), class_='note')
+    note = f'Patch tokens after each block, mean over images; large markers are the last blocks of stages.{bands}'
+    note = tag('p', note + _describe_options(records), class_='note')
     return [tag('div', parts, class_='charts'), note]
 
 
-def _say_options(records: list[dict]) -> str:
-    """In which of the literature's other ways the tokens were counted."""
+def _block_ticks(lines: list[Curve]) -> list[int]:
+    """Ticks at up to 16 blocks."""
+    depth = max(len(line.y) for line in lines)
+    return [*range(1, depth + 1, 1 + depth // 16)]
+
+
+def _block_table(lines: list[Curve]) -> tuple[list[str], list[list]]:
+    """Head and rows of a table with a column per block."""
+    depth = max(len(line.y) for line in lines)
+    return ['model', *(str(i + 1) for i in range(depth))], [[line.name, *line.y] for line in lines]
+
+
+def _describe_options(records: list[dict]) -> str:
+    """The options that the tokens were measured with."""
     found = {r['name']: (r.get('token_statistics') or {}).get('options') or [] for r in records if _has_curve(r)}
     ways = {name: ' '.join(f'--{option.replace("_", "-")}' for option in options) for name, options in found.items()}
     if len(set(ways.values())) > 1:
         others = ', '.join(f'{name} with {way}' for name, way in ways.items() if way)
-        return f' Not all were counted alike, so do not compare them: {others}.'
+        return f' The options differ, so the values are not comparable: {others}.'
     way = next(iter(ways.values()), '')
-    return f' Counted with {way}.' if way else ''
+    return f' Measured with {way}.' if way else ''
 
 
 def _has_curve(record: dict) -> bool:
@@ -116,7 +121,7 @@ def _token_curve(record: dict, measure: str) -> Curve | None:
 
 
 def health_section(records: list[dict]) -> list[Element]:
-    """How far mixers that stand in for softmax attention are from it."""
+    """Error of approximate softmax attention, by mixer."""
     lines = []
     for record in records:
         health = record.get('health') or {}
@@ -128,20 +133,18 @@ def health_section(records: list[dict]) -> list[Element]:
             lines.append(Curve(record['index'], record['name'], range(1, len(errors) + 1), list(errors.values()), tips))
     if not lines:
         return []
-    deepest = max(len(line.y) for line in lines)
-    ticks = [*range(1, deepest + 1, 1 + deepest // 16)]
-    chart = curves('error of approximated softmax attention', lines, 'mixer', 'relative error', x_ticks=ticks)
+    label = 'error of approximate softmax attention'
+    chart = curves(label, lines, 'mixer', 'relative error', x_ticks=_block_ticks(lines))
     about = '|out − softmax| / |softmax| of each mixer that approximates softmax attention, for the same q, k and v.'
-    rows = [[line.name, *line.y] for line in lines]
-    made = figure('Error of the attention', about, chart, ['model', *map(str, range(1, deepest + 1))], rows)
-    return [tag('div', made, class_='charts')]
+    part = figure('Error of the attention', about, chart, *_block_table(lines))
+    return [tag('div', part, class_='charts')]
 
 
 def scaling_section(records: list[dict]) -> list[Element]:
-    """How the cost grows with the image."""
+    """Cost against image size."""
     parts = []
     records = [{**record, 'scaling': _with_pixels(record['scaling'])} for record in records if record.get('scaling')]
-    for quantity, unit, title in SCALES:
+    for quantity, unit, title in _SCALES:
         found = {record['name']: record for record in records if len(record['scaling'].get(quantity, ())) > 1}
         if not found:
             continue
@@ -151,23 +154,16 @@ def scaling_section(records: list[dict]) -> list[Element]:
         chart = curves(label, lines, 'height and width of the image', unit, log=True, x_ticks=sizes)
         rows = [[name, *(dict(zip(line.x, line.y)).get(size) for size in sizes)] for name, line in zip(found, lines)]
         timed = sorted({record['scaling']['timed'] for record in found.values() if 'timed' in record['scaling']})
-        about = 'against image size' + (f': {"; ".join(timed)}.' if timed and 'macs' not in quantity else '.')
+        is_timed = bool(timed) and quantity in ('milliseconds', 'peak_mb')
+        about = f'against image size: {"; ".join(timed)}.' if is_timed else 'against image size.'
         parts.append(figure(title, about, chart, ['model', *map(str, sizes)], rows))
     if not parts:
         return []
     note = (
-        'Behind each name is how much more four times the pixels cost, at the end of the curve: ×4 is linear in them, '
-        '×16 quadratic. For each pixel, what is linear is level, and what is quadratic rises.'
+        'The factor after each name is the growth of the cost at the end of the curve for four times the pixels: ×4 is '
+        'linear, ×16 quadratic. Per pixel, linear cost is constant and quadratic cost rises.'
     )
     return [tag('div', parts, class_='charts'), tag('p', note, class_='note')]
-
-
-SCALES = (
-    ('gmacs', 'GMACs', 'Multiply-accumulates'),
-    ('kmacs_per_pixel', 'thousand MACs', 'Multiply-accumulates for each pixel'),
-    ('milliseconds', 'milliseconds per image', 'Time'),
-    ('peak_mb', 'MB', 'Peak memory'),
-)
 
 
 def _with_pixels(scaling: dict) -> dict:
@@ -186,15 +182,15 @@ def _scaling_curve(record: dict, quantity: str, unit: str) -> Curve:
 
 
 def errors_section(records: list[dict]) -> list[Element]:
-    """Whether confidence can be trusted, what is taken for what, and confusion matrices of few classes."""
+    """Reliability diagram, most confused classes, and confusion matrices if there are few classes."""
     records = [record for record in records if record.get('mistakes')]
     if not records:
         return []
     lines = [_reliability_curve(record) for record in records]
     chart = curves('accuracy against confidence', lines, 'confidence', 'accuracy', is_share=True)
     rows = [[line.name, x, y] for line in lines for x, y in zip(line.x, line.y)]
-    about = 'Accuracy of the images with each confidence; on the dotted line it is what the model says.'
-    parts = [figure('Reliability', about, chart, ['model', 'confidence', 'accuracy'], rows), _confused(records)]
+    about = 'Accuracy against confidence; a calibrated model is on the dotted line.'
+    parts = [figure('Reliability', about, chart, ['model', 'confidence', 'accuracy'], rows), _confused_figure(records)]
     few = [record for record in records if 'confusion' in record['mistakes']]
     if not few:
         return [tag('div', parts, class_='charts')]
@@ -203,39 +199,42 @@ def errors_section(records: list[dict]) -> list[Element]:
         names, counts = record['mistakes']['class_names'], record['mistakes']['confusion']
         chart = matrix(f'confusion matrix of {record["name"]}', counts, names)
         rows = [[name, *row] for name, row in zip(names, counts)]
-        matrices.append(figure([key(record['index']), record['name']], '', chart, ['', *names], rows))
-    note = tag('p', 'A row is a class of images, a column what they were taken for; blue is right.', class_='note')
+        matrices.append(figure([inline_symbol(record['index']), record['name']], '', chart, ['', *names], rows))
+    note = tag('p', 'Rows are classes, columns are predicted classes; correct predictions are blue.', class_='note')
     return [tag('div', parts, class_='charts'), tag('div', matrices, class_='grid matrices'), note]
 
 
 def _reliability_curve(record: dict) -> Curve:
-    """The bins of confidence that have images."""
+    """Accuracy over confidence, for the bins with images."""
     found = record['mistakes']['calibration']
     bins = [(c, a, n) for c, a, n in zip(found['confidence'], found['accuracy'], found['counts']) if n]
-    tips = [f'{record["name"]}: {a:.0%} of {n} images right at {c:.0%} confidence' for c, a, n in bins]
+    tips = [f'{record["name"]}: {a:.0%} of {n} images correct at {c:.0%} confidence' for c, a, n in bins]
     return Curve(record['index'], record['name'], [c for c, _, _ in bins], [a for _, a, _ in bins], tips)
 
 
-def _confused(records: list[dict]) -> Element:
-    """The pairs of classes that each model confuses most."""
+def _confused_figure(records: list[dict]) -> Element:
+    """The most confused pairs of classes of each model."""
     rows = []
     for record in records:
         pairs = record['mistakes']['pairs'][:3]
-        name = tag('th', key(record['index']), record['name'], scope='row')
+        name = tag('th', inline_symbol(record['index']), record['name'], scope='row')
         cells = (tag('td', f'{a} → {b}\u00a0', tag('small', str(times)), class_='text') for a, b, times in pairs)
         rows.append(tag('tr', name, cells, data_model=record['index']))
     table = tag('table', tag('tbody', rows), class_='pairs')
-    caption = tag('figcaption', tag('strong', 'Most confused'), ' The class, what it was taken for, and how often.')
-    return tag('figure', caption, scrolling(table, 'The pairs of classes that each model confuses most'))
+    caption = tag('figcaption', tag('strong', 'Most confused'), ' Class, predicted class, and number of images.')
+    return tag('figure', caption, scrolling(table, 'Most confused classes of each model'))
 
 
 def explanations_section(records: list[dict]) -> list[Element]:
-    """The same images, with what each model's answer rests on."""
+    """A few images with the saliency map of each model."""
     records = [record for record in records if record.get('explanations')]
     if not records:
         return []
     pictures = {item['file']: item for record in records for item in record['explanations']}
-    head = [tag('th', 'image', scope='col'), *(tag('th', key(r['index']), r['name'], scope='col') for r in records)]
+    head = [
+        tag('th', 'image', scope='col'),
+        *(tag('th', inline_symbol(r['index']), r['name'], scope='col') for r in records),
+    ]
     rows = []
     for file, item in pictures.items():
         cells = [tag('th', _picture(item['picture'], item['label']), tag('span', item['label']), scope='row')]
@@ -245,15 +244,15 @@ def explanations_section(records: list[dict]) -> list[Element]:
         rows.append(tag('tr', cells))
     table = tag('table', tag('thead', tag('tr', head)), tag('tbody', rows), class_='pictures')
     methods = sorted({item['method'] for record in records for item in record['explanations']})
-    note = f'What each answer rests on ({" or ".join(methods)}), from dark to bright; below, the answer, and how sure.'
+    note = f'Saliency maps ({" or ".join(methods)}), from dark to bright, with the prediction and its confidence.'
     return [scrolling(table, 'Explained images'), tag('p', note, class_='note')]
 
 
 def _explained(record: dict, item: dict) -> list[Element]:
     is_right = item['prediction'] == item['label']
-    sign = tag('span', '✓ ' if is_right else '✗ ', class_='right' if is_right else 'wrong')
+    mark = tag('span', '✓ ' if is_right else '✗ ', class_='right' if is_right else 'wrong')
     picture = _picture(item['overlay'], f'{item["label"]}: {item["method"]} of {record["name"]}')
-    return [picture, tag('span', sign, f'{item["prediction"]} {item["confidence"]:.0%}')]
+    return [picture, tag('span', mark, f'{item["prediction"]} {item["confidence"]:.0%}')]
 
 
 def _picture(address: str, alt: str) -> Element:
@@ -261,5 +260,5 @@ def _picture(address: str, alt: str) -> Element:
 
 
 def numbers(values: Iterable[float | None]) -> list[float]:
-    """Numbers as a chart takes them: what is not defined is nan."""
+    """Replace None with nan."""
     return [float('nan') if value is None else value for value in values]

@@ -1,7 +1,7 @@
-"""What charts are drawn with: scales, a frame with ticks, markers, and labels that keep out of each other's way.
+"""Drawing primitives of the charts: scales, axes with ticks, markers, and labels that do not overlap.
 
-Colours, fonts and line widths are classes of style.css, so that a chart follows the page from light to dark; a library
-that draws would write them into every shape. Lengths are in pixels of the chart's own box.
+Colours, fonts and line widths are classes of style.css, so that charts follow the page's light or dark theme; a
+plotting library would write them into every shape. Lengths are in pixels of the chart's view box.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from vitzoo.report.markup import Element, tag
 
-# of a digit or letter in the widest of the charts' fonts
+# width of a character and height of a line, in the largest font of the charts
 CHARACTER, LINE = 6.6, 13.0
 SHAPES = {
     'circle': 'M-4.2 0a4.2 4.2 0 1 0 8.4 0a4.2 4.2 0 1 0-8.4 0z',
@@ -19,12 +19,12 @@ SHAPES = {
     'diamond': 'M0-5.2L5.2 0L0 5.2L-5.2 0z',
     'wedge': 'M0 4.8L4.7-3.6H-4.7z',
 }
-COLOURS, DASHES = 8, 3
+NUM_COLORS, NUM_DASHES = 8, 3
 
 
 @dataclass
 class Scale:
-    """Maps numbers from `low` to `high` to pixels from `start` to `end`."""
+    """Maps values in [low, high] to pixels in [start, end]."""
 
     low: float
     high: float
@@ -39,32 +39,32 @@ class Scale:
 
 
 def fit_scale(values: Iterable[float], start: float, end: float, log: bool = False) -> Scale:
-    """A scale with round ticks that holds all values, with some room beyond the first and the last."""
-    # half a second that only a report takes
+    """A scale with round ticks that contains all values, with a margin at both ends."""
+    # lazy: importing matplotlib takes half a second
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     values = list(values)
     low, high = min(values), max(values)
     if log:
-        # room of 8 % of the axis, and an octave where all values are one
-        room = max((high / low) ** 0.08, 1.4 if low == high else 1.05)
-        low, high = low / room, high * room
+        # a margin of 8 % of the axis, or half an octave if all values are equal
+        margin = max((high / low) ** 0.08, 1.4 if low == high else 1.05)
+        low, high = low / margin, high * margin
         ticks = LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,)).tick_values(low, high)
     else:
-        room = 0.06 * (high - low) or abs(high) / 10 or 1
-        low, high = low - room, high + room
+        margin = 0.06 * (high - low) or abs(high) / 10 or 1
+        low, high = low - margin, high + margin
         ticks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     return Scale(low, high, start, end, log, [float(tick) for tick in ticks if low <= tick <= high])
 
 
 def is_wide(values: Iterable[float]) -> bool:
-    """Whether values are so different that only a logarithmic scale shows them all."""
+    """Return True if values span a range that needs a logarithmic scale."""
     values = list(values)
     return min(values) > 0 and max(values) / min(values) > 8
 
 
 def short_number(value: float) -> str:
-    """A tick's label: as few characters as say the number."""
+    """Format a tick label, with the suffix k, M or G for large values."""
     for factor, letter in ((1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
         if abs(value) >= factor * (10 if letter == 'k' else 1):
             return f'{value / factor:g}{letter}'
@@ -72,14 +72,14 @@ def short_number(value: float) -> str:
 
 
 class Plot:
-    """A chart under construction: a frame with two axes, on which marks are put.
+    """A chart with two axes, to which marks are added.
 
     Args:
-        label: What a screen reader says of the chart.
-        x: Scale from left to right; the margins of the chart are what it leaves.
+        label: Accessible name, for screen readers.
+        x: Scale from left to right; its ends determine the margins.
         y: Scale from bottom to top.
-        x_label: Written below.
-        y_label: Written above the axis, where it need not be turned.
+        x_label: Written below the axis.
+        y_label: Written above the axis, horizontally.
     """
 
     def __init__(self, label: str, size: tuple[int, int], x: Scale, y: Scale, x_label: str, y_label: str):
@@ -99,53 +99,53 @@ class Plot:
         self.text(y_label, 2, y.end - 12, 'axis-label')
 
     def add(self, name: str, *children, **attributes) -> Element:
-        """Put an element on the chart."""
+        """Add an element to the chart."""
         element = tag(name, *children, **attributes)
         self.root.append(element)
         return element
 
     def text(self, text: str, x: float, y: float, class_: str, **attributes) -> Element:
-        """Write a text that begins at x, or with the classes `middle` and `end` is centred or ends there."""
+        """Write text that starts at x, or with the class `middle` or `end` is centred or ends at x."""
         return self.add('text', text, x=float(x), y=float(y), class_=class_, **attributes)
 
     def line(self, points: Sequence[tuple[float, float]], class_: str, **attributes) -> Element:
-        """Join points of the axes' units."""
+        """Draw a line through points in data coordinates."""
         return self.add('path', d=self.path(points), class_=class_, **attributes)
 
     def path(self, points: Sequence[tuple[float, float]]) -> str:
-        """Points of the axes' units as a path."""
+        """The path through points in data coordinates."""
         return 'M' + 'L'.join(f'{self.x(x):.1f} {self.y(y):.1f}' for x, y in points)
 
     def marker(self, index: int, x: float, y: float, tip: str | None = None, small: bool = False) -> Element:
-        """Put the sign of model number `index` at a point of the axes' units."""
-        return self.add(**sign(index, self.x(x), self.y(y), tip, 0.55 if small else 1))
+        """Draw the symbol of a model at a point in data coordinates."""
+        return self.add(**symbol(index, self.x(x), self.y(y), tip, 0.55 if small else 1))
 
 
-def sign(index: int, x: float, y: float, tip: str | None = None, size: float = 1) -> dict:
-    """The arguments of the element that stands for a model: its shape in its colour."""
+def symbol(index: int, x: float, y: float, tip: str | None = None, size: float = 1) -> dict:
+    """Arguments of `tag` for a model's symbol, a shape in a colour."""
     shape = list(SHAPES.values())[index % len(SHAPES)]
     scale = f' scale({size:g})' if size != 1 else ''
     place = f'translate({x:.1f} {y:.1f}){scale}'
-    return dict(name='path', d=shape, transform=place, class_=f'mark {colour(index)}', data_model=index, data_tip=tip)
+    return dict(name='path', d=shape, transform=place, class_=f'mark {color(index)}', data_model=index, data_tip=tip)
 
 
-def colour(index: int) -> str:
-    """The class of a model's colour."""
-    return f'm{index % COLOURS}'
+def color(index: int) -> str:
+    """CSS class of a model's colour."""
+    return f'm{index % NUM_COLORS}'
 
 
 def dash(index: int) -> str:
-    """The class of a model's line, which tells it from another of the same colour."""
-    return f'd{index // COLOURS % DASHES}'
+    """CSS class of a model's dash pattern, which distinguishes models of the same colour."""
+    return f'd{index // NUM_COLORS % NUM_DASHES}'
 
 
 def spread_out(positions: Sequence[float], low: float, high: float, gap: float = LINE) -> list[float]:
-    """Move positions apart until neighbours have a gap; all stay between `low` and `high` if there is room."""
+    """Move positions apart to at least `gap`; all stay within [low, high] if they fit."""
     order = sorted(range(len(positions)), key=lambda i: positions[i])
     places, last = {}, -math.inf
     for i in order:
         last = places[i] = max(positions[i], last + gap, low)
-    # what went over the end comes back, and pushes its neighbours
+    # move what exceeds the end back, and its neighbours with it
     last = math.inf
     for i in reversed(order):
         last = places[i] = min(places[i], last - gap, high)
@@ -155,9 +155,9 @@ def spread_out(positions: Sequence[float], low: float, high: float, gap: float =
 def place_labels(
     points: Sequence[tuple[float, float]], texts: Sequence[str], inside: Callable[[tuple], bool]
 ) -> list[tuple[float, float, str] | None]:
-    """Find a place beside each point for its text, off all points and other texts: (x, y, class), None without room.
+    """Place each text next to its point without overlaps: (x, y, class), or None if it does not fit.
 
-    `inside` says whether a box (left, top, right, bottom) is on the chart.
+    `inside` returns True if a box (left, top, right, bottom) is within the chart.
     """
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in points]
     labels = []

@@ -1,19 +1,19 @@
-"""The table of models: one column per measurement, sorted by a click on its heading (script.js)."""
+"""The table of models, with one column per metric; a click on a heading sorts it (script.js)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isnan
 
-from vitzoo.report.blocks import key, scrolling
+from vitzoo.report.blocks import inline_symbol, scrolling
 from vitzoo.report.markup import Element, tag
-from vitzoo.report.records import SCORES, busy, interval, machines, times_compare
+from vitzoo.report.records import SCORES, are_times_comparable, interval, timed_while_busy, timing_machines
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of models: how its numbers are read from a record, written and explained.
+    """A column of the table of models: how to read its values from a record, format and explain them.
 
-    `better` is 1 where more is better, −1 where less is, and 0 where neither is.
+    `better` is 1 if higher is better, -1 if lower is better, and 0 otherwise.
     """
 
     heading: str
@@ -27,27 +27,28 @@ class Column:
 def _get(key: str, factor: float = 1) -> Callable[[dict], float | None]:
     def read(record: dict) -> float | None:
         value = record.get(key)
-        return None if value is None else factor * value if factor != 1 else value
+        # integers stay integers
+        return value if value is None or factor == 1 else factor * value
 
     return read
 
 
 def last_cosine(record: dict) -> float | None:
-    """Oversmoothing of the last block that has one."""
+    """Oversmoothing of the last block in which it is defined."""
     curve = [value for value in record.get('oversmoothing') or [] if value is not None and not isnan(value)]
     return curve[-1] if curve else None
 
 
-COLUMNS = (
-    Column('top-1', '%', _get('top1'), '.2f', 1, 'images whose likeliest class is right'),
-    Column('top-5', '%', _get('top5'), '.2f', 1, 'images whose class is among the five likeliest'),
-    Column('mAP', '%', _get('map'), '.2f', 1, 'mean average precision, of images with several labels'),
+MODEL_COLUMNS = (
+    Column('top-1', '%', _get('top1'), '.2f', 1, 'images whose top class is correct'),
+    Column('top-5', '%', _get('top5'), '.2f', 1, 'images whose class is among the top 5'),
+    Column('mAP', '%', _get('map'), '.2f', 1, 'mean average precision, for multi-label data'),
     Column('loss', '', _get('loss'), '.3f', -1, 'mean cross-entropy, in nats'),
-    Column('ECE', '%', _get('ece'), '.1f', -1, 'expected calibration error: mean distance of confidence and accuracy'),
-    Column('corrupted', '%', _get('corrupt_top1'), '.2f', 1, 'top-1 under 15 corruptions at 5 severities, their mean'),
-    Column('images', '', _get('n'), ',d', 0, 'how many were evaluated'),
-    Column('parameters', 'M', _get('params', 1e-6), '.2f', -1, 'millions of trainable numbers'),
-    Column('cost', 'GMACs', _get('gmacs'), '.3f', -1, '10⁹ multiply-accumulates for one image'),
+    Column('ECE', '%', _get('ece'), '.1f', -1, 'expected calibration error: mean gap between confidence and accuracy'),
+    Column('corrupted', '%', _get('corrupt_top1'), '.2f', 1, 'mean top-1 under 15 corruptions at 5 severities'),
+    Column('images', '', _get('n'), ',d', 0, 'number of images evaluated'),
+    Column('parameters', 'M', _get('params', 1e-6), '.2f', -1, 'millions of parameters'),
+    Column('cost', 'GMACs', _get('gmacs'), '.3f', -1, '10⁹ multiply-accumulates per image'),
     Column('cost', 'GFLOPs', _get('gflops'), '.3f', -1, 'twice the GMACs; many papers call MACs FLOPs'),
     Column('speed', 'images/s', _get('images_per_second'), ',.1f', 1, 'median forward pass on random images'),
     Column(
@@ -55,13 +56,19 @@ COLUMNS = (
     ),
     Column('cosine', 'last block', last_cosine, '.3f', 0, 'oversmoothing: mean cosine similarity of the tokens'),
 )
+_INTERVAL = "half the width of Wilson's 95 % interval for this number of images; the best of a column is bold"
+_MACHINES = (
+    'The models were timed on different or unknown machines: images/s and memory are only comparable if the last '
+    'section names the same machine.'
+)
+_BUSY_MACHINE = 'The machine was busy while these models were timed, so their images/s are too low: {}.'
 
 
 def models_section(records: list[dict]) -> list[Element]:
-    """The table of models, and what is to be known to read it."""
-    columns = [column for column in COLUMNS if any(column.read(record) is not None for record in records)]
-    timed = times_compare(records)
-    best = [None if c.heading == 'speed' and not timed else find_best(c, records) for c in columns]
+    """The table of models, with notes."""
+    columns = [column for column in MODEL_COLUMNS if any(column.read(record) is not None for record in records)]
+    has_best_speed = are_times_comparable(records)
+    best = [find_best(c, records) if c.heading != 'speed' or has_best_speed else None for c in columns]
     head = [_heading('model', '', 'text'), *(_heading(c.heading, c.unit, 'number', c.better) for c in columns)]
     head += [_heading('image', 'px', 'number'), _heading('weights', '', 'text')]
     if columns[0].heading in SCORES.values():
@@ -69,33 +76,30 @@ def models_section(records: list[dict]) -> list[Element]:
     rows = [_row(record, columns, best) for record in records]
     table = tag('table', tag('thead', tag('tr', head)), tag('tbody', rows), class_='models', id='table')
     terms = [(f'{c.heading} {c.unit}' if c.heading == 'cost' else c.heading, c.about) for c in columns]
-    terms += [('±', INTERVAL)] if columns[0].heading == 'top-1' else []
+    terms += [('±', _INTERVAL)] if columns[0].heading == 'top-1' else []
     notes = tag(
         'dl', (tag('div', tag('dt', term), ' ', tag('dd', about)) for term, about in terms), class_='note terms'
     )
-    warnings = [MACHINES] if len(machines(records)) > 1 else []
-    warnings += [BUSY_MACHINE.format(', '.join(busy(records)))] if busy(records) else []
-    shown = scrolling(table, 'Models and what was measured of them')
-    return [shown, notes, *(tag('p', warning, class_='note warning') for warning in warnings)]
-
-
-INTERVAL = "half the width of Wilson's 95 % interval, for this number of images; the best of a column is bold"
-MACHINES = (
-    'The models were timed on different machines, or nobody knows on which: compare images/s and memory only where '
-    'the last section names the same one.'
-)
-
-BUSY_MACHINE = 'The machine had other work while these were timed, so their images/s are too low: {}.'
+    warnings = [_MACHINES] if len(timing_machines(records)) > 1 else []
+    busy = timed_while_busy(records)
+    warnings += [_BUSY_MACHINE.format(', '.join(busy))] if busy else []
+    return [
+        scrolling(table, 'Models and their metrics'),
+        notes,
+        *(tag('p', warning, class_='note warning') for warning in warnings),
+    ]
 
 
 def find_best(column: Column, records: list[dict]) -> float | None:
-    """The best number of a column, if one is better than another."""
+    """The best value of a column, or None if all values are equal or none is better."""
     values = {column.read(record) for record in records} - {None}
-    return None if not column.better or len(values) < 2 else max(values, key=lambda value: column.better * value)
+    if not column.better or len(values) < 2:
+        return None
+    return max(values, key=lambda value: column.better * value)
 
 
 def _heading(text: str, unit: str, kind: str, better: int = 0) -> Element:
-    # what a first click puts on top is the best
+    # the first click puts the best model on top
     first = 'descending' if kind == 'number' and better >= 0 else 'ascending'
     button = tag('button', tag('span', text), ' ', tag('small', unit), type='button', data_first=first)
     return tag('th', button, scope='col', class_=kind, aria_sort='none')
@@ -103,7 +107,12 @@ def _heading(text: str, unit: str, kind: str, better: int = 0) -> Element:
 
 def _row(record: dict, columns: list[Column], best: list[float | None]) -> Element:
     name = tag(
-        'th', key(record['index']), record['name'], scope='row', data_value=record['name'], title=record['model']
+        'th',
+        inline_symbol(record['index']),
+        record['name'],
+        scope='row',
+        data_value=record['name'],
+        title=record['model'],
     )
     cells = [_cell(record, column, top) for column, top in zip(columns, best)]
     size = str(record.get('img_size', ''))

@@ -1,4 +1,4 @@
-"""Time and memory over the image size, from the rows that `vitzoo bench models` wrote."""
+"""Time and memory against image size, from the rows of `vitzoo bench models`."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 from vitzoo.bench._harness import read_rows
 from vitzoo.errors import UserError
 
-# two rows are comparable where these are equal
-CONDITIONS = ('cpu', 'threads', 'gpu', 'device', 'dtype', 'batch_size', 'torch')
+# rows are comparable if they agree in these columns
+_CONDITIONS = ('cpu', 'threads', 'gpu', 'device', 'dtype', 'batch_size', 'torch')
 
 
 def add_timings(records: list[dict], path: str) -> None:
-    """Give each record whose architecture was timed at several sizes the curves of its time and memory.
+    """Add the curves of time and memory to each record whose architecture was timed at several sizes.
 
-    All are of the one machine, precision and batch size of which most of these models have rows.
+    All curves are from the machine, precision and batch size with rows of the most models.
 
     Raises:
-        UserError: The file cannot be read or is not one of `vitzoo bench`, or none of the models is in it.
+        UserError: The file cannot be read, is not a file of `vitzoo bench`, or has none of the models.
     """
     try:
         rows = read_rows(path)
@@ -25,8 +25,8 @@ def add_timings(records: list[dict], path: str) -> None:
         found = defaultdict(lambda: defaultdict(dict))
         for row in rows:
             if row['name'] in names:
-                # of two measurements the later one
-                found[tuple(row[key] for key in CONDITIONS)][row['name']][row['img_size']] = row
+                # a later measurement replaces an earlier one
+                found[tuple(row[key] for key in _CONDITIONS)][row['name']][row['img_size']] = row
     except OSError as error:
         raise UserError(f"cannot read the benchmarks '{path}': {error.strerror}") from error
     except KeyError as error:
@@ -43,7 +43,7 @@ def add_timings(records: list[dict], path: str) -> None:
             record['scaling'] = {
                 **record.get('scaling', {}),
                 **_curves(sizes),
-                'timed': _say(next(iter(sizes.values())), path),
+                'timed': _describe_conditions(next(iter(sizes.values())), path),
             }
 
 
@@ -58,6 +58,6 @@ def _curves(sizes: dict[int, dict]) -> dict:
     return dict(milliseconds=time) | (dict(peak_mb=memory) if len(memory) > 1 else {})
 
 
-def _say(row: dict, path: str) -> str:
+def _describe_conditions(row: dict, path: str) -> str:
     where = row['gpu'] or f'{row["cpu"]}, {row["threads"]} threads'
     return f'{where}, {row["dtype"]}, batches of {row["batch_size"]}; {Path(path).name}'

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeE
 
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.metrics.speed import peak_megabytes
+from vitzoo.metrics.speed import peak_process_megabytes
 from vitzoo.mixers import TokenMixer
 from vitzoo.train.recipe import NOT_SAVED
 from vitzoo.train.run import Run
@@ -102,7 +102,7 @@ class Display:
         if not is_due and (run.step % run.recipe.log_interval or not run.console.is_terminal):
             return
         note = f'loss {run.losses[-1]:.3f}  lr {learning_rate(run):.2e}  {images_per_second:.0f} images/s'
-        note += f'  {peak_megabytes(run.accelerator.device) / 1e3:.1f} GB'
+        note += f'  {peak_process_megabytes(run.accelerator.device) / 1e3:.1f} GB'
         epoch = -(-run.step // run.plan.steps_per_epoch)
         self.bars.update(self.training, description=f'epoch {epoch}/{run.plan.epochs}', note=note)
         if is_due and not run.console.is_terminal:

@@ -1,4 +1,4 @@
-"""`vitzoo validate`: accuracy, size, speed, oversmoothing and health of models, in a table, a file and a figure.
+"""`vitzoo validate`: accuracy, size, speed, oversmoothing and health of models, as a table, a file and a figure.
 
 Examples:
     vitzoo validate runs/cvt_ls_13
@@ -13,7 +13,7 @@ Examples:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
+    """Run the command and exit with its exit code."""
     # imported here, so that vitzoo.validate.results can be imported without Accelerate
     from vitzoo.errors import run_command
     from vitzoo.launch import start_missing_processes

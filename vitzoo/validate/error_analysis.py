@@ -1,9 +1,9 @@
-"""Writes where a classifier errs into a folder: `vitzoo validate MODEL --errors FOLDER`.
+"""Error analysis of a classifier, written to a folder: `vitzoo validate MODEL --errors FOLDER`.
 
-<folder>/per_class.csv      accuracy (recall) and precision of each class, and what it is taken for most often
-<folder>/confusion.csv      how many images of each class (row) were taken for each class (column); also confusion.png
-<folder>/calibration.csv    accuracy and confidence in 15 bins of confidence; reliability.png draws them
-<folder>/confused.csv       the pairs of classes confused most often, with the surest mistakes; confused.png shows them
+<folder>/per_class.csv      accuracy (recall) and precision of each class, and its most frequent confusion
+<folder>/confusion.csv      number of images of each class (row) predicted as each class (column); also confusion.png
+<folder>/calibration.csv    accuracy and confidence in 15 bins of confidence; plotted in reliability.png
+<folder>/confused.csv       the most confused pairs of classes, with the most confident errors; shown in confused.png
 """
 
 import csv
@@ -27,81 +27,81 @@ from vitzoo.metrics.confusion import (
 )
 from vitzoo.validate.predictions import Predictions
 
-NUM_PAIRS, NUM_EXAMPLES = 10, 6
+_NUM_PAIRS, _NUM_EXAMPLES = 10, 6
+_PER_CLASS_COLUMNS = ('class', 'images', 'accuracy', 'precision', 'taken_for', 'times')
+_CALIBRATION_COLUMNS = ('above', 'up_to', 'images', 'confidence', 'accuracy')
 
 
-def write_mistakes(
+def write_error_analysis(
     folder: str, predictions: Predictions, load_image: Callable[[int], Image.Image] | None = None
 ) -> dict:
-    """Write the files named above and return the expected calibration error in percent, as `ece`.
+    """Write the files listed above and return the expected calibration error in percent, as `ece`.
 
     Args:
-        folder: Made where it does not exist.
-        predictions: Of images with one label each.
-        load_image: Gives the image of an index, for the mistakes that are shown; without it confused.png is left out.
+        folder: Created if it does not exist.
+        predictions: Predictions of images with one label each.
+        load_image: Maps an index to its image; without it, confused.png is left out.
 
     Raises:
         UserError: The images have several labels.
     """
-    # imported here, because only who asks for figures waits for matplotlib
+    # lazy: importing matplotlib takes a second
     from vitzoo.figures import draw_confusion, draw_mistakes, draw_reliability
 
-    label, answer = predictions.columns['label'], predictions.columns['top'][:, 0]
+    label, predicted = predictions.columns['label'], predictions.columns['top'][:, 0]
     if label.ndim == 2:
-        raise UserError('an error analysis is of images with one label, and these predictions are of several')
+        raise UserError('the error analysis needs one label per image, and these predictions have several')
     confidence = predictions.columns['prob'][:, 0]
     Path(folder).mkdir(parents=True, exist_ok=True)
-    matrix, names, present = count_present(predictions)
-    calibration = calibrate(confidence, label == answer)
-    pairs = [
-        (names[i], names[j], times, most_confident(label, answer, confidence, (present[i], present[j]), NUM_EXAMPLES))
-        for i, j, times in most_confused(matrix, NUM_PAIRS)
-    ]
-    _write_csv(folder, 'per_class.csv', PER_CLASS, _per_class_rows(matrix, names))
+    matrix, names, present = count_confusions(predictions)
+    calibration = calibrate(confidence, label == predicted)
+    pairs = []
+    for i, j, times in most_confused(matrix, _NUM_PAIRS):
+        examples = most_confident(label, predicted, confidence, (present[i], present[j]), _NUM_EXAMPLES)
+        pairs.append((names[i], names[j], times, examples))
+    _write_csv(folder, 'per_class.csv', _PER_CLASS_COLUMNS, _per_class_rows(matrix, names))
     _write_csv(folder, 'confusion.csv', ['', *names], [[name, *row] for name, row in zip(names, matrix.tolist())])
-    _write_csv(folder, 'calibration.csv', CALIBRATION, _calibration_rows(calibration))
-    examples = ([a, b, times, *(predictions.files[index] for index in found)] for a, b, times, found in pairs)
-    _write_csv(folder, 'confused.csv', ['class', 'taken_for', 'times', 'examples'], examples)
+    _write_csv(folder, 'calibration.csv', _CALIBRATION_COLUMNS, _calibration_rows(calibration))
+    rows = ([a, b, times, *(predictions.files[index] for index in examples)] for a, b, times, examples in pairs)
+    _write_csv(folder, 'confused.csv', ['class', 'taken_for', 'times', 'examples'], rows)
     draw_confusion(f'{folder}/confusion.png', matrix, names)
     draw_reliability(f'{folder}/reliability.png', calibration)
     if pairs and load_image:
-        rows = [_row(*pair, confidence, predictions.files, load_image) for pair in pairs]
+        rows = [_to_figure_row(*pair, confidence, predictions.files, load_image) for pair in pairs]
         draw_mistakes(f'{folder}/confused.png', rows)
     return dict(ece=100 * calibration.error)
 
 
-def count_present(predictions: Predictions) -> tuple[Tensor, list[str], list[int]]:
-    """The confusion matrix of the classes that occur, their names as a person reads them, and their numbers.
+def count_confusions(predictions: Predictions) -> tuple[Tensor, list[str], list[int]]:
+    """Confusion matrix of the classes that occur as label or prediction, their readable names and their indices.
 
-    An ImageNet model on ten of its classes errs among few others.
+    An ImageNet model evaluated on ten classes predicts few of the others.
     """
-    label, answer = predictions.columns['label'], predictions.columns['top'][:, 0]
-    matrix = confusion_matrix(label, answer, max(predictions.class_names) + 1)
+    label, predicted = predictions.columns['label'], predictions.columns['top'][:, 0]
+    matrix = confusion_matrix(label, predicted, max(predictions.class_names) + 1)
     present = (matrix.sum(dim=0) + matrix.sum(dim=1)).nonzero().flatten().tolist()
     return matrix[present][:, present], readable([predictions.class_names[i] for i in present]), present
 
 
 def open_predicted(data_dir: str, files: list[str]) -> Callable[[int], Image.Image]:
-    """Find the images that were predicted, by their names, and return what gives the one of an index.
+    """Find the images of a file of predictions by their names, and return a function from index to image.
 
     Raises:
-        UserError: There is no such data, or an image is not in it.
+        UserError: The data does not exist, or an image is not in it.
     """
     reader = Splits(data_dir, multi_label=None).open('val', or_train=True)
     images = Images(reader)
     place = {images.filename(index): index for index in range(len(images))}
     missing = next((name for name in files if name not in place), None)
     if missing is not None:
-        raise UserError(f"'{missing}' is not among the {len(images):,} images of {data_dir}; name what was predicted")
+        raise UserError(
+            f"'{missing}' is not among the {len(images):,} images of {data_dir}; give the data of the predictions"
+        )
     return lambda index: images[place[files[index]]][0]
 
 
-PER_CLASS = ('class', 'images', 'accuracy', 'precision', 'taken_for', 'times')
-CALIBRATION = ('above', 'up_to', 'images', 'confidence', 'accuracy')
-
-
 def _per_class_rows(matrix: Tensor, names: list[str]) -> Iterable[list]:
-    """One row for each class of which there are images, the least accurate first; shares in percent."""
+    """One row per class with images, the least accurate first; accuracy and precision in percent."""
     accuracies, precisions = 100 * recall(matrix), 100 * precision(matrix)
     wrong = matrix - matrix.diagonal().diag()
     for i in accuracies.argsort(stable=True).tolist():
@@ -122,7 +122,7 @@ def _defined(value: Tensor, form: str) -> str:
     return '' if value.isnan() else format(value.item(), form)
 
 
-def _row(
+def _to_figure_row(
     name: str,
     taken_for: str,
     times: int,
@@ -131,10 +131,10 @@ def _row(
     files: list[str],
     load_image: Callable,
 ) -> tuple[str, list[tuple[Image.Image, str]]]:
-    """One row of the figure of confused pairs."""
-    captions = (f'{Path(files[index]).name}\n{100 * confidence[index]:.0f} % sure' for index in indices)
+    """Title and captioned images of a confused pair."""
+    captions = (f'{Path(files[index]).name}\n{100 * confidence[index]:.0f} % confident' for index in indices)
     often = f'{times} times' if times > 1 else 'once'
-    return f'{name}, taken for {taken_for} {often}', list(zip(map(load_image, indices), captions))
+    return f'{name} predicted as {taken_for} {often}', list(zip(map(load_image, indices), captions))
 
 
 def _write_csv(folder: str, name: str, header: Iterable[str], rows: Iterable[list]) -> None:

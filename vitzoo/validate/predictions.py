@@ -1,7 +1,7 @@
-"""What a model said about each image, in a file from which its accuracies can be computed again.
+"""Files of per-image predictions, from which accuracies and the error analysis can be computed again.
 
-.csv    one row per image: index, file, label, loss, and the five likeliest classes with their names and probabilities;
-        not for data with several labels for an image
+.csv    one row per image: index, file, label, loss, and the top 5 classes with their names and probabilities; not for
+        multi-label data
 .npz    the same as arrays, and all logits, for calibration, ensembles and other sets of classes
 """
 
@@ -25,10 +25,9 @@ class Predictions:
 
     Attributes:
         files: Name of each image, relative to its dataset.
-        class_names: Name of each class index; from a .csv, of those that occur in it.
-        columns: label (N,), or with several labels for an image (N, num_classes) of booleans; loss (N,); top (N, k) and
-            prob (N, k), where k is at most 5; logits (N, num_classes) if they were kept, oversmoothing (N, blocks)
-            where it was measured.
+        class_names: Name of each class index; from a .csv, of the classes that occur in it.
+        columns: label (N,), or booleans (N, num_classes) for multi-label data; loss (N,); top (N, k) and prob (N, k),
+            where k is at most 5; logits (N, num_classes) if they were kept; oversmoothing (N, columns) if measured.
     """
 
     files: list[str]
@@ -37,7 +36,7 @@ class Predictions:
 
 
 def write_predictions(path: str, predictions: Predictions) -> None:
-    """Write predictions to a .csv file, or to an .npz file, which holds every column."""
+    """Write predictions to a .csv file, or all columns to an .npz file."""
     columns = {name: column.numpy() for name, column in predictions.columns.items()}
     if Path(path).suffix.lower() == '.npz':
         names = np.array([predictions.class_names[label] for label in sorted(predictions.class_names)])
@@ -55,17 +54,18 @@ def write_predictions(path: str, predictions: Predictions) -> None:
 
 
 def read_predictions(path: str) -> Predictions:
-    """Read what `write_predictions` wrote.
+    """Read a file of `write_predictions`.
 
     Raises:
-        UserError: There is no such file, or it is not one of predictions.
+        UserError: The file does not exist, or is not a file of predictions.
     """
+    read = _read_npz if Path(path).suffix.lower() == '.npz' else _read_csv
     try:
-        return (_read_npz if Path(path).suffix.lower() == '.npz' else _read_csv)(path)
+        return read(path)
     except OSError as error:
         raise UserError(f"cannot read the predictions '{path}': {error.strerror or error}") from error
     except (KeyError, ValueError, TypeError, IndexError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"'{path}' is not a file that --save-predictions wrote: {error!r}") from error
+        raise UserError(f"'{path}' is not a file written by --save-predictions: {error!r}") from error
 
 
 def _read_npz(path: str) -> Predictions:
@@ -73,7 +73,7 @@ def _read_npz(path: str) -> Predictions:
         arrays = dict(file)
     files, class_names = arrays.pop('files').tolist(), dict(enumerate(arrays.pop('class_names').tolist()))
     if not {'label', 'loss', 'top', 'prob'} <= arrays.keys():
-        raise ValueError(f'it holds only {", ".join(arrays)}')
+        raise ValueError(f'it only has {", ".join(arrays)}')
     return Predictions(files, class_names, {name: torch.from_numpy(array) for name, array in arrays.items()})
 
 

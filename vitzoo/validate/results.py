@@ -1,12 +1,17 @@
-"""What an evaluation leaves behind: a table in the terminal, a CSV or JSON file."""
+"""Output of an evaluation: tables in the terminal, and a CSV or JSON file."""
 
 import csv
 import json
+import os
 from collections.abc import Iterable
 from math import isnan
 from pathlib import Path
 
-KEYS = (
+import torch
+
+from vitzoo.validate.options import EvalOptions
+
+RECORD_KEYS = (
     'model',
     'top1',
     'top5',
@@ -23,7 +28,7 @@ KEYS = (
     'health',
     'map',
 )
-# two lines each, to fit a terminal of 80 columns
+# key: heading of two lines, to fit a terminal of 80 columns, and format
 HEADINGS = {
     'top1': ('top-1\n%', '.2f'),
     'top5': ('top-5\n%', '.2f'),
@@ -36,8 +41,6 @@ HEADINGS = {
     'peak_memory_mb': ('peak\nMB', ',.0f'),
     'oversmoothing': ('last\ncosine', '.3f'),
 }
-
-
 SUITE_ROWS = {
     'imagenet_9_gap': 'ImageNet-9 gap, in points',
     'imagenet_c_top1': 'ImageNet-C, mean',
@@ -47,18 +50,18 @@ SUITE_ROWS = {
 CORRUPTION_TABLES = {
     'imagenet_c': 'ImageNet-C',
     'imagenet_c_partial': 'a part of ImageNet-C',
-    'corrupt': 'its images under corruptions',
+    'corrupt': 'corrupted images',
 }
 
 
 def write_results(path: str, records: list[dict]) -> None:
-    """Write one record per model with the keys of `KEYS`, and with those of its robustness where that was measured.
+    """Write one record per model with `RECORD_KEYS`, and with the keys of the robustness evaluation if there was one.
 
-    A value that is not defined is null, in a CSV file empty; there, lists and tables are JSON.
+    Undefined values are null in JSON and empty in CSV; a CSV cell with a list or a dict is JSON.
     """
-    more = [key for record in records for key in record if key not in (*KEYS, 'weights')]
-    keys = (*KEYS, *dict.fromkeys(more))
-    records = [{key: plain(record.get(key)) for key in keys} for record in records]
+    more = [key for record in records for key in record if key not in (*RECORD_KEYS, 'weights')]
+    keys = (*RECORD_KEYS, *dict.fromkeys(more))
+    records = [{key: without_nan(record.get(key)) for key in keys} for record in records]
     with open(path, 'w', newline='') as file:
         if Path(path).suffix.lower() == '.json':
             json.dump(records, file, indent=2, allow_nan=False)
@@ -66,17 +69,36 @@ def write_results(path: str, records: list[dict]) -> None:
         writer = csv.DictWriter(file, keys)
         writer.writeheader()
         for record in records:
-            writer.writerow({key: _cell(value) for key, value in record.items()})
+            writer.writerow({key: _to_csv(value) for key, value in record.items()})
 
 
-def print_table(records: list[dict], title: str) -> None:
-    """Print the records as a table: params in millions, and of the oversmoothing curve its last block."""
+def print_results(records: list[dict], options: EvalOptions) -> None:
+    """Print all tables of the records, and draw the figure of --plot."""
+    print_records(records, _format_title(options, records[0]['n']))
+    print_health(records)
+    print_robustness(records)
+    print_calibration(records[0], options)
+    if options.plot:
+        # lazy: importing matplotlib takes a second
+        from vitzoo.figures import plot_curves
+
+        plot_curves(options.plot, records)
+
+
+def print_calibration(record: dict, options: EvalOptions) -> None:
+    """Print the calibration error and the folder of --errors."""
+    if options.errors:
+        print(f'\nexpected calibration error {record["ece"]:.2f} %; error analysis in {options.errors}')
+
+
+def print_records(records: list[dict], title: str) -> None:
+    """Print the records as a table, with params in millions and the oversmoothing of the last block."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
     table.add_column('\nmodel', overflow='fold')
-    # only of models with several labels for an image
+    # mAP is for multi-label data
     has_map = any(record['map'] is not None for record in records)
     headings = {key: heading for key, heading in HEADINGS.items() if key != 'map' or has_map}
     for heading, _ in headings.values():
@@ -85,14 +107,14 @@ def print_table(records: list[dict], title: str) -> None:
         curve = record['oversmoothing']
         shown = {**record, 'params': record['params'] / 1e6, 'oversmoothing': curve[-1] if curve else None}
         cells = {key: '–' if shown[key] is None else format(shown[key], form) for key, (_, form) in headings.items()}
-        # one under the other as in the heading, so that nobody takes one for the other
+        # stacked in one cell as in the heading, so that they cannot be confused
         cells['gmacs'] += f'\n{record["gflops"]:.3f}'
         table.add_row(Text(record['model']).append(f'\n{record["weights"]}', style='dim'), *cells.values())
     _print_wide(table)
 
 
 def print_robustness(records: list[dict]) -> None:
-    """Print the suite with a column for each model, then each model's tables of corruptions, of what was measured."""
+    """Print the suite with a column per model, then the tables of corruptions of each model."""
     from vitzoo.data.variants import SUITE
 
     titles = {f'{key}_top1': title for variant in SUITE for key, title in variant.titles.items()} | SUITE_ROWS
@@ -110,11 +132,11 @@ def print_robustness(records: list[dict]) -> None:
             if key in record:
                 _print_corruptions(f'{record["model"]} on {title}: top-1 %', record[key])
         if record.get('corrupt_relative') is not None:
-            print('clean {top1:.2f}, corrupted {corrupt_top1:.2f}, {corrupt_relative:.1f} % of it'.format(**record))
+            print('clean {top1:.2f}, corrupted {corrupt_top1:.2f} ({corrupt_relative:.1f} % of clean)'.format(**record))
 
 
 def print_health(records: list[dict]) -> None:
-    """Print the health of each model that has one, a row for each mixer; 0 is good in every column."""
+    """Print the health of each model, with a row per mixer; lower is better in every column."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -133,48 +155,70 @@ def print_health(records: list[dict]) -> None:
         Console().print(table)
 
 
-def plain(value):
-    """Replace nan, which JSON does not have, by None, in lists and tables too."""
+def without_nan(value):
+    """Replace nan, which JSON does not have, with None, also inside lists and dicts."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and isnan(value) else value
 
 
 def mean_or_none(values: Iterable[float | None]) -> float | None:
-    """Mean of some numbers, None where one is missing."""
+    """Mean of numbers, or None if one is None."""
     values = list(values)
     return None if None in values else sum(values) / len(values)
 
 
+def _format_title(options: EvalOptions, num_images: int | None) -> str:
+    """Data, device, precision, batch size and the options of the cosine."""
+    device = torch.cuda.get_device_name(options.device) if options.device.type == 'cuda' else options.device.type
+    data = f'the suite in {options.data_root}' if options.suite else 'no images'
+    if num_images is not None:
+        data = f'{num_images:,} images of {options.data_dir or "ImageNet"}'
+    parts = [data, device, options.amp_dtype, f'batches of {options.batch_size}']
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    if world > 1:
+        parts.append(f'{world} processes')
+    cosine = dict(absolute='absolute', include_self='with self-pairs', include_cls='with class tokens')
+    chosen = [words for name, words in cosine.items() if getattr(options, name)]
+    if chosen:
+        parts.append(f'cosine {", ".join(chosen)}')
+    return ', '.join(parts)
+
+
 def _print_corruptions(title: str, table: dict[str, list[float | None]]) -> None:
-    """Print the accuracy under each corruption, one column per severity; there is no mean where one is missing."""
+    """Print the accuracy under each corruption with a column per severity; means of incomplete rows are left out."""
     rows = [[name, *values, mean_or_none(values)] for name, values in table.items()]
     mean = [mean_or_none(values) for values in zip(*(row[1:] for row in rows))]
     _print_grid(title, ['severity', '1', '2', '3', '4', '5', 'mean'], [*rows, ['mean', *mean]])
 
 
 def _print_grid(title: str, columns: list[str], rows: list[list]) -> None:
-    """Print a table of names, and of numbers with two digits."""
+    """Print a table of names and of numbers with two decimals."""
     from rich.table import Table
 
     table = Table(title=f'\n{title}', title_justify='left', box=None, pad_edge=False, header_style='bold')
     for number, column in enumerate(columns):
         table.add_column(column, justify='right' if number else 'left', overflow='fold')
     for row in rows:
-        table.add_row(*('–' if cell is None else f'{cell:.2f}' if isinstance(cell, float) else cell for cell in row))
+        table.add_row(*map(_format_cell, row))
     _print_wide(table)
+
+
+def _format_cell(value: str | float | None) -> str:
+    if value is None:
+        return '–'
+    return f'{value:.2f}' if isinstance(value, float) else value
 
 
 def _print_wide(table) -> None:
     from rich.console import Console
 
     console = Console()
-    # a file has no width that a long name would have to be folded to
+    # wide output to a file, so that long names are not folded
     Console(width=None if console.is_terminal else 160).print(table)
 
 
-def _cell(value):
-    """A value as a cell of a CSV file."""
+def _to_csv(value):
     return json.dumps(value) if isinstance(value, list | dict) else value

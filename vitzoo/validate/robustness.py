@@ -1,6 +1,5 @@
-"""How a model fares on harder images: its own test images under corruptions, and the published variants of ImageNet."""
+"""Robustness: accuracy on the test images under corruptions, and on the published variants of ImageNet."""
 
-import argparse
 import sys
 from math import nan
 
@@ -13,10 +12,12 @@ from torch import Tensor, nn
 from vitzoo.data import Images, split_eval_transform
 from vitzoo.data.corruptions import CONDITIONS, SEVERITIES, CorruptedImages
 from vitzoo.data.variants import Found, Readout, find_suite
+from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.errors import UserError
 from vitzoo.load import label_names
 from vitzoo.metrics import mark_hits, rank_classes
-from vitzoo.metrics.robustness import corruption_errors, score_allowed, summarise_allowed
+from vitzoo.metrics.robustness import corruption_errors, score_allowed, summarize_allowed
+from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.scoring import score_dataset
 
 
@@ -26,35 +27,36 @@ def evaluate_corruptions(
     images: Images,
     clean_top1: float,
     data_config: dict,
-    args: argparse.Namespace,
+    options: EvalOptions,
     accelerator=None,
 ) -> dict:
-    """Evaluate a model on its own test images under the fifteen corruptions at five severities.
+    """Evaluate a model on its own test images under every corruption at five severities.
 
     Returns:
         corrupt, the top-1 accuracy at each severity of each corruption; corrupt_top1, their mean; corrupt_relative,
-        that as a percentage of the accuracy on the images as they are.
+        the mean as a percentage of the accuracy on the clean images.
     """
     dataset = CorruptedImages(images, *split_eval_transform(data_config))
-    columns = score_dataset(f'{name}, corrupted', model, dataset, _score_label, args, accelerator)
+    columns = score_dataset(f'{name}, corrupted', model, dataset, _score_label, options, accelerator)
     correct, counts = (columns[key].view(len(CONDITIONS), -1).sum(dim=1).tolist() for key in ('correct', 'counts'))
-    table = _table(dict(zip(CONDITIONS, (100 * c / n if n else nan for c, n in zip(correct, counts)))))
+    accuracies = (100 * c / n if n else nan for c, n in zip(correct, counts))
+    table = _by_corruption(dict(zip(CONDITIONS, accuracies)))
     top1 = 100 * sum(correct) / sum(counts) if sum(counts) else nan
     return dict(corrupt_top1=top1, corrupt_relative=100 * top1 / clean_top1 if clean_top1 else None, corrupt=table)
 
 
 def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True) -> list[Found]:
-    """Find the variants of ImageNet below a folder, check all of them, and say which there are.
+    """Find the variants of ImageNet in a folder, check all of them, and list them on stderr.
 
     Raises:
-        UserError: There is none, or one is not what was published.
+        UserError: There is none, or one is not as published.
     """
     suite, notes = find_suite(data_root, allow_partial)
     console = Console(stderr=True)
     if is_main:
         titles = ', '.join(found.variant.title for found in suite)
         print(f'vitzoo: found in {data_root}: {titles}', *notes, sep='\nvitzoo: ', file=sys.stderr)
-    # a mistake in the last of them should not show after hours
+    # check all before the first evaluation, which may take hours
     parts = [(found, part) for found in suite for part in found.parts]
     for found, part in track(parts, 'checking', console=console, disable=not (is_main and console.is_terminal)):
         found.open(part, allow_partial)
@@ -62,39 +64,40 @@ def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True
 
 
 def evaluate_suite(
-    name: str, model: nn.Module, suite: list[Found], data_config: dict, args: argparse.Namespace, accelerator=None
+    name: str, model: nn.Module, suite: list[Found], data_config: dict, options: EvalOptions, accelerator=None
 ) -> dict:
-    """Evaluate a model on each variant of ImageNet that was found.
+    """Evaluate a model on the variants of ImageNet that were found.
 
     Returns:
-        <readout>_top1, _top5 and _n for each way to score a variant; for ImageNet-C also its table and its errors, for
-        ImageNet-9 its gap, for ReaL how many images have no label. Names of what came from a part of a variant end in
-        _partial.
+        <readout>_top1, _top5 and _n for each readout of a variant; also the table and errors of ImageNet-C, the gap of
+        ImageNet-9, and the number of images without a ReaL label. Keys of an incomplete variant end in _partial.
 
     Raises:
         UserError: The model's classes are not ImageNet's.
     """
-    check_classes(name, model)
+    check_imagenet_classes(name, model)
     record = {}
     for found in suite:
         scores, is_complete = {}, len(found.parts) == found.variant.num_parts
         for part in found.parts:
-            images, readouts = found.open(part, args.allow_partial)
+            images, readouts = found.open(part, options.allow_partial)
             images.transform = found.variant.transform(data_config)
-            scores |= score_readouts(f'{name}, {part}', model, images, readouts, args, accelerator)
+            scores |= score_readouts(f'{name}, {part}', model, images, readouts, options, accelerator)
             is_complete &= images.is_complete
-        columns = SUMMARIES.get(found.variant.name, _columns)(scores)
+        columns = _SUMMARIES.get(found.variant.name, _columns)(scores)
         record |= {key if is_complete else f'{key}_partial': value for key, value in columns.items()}
     return record
 
 
-def check_classes(name: str, model: nn.Module) -> None:
-    """Raise UserError unless the model answers with the 1,000 classes of ImageNet in their usual order."""
+def check_imagenet_classes(name: str, model: nn.Module) -> None:
+    """Raise UserError unless the model has the 1,000 classes of ImageNet in their usual order."""
     names = label_names(model)
-    if model.num_classes != 1000 or (names and names != ImageNetInfo().label_names()):
+    has_others = bool(names) and names != ImageNetInfo().label_names()
+    if model.num_classes != 1000 or has_others:
+        found = 'other classes' if model.num_classes == 1000 else f'{model.num_classes:,} classes'
         raise UserError(
-            f'the robustness suite is for classifiers of the 1,000 classes of ImageNet, and {name} has '
-            f'{"others" if model.num_classes == 1000 else model.num_classes}; --corrupt is for a model of any classes'
+            f'the robustness suite is for the 1,000 classes of ImageNet, but {name} has {found}; '
+            '--corrupt works for any classes'
         )
 
 
@@ -103,30 +106,30 @@ def score_readouts(
     model: nn.Module,
     images: Images,
     readouts: dict[str, Readout],
-    args: argparse.Namespace,
+    options: EvalOptions,
     accelerator=None,
 ) -> dict[str, dict]:
-    """Pass images through a model once and score them in several ways; each gives top1, top5 and n."""
+    """Run a model on images once and score every readout: top1, top5, n and the number of images dropped."""
     device = next(model.parameters(), torch.empty(0)).device
     tables = {key: (readout.allowed.to(device), readout.classes) for key, readout in readouts.items()}
 
     def score(logits: Tensor, index: Tensor) -> dict[str, Tensor]:
         return {key: score_allowed(logits, allowed[index], classes) for key, (allowed, classes) in tables.items()}
 
-    hits = score_dataset(title, model, images, score, args, accelerator)
-    scores = {key: summarise_allowed(hits[key], readout.allowed) for key, readout in readouts.items()}
+    hits = score_dataset(title, model, images, score, options, accelerator)
+    scores = {key: summarize_allowed(hits[key], readout.allowed) for key, readout in readouts.items()}
     return {key: {**score, 'dropped': len(images) - score['n']} for key, score in scores.items()}
 
 
 def _score_label(logits: Tensor, label: Tensor) -> dict[str, Tensor]:
-    """Whether each image is right, and whether it counts: with several labels for an image one may have none."""
+    """Mark the images that are correct, and those that count: multi-label data may have images without a label."""
     columns = rank_classes(logits, label)
     counts = label.any(dim=1) if label.ndim == 2 else torch.ones_like(label, dtype=torch.bool)
     return dict(correct=mark_hits(columns['top'], columns['label'])[:, 0], counts=counts)
 
 
 def _columns(scores: dict[str, dict]) -> dict:
-    """The columns of a results file; a readout without any image has none."""
+    """Flatten the scores to columns of a results file; a readout without images has none."""
     return {
         f'{key}_{column}': score[column]
         for key, score in scores.items()
@@ -145,19 +148,19 @@ def _imagenet_9_columns(scores: dict[str, dict]) -> dict:
 
 
 def _imagenet_c_columns(scores: dict[str, dict]) -> dict:
-    """The table of ImageNet-C, and what is computed from it where it is complete."""
-    table = _table({tuple(part.split('/')): score['top1'] for part, score in scores.items()})
+    """The table of ImageNet-C, and its errors if the table is complete."""
+    table = _by_corruption({tuple(part.split('/')): score['top1'] for part, score in scores.items()})
     columns = dict(imagenet_c=table, imagenet_c_n=sum(score['n'] for score in scores.values()))
-    if len(scores) < len(CONDITIONS):
+    if len(scores) < len(IMAGENET_C_CONDITIONS):
         return columns
     return {**{f'imagenet_c_{key}': value for key, value in corruption_errors(table).items()}, **columns}
 
 
-def _table(top1: dict[tuple, float]) -> dict[str, list[float | None]]:
-    """Lay accuracies by (corruption, severity) out as a list per corruption; None is what is missing."""
+def _by_corruption(top1: dict[tuple, float]) -> dict[str, list[float | None]]:
+    """Arrange accuracies by (corruption, severity) as a list over severities per corruption, None if missing."""
     by_severity = {(corruption, int(severity)): value for (corruption, severity), value in top1.items()}
     corruptions = dict.fromkeys(corruption for corruption, _ in by_severity)
     return {name: [by_severity.get((name, severity)) for severity in SEVERITIES] for name in corruptions}
 
 
-SUMMARIES = dict(imagenet=_imagenet_columns, imagenet_9=_imagenet_9_columns, imagenet_c=_imagenet_c_columns)
+_SUMMARIES = dict(imagenet=_imagenet_columns, imagenet_9=_imagenet_9_columns, imagenet_c=_imagenet_c_columns)

@@ -1,6 +1,5 @@
-"""Runs a model over a dataset in all processes there are, with a progress bar in the first of them."""
+"""Scores a model on a dataset in all processes, with a progress bar in the main process."""
 
-import argparse
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -8,6 +7,7 @@ from torch.utils.data import Dataset
 
 from vitzoo.data import eval_loader
 from vitzoo.metrics import score_images
+from vitzoo.validate.options import EvalOptions
 
 
 def score_dataset(
@@ -15,18 +15,18 @@ def score_dataset(
     model: nn.Module,
     dataset: Dataset,
     score: Callable,
-    args: argparse.Namespace,
+    options: EvalOptions,
     accelerator=None,
     probe=None,
 ) -> dict[str, Tensor]:
-    """Score the images of a dataset; `args` has batch_size and workers, the rest is as in `score_images`."""
+    """Score the images of a dataset, with the progress bar's title; the other arguments are as in `score_images`."""
     from rich.console import Console
     from rich.progress import Progress
 
     share = dict(rank=accelerator.process_index, world=accelerator.num_processes) if accelerator is not None else {}
-    loader = eval_loader(dataset, args.batch_size, args.workers, **share)
+    loader = eval_loader(dataset, options.batch_size, options.workers, **share)
     console = Console(stderr=True)
-    hidden = bool(share.get('rank')) or not console.is_terminal
-    with Progress(console=console, disable=hidden) as bar:
+    is_hidden = bool(share.get('rank')) or not console.is_terminal
+    with Progress(console=console, disable=is_hidden) as bar:
         task = bar.add_task(title, total=len(loader))
         return score_images(model, loader, score, accelerator, progress=lambda n: bar.advance(task), probe=probe)

@@ -1,0 +1,153 @@
+"""Options of `vitzoo validate`: the command line and its checks."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from vitzoo.errors import UserError
+from vitzoo.metrics.oversmoothing import MEASURES
+from vitzoo.options import add_model_options, check_output
+from vitzoo.validate.predictions import FORMATS
+
+_DESCRIPTION = 'accuracy, size, speed, oversmoothing and health of models, as a table, a file and a figure'
+_DATA_DIR_HELP = """class folders, in a folder, .tar or .zip, or in its val/, validation/ or test/; WebDataset shards
+(wds/FOLDER); or a dataset of torchvision (torch/NAME) or Hugging Face (hfds/NAME) (default: the bundled sample, or no
+data with --suite)"""
+_MEASURES_HELP = f'measures of the tokens after each block: {",".join(MEASURES)} (default: cosine)'
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Options of an evaluation, named after those of `vitzoo validate`."""
+
+    device: torch.device
+    amp_dtype: str
+    batch_size: int
+    workers: int
+    models: Sequence[str] = ()
+    data_dir: str | None = None
+    ignore_labels: bool = False
+    no_data: bool = False
+    random_weights: bool = False
+    checkpoint: str | None = None
+    num_classes: int | None = None
+    img_size: tuple[int, int] | None = None
+    results_file: str | None = None
+    measures: tuple[str, ...] = ('cosine',)
+    absolute: bool = False
+    include_self: bool = False
+    include_cls: bool = False
+    plot: str | None = None
+    health: bool = False
+    save_predictions: str | None = None
+    errors: str | None = None
+    from_predictions: str | None = None
+    corrupt: bool = False
+    suite: str | None = None
+    data_root: str | None = None
+    allow_partial: bool = False
+
+    @property
+    def has_data(self) -> bool:
+        """True if models are evaluated on `data_dir`."""
+        return self.data_dir is not None and not self.no_data
+
+    @property
+    def pretrained(self) -> bool:
+        """True if published weights are downloaded."""
+        return not (self.no_data or self.random_weights)
+
+
+def parse_args(argv: list[str] | None = None) -> EvalOptions:
+    """Read the command line."""
+    # an option that is not given is left to the defaults of EvalOptions
+    parser = argparse.ArgumentParser('vitzoo validate', description=_DESCRIPTION, argument_default=argparse.SUPPRESS)
+    add = parser.add_argument
+    add('models', nargs='*', metavar='MODEL', help='a timm name, a wildcard in quotes, or a folder of a training run')
+    add('--data-dir', '--dataset', metavar='DIR', help=_DATA_DIR_HELP)
+    add('--ignore-labels', action='store_true', help='use all images in --data-dir, labelled or not; no accuracy')
+    add('--no-data', action='store_true', help='only report what needs no images')
+    add('--random-weights', action='store_true', help='do not download pretrained weights')
+    add_model_options(parser)
+    add('--results-file', metavar='FILE', help='write one record per model, .csv or .json')
+    add('--measures', type=_measures, metavar='NAMES', help=_MEASURES_HELP)
+    add('--absolute', action='store_true', help='average the absolute values of the cosines')
+    add('--include-self', action='store_true', help="include each token's cosine with itself")
+    add('--include-cls', action='store_true', help='include class and distillation tokens')
+    add('--plot', metavar='FILE', help='plot the --measures over the blocks, .png, .pdf or .svg')
+    add('--health', action='store_true', help='compare approximate with exact softmax attention, in a second pass')
+    add('--save-predictions', metavar='FILE', help='write the predictions of each image, .csv, or .npz with logits')
+    add('--errors', metavar='DIR', help='write per-class accuracy, confusion matrix, calibration and confused images')
+    add('--from-predictions', metavar='FILE', help='compute accuracy and --errors from saved predictions; no model')
+    add('--corrupt', action='store_true', help="also evaluate under ImageNet-C's 15 corruptions at 5 severities")
+    add('--suite', choices=['robust'], help='also evaluate on the variants of ImageNet in --data-root')
+    add('--data-root', metavar='DIR', help='folder of imagenet-a, imagenet-c, imagenetv2-… (docs/robustness.md)')
+    add('--allow-partial', action='store_true', help='accept incomplete sets of the suite; their columns are marked')
+    options = EvalOptions(**vars(parser.parse_args(argv)))
+    if options.data_dir is None and not options.suite and not options.from_predictions:
+        options = replace(options, data_dir='sample')
+    _check_options(parser, options)
+    return options
+
+
+def check_single_model(options: EvalOptions, names: Sequence[str]) -> None:
+    """Raise UserError if an option for one model is given with several."""
+    for name in ('checkpoint', 'save_predictions', 'errors'):
+        if getattr(options, name) and len(names) > 1:
+            raise UserError(f'{_flag(name)} {getattr(options, name)} is for one model, but there are {len(names)}')
+
+
+def check_outputs(options: EvalOptions) -> None:
+    """Raise UserError if an output file cannot be written, before the evaluation starts."""
+    formats = dict(results_file=('.csv', '.json'), plot=('.png', '.pdf', '.svg'), save_predictions=FORMATS)
+    for name, suffixes in formats.items():
+        if getattr(options, name):
+            check_output(getattr(options, name), suffixes)
+    if options.errors:
+        check_output(f'{options.errors}/per_class.csv', ('.csv',))
+
+
+def _check_options(parser: argparse.ArgumentParser, options: EvalOptions) -> None:
+    """Reject options that contradict each other."""
+    if bool(options.models) == bool(options.from_predictions):
+        parser.error('name at least one MODEL, or give --from-predictions FILE alone')
+    if options.from_predictions:
+        return _check_predictions_options(parser, options)
+    if bool(options.suite) != bool(options.data_root):
+        parser.error('--suite robust and --data-root DIR go together')
+    if options.suite and options.no_data:
+        parser.error('--suite needs images: drop --no-data')
+    if options.ignore_labels and options.data_dir in (None, 'sample'):
+        parser.error('--ignore-labels needs --data-dir')
+    for name in ('health', 'save_predictions', 'errors', 'corrupt'):
+        if getattr(options, name) and options.ignore_labels:
+            parser.error(f'{_flag(name)} needs labels: drop --ignore-labels')
+    for name in ('plot', 'health', 'save_predictions', 'errors', 'corrupt'):
+        if getattr(options, name) and not options.has_data:
+            remedy = 'drop --no-data' if options.no_data else 'give --data-dir'
+            parser.error(f'{_flag(name)} needs images: {remedy}')
+
+
+def _check_predictions_options(parser: argparse.ArgumentParser, options: EvalOptions) -> None:
+    """Reject options that need a model."""
+    default = EvalOptions(**vars(parser.parse_args([])))
+    for name in (field.name for field in fields(options)):
+        is_allowed = name in ('from_predictions', 'results_file', 'errors', 'data_dir')
+        if not is_allowed and getattr(options, name) != getattr(default, name):
+            parser.error(f'{_flag(name)} needs a MODEL; --from-predictions has none')
+    if options.data_dir and not options.errors:
+        parser.error('--from-predictions needs --data-dir only for the images that --errors shows')
+
+
+def _flag(name: str) -> str:
+    return f'--{name.replace("_", "-")}'
+
+
+def _measures(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(['cosine', *(name.strip() for name in text.split(','))]))
+    unknown = [name for name in names if name not in MEASURES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"'{unknown[0]}' is not one of {', '.join(MEASURES)}")
+    return names
