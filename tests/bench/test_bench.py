@@ -197,7 +197,10 @@ def test_a_cost_is_extrapolated_by_its_linear_and_quadratic_parts():
     assert mixers.extrapolate({}, 392) == 0.0
 
 
-def test_every_mixer_is_measured_against_fused_softmax(quick, capsys):
+def test_every_mixer_is_measured_against_fused_softmax(quick, monkeypatch, capsys):
+    # a figure of all mixers takes ten seconds
+    plots = []
+    monkeypatch.setattr(mixers, 'plot_scaling', lambda path, quantity, rows, title: plots.append((path, len(rows))))
     cells = mixers.main([*quick, '--tokens', '16', '--dim', '24', '--heads', '3', '--batch', '1'])
     names = {name for name, _, _ in cells}
     assert names == {*vitzoo.list_mixers(), 'softmax, unfused'}
@@ -210,9 +213,7 @@ def test_every_mixer_is_measured_against_fused_softmax(quick, capsys):
     assert rows[0]['command'].startswith('vitzoo bench mixers --seconds 0 ')
     check_limits(cells)
     assert 'crossover' in capsys.readouterr().out
-    for plot in ('mixers_time.png', 'mixers_memory.png'):
-        with open(plot, 'rb') as file:
-            assert file.read(4) == b'\x89PNG'
+    assert plots == [('mixers_time.png', len(rows)), ('mixers_memory.png', len(rows))]
 
 
 def check_limits(cells: dict) -> None:
@@ -227,16 +228,20 @@ def check_limits(cells: dict) -> None:
         assert cells['softmax, unfused', what, 16].limits['gmacs'] == macs / 1e9
 
 
-def test_memory_of_a_mixer_is_that_of_its_tensors(quick):
+def test_memory_of_a_mixer_is_that_of_its_tensors_and_is_plotted(quick):
     cells = mixers.main(
         [*quick, '--mixers', 'softmax', '--tokens', '256', '--dim', '24', '--heads', '3', '--batch', '1']
     )
     fused, unfused = (cells[name, 'forward', 256].peak_mb for name in ('softmax', 'softmax, unfused'))
     # 3 heads of 256 x 256 weights in float32
     assert unfused - fused > 3 * 256 * 256 * 4 / 1e6
+    for plot in ('mixers_time.png', 'mixers_memory.png'):
+        with open(plot, 'rb') as file:
+            assert file.read(4) == b'\x89PNG'
 
 
-def test_mixers_that_exceed_the_memory_limit_are_reported_as_skipped(quick, capsys):
+def test_mixers_that_exceed_the_memory_limit_are_reported_as_skipped(quick, monkeypatch, capsys):
+    monkeypatch.setattr(mixers, 'plot_scaling', lambda *args: None)
     small = ['--mixers', 'linear', 'aft_full', '--tokens', '16', '100', '--dim', '24', '--heads', '3', '--batch', '1']
     cells = mixers.main([*quick, *small, '--max-memory', '0.0001'])
     assert {n for name, _, n in cells if name == 'aft_full'} == {16}
