@@ -1,4 +1,4 @@
-"""docs/mixers.md says what the mixers' docstrings and code say now."""
+"""docs/mixers.md agrees with the docstrings and the code of the mixers."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_every_mixer_has_its_facts():
         assert re.search(r'^```text\n.+?\n```$', text, re.MULTILINE | re.DOTALL), f'{name} has no formula'
         facts = dict(re.findall(r'^\* \*\*([\w ]+)\*\*: (.+)$', text, re.MULTILINE))
         assert 'https://arxiv.org/abs/' in facts['Paper'] and 'O(' in facts['Cost'], name
-        assert {'Parameters', 'Takes'} <= set(facts)
+        assert {'Parameters', 'Properties'} <= set(facts)
         assert f'| [`{name}`](#{name}) | `O(' in page
 
 

@@ -73,7 +73,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def time_loaders(folder: str, args: argparse.Namespace) -> dict[str, list[dict]]:
-    """Speed of every pass, the loaders alternating, without a first pass that starts workers and fills the file cache."""
+    """Speed of every pass, the loaders alternating, after one that starts the workers and fills the file cache."""
     normalize = Normalize(_data_config(args.img_size)).to(args.device)
     loaders = {'torchvision': torchvision_loader(folder, args), 'vitzoo': vitzoo_loader(folder, args)}
     passes = {name: [] for name in loaders}
