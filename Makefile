@@ -1,27 +1,27 @@
-# Every target creates .venv first where it is missing, and updates it when pyproject.toml has changed.
+# Targets create .venv if it is missing, and update it if pyproject.toml has changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
-# threads that spin while they wait make a demo ten times slower where the machine has other work to do
-CALM := GOMP_SPINCOUNT=1000
+# OpenMP threads that spin while waiting make the demo ten times slower on a busy machine
+LOW_SPIN := GOMP_SPINCOUNT=1000
 
 .PHONY: help demo test lint format docs measure bench-import clean
 
 help:
-	@echo 'make demo          train cvt_ls_13 on the bundled sample, validate it, draw its oversmoothing curve (6 minutes on 2 cores)'
-	@echo 'make test          check the style and run the test suite'
+	@echo 'make demo          train cvt_ls_13 on the bundled sample, validate it and plot its oversmoothing (6 minutes on 2 cores)'
+	@echo 'make test          check the style and run the tests'
 	@echo 'make lint          check the style only'
-	@echo 'make format        correct the style'
-	@echo 'make docs          write docs/mixers.md and the tables of models and of speed anew'
-	@echo 'make measure       measure the tables of speed (25 minutes on 2 quiet cores)'
+	@echo 'make format        fix the style'
+	@echo 'make docs          write docs/mixers.md and the tables of docs/models.md, performance.md and targets.md'
+	@echo 'make measure       append to weights/benchmarks.csv (25 minutes on 2 idle cores)'
 	@echo 'make bench-import  time `import vitzoo` against `import timm`'
 	@echo 'make clean         remove .venv, caches and $(DEMO)'
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
-	$(CALM) $(BIN)/python train.py --config configs/quickstart.yaml --output $(DEMO)
-	$(CALM) $(BIN)/python validate.py $(DEMO) --results-file $(DEMO)/results.csv --plot $(DEMO)/oversmoothing.png
+	$(LOW_SPIN) $(BIN)/python train.py --config configs/quickstart.yaml --output $(DEMO)
+	$(LOW_SPIN) $(BIN)/python validate.py $(DEMO) --results-file $(DEMO)/results.csv --plot $(DEMO)/oversmoothing.png
 
 test: lint
 	$(BIN)/python -m pytest
@@ -38,6 +38,7 @@ docs: .venv/installed
 	$(BIN)/python tools/docs_mixers.py
 	$(BIN)/python tools/docs_models.py
 	$(BIN)/python tools/docs_performance.py
+	$(BIN)/python tools/docs_targets.py
 
 measure: .venv/installed
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[bench]'
@@ -50,7 +51,7 @@ clean:
 	rm -rf .venv .pytest_cache .ruff_cache build *.egg-info $(DEMO)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# the stamp is written last, so that an interrupted installation is taken up again
+# the stamp is written last, so that an interrupted installation is repeated
 .venv/installed: pyproject.toml
 	@echo 'creating .venv and installing (about a minute, 6 GB) ...'
 	@$(PYTHON) -m venv .venv

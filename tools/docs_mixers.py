@@ -1,8 +1,8 @@
-"""Writes docs/mixers.md: what the mixers' docstrings say, and what their code measures. Run by `make docs`.
+"""Writes docs/mixers.md from the docstrings of the mixers and from measurements. Run by `make docs`.
 
-A mixer's module docstring is its sentence, then its formula (indented), then prose. Three kinds of sentence move from
-the prose to a list of facts: those with `O(`, those that say when it "is softmax attention", and the last, with the
-paper's URL. What is left says how the paper is read: on a grid, with prefix tokens.
+A mixer's module docstring is a sentence, the formula (indented), and prose. Three kinds of sentences move from the
+prose to the list of facts: those with `O(`, those with "is softmax attention", and the one with the paper's URL. The
+rest explains how the paper is applied to a grid and to prefix tokens.
 """
 
 import inspect
@@ -29,21 +29,20 @@ STDS = (1, 3)
 INTRO = """
 # Token mixers
 
-The {count} mixers of [vitzoo/mixers](../vitzoo/mixers), each with its formula, its cost, and how its paper is read on a
-grid of image tokens. Made by `make docs` from their docstrings and their code; a test keeps the page current.
+The {count} mixers of [vitzoo/mixers](../vitzoo/mixers), each with its formula, its cost, and how its paper is applied
+to a grid of image tokens. `make docs` writes this page from their docstrings and their code; a test keeps it current.
 
-There are N tokens: P prefix tokens (class, distillation, register), then a grid of H × W in raster order. Measured
-here is a layer of DeiT-Small, {dim} wide and with {heads} heads: every option at its default, no prefix tokens.
+There are N tokens: P prefix tokens (class, distillation, register), followed by a grid of H × W in raster order. The
+measurements are for a layer of DeiT-Small ({dim} wide, {heads} heads) with default options and no prefix tokens.
 
-* **exponent**: the multiply-accumulates (MACs) of the attention grow as N^exponent from 28 × 28 to 56 × 56 tokens. The
-  linear layers before and after it (`qkv`, `proj`) are left out.
-* **MMACs**: millions of those MACs at 14 × 14 and at 56 × 56 tokens. The linear layers add {projections}.
-* **parameters**: how many more than the {parameters} of softmax attention, at 14 × 14 tokens.
-* **error**: |out − softmax| / |softmax| where a mixer approximates softmax attention, on 14 × 14 random tokens whose q
-  and k have standard deviation 1 and 3. Random values average to almost nothing, and have no neighbourhood that a
-  window could keep: on them errors are large, and show how a mixer takes to sharper attention. `vitzoo validate
-  --health` measures the error in a model, on images.
-* **bound**: has parameters for one grid, which `set_input_size` resamples. On any grid they all work.
+* **exponent**: the multiply-accumulates (MACs) of the attention grow as N^exponent from 28 × 28 to 56 × 56 tokens,
+  without the linear layers before and after it (`qkv`, `proj`).
+* **MMACs**: these MACs in millions, at 14 × 14 and 56 × 56 tokens. The linear layers add {projections}.
+* **parameters**: difference from the {parameters} of softmax attention, at 14 × 14 tokens.
+* **error**: |out − softmax| / |softmax| of a mixer that approximates softmax attention, on 14 × 14 random tokens whose
+  q and k have standard deviation 1 and 3. Random tokens are a hard case: their values average to almost zero, and
+  neighbours are not similar. `vitzoo validate --health` measures the error in a model, on images.
+* **bound**: has parameters for one grid, which `set_input_size` resamples. Every mixer works on any grid.
 
 {cheaper}
 """
@@ -51,10 +50,11 @@ here is a layer of DeiT-Small, {dim} wide and with {heads} heads: every option a
 
 @dataclass
 class Text:
-    """What a mixer's docstrings say."""
+    """The parts of a mixer's docstrings."""
 
     sentence: str
-    body: list[str] = field(default_factory=list)  # prose, formulas and lists, in Markdown
+    # prose, formulas and lists, in Markdown
+    body: list[str] = field(default_factory=list)
     costs: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
     paper: str = ''
@@ -62,14 +62,14 @@ class Text:
 
 @dataclass
 class Costs:
-    """Parameters of a mixer's layer, and the MACs of its attention and of the linear layers around it by grid side."""
+    """Parameters of a mixer's layer, and MACs of its attention and of its linear layers by side of the grid."""
 
     parameters: int
     attention: dict[int, int]
     projections: dict[int, int]
 
     def exponent(self, with_projections: bool = False) -> str:
-        """How the MACs grow with the number of tokens, from 28 x 28 to 56 x 56."""
+        """Exponent of the growth of the MACs with the number of tokens, from 28 x 28 to 56 x 56."""
         small, large = (self.attention[side] + (self.projections[side] if with_projections else 0) for side in (28, 56))
         return f'{math.log(large / small, 4):.2f}'
 
@@ -81,8 +81,8 @@ def main() -> None:
 
 
 def render(health: dict[str, dict[str, list[float]]]) -> str:
-    """The whole page, with these measurements of health: for each mixer and sign a number for each of STDS."""
-    # the reference first
+    """The whole page; `health` has a number for each mixer, sign and standard deviation in STDS."""
+    # softmax first
     names = sorted(own_mixers(), key=lambda name: (name != 'softmax', name))
     texts = {name: read_text(name) for name in names}
     costs = {name: measure_costs(name) for name in names}
@@ -103,7 +103,6 @@ def render(health: dict[str, dict[str, list[float]]]) -> str:
     ]
     sections = []
     for name in names:
-        # against the reference
         more = costs[name].parameters - reference.parameters
         rows.append(overview_row(name, texts[name], costs[name], more, health.get(name), onnx[name]))
         sections.append(section(name, texts[name], costs[name], more, health.get(name), onnx[name]))
@@ -112,7 +111,7 @@ def render(health: dict[str, dict[str, list[float]]]) -> str:
 
 
 def overview_row(name: str, text: Text, costs: Costs, more: int, health: dict | None, onnx: bool) -> list[str]:
-    """A mixer's line of the table at the top."""
+    """A mixer's line of the overview."""
     cls = mixer_class(name)
     return [
         f'[`{name}`](#{name})',
@@ -127,7 +126,7 @@ def overview_row(name: str, text: Text, costs: Costs, more: int, health: dict | 
 
 
 def section(name: str, text: Text, costs: Costs, more: int, health: dict | None, onnx: bool) -> str:
-    """A mixer's own section."""
+    """A mixer's section."""
     cls = mixer_class(name)
     keywords = ', '.join(f'{key}={value!r}' for key, value in options(cls).items())
     compared = f', {abs(more):,} {"more" if more > 0 else "fewer"} than softmax attention' if more else ''
@@ -138,7 +137,7 @@ def section(name: str, text: Text, costs: Costs, more: int, health: dict | None,
         'Parameters': f'{costs.parameters:,}{compared}.',
         'Limit': ' '.join(text.limits),
         'On random tokens': signs(health) if health else '',
-        'Takes': takes(cls, onnx),
+        'Properties': properties(cls, onnx),
         'Options': f'`{keywords}`.' if keywords else '',
     }
     lines = '\n'.join(f'* **{key}**: {value}' for key, value in facts.items() if value)
@@ -147,12 +146,12 @@ def section(name: str, text: Text, costs: Costs, more: int, health: dict | None,
 
 
 def own_mixers() -> list[str]:
-    """The mixers of vitzoo itself, without those of installed plugins."""
+    """The mixers of vitzoo, without those of plugins."""
     return [name for name in list_mixers() if mixer_class(name).__module__.startswith('vitzoo.')]
 
 
 def read_text(name: str) -> Text:
-    """Take a mixer's module docstring apart."""
+    """Split a mixer's module docstring into its parts."""
     first, *blocks = inspect.getdoc(inspect.getmodule(mixer_class(name))).split('\n\n')
     text = Text(' '.join(first.split()))
     for block in blocks:
@@ -163,14 +162,14 @@ def read_text(name: str) -> Text:
         else:
             sentences = re.split(r'(?<=\.)\s+(?=[A-Z])', ' '.join(block.split()))
             text.body.append(' '.join(sentence for sentence in sentences if not take_fact(sentence, text)))
-    # a formula in several parts is one
+    # join the parts of a formula
     body = '\n\n'.join(part for part in text.body if part).replace('\n```\n\n```text\n', '\n\n')
     text.body = [body] if body else []
     return text
 
 
 def take_fact(sentence: str, text: Text) -> bool:
-    """Put a sentence of the prose among the facts, if it is one."""
+    """Add a sentence to the facts if it is one of them, and return whether it is."""
     if 'https://' in sentence:
         text.paper = re.sub(r'^([^;]*), (https://\S+)$', r'[\1](\2)', sentence)
     elif re.search(r'\bO\(', sentence):
@@ -183,7 +182,7 @@ def take_fact(sentence: str, text: Text) -> bool:
 
 
 def read_bullets(name: str, block: str, text: Text) -> str:
-    """The variants in a docstring: all of them, or the mixer's own where each is a mixer."""
+    """The variants in a docstring: all of them, or only the mixer's own if each variant is a mixer."""
     bullets = [' '.join(bullet.split()) for bullet in re.split(r'^\* ', block, flags=re.MULTILINE)[1:]]
     own = [bullet for bullet in bullets if name.endswith('_' + bullet.partition(':')[0])]
     if not own:
@@ -200,7 +199,7 @@ def complexities(costs: list[str]) -> str:
 
 
 def options(cls: type[TokenMixer]) -> dict[str, object]:
-    """The keywords of a mixer's own, with their defaults."""
+    """The keywords specific to a mixer, with their defaults."""
     common = {key for base in (TokenMixer, QKVMixer) for key in inspect.signature(base.__init__).parameters}
     own = {}
     for base in cls.__mro__[: cls.__mro__.index(QKVMixer if issubclass(cls, QKVMixer) else TokenMixer)]:
@@ -210,7 +209,7 @@ def options(cls: type[TokenMixer]) -> dict[str, object]:
 
 
 def build(name: str, grid_size: tuple[int, int], **kwargs) -> TokenMixer:
-    """The mixer as it is measured."""
+    """A mixer with the dimensions of the measurements."""
     torch.manual_seed(0)
     return create_mixer(name, DIM, NUM_HEADS, grid_size=grid_size, **kwargs).eval()
 
@@ -228,17 +227,17 @@ def measure_costs(name: str) -> Costs:
 
 
 def count_projections(mixer: TokenMixer, x: torch.Tensor, grid_size: tuple[int, int]) -> int:
-    """MACs of the linear layers from tokens to q, k and v, and of the one at the end."""
+    """MACs of the linear layers that compute q, k and v, and of the output projection."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         mixer(x, grid_size)
-    # a mixer without `qkv` makes its own of q, k and v
+    # mixers without `qkv` have separate layers
     names = ('qkv', 'proj') if isinstance(mixer, QKVMixer) else ('q', 'kv', 'v', 'proj')
     counts = counter.get_flop_counts()
     return sum(sum(counts.get(f'{type(mixer).__name__}.{name}', {}).values()) for name in names) // 2
 
 
 def measure_health() -> dict[str, dict[str, list[float]]]:
-    """The signs of all mixers that approximate softmax attention, on the same random tokens."""
+    """The results of `health` of all mixers that approximate softmax attention, on the same random tokens."""
     generator = torch.Generator().manual_seed(0)
     shape = (2, NUM_HEADS, GRID[0] * GRID[1], DIM // NUM_HEADS)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -253,38 +252,38 @@ def measure_health() -> dict[str, dict[str, list[float]]]:
 
 
 def exports_to_onnx() -> dict[str, bool]:
-    """What docs/export.md says, which a test checks with onnxruntime."""
+    """The mixers that export to ONNX, by docs/export.md, which a test checks with onnxruntime."""
     rows = re.findall(r'^\| `(\w+)` \| \w+ \| (yes|no) \|$', (DOCS / 'export.md').read_text(), re.MULTILINE)
     return {name: answer == 'yes' for name, answer in rows}
 
 
 def cheaper(costs: dict[str, Costs]) -> str:
-    """How many mixers multiply less than softmax attention."""
+    """A sentence on the number of mixers with fewer MACs than softmax attention."""
     counts = [sum(of.attention[side] < costs['softmax'].attention[side] for of in costs.values()) for side in (14, 56)]
     return (
-        f'Most are made for many tokens: at 14 × 14, {counts[0]} of the other {len(costs) - 1} multiply less than '
-        f'softmax attention; at 56 × 56, {counts[1]} do.'
+        f'Most are designed for many tokens: at 14 × 14, {counts[0]} of the other {len(costs) - 1} have fewer MACs '
+        f'than softmax attention; at 56 × 56, {counts[1]} do.'
     )
 
 
 def millions(macs: int) -> str:
-    """In millions, below a hundred with a decimal."""
+    """In millions, with one decimal below a hundred."""
     return f'{macs / 1e6:,.{int(macs < 1e8)}f}' if macs else '0'
 
 
 def signs(health: dict[str, list[float]]) -> str:
-    """The signs of health at each standard deviation, in the form from which the test reads them."""
+    """The results of `health` at each standard deviation; a test parses this form."""
     numbers = {sign: ' and '.join(f'{value:.2f}' for value in values) for sign, values in health.items()}
     listed = ', '.join(f'{sign.replace("_", " ")} {pair}' for sign, pair in numbers.items())
     return f'{listed}, for q and k of standard deviation {" and ".join(map(str, STDS))}.'
 
 
-def takes(cls: type[TokenMixer], onnx: bool) -> str:
-    """What a layer can do and cannot."""
-    grid = 'one grid, on which its parameters lie' if cls.grid_bound else 'any grid as it is'
+def properties(cls: type[TokenMixer], onnx: bool) -> str:
+    """Grid, options and export of a mixer."""
+    grid = 'parameters for one grid' if cls.grid_bound else 'any grid without resampling'
     drop = '`attn_drop`' if cls.attn_weights else 'no `attn_drop`'
     bias = 'relative positions by `rel_bias`' if cls.has_rel_bias else 'no relative positions'
-    return f'{grid}; {drop}; {bias}; export to ONNX{"" if onnx else " fails"}.'
+    return f'{grid}; {drop}; {bias}; {"exports" if onnx else "does not export"} to ONNX.'
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
-"""Writes the tables of README.md and docs/models.md from weights/results.csv. Run by `make docs`.
+"""Writes the tables of docs/models.md from weights/results.csv. Run by `make docs`.
 
-With --measure, the parameters and MACs of every row are counted anew first; no other cell of results.csv changes.
+With --measure, it first counts the parameters and MACs of every row again and updates these cells of results.csv.
 """
 
 import csv
@@ -21,22 +21,19 @@ from vitzoo.models.vil import ViL
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'weights' / 'results.csv'
-README = ROOT / 'README.md'
 PAGE = ROOT / 'docs' / 'models.md'
 FAMILIES = {'cvt': 'CvT', 'vil': 'ViL', 'deit': 'DeiT', 'aft': 'AFT'}
 OTHERS = 'Others'
-# the backbone whose attention was swapped in public
+# the backbone that was published with several mixers
 SWAPPED = 'vil_small_abs'
 
 
 def main(argv: list[str]) -> None:
-    """Write both files."""
+    """Write the page."""
     if argv == ['--measure']:
         measure_rows()
-    rows = read_rows()
-    for path, tables in ((README, readme_tables(rows)), (PAGE, page_tables(rows))):
-        path.write_text(fill(path.read_text(), tables))
-        print(f'wrote {path}', file=sys.stderr)
+    PAGE.write_text(fill(PAGE.read_text(), page_tables(read_rows())))
+    print(f'wrote {PAGE}', file=sys.stderr)
 
 
 def read_rows() -> list[dict[str, str]]:
@@ -46,7 +43,7 @@ def read_rows() -> list[dict[str, str]]:
 
 
 def measure_rows() -> None:
-    """Count parameters and MACs of every row, and write results.csv with them."""
+    """Count parameters and MACs of every row, and update results.csv."""
     rows = read_rows()
     for row in track(rows, 'counting', console=Console(stderr=True)):
         params, macs = measure(row)
@@ -58,46 +55,46 @@ def measure_rows() -> None:
 
 
 def measure(row: dict[str, str]) -> tuple[int, int]:
-    """Parameters, and MACs at the row's image size, of the model that a row describes."""
+    """Parameters of a row's model, and its MACs at the row's image size."""
     model = timm.create_model(row['model'], device='meta', **json.loads(row['kwargs'] or '{}'))
     sizes = [int(size) for size in row['img_size'].split('x')]
     return sum(parameter.numel() for parameter in model.parameters()), count_macs(model, (sizes[0], sizes[-1]))
 
 
 def versions() -> str:
-    """What the numbers depend on."""
+    """Versions of the packages that the counts depend on."""
     packages = dict(torch=torch.__version__.partition('+')[0], timm=timm.__version__, vitzoo=vitzoo.__version__)
     return ', '.join(f'{name} {version}' for name, version in packages.items())
 
 
 def fill(text: str, tables: dict[str, str]) -> str:
-    """Put each table between its two markers, which are comments with its name.
+    """Replace the text between the two markers of each table; markers are comments with the table's name.
 
     Raises:
-        ValueError: The text does not have each table's markers once.
+        ValueError: A marker is missing or occurs twice.
     """
     for name, table in tables.items():
         begin, end = f'<!-- {name}: made by `make docs` -->', f'<!-- end of {name} -->'
         if (text.count(begin), text.count(end)) != (1, 1):
-            raise ValueError(f'there are not one {begin} and one {end}')
+            raise ValueError(f'expected one {begin} and one {end}')
         text = f'{text.partition(begin)[0]}{begin}\n\n{table}\n\n{end}{text.partition(end)[2]}'
     return text
 
 
-def readme_tables(rows: list[dict[str, str]]) -> dict[str, str]:
-    """One line per architecture at 224 x 224 pixels, with what ImageNet-1k alone gave it."""
+def overview_table(rows: list[dict[str, str]]) -> str:
+    """One line per architecture at 224 x 224 pixels, with the accuracy after training on ImageNet-1k alone."""
     lines = {}
     for row in rows:
         name, is_published = row['model'].partition('.')[0], row['source'] in ('paper', '')
         if is_published and name not in lines and not row['kwargs'] and row['img_size'] == '224':
             lines[name] = [f'`{name}`', *(numbers(row)[key] for key in ('params', 'gmacs', 'top1'))]
-    return {'models': to_table(['model', 'parameters', 'GMACs', 'top-1 %'], list(lines.values()))}
+    return to_table(['model', 'parameters', 'GMACs', 'top-1 %'], list(lines.values()))
 
 
 def page_tables(rows: list[dict[str, str]]) -> dict[str, str]:
-    """A table per backbone of what was published, one of what was swapped, and one of what was measured here."""
+    """The overview, published results by backbone, one backbone with several mixers, and our own measurements."""
     published = [row for row in rows if row['source'] in ('paper', '')]
-    tables = {}
+    tables = {'overview': overview_table(rows)}
     for family in (*FAMILIES.values(), OTHERS):
         members = [row for row in published if family_of(row) == family and not row['kwargs']]
         tables[family] = published_table(members)
@@ -108,14 +105,14 @@ def page_tables(rows: list[dict[str, str]]) -> dict[str, str]:
 
 
 def published_table(rows: list[dict[str, str]]) -> str:
-    """Size, cost and published accuracy of models."""
+    """Size, cost and published accuracy."""
     head = ['model', 'trained on', 'image', 'parameters', 'GMACs', 'GFLOPs', 'top-1 %', 'top-5 %', 'published in']
     keys = ('trained_on', 'img_size', 'params', 'gmacs', 'gflops', 'top1', 'top5', 'reference')
     return to_table(head, [[f'`{row["model"]}`', *(numbers(row)[key] for key in keys)] for row in rows])
 
 
 def swapped_table(rows: list[dict[str, str]]) -> str:
-    """The same for one backbone with several mixers, the best first."""
+    """Size, cost and published accuracy of one backbone with several mixers, the best first."""
     own_mixer = inspect.signature(ViL).parameters['mixer'].default
     lines = []
     for row in sorted(rows, key=lambda row: -float(row['top1'])):
@@ -131,7 +128,7 @@ def swapped_table(rows: list[dict[str, str]]) -> str:
 
 
 def measured_table(rows: list[dict[str, str]]) -> str:
-    """What `vitzoo validate` reported, and how the weights came about."""
+    """Results of `vitzoo validate`, and the origin of the weights."""
     head = [
         'model',
         'images',
@@ -159,7 +156,7 @@ def measured_table(rows: list[dict[str, str]]) -> str:
 
 
 def numbers(row: dict[str, str]) -> dict[str, str]:
-    """A row's cells as they are printed."""
+    """A row's cells, formatted."""
     shown = {**row, **{key: accuracy(row[key]) for key in ('top1', 'top5')}, 'params': f'{int(row["params"]):,}'}
     for key, factor in (('gmacs', 1), ('gflops', 2)):
         value = factor * float(row['gmacs'])
@@ -173,12 +170,12 @@ def numbers(row: dict[str, str]) -> dict[str, str]:
 
 
 def accuracy(cell: str) -> str:
-    """A percentage with as many digits as were published, two at most."""
+    """A percentage with as many digits as were published, at most two."""
     return f'{float(cell):.{min(2, len(cell.partition(".")[2]))}f}' if cell else ''
 
 
 def link_name(address: str) -> str:
-    """What a link is called: arXiv's number, or the repository."""
+    """Text of a link: the arXiv identifier, or the repository."""
     host, first, second, *_ = address.split('/')
     return f'arXiv {second}' if host == 'arxiv.org' else f'{first}/{second}'
 
@@ -189,7 +186,7 @@ def family_of(row: dict[str, str]) -> str:
 
 
 def to_table(head: list[str], lines: list[list[str]]) -> str:
-    """Markdown, with every column right-aligned that holds numbers only."""
+    """A Markdown table; columns that contain only numbers are right-aligned."""
     numeric = [all(re.fullmatch(r'[\d,.]*', line[column]) for line in lines) for column in range(len(head))]
     rule = ['---:' if right else '---' for right in numeric]
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in (head, rule, *lines))

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Measures what docs/performance.md shows, for `make docs`: about 25 minutes on 2 quiet cores, the longest table last.
-# Wants the packages to compare with: pip install 'vitzoo[bench]'. PYTHON names another interpreter.
+# Appends to weights/benchmarks.csv the measurements shown in docs/performance.md and docs/targets.md, and writes
+# docs/mixers_time.png and docs/mixers_memory.png. Takes about 25 minutes on 2 idle cores. Needs the packages of
+# `pip install 'vitzoo[bench]'`. Run `make docs` afterwards. PYTHON selects the interpreter.
 set -eu
 cd "$(dirname "$0")/.."
 

@@ -1,25 +1,25 @@
-"""The targets of speed and memory, and how each is read from the rows of weights/benchmarks.csv.
+"""Targets for speed and memory, and how each is evaluated on the rows of weights/benchmarks.csv.
 
-A target names the rows that it reads by their columns; a column with several values stands for a line with each. What
-it reads of a row is one of `READINGS`. tools/docs_performance.py writes the lines into docs/performance.md.
+A target selects rows by their columns; a tuple of values stands for a row with each of them. The quantity that it
+limits is one of `READINGS`. tools/docs_targets.py writes the results to docs/targets.md.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from vitzoo.bench._harness import LAYER_PASSES
 from vitzoo.bench.mixers import BASELINE, UNFUSED, exponent
 
-BOTH = ('forward', 'forward + backward')
 LAYER = dict(device='cpu', dtype='float32', dim=384, num_heads=6, batch_size=2)
-PEERS = dict(table='peers', tokens=(196, 1024, 4096), what=BOTH, **LAYER)
+PEERS = dict(table='peers', tokens=(196, 1024, 4096), what=LAYER_PASSES, **LAYER)
 MIXERS = dict(table='mixers', against=BASELINE, **LAYER)
 MODELS = dict(table='models', device='cpu', dtype='float32')
 CVT_13 = dict(table='peers', name='cvt_13', device='cpu', dtype='float32', img_size=224, batch_size=4)
 VIL_LS = MODELS | dict(name='vil_ls_medium', img_size=(224, 384))
 DEIT = MODELS | dict(name='deit_softmax_small', img_size=224, against='deit_small_patch16_224 float32')
 STARTUP = dict(table='startup', device='cpu')
-# those whose docstrings say so
+# according to their docstrings
 LINEAR = (
     *('aft_conv', 'aft_local', 'aft_simple', 'bigbird', 'global', 'hydra', 'linear', 'linformer', 'local'),
     *('longformer', 'ls', 'nystrom', 'performer', 'pool', 'reformer', 'rfa', 'set', 'xca'),
@@ -36,7 +36,7 @@ IN_BFLOAT16 = (
 
 @dataclass(frozen=True)
 class Target:
-    """The rows that are read, what is read of them, and the limit that it has to reach or may not exceed."""
+    """The selected rows, the quantity that is read from them, and its lower or upper limit."""
 
     rows: dict
     reads: str
@@ -46,7 +46,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a row says, with its quartiles, and the ceiling of that with what sets it; None where there is none."""
+    """A quantity read from a row, with its quartiles and its ceiling if they are known.
+
+    `bound` names the limiting factor of the ceiling: 'products' or 'tensors'.
+    """
 
     value: float
     low: float | None = None
@@ -58,34 +61,31 @@ class Reading:
 
 @dataclass(frozen=True)
 class Line:
-    """A target at one of its rows."""
+    """A target evaluated on one of its rows."""
 
     target: Target
-    # the columns by which its row is found
+    # the columns that select the row
     row: dict
     reading: Reading | None
 
     @property
     def verdict(self) -> str:
-        """Whether the limit is kept: 'met', 'missed', 'out of reach' or 'not measured'."""
+        """One of 'met', 'missed', 'out of reach' and 'not measured'."""
         if self.reading is None:
             return 'not measured'
-        if self.keeps(self.reading.value):
+        if self.satisfies(self.reading.value):
             return 'met'
-        return 'missed' if self.reading.ceiling is None or self.keeps(self.reading.ceiling) else 'out of reach'
+        return 'missed' if self.reading.ceiling is None or self.satisfies(self.reading.ceiling) else 'out of reach'
 
-    def keeps(self, value: float) -> bool:
-        """Whether a value keeps the limit."""
+    def satisfies(self, value: float) -> bool:
+        """Return True if a value is within the limit."""
         least, most = self.target.at_least, self.target.at_most
         return value >= least if most is None else value <= most
 
 
 def read_lines(target: Target, rows: list[dict]) -> Iterator[Line]:
-    """A line for each combination of the values that the target's columns may have.
-
-    Of several rows the one of the latest run is read.
-    """
-    # by name first
+    """Evaluate a target on each combination of the values of its columns, using the row of the latest run."""
+    # names vary slowest
     columns = dict(name=target.rows['name']) | target.rows
     options = {key: value if isinstance(value, tuple) else (value,) for key, value in columns.items()}
     for values in product(*options.values()):
@@ -95,40 +95,40 @@ def read_lines(target: Target, rows: list[dict]) -> Iterator[Line]:
         yield Line(target, wanted, latest and READINGS[target.reads](latest, rows))
 
 
-def beside(row: dict, rows: list[dict], **changes) -> dict | None:
-    """The row of the same run that differs from `row` in these columns."""
+def find_sibling(row: dict, rows: list[dict], **changes) -> dict | None:
+    """The row of the same run that differs from `row` in the given columns only."""
     same = {key: row.get(key) for key in ('run', 'name', 'what', 'tokens', *LAYER)} | changes
     return next((other for other in rows if all(other.get(key) == value for key, value in same.items())), None)
 
 
 def read_ratio(row: dict, rows: list[dict]) -> Reading:
-    """How many times faster than what it is compared to; the ceiling is set by its products or by its tensors."""
+    """The speedup over the baseline."""
     quartiles = row['ratio'], row['ratio_low'], row['ratio_high']
     return Reading(*quartiles, row.get('ceiling'), bound_of(row), row.get('matmul_share'))
 
 
 def bound_of(row: dict) -> str:
-    """What sets a row's ceiling, '' where it has none."""
+    """The limiting factor of a row's ceiling, '' if it has no ceiling."""
     if row.get('ceiling') is None:
         return ''
     traffic = row['io_mb'] / 1e3 / row['copy_gbs'] if row.get('io_mb') else 0.0
     return 'tensors' if traffic > row['matmul_share'] * row['seconds'] else 'products'
 
 
-def read_slowness(row: dict, rows: list[dict]) -> Reading:
-    """How many times as long as what it is compared to."""
+def read_relative_time(row: dict, rows: list[dict]) -> Reading:
+    """The time relative to the baseline."""
     return Reading(1 / row['ratio'], 1 / row['ratio_high'], 1 / row['ratio_low'])
 
 
 def read_share(row: dict, rows: list[dict]) -> Reading:
-    """The share of the rate of matrix products; its quartiles are those of the time."""
+    """The share of the rate of large matrix products; its quartiles follow from those of the time."""
     share, seconds = row['matmul_share'], row['seconds']
     return Reading(share, share * seconds / row['seconds_high'], share * seconds / row['seconds_low'])
 
 
 def read_exponent(row: dict, rows: list[dict]) -> Reading | None:
-    """The exponent of the time between 1,024 tokens and those of the row, and as the ceiling that of its products."""
-    first = beside(row, rows, tokens=1024)
+    """The exponent of the time from 1,024 tokens to those of the row; the ceiling is that of its products."""
+    first = find_sibling(row, rows, tokens=1024)
     if first is None:
         return None
     power = exponent({each['tokens']: each['seconds'] for each in (first, row)})
@@ -139,10 +139,10 @@ def read_exponent(row: dict, rows: list[dict]) -> Reading | None:
 
 
 def read_memory(baseline: str) -> Callable[[dict, list[dict]], Reading | None]:
-    """Peak memory over that of another mixer, which is the same in every run and so has no quartiles."""
+    """A reading of the peak memory relative to another mixer; it is the same in every run and has no quartiles."""
 
     def read(row: dict, rows: list[dict]) -> Reading | None:
-        other = beside(row, rows, name=baseline)
+        other = find_sibling(row, rows, name=baseline)
         return other and Reading(row['peak_mb'] / other['peak_mb'])
 
     return read
@@ -150,16 +150,16 @@ def read_memory(baseline: str) -> Callable[[dict, list[dict]], Reading | None]:
 
 READINGS = {
     'ratio': read_ratio,
-    'times as long': read_slowness,
+    'relative time': read_relative_time,
     'share of matmul': read_share,
     'exponent': read_exponent,
     'memory over unfused softmax': read_memory(UNFUSED),
     'memory over SDPA': read_memory(BASELINE),
 }
 MEMORY = MIXERS | dict(name=LINEAR, what='forward + backward', tokens=4096)
-# by what the issue says of them
+# by the title of their section
 TARGETS = {
-    'Layers against the packages that do the same': (
+    'Layers against other packages': (
         Target(PEERS | dict(name='performer', against='performer-pytorch'), 'ratio', at_least=2.0),
         Target(PEERS | dict(name='nystrom', against='nystrom-attention'), 'ratio', at_least=1.2),
         Target(PEERS | dict(name='linformer', against='linformer'), 'ratio', at_least=1.3),
@@ -172,18 +172,22 @@ TARGETS = {
         Target(PEERS | dict(name='ls', against='long-short-transformer'), 'ratio', at_least=1.2),
     ),
     'Layers against fused softmax attention (SDPA)': (
-        Target(MIXERS | dict(tokens=4096, what=BOTH, name=FOUR_TIMES), 'ratio', at_least=4.0),
-        Target(MIXERS | dict(tokens=4096, what=BOTH, name=TWO_AND_A_HALF_TIMES), 'ratio', at_least=2.5),
-        Target(MIXERS | dict(tokens=16384, what=BOTH, name=FOUR_TIMES + TWO_AND_A_HALF_TIMES), 'ratio', at_least=10.0),
+        Target(MIXERS | dict(tokens=4096, what=LAYER_PASSES, name=FOUR_TIMES), 'ratio', at_least=4.0),
+        Target(MIXERS | dict(tokens=4096, what=LAYER_PASSES, name=TWO_AND_A_HALF_TIMES), 'ratio', at_least=2.5),
+        Target(
+            MIXERS | dict(tokens=16384, what=LAYER_PASSES, name=FOUR_TIMES + TWO_AND_A_HALF_TIMES),
+            'ratio',
+            at_least=10.0,
+        ),
     ),
-    'The exponent of time from 1,024 to 16,384 tokens, of linear mixers': (
-        Target(MIXERS | dict(tokens=16384, what=BOTH, name=LINEAR), 'exponent', at_most=1.1),
+    'Exponent of the time from 1,024 to 16,384 tokens, linear mixers': (
+        Target(MIXERS | dict(tokens=16384, what=LAYER_PASSES, name=LINEAR), 'exponent', at_most=1.1),
     ),
-    '`cvt_13` against CvT-13 of transformers': (
+    '`cvt_13` against CvT-13 of the transformers package': (
         Target(CVT_13 | dict(what='forward'), 'ratio', at_least=1.2),
         Target(CVT_13 | dict(what='training step'), 'ratio', at_least=1.3),
     ),
-    "`vil_ls_medium`'s share of the machine's rate of matrix products": (
+    'Share of the rate of matrix products, `vil_ls_medium`': (
         Target(VIL_LS | dict(what='forward'), 'share of matmul', at_least=0.85),
         Target(VIL_LS | dict(what='training step'), 'share of matmul', at_least=0.70),
     ),
@@ -196,12 +200,12 @@ TARGETS = {
     "`deit_softmax_small` against timm's `deit_small_patch16_224`": (
         Target(DEIT | dict(what=('forward', 'training step')), 'ratio', at_least=0.99),
     ),
-    'Peak memory of a training step at 4,096 tokens, of linear mixers': (
+    'Peak memory, forward + backward at 4,096 tokens, linear mixers': (
         Target(MEMORY, 'memory over unfused softmax', at_most=0.25),
         Target(MEMORY, 'memory over SDPA', at_most=1.0),
     ),
     'Startup against timm': (
-        Target(STARTUP | dict(name='import vitzoo'), 'times as long', at_most=1.3),
-        Target(STARTUP | dict(name='create cvt_ls_13'), 'times as long', at_most=1.5),
+        Target(STARTUP | dict(name='import vitzoo'), 'relative time', at_most=1.3),
+        Target(STARTUP | dict(name='create cvt_ls_13'), 'relative time', at_most=1.5),
     ),
 }

@@ -1,4 +1,4 @@
-"""`vitzoo bench`: what its numbers are made of, and that it refuses to compare what is not the same. No timing here."""
+"""`vitzoo bench`: the numbers it computes, and that it refuses invalid comparisons; speeds are not tested."""
 
 import copy
 import csv
@@ -14,21 +14,22 @@ import torch
 from torch import nn
 
 import vitzoo
-from vitzoo.bench import TABLES, dispatch, mixers, models, peers, startup, trainer
+from vitzoo.bench import BENCHMARKS, mixers, models, peers, run_benchmark, startup, trainer
 from vitzoo.bench import _contenders as contenders
 from vitzoo.bench import _pairs as pairs
 from vitzoo.bench import _roofline as roofline
 from vitzoo.bench._harness import (
-    KEYS,
+    BENCHMARK_COLUMNS,
+    LAYER_PASSES,
     Spread,
     append_rows,
+    call_peak_megabytes,
     copying,
     describe_machine,
+    make_row,
     matmul,
-    peak_megabytes,
     ratios,
     read_rows,
-    row,
     time_in_turn,
 )
 from vitzoo.errors import UserError, run_command
@@ -38,7 +39,7 @@ CPU = torch.device('cpu')
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch) -> list[str]:
-    """Arguments for the shortest measurement, whose files go into a folder of the test."""
+    """Arguments for the shortest measurement; its files go to the test's folder."""
     monkeypatch.chdir(tmp_path)
     for module in models, roofline:
         monkeypatch.setattr(module, 'matmul', partial(matmul, size=64))
@@ -55,7 +56,7 @@ def test_contenders_run_in_turn_on_several_inputs():
     assert len(set(seen)) > 1
 
 
-def test_there_are_more_rounds_where_there_is_time():
+def test_rounds_continue_for_the_given_time():
     times = time_in_turn({'A': lambda number: None}, CPU, seconds=0.2, min_rounds=1)
     assert len(times['A']) > 1
 
@@ -73,7 +74,7 @@ def test_a_spread_is_median_and_quartiles():
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
 
 
-def test_peak_memory_is_what_tensors_take_at_once():
+def test_peak_memory_of_a_call_is_that_of_its_live_tensors():
     def call(number: int) -> None:
         a = torch.empty(1_000_000)
         b = a + 1
@@ -81,35 +82,35 @@ def test_peak_memory_is_what_tensors_take_at_once():
         c = torch.empty(500_000)
         del b, c
 
-    assert peak_megabytes(call, CPU) == pytest.approx(8.0, abs=0.01)
+    assert call_peak_megabytes(call, CPU) == pytest.approx(8.0, abs=0.01)
 
 
-def test_the_matmul_has_the_operations_it_says():
+def test_the_matmul_returns_its_number_of_operations():
     call, flops = matmul(torch.float32, CPU, 64)
     assert call(0).shape == (64, 64)
     assert flops == 2 * 64**3
 
 
-def test_a_copy_reads_and_writes_the_bytes_it_says():
+def test_the_copy_returns_its_number_of_bytes():
     call, moved = copying(CPU, 64)
     assert torch.equal(call(0), torch.ones(64))
     assert moved == 2 * 64 * 4
 
 
-def test_a_layer_cannot_beat_its_products_or_its_tensors():
+def test_the_ceiling_is_set_by_products_or_memory_traffic():
     rates = roofline.Rates(flops=200e9, bytes=10e9)
     tensors = [torch.empty(1_000_000), torch.empty(500_000), torch.empty(500_000)]
     work = roofline.Work.of('forward', 300_000_000, tensors)
     assert work == roofline.Work(300_000_000, 8_000_000)
     # 3 ms of products and 0.8 ms of tensors
-    found = roofline.roofline(work, rates, seconds=0.004, against=0.006)
+    found = roofline.roofline(work, rates, seconds=0.004, baseline_seconds=0.006)
     expected = dict(matmul_share=0.75, matmul_gflops=200.0, io_mb=8.0, copy_gbs=10.0, ceiling=2.0)
     assert found == pytest.approx(expected)
     # the gradients of both factors are two more products, and as large as the tensors
     assert roofline.Work.of('forward + backward', 300_000_000, tensors) == roofline.Work(900_000_000, 16_000_000)
-    # where products are few, the tensors set the ceiling: 0.8 ms
+    # with few products the tensors set the ceiling: 0.8 ms
     work = roofline.Work.of('forward', 1_000_000, tensors)
-    assert roofline.roofline(work, rates, seconds=0.004, against=0.006)['ceiling'] == pytest.approx(7.5)
+    assert roofline.roofline(work, rates, seconds=0.004, baseline_seconds=0.006)['ceiling'] == pytest.approx(7.5)
 
 
 def test_rates_are_operations_and_bytes_over_the_shortest_time(monkeypatch):
@@ -121,11 +122,11 @@ def test_rates_are_operations_and_bytes_over_the_shortest_time(monkeypatch):
 
 def test_results_are_appended_under_the_same_columns(tmp_path):
     path = str(tmp_path / 'weights' / 'benchmarks.csv')
-    measured = row(Spread(0.12345678, 0.1, 0.2, 9), Spread(2.0, 1.5, 2.5, 9), name='ls', tokens=196)
+    measured = make_row(Spread(0.12345678, 0.1, 0.2, 9), Spread(2.0, 1.5, 2.5, 9), name='ls', tokens=196)
     append_rows(path, [measured], run='first', torch='2.15.0')
     append_rows(path, [measured | dict(name='linear')], run='second', cpu='one, with a comma')
     with open(path) as file:
-        assert tuple(csv.DictReader(file).fieldnames) == KEYS
+        assert tuple(csv.DictReader(file).fieldnames) == BENCHMARK_COLUMNS
     first, second = read_rows(path)
     assert (first['run'], first['name'], first['tokens'], first['ratio_low'], first['rounds']) == (
         'first',
@@ -138,17 +139,17 @@ def test_results_are_appended_under_the_same_columns(tmp_path):
     assert second['cpu'] == 'one, with a comma' and second['name'] == 'linear'
 
 
-def test_a_column_that_does_not_exist_is_a_mistake(tmp_path):
+def test_an_unknown_column_is_an_error(tmp_path):
     with pytest.raises(ValueError, match='speed'):
         append_rows(str(tmp_path / 'benchmarks.csv'), [dict(speed=1)])
 
 
 def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_path):
     path = tmp_path / 'benchmarks.csv'
-    path.write_text(f'{",".join(KEYS[:-5])}\n')
-    with pytest.raises(UserError, match='it has other columns .*command.* name another with --results-file'):
+    path.write_text(f'{",".join(BENCHMARK_COLUMNS[:-5])}\n')
+    with pytest.raises(UserError, match='its columns differ .*command.* choose another file with --results-file'):
         mixers.parse_args(['--results-file', str(path)])
-    with pytest.raises(UserError, match='other columns'):
+    with pytest.raises(UserError, match='its columns differ'):
         append_rows(str(path), [dict(run='now')])
     assert path.read_text().count('\n') == 1
 
@@ -159,15 +160,15 @@ def test_a_file_without_the_newest_columns_is_still_read(tmp_path):
     assert read_rows(str(path)) == [dict(run='now', table='peers', ratio=1.5)]
 
 
-def test_a_command_is_kept_without_the_file_it_writes(quick):
+def test_the_recorded_command_omits_the_results_file(quick):
     argv = ['--what', 'training step', '--results-file', 'a.csv', '--results-file=b.csv', '--batch', '2', 'resnet10t']
     assert models.parse_args(argv).command == "vitzoo bench models --what 'training step' --batch 2 resnet10t"
 
 
-def test_a_machine_is_described_without_its_name():
+def test_the_description_of_a_machine_omits_its_host_name():
     machine = describe_machine(CPU)
     assert machine['torch'] == torch.__version__ and machine['threads'] == torch.get_num_threads()
-    assert set(machine) < set(KEYS)
+    assert set(machine) < set(BENCHMARK_COLUMNS)
     assert platform.node() not in str(machine)
 
 
@@ -189,18 +190,21 @@ def test_the_crossover_is_where_the_ratio_passes_1_for_good():
     assert mixers.crossover({100: 2.0, 400: 0.5, 1600: 2.0}) == pytest.approx(800)
 
 
-def test_a_cost_is_predicted_from_its_linear_and_its_quadratic_part():
+def test_a_cost_is_extrapolated_by_its_linear_and_quadratic_parts():
     cost = {n: 3.0 * n + 0.01 * n**2 for n in (196, 784, 1024)}
-    assert mixers.predict(cost, 4096) == pytest.approx(3.0 * 4096 + 0.01 * 4096**2)
-    assert mixers.predict({196: 2.0}, 392) == 8.0
-    assert mixers.predict({}, 392) == 0.0
+    assert mixers.extrapolate(cost, 4096) == pytest.approx(3.0 * 4096 + 0.01 * 4096**2)
+    assert mixers.extrapolate({196: 2.0}, 392) == 8.0
+    assert mixers.extrapolate({}, 392) == 0.0
 
 
-def test_every_mixer_is_measured_against_fused_softmax(quick, capsys):
+def test_every_mixer_is_measured_against_fused_softmax(quick, monkeypatch, capsys):
+    # a figure of all mixers takes ten seconds
+    plots = []
+    monkeypatch.setattr(mixers, 'plot_scaling', lambda path, quantity, rows, title: plots.append((path, len(rows))))
     cells = mixers.main([*quick, '--tokens', '16', '--dim', '24', '--heads', '3', '--batch', '1'])
     names = {name for name, _, _ in cells}
     assert names == {*vitzoo.list_mixers(), 'softmax, unfused'}
-    assert set(cells) == {(name, what, 16) for name in names for what in mixers.WHATS}
+    assert set(cells) == {(name, what, 16) for name in names for what in LAYER_PASSES}
     assert all(cell.ratio.median == 1 for (name, _, _), cell in cells.items() if name == 'softmax')
     rows = read_rows('benchmarks.csv')
     assert len(rows) == len(cells) and len({fields['run'] for fields in rows}) == 1
@@ -209,9 +213,7 @@ def test_every_mixer_is_measured_against_fused_softmax(quick, capsys):
     assert rows[0]['command'].startswith('vitzoo bench mixers --seconds 0 ')
     check_limits(cells)
     assert 'crossover' in capsys.readouterr().out
-    for plot in ('mixers_time.png', 'mixers_memory.png'):
-        with open(plot, 'rb') as file:
-            assert file.read(4) == b'\x89PNG'
+    assert plots == [('mixers_time.png', len(rows)), ('mixers_memory.png', len(rows))]
 
 
 def check_limits(cells: dict) -> None:
@@ -226,39 +228,43 @@ def check_limits(cells: dict) -> None:
         assert cells['softmax, unfused', what, 16].limits['gmacs'] == macs / 1e9
 
 
-def test_memory_of_a_mixer_is_that_of_its_tensors(quick):
+def test_memory_of_a_mixer_is_that_of_its_tensors_and_is_plotted(quick):
     cells = mixers.main(
         [*quick, '--mixers', 'softmax', '--tokens', '256', '--dim', '24', '--heads', '3', '--batch', '1']
     )
     fused, unfused = (cells[name, 'forward', 256].peak_mb for name in ('softmax', 'softmax, unfused'))
     # 3 heads of 256 x 256 weights in float32
     assert unfused - fused > 3 * 256 * 256 * 4 / 1e6
+    for plot in ('mixers_time.png', 'mixers_memory.png'):
+        with open(plot, 'rb') as file:
+            assert file.read(4) == b'\x89PNG'
 
 
-def test_what_would_not_fit_is_left_out_loudly(quick, capsys):
+def test_mixers_that_exceed_the_memory_limit_are_reported_as_skipped(quick, monkeypatch, capsys):
+    monkeypatch.setattr(mixers, 'plot_scaling', lambda *args: None)
     small = ['--mixers', 'linear', 'aft_full', '--tokens', '16', '100', '--dim', '24', '--heads', '3', '--batch', '1']
     cells = mixers.main([*quick, *small, '--max-memory', '0.0001'])
     assert {n for name, _, n in cells if name == 'aft_full'} == {16}
-    assert 'left out: aft_full forward at 100 tokens' in capsys.readouterr().out
+    assert 'skipped: aft_full forward at 100 tokens' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ('argv', 'message'),
     [
         (['mixers', '--mixers', 'perfomer'], 'did you mean performer'),
-        (['mixers', '--tokens', '200'], 'no square'),
+        (['mixers', '--tokens', '200'], 'not a square'),
         (['peers', '--pairs', 'nystorm'], 'did you mean nystrom'),
         (['models', 'resnet5000'], 'unknown model'),
         (['mixer'], 'did you mean mixers'),
     ],
 )
-def test_a_mistake_is_told(argv, message, tmp_path, monkeypatch):
+def test_a_user_error_names_the_mistake(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
-        dispatch(argv)
+        run_benchmark(argv)
 
 
-@pytest.mark.parametrize('table', TABLES)
+@pytest.mark.parametrize('table', BENCHMARKS)
 def test_every_table_has_help_of_its_own(table, capsys):
     with pytest.raises(SystemExit) as end:
         import_module(f'vitzoo.bench.{table}').main(['--help'])
@@ -270,16 +276,16 @@ def test_models_are_measured_beside_their_arithmetic(quick, capsys):
     names = ['deit_linear_tiny', '--against', 'resnet10t', '--img-size', '32', '--batch', '2']
     rows = models.main([*names, *quick])
     assert {(fields['name'], fields['what']) for fields in rows} == {
-        (name, what) for name in ('deit_linear_tiny', 'resnet10t') for what in models.WHATS
+        (name, what) for name in ('deit_linear_tiny', 'resnet10t') for what in models.MODEL_PASSES
     }
     for fields in rows:
         assert fields['against'] == 'resnet10t float32'
         assert fields['batch_size'] == (1 if fields['what'] == 'latency' else 2)
         assert fields['matmul_share'] > 0 and fields['gmacs'] > 0
-        work = 2 * fields['gmacs'] * fields['batch_size'] * models.WHATS[fields['what']][1]
+        work = 2 * fields['gmacs'] * fields['batch_size'] * models.MODEL_PASSES[fields['what']][1]
         # the share is a median of rounds, of which there is one here
         assert fields['matmul_share'] == pytest.approx(work / fields['matmul_gflops'] / fields['seconds'])
-        weights = sum(p.numel() for p in models.load(fields['name'], 32, CPU).parameters()) * 4 / 1e6
+        weights = sum(p.numel() for p in models.random_model(fields['name'], 32, CPU).parameters()) * 4 / 1e6
         # a step holds the gradients too
         assert fields['peak_mb'] > weights * (2 if fields['what'] == 'training step' else 1)
     assert len(read_rows('benchmarks.csv')) == len(rows)
@@ -313,7 +319,7 @@ def pair(theirs: float, **kwargs) -> pairs.Pair:
         other.proj.bias.data.copy_(ours.proj.bias)
         return ours, other
 
-    return pairs.Pair('linear', 'torch', make, **kwargs)
+    return pairs.Pair('linear', 'torch', make, **dict(difference=pairs.output_difference(make)) | kwargs)
 
 
 def measure_pairs(monkeypatch, quick: list[str], *made: pairs.Pair) -> list[dict]:
@@ -323,7 +329,7 @@ def measure_pairs(monkeypatch, quick: list[str], *made: pairs.Pair) -> list[dict
 
 def test_a_pair_with_the_same_outputs_gets_a_ratio(monkeypatch, quick, capsys):
     rows = measure_pairs(monkeypatch, quick, pair(theirs=1.0))
-    assert [fields['what'] for fields in rows[::2]] == list(peers.WHATS)
+    assert [fields['what'] for fields in rows[::2]] == list(LAYER_PASSES)
     ours, theirs = rows[:2]
     assert ours['against'] == 'torch' and ours['versions'] == f'torch {version("torch")}'
     assert ours['ratio'] == pytest.approx(theirs['seconds'] / ours['seconds'])
@@ -350,7 +356,7 @@ def test_a_pair_whose_outputs_are_not_finite_is_refused(monkeypatch, quick):
 def test_a_pair_whose_op_is_wrong_is_refused(monkeypatch, quick, capsys):
     cls = vitzoo.mixers.mixer_class('linear')
     monkeypatch.setattr(cls, 'op', staticmethod(lambda q, k, v: v))
-    assert measure_pairs(monkeypatch, quick, pair(theirs=1.0, tolerance=None)) == []
+    assert measure_pairs(monkeypatch, quick, pair(theirs=1.0, difference=None)) == []
     assert 'our op differs from its naive form' in capsys.readouterr().out
 
 
@@ -366,27 +372,27 @@ def test_a_peer_gives_the_outputs_of_our_layer_where_it_is_installed(pair):
     assert peers.parity_failure(pair, pairs.Shape(256, 48, 3)) == ''
 
 
-def test_without_any_peer_it_says_what_to_install(monkeypatch, quick):
+def test_without_any_package_the_error_names_the_extra(monkeypatch, quick):
     monkeypatch.setattr(peers, 'installed_version', lambda package: None)
     with pytest.raises(UserError, match=r'vitzoo\[bench\]'):
         peers.main(quick)
 
 
-def test_a_step_of_the_trainer_is_timed_against_a_bare_one(quick):
+def test_a_step_of_the_trainer_is_timed_against_a_plain_loop(quick):
     (fields,) = trainer.main([*quick, '--models', 'deit_linear_tiny', '--img-size', '32', '--batch', '2'])
     assert fields['ratio'] > 0 and fields['against'] == 'bare loop'
 
 
-def test_both_kinds_of_step_do_the_same(quick):
+def test_both_loops_train_the_same_weights(quick):
     recipe = dict(model='deit_linear_tiny', img_size=32, batch_size=2, workers=0, lr=1e-3)
     run = trainer.make_run(trainer.make_recipe(recipe))
     batches = [[torch.randn(2, 3, 32, 32), torch.tensor([number, 2])] for number in range(2)]
     model = copy.deepcopy(run.raw_model)
     ours = trainer.vitzoo_step(run, batches)
-    bare = trainer.bare_step(run.recipe, model, run.plan.steps_per_epoch, batches)
+    plain = trainer.plain_step(run.recipe, model, run.plan.steps_per_epoch, batches)
     for number in range(3):
         ours(number)
-        bare(number)
+        plain(number)
     before = run.raw_model.state_dict()
     assert all(torch.equal(own, before[key]) for key, own in model.state_dict().items())
     assert run.step == 3
@@ -394,7 +400,7 @@ def test_both_kinds_of_step_do_the_same(quick):
 
 def test_startup_compares_imports_and_creation(quick, monkeypatch):
     imported = []
-    monkeypatch.setattr(startup, 'import_in_a_fresh_process', lambda name: lambda number: imported.append(name))
+    monkeypatch.setattr(startup, 'import_in_new_process', lambda name: lambda number: imported.append(name))
     rows = startup.main([*quick, '--model', 'deit_linear_tiny', '--against', 'resnet10t'])
     assert [fields['name'] for fields in rows] == [
         'import timm',
@@ -407,13 +413,13 @@ def test_startup_compares_imports_and_creation(quick, monkeypatch):
 
 def test_kernels_are_measured_on_a_gpu_only(capsys):
     with pytest.raises(SystemExit) as end:
-        run_command(dispatch, ['kernels', '--device', 'cpu'])
+        run_command(run_benchmark, ['kernels', '--device', 'cpu'])
     assert end.value.code == 2
     assert capsys.readouterr().err.count('CUDA') == 1
 
 
 @pytest.mark.filterwarnings('ignore:flex_attention called without torch.compile')
-@pytest.mark.parametrize('task', [task for task in contenders.KERNELS if task.flex], ids=lambda task: task.name)
+@pytest.mark.parametrize('task', [task for task in contenders.KERNEL_TASKS if task.flex], ids=lambda task: task.name)
 def test_flex_attention_computes_what_the_op_does(task):
     torch.manual_seed(0)
     case = task.make(90 if task.name == 'performer' else 100, 2, 2, 16)

@@ -1,10 +1,10 @@
-"""The loaders' benchmark on a few small images: that it measures what it says, not what it finds."""
+"""`vitzoo bench loader` on a few small images; speeds are not tested."""
 
 import pytest
 from PIL import Image
 
 from vitzoo import bench
-from vitzoo.bench.loader import main, make_photographs
+from vitzoo.bench.loader import main, make_photos
 
 QUICK = ['--img-size', '32', '--batch-size', '8', '--workers', '0', '--rounds', '2']
 
@@ -15,15 +15,15 @@ def test_both_loaders_pass_over_the_images_in_every_round(options, capsys):
     assert list(passes) == ['torchvision', 'vitzoo']
     for timed in passes.values():
         assert len(timed) == 2
-        assert all(one['images_per_second'] > 0 and one['cpu_ms'] > 0 for one in timed)
+        assert all(timing['images_per_second'] > 0 and timing['cpu_ms'] > 0 for timing in timed)
     printed = capsys.readouterr().out
     faster = [ours['images_per_second'] / theirs['images_per_second'] for theirs, ours in zip(*passes.values())]
     assert f'vitzoo loads {sum(faster) / 2:.2f} times the images/s ({min(faster):.2f} – {max(faster):.2f}' in printed
     assert f'{options[-1]} images' in printed
 
 
-def test_the_photographs_have_the_size_of_imagenets(tmp_path):
-    make_photographs(tmp_path, 3)
+def test_generated_images_are_as_large_as_those_of_imagenet(tmp_path):
+    make_photos(tmp_path, 3)
     files = sorted(tmp_path.rglob('*.jpg'))
     assert len(files) == 3
     for file in files:
@@ -39,7 +39,7 @@ def test_the_photographs_have_the_size_of_imagenets(tmp_path):
         (['loaders'], "unknown table 'loaders', did you mean loader"),
     ],
 )
-def test_a_mistake_gets_one_sentence(argv, message, capsys):
+def test_a_user_error_is_one_sentence(argv, message, capsys):
     with pytest.raises(SystemExit) as end:
         bench.main(argv)
     assert end.value.code == 2

@@ -1,11 +1,10 @@
-"""docs/mixers.md says what the mixers' docstrings and code say now."""
+"""docs/mixers.md agrees with the docstrings and the code of the mixers."""
 
 import re
 from pathlib import Path
 
 import docs_mixers
 import pytest
-from test_models import mixers_of_ours
 
 DOCS = Path(__file__).parents[2] / 'docs'
 PAGE = DOCS / 'mixers.md'
@@ -47,14 +46,14 @@ def test_the_measured_errors_are_current():
 def test_every_mixer_has_its_facts():
     page = PAGE.read_text()
     found = sections(page)
-    assert sorted(found) == mixers_of_ours()
+    assert sorted(found) == sorted(docs_mixers.own_mixers())
     for name, text in found.items():
         sentence = text.strip().splitlines()[0]
         assert sentence[0].isupper() and sentence.endswith('.') and 'https' not in sentence, name
         assert re.search(r'^```text\n.+?\n```$', text, re.MULTILINE | re.DOTALL), f'{name} has no formula'
         facts = dict(re.findall(r'^\* \*\*([\w ]+)\*\*: (.+)$', text, re.MULTILINE))
         assert 'https://arxiv.org/abs/' in facts['Paper'] and 'O(' in facts['Cost'], name
-        assert {'Parameters', 'Takes'} <= set(facts)
+        assert {'Parameters', 'Properties'} <= set(facts)
         assert f'| [`{name}`](#{name}) | `O(' in page
 
 
@@ -77,7 +76,7 @@ def test_the_numbers_are_those_of_the_closed_forms():
 
 def test_the_cost_grows_as_the_docstrings_say():
     linear, quadratic = [], []
-    for name in mixers_of_ours():
+    for name in docs_mixers.own_mixers():
         said = ' '.join(docs_mixers.read_text(name).costs)
         macs = docs_mixers.measure_costs(name).attention
         if said.startswith('Linear in the number of tokens') or re.fullmatch(r'O\(N [^N]+\)\.', said):

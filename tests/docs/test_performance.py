@@ -1,4 +1,4 @@
-"""docs/performance.md says what weights/benchmarks.csv says, and every target is read from the rows that it names."""
+"""docs/performance.md and docs/targets.md are current, and targets are evaluated on the right rows."""
 
 import re
 import shlex
@@ -8,13 +8,14 @@ from pathlib import Path
 import docs_mixers
 import docs_models
 import docs_performance
+import docs_targets
 import pytest
 import targets
 import timm
 
 from vitzoo.bench import _pairs as pairs
 from vitzoo.bench import mixers, models, peers, startup
-from vitzoo.bench._harness import append_rows, read_rows
+from vitzoo.bench._harness import LAYER_PASSES, append_rows, read_rows
 from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
 
 ROOT = Path(__file__).parents[2]
@@ -39,19 +40,19 @@ each_target = pytest.mark.parametrize('target', TARGETS, ids=id_of)
 
 
 def combinations(target) -> list[dict]:
-    """The rows that a target asks for, as far as it names their columns."""
+    """The columns of every row that a target selects."""
     options = {key: value if isinstance(value, tuple) else (value,) for key, value in target.rows.items()}
     return [dict(zip(options, values)) for values in product(*options.values())]
 
 
-def rows_that_say(target, value: float, **others) -> list[dict]:
-    """Rows of which a target reads this value everywhere."""
+def rows_with_value(target, value: float, **others) -> list[dict]:
+    """Rows from which a target reads this value."""
     rows = []
     for asked in combinations(target):
         row = MEASURED | asked | others
         if target.reads == 'ratio':
             row['ratio'] = value
-        elif target.reads == 'times as long':
+        elif target.reads == 'relative time':
             row['ratio'] = 1 / value
         elif target.reads == 'share of matmul':
             row['matmul_share'] = value
@@ -67,7 +68,7 @@ def rows_that_say(target, value: float, **others) -> list[dict]:
 
 
 def written(tmp_path, rows: list[dict], run: str = RUN, command: str = 'vitzoo bench it') -> list[dict]:
-    """The rows as they come back from a file."""
+    """The rows, written to a file and read again."""
     path = tmp_path / f'{len(list(tmp_path.iterdir()))}.csv'
     append_rows(str(path), rows, run=run, command=command, **MACHINE)
     return read_rows(str(path))
@@ -79,10 +80,11 @@ def verdicts(target, rows: list[dict]) -> set[str]:
     return {line.verdict for line in lines}
 
 
-def test_the_page_is_current():
+@pytest.mark.parametrize('tool', [docs_performance, docs_targets], ids=lambda tool: tool.PAGE.name)
+def test_the_page_is_current(tool):
     rows = docs_performance.latest(read_rows(docs_performance.RESULTS)) if docs_performance.RESULTS.exists() else []
-    text = docs_performance.PAGE.read_text()
-    assert docs_models.fill(text, docs_performance.sections(rows)) == text, 'run `make docs`'
+    text = tool.PAGE.read_text()
+    assert docs_models.fill(text, tool.sections(rows)) == text, 'run `make docs`'
     for picture in re.findall(r'!\[[^]]*\]\((\S+?)\)', text):
         assert (DOCS / picture).exists(), 'run tools/measure.sh'
 
@@ -91,13 +93,13 @@ def test_the_page_is_current():
 def test_a_target_is_met_on_one_side_of_its_limit_and_missed_on_the_other(target, tmp_path):
     better, worse = (1.001, 0.999) if target.at_most is None else (0.999, 1.001)
     limit = target.at_least or target.at_most
-    assert verdicts(target, written(tmp_path, rows_that_say(target, limit * better))) == {'met'}
-    assert verdicts(target, written(tmp_path, rows_that_say(target, limit * worse))) == {'missed'}
+    assert verdicts(target, written(tmp_path, rows_with_value(target, limit * better))) == {'met'}
+    assert verdicts(target, written(tmp_path, rows_with_value(target, limit * worse))) == {'missed'}
 
 
 @each_target
 def test_a_target_without_its_rows_is_not_measured(target, tmp_path):
-    rows = written(tmp_path, rows_that_say(target, target.at_least or target.at_most))
+    rows = written(tmp_path, rows_with_value(target, target.at_least or target.at_most))
     assert verdicts(target, []) == {'not measured'}
     for key, value in dict(device='cuda', table='trainer', name='another').items():
         assert verdicts(target, [row | {key: value} for row in rows]) == {'not measured'}
@@ -105,16 +107,16 @@ def test_a_target_without_its_rows_is_not_measured(target, tmp_path):
 
 def test_a_target_above_the_ceiling_is_out_of_reach(tmp_path):
     target = targets.Target(targets.CVT_13 | dict(what='forward'), 'ratio', at_least=1.2)
-    assert verdicts(target, written(tmp_path, rows_that_say(target, 1.1, ceiling=1.19))) == {'out of reach'}
-    assert verdicts(target, written(tmp_path, rows_that_say(target, 1.1, ceiling=1.21))) == {'missed'}
-    # a ceiling is as good as the rates that it is made of, a measurement is a measurement
-    assert verdicts(target, written(tmp_path, rows_that_say(target, 1.2, ceiling=1.19))) == {'met'}
+    assert verdicts(target, written(tmp_path, rows_with_value(target, 1.1, ceiling=1.19))) == {'out of reach'}
+    assert verdicts(target, written(tmp_path, rows_with_value(target, 1.1, ceiling=1.21))) == {'missed'}
+    # a measurement counts even above the ceiling, which is only as accurate as the rates
+    assert verdicts(target, written(tmp_path, rows_with_value(target, 1.2, ceiling=1.19))) == {'met'}
 
 
 def test_a_reading_has_its_quartiles_and_what_bounds_it(tmp_path):
     (target,) = targets.TARGETS['bfloat16 against float32'][:1]
     limits = dict(ratio_low=1.5, ratio_high=1.7, ceiling=4.0, matmul_share=0.4, seconds=0.01)
-    (row,) = written(tmp_path, rows_that_say(target, 1.6, **limits))
+    (row,) = written(tmp_path, rows_with_value(target, 1.6, **limits))
     expected = targets.Reading(1.6, 1.5, 1.7, 4.0, 'products', 0.4)
     assert targets.read_ratio(row, [row]) == expected
     # 200 MB at 20 GB/s take 10 ms, and the products 4
@@ -124,50 +126,51 @@ def test_a_reading_has_its_quartiles_and_what_bounds_it(tmp_path):
 
 def test_readings_by_hand(tmp_path):
     (row,) = written(tmp_path, [MEASURED | dict(ratio=0.8, ratio_low=0.5, ratio_high=1.0)])
-    assert targets.read_slowness(row, []) == targets.Reading(1.25, 1.0, 2.0)
+    assert targets.read_relative_time(row, []) == targets.Reading(1.25, 1.0, 2.0)
     assert targets.read_share(row, []) == targets.Reading(0.5, 0.4, 0.625)
 
 
 def test_an_exponent_is_that_of_the_time_and_its_ceiling_that_of_the_products(tmp_path):
     target = targets.Target(targets.MIXERS | dict(name='ls', what='forward', tokens=16384), 'exponent', at_most=1.1)
-    first, last = written(tmp_path, rows_that_say(target, 1.25))
+    first, last = written(tmp_path, rows_with_value(target, 1.25))
     assert targets.read_exponent(last, [first, last]) == targets.Reading(1.25, None, None, 1.0, 'products', 0.5)
     assert verdicts(target, [first, last]) == {'missed'}
     assert verdicts(target, [first, last | dict(gmacs=100.0)]) == {'out of reach'}
     assert verdicts(target, [last]) == {'not measured'}
 
 
-def test_what_is_put_beside_a_row_is_of_its_run(tmp_path):
+def test_memory_is_compared_within_a_run(tmp_path):
     target = targets.Target(targets.MEMORY | dict(name='ls'), 'memory over SDPA', at_most=1.0)
-    early, late = (written(tmp_path, rows_that_say(target, 1.0), run=run) for run in ('2026-01', '2026-02'))
+    early, late = (written(tmp_path, rows_with_value(target, 1.0), run=run) for run in ('2026-01', '2026-02'))
     baseline, own = late
     rows = [*early, baseline | dict(peak_mb=20.0), own]
     (line,) = targets.read_lines(target, rows)
     assert line.reading.value == 2.5
-    # and where that run has none, there is no value
+    # the row of another run is not used
     assert verdicts(target, [*early, own]) == {'not measured'}
 
 
 def test_the_latest_run_of_a_command_counts(tmp_path):
     target = targets.Target(targets.CVT_13 | dict(what='forward'), 'ratio', at_least=1.2)
-    early = written(tmp_path, rows_that_say(target, 1.5), run='2026-01')
-    late = written(tmp_path, rows_that_say(target, 1.1), run='2026-02')
-    other = written(tmp_path, rows_that_say(target, 1.3), run='2026-01', command='vitzoo bench peers')
+    early = written(tmp_path, rows_with_value(target, 1.5), run='2026-01')
+    late = written(tmp_path, rows_with_value(target, 1.1), run='2026-02')
+    other = written(tmp_path, rows_with_value(target, 1.3), run='2026-01', command='vitzoo bench peers')
     assert docs_performance.latest([*late, *early, *other]) == [*late, *other]
     on_a_gpu = [row | dict(device='cuda', gpu='H200', run='2026-03') for row in early]
     assert docs_performance.latest([*early, *on_a_gpu]) == [*early, *on_a_gpu]
     assert verdicts(target, [*late, *other]) == {'missed'}
 
 
-def test_the_page_says_of_every_target_what_became_of_it(tmp_path):
+def test_the_page_has_the_verdict_of_every_target(tmp_path):
     target = targets.Target(targets.CVT_13 | dict(what='forward'), 'ratio', at_least=1.2)
-    rows = written(tmp_path, rows_that_say(target, 1.1, ceiling=1.15, matmul_share=0.94))
-    page = docs_performance.say_targets(rows)
+    rows = written(tmp_path, rows_with_value(target, 1.1, ceiling=1.15, matmul_share=0.94))
+    parts = docs_targets.sections(rows)
+    page = parts['targets']
     assert '| forward | ≥ 1.2 | 1.100 | 0.900 – 1.100 | **out of reach** | 1.15, products | 94% |' in page
     assert '| training step | ≥ 1.3 |  |  | not measured |  |  |' in page
     count = sum(len(combinations(target)) for target in TARGETS)
-    assert f'| all | 0 | 0 | 1 | {count - 1} |' in page
-    assert page.count('not measured |') - 1 == count - 1
+    assert f'| all | 0 | 0 | 1 | {count - 1} |' in parts['overview']
+    assert page.count('not measured |') == count - 1
 
 
 def test_every_table_of_the_page_has_its_command_and_machine(tmp_path):
@@ -181,6 +184,7 @@ def test_every_table_of_the_page_has_its_command_and_machine(tmp_path):
         command = f'```sh\nvitzoo bench {table} --seconds {number}\n```'
         assert f'{command}\n\nMeasured on 2026-11-20: fast, 2 cores, 2 threads; torch 2.15.0' in page
     assert page.count('large copies: 20.0 GB/s') == len(rows) - 1
+    assert '| forward | 0 of 1, × 1.0 |' in page and '| forward + backward | – |' in page
     assert '| `ls` | 1.00 | never up to 1,024 | – | 1,000 ms | 10 | 1000.0 | 50% |' in page
     assert '| `ls` | long-short | 1,024 | forward | 1,000 ms | 1,000 ms | 1.00 | 0.90 – 1.10 | 5 |' in page
     assert '| `cvt_13` | 224 | float32 | forward | 4 | 4.0 | 1,000 ms | 800 ms – 1,250 ms |' in page
@@ -198,7 +202,7 @@ def example_rows() -> dict[str, dict]:
     }
 
 
-def test_the_linear_mixers_are_those_whose_docstrings_say_so():
+def test_the_linear_mixers_are_linear_by_their_docstrings():
     said = {name: ' '.join(docs_mixers.read_text(name).costs) for name in docs_mixers.own_mixers()}
     linear = [
         name
@@ -236,24 +240,24 @@ def test_the_script_measures_every_target(tmp_path, monkeypatch):
             assert any(asked.items() <= row.items() for row in found), asked
 
 
-def planned_layers(args, table: str, whats: tuple[str, ...], names: list[tuple[str, str]]) -> list[dict]:
+def planned_layers(args, table: str, names: list[tuple[str, str]]) -> list[dict]:
     shape = dict(table=table, dim=args.dim, num_heads=args.heads, batch_size=args.batch, dtype='float32')
     return [
         shape | dict(name=name, against=against, tokens=tokens, what=what)
-        for (name, against), tokens, what in product(names, args.tokens, whats)
+        for (name, against), tokens, what in product(names, args.tokens, LAYER_PASSES)
     ]
 
 
 def planned_mixers(args) -> list[dict]:
     assert args.dtype == 'float32'
-    return planned_layers(args, 'mixers', mixers.WHATS, [(name, 'softmax') for name in mixers.check_names(args.mixers)])
+    return planned_layers(args, 'mixers', [(name, 'softmax') for name in mixers.select_mixers(args.mixers)])
 
 
 def planned_peers(args) -> list[dict]:
     assert args.pairs is None
     names = [(pair.name, pair.package) for pair in pairs.PAIRS if pair.is_layer]
     model = dict(table='peers', name='cvt_13', dtype='float32', img_size=224, batch_size=2 * args.batch)
-    return planned_layers(args, 'peers', peers.WHATS, names) + [model | dict(what=what) for what in peers.MODEL_WHATS]
+    return planned_layers(args, 'peers', names) + [model | dict(what=what) for what in peers.PEER_MODEL_PASSES]
 
 
 def planned_models(args) -> list[dict]:
@@ -261,7 +265,7 @@ def planned_models(args) -> list[dict]:
     return [
         dict(zip(keys, values))
         | dict(table='models', against=f'{args.against or values[0]} {values[2] if args.against else args.dtype[0]}')
-        for values in product(models.find_models(args.models), args.img_size, args.dtype, args.what)
+        for values in product(models.find_models(args.models), args.img_size, args.dtype, args.passes)
     ]
 
 

@@ -1,4 +1,4 @@
-"""weights/results.csv is right where it can be counted again, and the tables made from it are current."""
+"""The counts in weights/results.csv are right, and the tables made from it are current."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_every_column_is_explained():
     assert re.findall('`(\\w+)`', ' '.join(lines)) == COLUMNS
 
 
-def test_what_is_published_is_said_where():
+def test_published_results_have_a_source():
     for row in ROWS:
         if row['source'] == 'paper':
             assert row['reference'].startswith('https://') and row['data'] == 'ImageNet-1k', name_of(row)
@@ -60,18 +60,16 @@ def test_no_model_has_two_rows_of_the_same_kind():
     assert len(set(kinds)) == len(kinds)
 
 
-def test_every_row_names_weights_that_there_are_or_none():
+def test_the_tags_of_models_exist():
     for row in ROWS:
         name, _, tag = row['model'].partition('.')
         assert timm.is_model(name)
         assert not tag or row['model'] in timm.list_models(f'{name}.*', include_tags=True)
 
 
-@pytest.mark.parametrize('path', ['README.md', 'docs/models.md'])
-def test_the_tables_are_current(path):
-    made = docs_models.readme_tables(ROWS) if path == 'README.md' else docs_models.page_tables(ROWS)
-    text = (ROOT / path).read_text()
-    assert docs_models.fill(text, made) == text, 'run `make docs`'
+def test_the_tables_are_current():
+    text = docs_models.PAGE.read_text()
+    assert docs_models.fill(text, docs_models.page_tables(ROWS)) == text, 'run `make docs`'
 
 
 def test_every_row_is_in_a_table():
@@ -84,8 +82,8 @@ def test_every_row_is_in_a_table():
         assert shown in page, name_of(row)
 
 
-def test_the_readme_has_a_row_for_each_model_at_224():
-    table = docs_models.readme_tables(ROWS)['models']
+def test_the_overview_has_a_row_for_each_model_at_224():
+    table = docs_models.overview_table(ROWS)
     names = {row['model'].partition('.')[0] for row in ROWS if row['img_size'] == '224' and not row['kwargs']}
     assert [line.split('`')[1] for line in table.splitlines()[2:]] == list(
         dict.fromkeys(row['model'].partition('.')[0] for row in ROWS if row['model'].partition('.')[0] in names)
@@ -106,12 +104,12 @@ def test_numbers_are_shown_with_their_device():
 
 
 @pytest.mark.parametrize('text', ['', '<!-- a: made by `make docs` -->\n', '<!-- end of a -->\n' * 2])
-def test_a_page_without_a_place_for_a_table_is_refused(text):
-    with pytest.raises(ValueError, match='there are not one'):
+def test_a_page_without_the_markers_of_a_table_is_refused(text):
+    with pytest.raises(ValueError, match='expected one'):
         docs_models.fill(text, {'a': '| 1 |'})
 
 
-def test_swapped_models_say_how_to_make_them():
+def test_the_table_of_swapped_mixers_has_their_keywords():
     page = docs_models.page_tables(ROWS)['swapped']
     for row in ROWS:
         if row['model'] == docs_models.SWAPPED:

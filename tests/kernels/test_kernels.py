@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitzoo import kernels
 from vitzoo.bench import _contenders as contenders
 from vitzoo.bench import kernels as bench
-from vitzoo.bench._harness import KEYS, copying, matmul
+from vitzoo.bench._harness import BENCHMARK_COLUMNS, LAYER_PASSES, copying, matmul
 from vitzoo.mixers.aft import aft_conv, aft_conv_naive
 from vitzoo.mixers.performer import performer_attention, performer_naive
 
@@ -253,27 +253,27 @@ def bench_args(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize('name', [task.name for task in contenders.KERNELS])
+@pytest.mark.parametrize('name', [task.name for task in contenders.KERNEL_TASKS])
 def test_the_benchmark_reports_time_and_work_of_a_kernel(name, bench_args, calls):
-    (task,) = (task for task in contenders.KERNELS if task.name == name)
-    rows = bench.measure(task, 16, bench_args)
+    (task,) = (task for task in contenders.KERNEL_TASKS if task.name == name)
+    rows = bench.measure_kernel(task, 16, bench_args)
     assert len(calls) > 1
     assert [(fields['what'], fields['against']) for fields in rows] == [
-        (what, against) for what in bench.WHATS for against in ('kernel', 'pytorch', 'sdpa')
+        (what, against) for what in LAYER_PASSES for against in ('kernel', 'pytorch', 'sdpa')
     ]
     for fields in rows:
-        assert set(fields) < set(KEYS)
+        assert set(fields) < set(BENCHMARK_COLUMNS)
         assert fields['ratio'] > 0 and fields['seconds'] > 0
         assert fields['copy_gbs'] > 0 and fields['matmul_gflops'] > 0
         assert ('matmul_share' in fields) == ('io_mb' in fields) == (fields['against'] != 'sdpa')
-    bench.print_rows(rows)
+    bench.print_kernels(rows)
 
 
 @needs_kernels
 def test_the_benchmark_refuses_a_wrong_kernel(bench_args, monkeypatch, capsys):
-    (task,) = (task for task in contenders.KERNELS if task.name == 'performer')
+    (task,) = (task for task in contenders.KERNEL_TASKS if task.name == 'performer')
     monkeypatch.setattr(bench, 'with_kernel', lambda op: lambda *args: 1.1 * op(*args))
-    assert bench.measure(task, 16, bench_args) == []
+    assert bench.measure_kernel(task, 16, bench_args) == []
     assert 'refused: performer, kernel, 16 tokens: the output differs' in capsys.readouterr().out
 
 

@@ -15,23 +15,23 @@ from importlib import import_module
 
 from vitzoo.errors import UserError, did_you_mean, run_command
 
-TABLES = {
-    'mixers': 'every token mixer against fused softmax attention, over the number of tokens',
+BENCHMARKS = {
+    'mixers': 'every token mixer against fused softmax attention, by number of tokens',
     'models': 'throughput, latency, training step and memory of any timm models',
-    'peers': 'ours against the packages that do the same',
+    'peers': 'layers and models of vitzoo against other packages',
     'kernels': 'Triton kernels on a GPU against PyTorch, torch.compile, flex_attention and full attention',
     'loader': "training images per second, against torchvision's ImageFolder with the same augmentation",
-    'trainer': 'a training step of vitzoo against a bare loop of timm and PyTorch',
-    'startup': 'importing vitzoo and creating a model against timm',
+    'trainer': 'a training step of vitzoo against a plain loop of timm and PyTorch',
+    'startup': 'importing vitzoo and creating a model, against timm',
 }
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command and end the process with its exit code."""
-    run_command(dispatch, sys.argv[1:] if argv is None else argv)
+    run_command(run_benchmark, sys.argv[1:] if argv is None else argv)
 
 
-def dispatch(argv: list[str]) -> None:
+def run_benchmark(argv: list[str]) -> None:
     """Measure the table that the first argument names.
 
     Raises:
@@ -43,17 +43,17 @@ def dispatch(argv: list[str]) -> None:
     table, *rest = argv
     if table in ('-h', '--help', 'help'):
         print(_help())
-        # as argparse ends where it was asked for help
+        # argparse also exits after printing the help
         raise SystemExit(0)
-    if table not in TABLES:
-        hint = did_you_mean(table, TABLES) or f'; there are {", ".join(TABLES)}'
+    if table not in BENCHMARKS:
+        hint = did_you_mean(table, BENCHMARKS) or f'; the tables are {", ".join(BENCHMARKS)}'
         raise UserError(f"unknown table '{table}'{hint}")
-    # imported only now, because some need packages that others do not
+    # imported here, because some need packages that others do not
     import_module(f'vitzoo.bench.{table}').main(rest)
 
 
 def _help() -> str:
-    lines = [f'  {table:10} {summary}' for table, summary in TABLES.items()]
+    lines = [f'  {table:10} {summary}' for table, summary in BENCHMARKS.items()]
     return '\n'.join(
-        ['usage: vitzoo bench <table> [arguments]', '', *lines, '', '`vitzoo bench <table> --help` says more.']
+        ['usage: vitzoo bench <table> [arguments]', '', *lines, '', 'Options: `vitzoo bench <table> --help`.']
     )

@@ -1,8 +1,8 @@
-"""How `vitzoo bench` measures: the only place that looks at a clock or counts bytes for a table.
+"""Timing, memory measurement and the results file shared by the tables of `vitzoo bench`.
 
-What is compared runs in one process and in turn, A B A B, on several inputs, after a warm-up, and the device is waited
-for. A time is a median with its quartiles. A ratio is taken round by round, so that a machine that slows down for a
-while slows both sides of it.
+All contenders run in one process and take turns (A B A B) on several inputs, after a warm-up and with the device
+synchronized around each sample. A time is a median with its quartiles. A ratio is taken within each round, so that a
+slowdown of the machine affects both sides.
 """
 
 import csv
@@ -12,7 +12,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,9 +21,12 @@ import torch
 
 from vitzoo.errors import UserError
 
+# renamed to `synchronize` there
+from vitzoo.metrics.speed import _finish as synchronize
+
 RESULTS = 'weights/benchmarks.csv'
-DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-KEYS = (
+PRECISIONS = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+BENCHMARK_COLUMNS = (
     *('run', 'table', 'name', 'what', 'against'),
     *('tokens', 'img_size', 'dim', 'num_heads', 'batch_size', 'dtype', 'device'),
     *('seconds', 'seconds_low', 'seconds_high', 'rounds', 'ratio', 'ratio_low', 'ratio_high'),
@@ -32,7 +34,9 @@ KEYS = (
     *('cpu', 'threads', 'gpu', 'load', 'torch', 'timm', 'python', 'versions'),
     *('matmul_gflops', 'io_mb', 'copy_gbs', 'ceiling', 'command'),
 )
-# a call shorter than this is repeated to fill it, because a clock and a scheduler are coarse
+# the two passes of a layer that are measured
+LAYER_PASSES = ('forward', 'forward + backward')
+# in seconds; a shorter call is repeated within a sample, because the clock and the scheduler are coarse
 SHORTEST_SAMPLE = 0.01
 INPUT_SETS = 3
 
@@ -64,10 +68,11 @@ def time_in_turn(
     min_rounds: int = 5,
     on_round: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds that each of `calls` takes, one number per round.
+    """Seconds per call of each of `calls`, one number per round.
 
-    A round runs all of them once, in order, a short one several times; a call is told the number of the round and takes
-    another of its inputs each time. There are rounds for `seconds` per contender, and at least `min_rounds`.
+    A round takes one sample of each call, in order; a short call is repeated within its sample. The argument of a call
+    grows with each round, and selects its input. Rounds continue for `seconds` per contender on average, and for at
+    least `min_rounds`.
     """
     repeats = {name: _warm_up(call, device) for name, call in calls.items()}
     times = {name: [] for name in calls}
@@ -87,35 +92,29 @@ def time_in_turn(
 
 
 def ratios(slow: list[float], fast: list[float]) -> Spread:
-    """How many times faster the second is than the first; both from one `time_in_turn`, round by round."""
+    """Speedup of `fast` over `slow` in each round; both are from the same `time_in_turn`."""
     return Spread.of(a / b for a, b in zip(slow, fast, strict=True))
 
 
 def _warm_up(call: Callable[[int], object], device: torch.device) -> int:
-    """Run a call until it is warm, and say how often it fits into the shortest sample."""
+    """Run a call twice, and return how many times it fits into the shortest sample."""
     _time(call, 0, 1, device)
     return max(1, round(SHORTEST_SAMPLE / _time(call, 1, 1, device)))
 
 
 def _time(call: Callable[[int], object], number: int, repeats: int, device: torch.device) -> float:
-    synchronise(device)
+    synchronize(device)
     start = time.perf_counter()
     for repeat in range(repeats):
         call(number + repeat)
-    synchronise(device)
+    synchronize(device)
     return (time.perf_counter() - start) / repeats
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait for the device, which works behind the program's back."""
-    if device.type != 'cpu':
-        torch.accelerator.synchronize(device)
+def call_peak_megabytes(call: Callable[[int], object], device: torch.device) -> float:
+    """Peak memory (10^6 bytes) of the tensors that one call allocates, not counting what was allocated before it.
 
-
-def peak_megabytes(call: Callable[[int], object], device: torch.device) -> float:
-    """The most memory (10^6 bytes) that tensors of one call take at once, beside what was there before it.
-
-    As PyTorch's allocator of the device counts it, so it is the same on every machine and in every run.
+    Counted by PyTorch's allocator for the device, so on a CPU the result does not depend on the machine or the run.
     """
     call(0)
     if device.type == 'cuda':
@@ -123,7 +122,7 @@ def peak_megabytes(call: Callable[[int], object], device: torch.device) -> float
         torch.cuda.reset_peak_memory_stats(device)
         call(1)
         return (torch.cuda.max_memory_allocated(device) - before) / 1e6
-    # where there is no GPU the profiler says so at length, in a language for its authors
+    # without a GPU, the profiler logs warnings that do not concern the user
     os.environ.setdefault('KINETO_LOG_LEVEL', '99')
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         call(1)
@@ -136,9 +135,9 @@ def peak_megabytes(call: Callable[[int], object], device: torch.device) -> float
 
 
 def matmul(dtype: torch.dtype, device: torch.device, size: int | None = None) -> tuple[Callable[[int], object], float]:
-    """A large square matrix product, and its operations: the rate that the machine reaches where nothing is in the way.
+    """A large square matrix product and its number of floating-point operations.
 
-    To be timed in turn with what is compared to it.
+    Timed in the same rounds as a layer or a model, it gives the rate to compare them with.
     """
     size = size or (2048 if device.type == 'cpu' else 8192)
     a, b = torch.randn(2, size, size, device=device).to(dtype)
@@ -146,24 +145,19 @@ def matmul(dtype: torch.dtype, device: torch.device, size: int | None = None) ->
 
 
 def copying(device: torch.device, size: int | None = None) -> tuple[Callable[[int], object], float]:
-    """A copy of `size` numbers, more than any cache holds, and the bytes that it reads and writes."""
+    """A copy of `size` float32 numbers, too many for any cache, and the number of bytes it reads and writes."""
     size = size or (2**25 if device.type == 'cpu' else 2**28)
     source, target = torch.ones(2, size, device=device)
     return lambda number: target.copy_(source), 2.0 * source.nbytes
 
 
-def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager:
-    """The context in which a float32 model computes in `dtype`."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-
-
 def describe_machine(device: torch.device) -> dict:
-    """What a measurement depends on beside the code, for the row of a results file."""
+    """Hardware, load and versions that a measurement depends on, as columns of a results file."""
     return dict(
         cpu=f'{_cpu_name()}, {os.cpu_count()} cores',
         threads=torch.get_num_threads(),
         gpu=torch.cuda.get_device_name(device) if device.type == 'cuda' else None,
-        # above the number of cores, others were at work and the times are worth little
+        # above the number of cores, other programs were running and the times are unreliable
         load=round(os.getloadavg()[0], 1) if hasattr(os, 'getloadavg') else None,
         torch=torch.__version__,
         timm=timm.__version__,
@@ -171,8 +165,8 @@ def describe_machine(device: torch.device) -> dict:
     )
 
 
-def say_machine(machine: dict) -> str:
-    """The machine in a line."""
+def format_machine(machine: dict) -> str:
+    """One line on the machine and the versions."""
     device = machine['gpu'] or f'{machine["cpu"]}, {machine["threads"]} threads'
     versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
     return f'{device}; {versions}; load {machine["load"]}'
@@ -185,12 +179,12 @@ def _cpu_name() -> str:
 
 
 def start_run() -> str:
-    """What the rows of one run have in common and no other: the time it began."""
+    """Identifier of a run, shared by its rows: its start time in UTC."""
     return datetime.now(timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ')
 
 
-def row(times: Spread | None = None, ratio: Spread | None = None, **fields) -> dict:
-    """A measurement under the names of `KEYS`."""
+def make_row(times: Spread | None = None, ratio: Spread | None = None, **fields) -> dict:
+    """A measurement as a dictionary with keys from `BENCHMARK_COLUMNS`."""
     if times is not None:
         fields |= dict(seconds=times.median, seconds_low=times.low, seconds_high=times.high, rounds=times.count)
     if ratio is not None:
@@ -199,27 +193,29 @@ def row(times: Spread | None = None, ratio: Spread | None = None, **fields) -> d
 
 
 def check_columns(path: str) -> bool:
-    """Say whether a results file is yet to be begun.
+    """Return True if a results file is missing or empty, and so needs a header.
 
     Raises:
-        UserError: It is another file, or was begun by a version with other columns.
+        UserError: The file has other columns, as a results file of another version has.
     """
     if not Path(path).exists() or not Path(path).stat().st_size:
         return True
     with open(path, newline='') as file:
         columns = next(csv.reader(file))
-    if columns != [*KEYS]:
-        other = ', '.join(sorted({*KEYS} ^ {*columns})) or 'order'
-        raise UserError(f"cannot add to '{path}': it has other columns ({other}); name another with --results-file")
+    if columns != [*BENCHMARK_COLUMNS]:
+        other = ', '.join(sorted({*BENCHMARK_COLUMNS} ^ {*columns})) or 'order'
+        raise UserError(
+            f"cannot append to '{path}': its columns differ ({other}); choose another file with --results-file"
+        )
     return False
 
 
 def append_rows(path: str, rows: list[dict], **common) -> None:
-    """Add rows to a CSV file with the columns `KEYS`, what they have in common in each."""
+    """Append rows to a CSV file with the columns `BENCHMARK_COLUMNS`; `common` is added to each of them."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     is_new = check_columns(path)
     with open(path, 'a', newline='') as file:
-        writer = csv.DictWriter(file, KEYS)
+        writer = csv.DictWriter(file, BENCHMARK_COLUMNS)
         if is_new:
             writer.writeheader()
         for fields in rows:
@@ -232,7 +228,7 @@ def _short(value):
 
 
 def read_rows(path: str) -> list[dict]:
-    """The rows of a results file, numbers as numbers and empty fields as None."""
+    """The rows of a results file, with numbers converted and None for empty fields."""
     with open(path, newline='') as file:
         return [{key: _number(value) for key, value in fields.items()} for fields in csv.DictReader(file)]
 

@@ -1,4 +1,4 @@
-"""What every table of `vitzoo bench` takes on its command line."""
+"""Command-line options shared by the tables of `vitzoo bench`."""
 
 import argparse
 import math
@@ -8,48 +8,48 @@ from collections.abc import Iterable
 
 import torch
 
-from vitzoo.bench._harness import DTYPES, RESULTS, check_columns
+from vitzoo.bench._harness import PRECISIONS, RESULTS, check_columns
 from vitzoo.errors import UserError
-from vitzoo.options import check_output, device, positive
+from vitzoo.options import check_output, default_device, device, positive
+
+DEFAULT_TOKENS = (196, 784, 1024, 3136, 4096, 9216, 16384)
 
 
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None, min_rounds: int = 5) -> argparse.Namespace:
-    """Add what all tables take, and read the command line.
+def parse_common(parser: argparse.ArgumentParser, argv: list[str] | None, min_rounds: int = 5) -> argparse.Namespace:
+    """Add the options that all tables take, and parse the command line.
 
     Raises:
         UserError: The results file cannot be written, or has other columns.
     """
     add = parser.add_argument
-    add('--device', type=device, default=default_device(), help='where to run (default: the GPU if there is one)')
-    add('--seconds', type=seconds, default=1.0, metavar='S', help='time for each contender and size (default: 1)')
-    add('--min-rounds', type=positive, default=min_rounds, metavar='N', help=f'fewest rounds (default: {min_rounds})')
+    add('--device', type=device, default=default_device(), help='device to run on (default: the GPU if there is one)')
+    add('--seconds', type=_seconds, default=1.0, metavar='S', help='time per contender and size (default: 1)')
+    add('--min-rounds', type=positive, default=min_rounds, metavar='N', help=f'minimum rounds (default: {min_rounds})')
     add('--threads', type=positive, metavar='N', help='threads of PyTorch (default: one per core)')
-    add('--results-file', default=RESULTS, metavar='FILE.csv', help=f'add the measurements to it (default: {RESULTS})')
+    add('--results-file', default=RESULTS, metavar='FILE.csv', help=f'append the results to it (default: {RESULTS})')
     args = parser.parse_args(argv)
     check_output(args.results_file, ('.csv',))
     check_columns(args.results_file)
-    args.command = command_line(parser.prog, sys.argv[1:] if argv is None else argv)
+    args.command = _command_line(parser.prog, sys.argv[1:] if argv is None else argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     return args
 
 
-def command_line(program: str, argv: list[str]) -> str:
-    """The command as a shell takes it, without the file that its rows are in anyhow."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument('--results-file')
-    return shlex.join([*program.split(), *parser.parse_known_args(argv)[1]])
+def add_layer_shape(parser: argparse.ArgumentParser, tokens: tuple[int, ...], batch_size: int) -> None:
+    """Add the options for the input of a layer, with the defaults that differ between tables."""
+    add = parser.add_argument
+    sizes = ' '.join(map(str, tokens))
+    add('--tokens', type=positive, nargs='+', default=tokens, metavar='N', help=f'square numbers (default: {sizes})')
+    add('--dim', type=positive, default=384, help='width (default: 384)')
+    add('--heads', type=positive, default=6, help='number of heads (default: 6)')
+    add('--batch', type=positive, default=batch_size, help=f'batch size (default: {batch_size})')
 
 
 def add_dtype(parser: argparse.ArgumentParser, **kwargs) -> None:
-    """Take `--dtype`, one or several."""
-    text = 'precision of the computation; what is not float32 runs under autocast (default: float32)'
-    parser.add_argument('--dtype', choices=DTYPES, help=text, **kwargs)
-
-
-def default_device() -> torch.device:
-    """The accelerator if there is one."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device('cpu')
+    """Add `--dtype`, which takes one or several precisions."""
+    text = 'precision of the computation; bfloat16 and float16 use autocast (default: float32)'
+    parser.add_argument('--dtype', choices=PRECISIONS, help=text, **kwargs)
 
 
 def check_squares(tokens: Iterable[int]) -> None:
@@ -57,15 +57,22 @@ def check_squares(tokens: Iterable[int]) -> None:
     for number in tokens:
         side = math.isqrt(number)
         if side**2 != number:
-            raise UserError(f'--tokens {number} is no square; the grids here are, such as {side**2}')
+            raise UserError(f'--tokens {number} is not a square number; the nearest below is {side**2}')
 
 
-def seconds(text: str) -> float:
+def _command_line(program: str, argv: list[str]) -> str:
+    """The command as typed in a shell, without --results-file, which does not affect the results."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument('--results-file')
+    return shlex.join([*program.split(), *parser.parse_known_args(argv)[1]])
+
+
+def _seconds(text: str) -> float:
     """A time of 0 seconds or more."""
     try:
         number = float(text)
     except ValueError:
         number = -1.0
     if not 0 <= number < float('inf'):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds, 0 or more")
     return number

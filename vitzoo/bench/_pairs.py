@@ -1,14 +1,13 @@
-"""What `vitzoo bench peers` compares: a layer or model of ours, the same of another package, and how they must agree.
+"""Layers and models of vitzoo paired with those of other packages, for `vitzoo bench peers`.
 
-Everything is set to the same work: the same width and heads, projections without bias where the peer has none, and as
-many features, landmarks, hashes or keys per query on both sides. Where the two define the same function, ours gets the
-peer's weights and must give its outputs; where a peer defines another function (its docstring here says how), our op
-must equal its own naive form instead.
+Both sides of a pair do the same work: the same width and heads, projections without bias if the peer has none, and as
+many features, landmarks, hashes or keys per query. If both define the same function, ours gets the peer's weights and
+the outputs must agree. Otherwise the docstring names the difference, and our op must equal its own naive form.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import timm
@@ -25,7 +24,7 @@ from vitzoo.models.cvt import checkpoint_filter_fn
 
 @dataclass(frozen=True)
 class Shape:
-    """The tokens that a layer is made for, and its width."""
+    """Number of tokens, width and number of heads of a layer."""
 
     tokens: int
     dim: int
@@ -33,25 +32,25 @@ class Shape:
 
     @property
     def side(self) -> int:
-        """Tokens along a side of the square grid."""
+        """Side of the square grid."""
         return math.isqrt(self.tokens)
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
+        """Dimension of a head."""
         return self.dim // self.heads
 
-    def block(self) -> int:
-        """The side of the blocks that cut the grid evenly, 8 where that is possible."""
+    def block_size(self) -> int:
+        """Largest side of square blocks, up to 8, that divides the grid evenly."""
         return next(size for size in (8, 7, 6, 5, 4, 3, 2, 1) if self.side % size == 0)
 
-    def run(self) -> int:
-        """The length of the runs of tokens that cut the raster evenly, 64 where that is possible."""
+    def segment_size(self) -> int:
+        """Largest square number of consecutive tokens, up to 64, that divides the sequence evenly."""
         return next(size for size in (64, 49, 36, 25, 16, 9, 4, 1) if self.tokens % size == 0)
 
 
 class Layer(nn.Module):
-    """A mixer of ours on its grid, as a function of the tokens alone."""
+    """A mixer with a fixed grid, called with the tokens only."""
 
     def __init__(self, name: str, shape: Shape, grid_size: tuple[int, int] | None = None, **kwargs) -> None:
         super().__init__()
@@ -62,38 +61,54 @@ class Layer(nn.Module):
         return self.mixer(x, self.grid_size)
 
 
+# ours and theirs
+MakePair = Callable[[Shape], tuple[nn.Module, nn.Module]]
+
+
 @dataclass(frozen=True)
 class Pair:
-    """Something of ours and the same of a package; `make` gives both for a shape, with the same weights if they map.
+    """A layer or a model of vitzoo, and that of a package.
 
-    Outputs of the same weights may differ by `tolerance`, relative to what varies in them; None where the functions
-    differ. They are compared at `check_tokens` where that is given, and by `check` where a plain comparison would not
-    do. A pair without `is_layer` is a model, for which there is no number of tokens.
+    `make` returns both for a shape, with the same weights if they define the same function. In this case `difference`
+    is the relative difference of their results at a shape, which must stay below `tolerance`; else it is None. A model
+    (`is_layer` False) does not depend on the number of tokens.
     """
 
     name: str
     package: str
-    make: Callable[[Shape], tuple[nn.Module, nn.Module]]
-    tolerance: float | None = 1e-4
-    check_tokens: int | None = None
-    check: Callable[[Shape], float] | None = None
+    make: MakePair
+    difference: Callable[[Shape], float] | None = None
+    tolerance: float = 1e-4
     note: str = ''
     is_layer: bool = True
 
 
-def performer(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """FAVOR+ with 256 features; the peer adds 1e-4 to each of them."""
+def output_difference(make: MakePair, tokens: int | None = None) -> Callable[[Shape], float]:
+    """A function that compares the outputs of both sides for the same tokens, `tokens` of them or as in the shape."""
+
+    @torch.no_grad()
+    def difference(shape: Shape) -> float:
+        shape = replace(shape, tokens=tokens or shape.tokens)
+        ours, theirs = make(shape)
+        x = torch.randn(1, shape.tokens, shape.dim)
+        return relative_difference(ours.eval()(x), theirs.eval()(x))
+
+    return difference
+
+
+def _performer(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """FAVOR+ with 256 features; the peer adds 1e-4 to each feature."""
     from performer_pytorch import SelfAttention
 
     theirs = SelfAttention(shape.dim, heads=shape.heads, dim_head=shape.head_dim, nb_features=256)
     ours = Layer('performer', shape, num_features=256, qkv_bias=False)
-    copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.to_out)
+    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.to_out)
     ours.mixer.features.copy_(theirs.fast_attention.projection_matrix)
     return ours, theirs
 
 
-def check_performer(shape: Shape) -> float:
-    """The relative difference of the two ops with the same features, none of them raised by the peer."""
+def _performer_difference(shape: Shape) -> float:
+    """Relative difference of the two ops with the same features, without the 1e-4 of the peer."""
     from performer_pytorch.performer_pytorch import linear_attention, softmax_kernel
 
     q, k, v = torch.randn(3, 2, shape.heads, 256, shape.head_dim)
@@ -103,42 +118,44 @@ def check_performer(shape: Shape) -> float:
     return relative_difference(performer_attention(q, k, v, features, shape.head_dim**-0.5), theirs)
 
 
-def nystrom(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """64 landmarks, 6 steps of the pseudo-inverse, which the peer starts from a norm over the whole batch.
+def _nystrom(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """64 landmarks and 6 iterations for the pseudo-inverse.
 
-    Where 64 does not divide the tokens the peer fills up with zeros, which ours does not.
+    The peer scales the first iterate by a norm over the whole batch, and pads with zeros if the number of tokens is not
+    a multiple of 64.
     """
     from nystrom_attention import NystromAttention
 
     theirs = NystromAttention(shape.dim, shape.head_dim, shape.heads, num_landmarks=64, residual=False)
     ours = Layer('nystrom', shape, num_landmarks=64, num_iterations=6, qkv_bias=False)
-    copy_qkv(ours.mixer, theirs.to_qkv, out=theirs.to_out[0])
+    _copy_qkv(ours.mixer, theirs.to_qkv, out=theirs.to_out[0])
     return ours, theirs
 
 
-def linformer(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """Rank 256."""
+def _linformer(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """Linformer with rank 256."""
     from linformer import LinformerSelfAttention
 
     theirs = LinformerSelfAttention(shape.dim, shape.tokens, k=256, heads=shape.heads)
     ours = Layer('linformer', shape, rank=256, qkv_bias=False)
-    copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.to_out)
+    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.to_out)
     ours.mixer.proj_k.data.copy_(theirs.proj_k)
     ours.mixer.proj_v.data.copy_(theirs.proj_v)
     return ours, theirs
 
 
-def linear(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """The peer's features are two softmaxes, ours elu + 1 and a normaliser."""
+def _linear(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """Linear attention; the peer applies a softmax to q and k, ours elu + 1 and a normalizer."""
     from linear_attention_transformer.linear_attention_transformer import SelfAttention
 
     return Layer('linear', shape, qkv_bias=False), SelfAttention(shape.dim, shape.heads)
 
 
-def reformer(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """Two rounds of hashing, 64 keys for each query in each; the peer set to the paper's form, as ours.
+def _reformer(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """Two hashing rounds with 64 keys per query; the peer is set to the paper's form.
 
-    That is: attention within buckets, and a key found twice counts once. Rotations are drawn anew by each.
+    In that form attention stays within buckets, and a key found in both rounds counts once. Each side draws its own
+    rotations.
     """
     from reformer_pytorch import Autopadder, LSHSelfAttention
 
@@ -147,16 +164,16 @@ def reformer(shape: Shape) -> tuple[nn.Module, nn.Module]:
     return Layer('reformer', shape, num_hashes=2, bucket_size=16, qkv_bias=False), Autopadder(theirs)
 
 
-def reformer_defaults(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """As `reformer`, but the peer's own defaults: it attends across buckets and counts a key found twice twice."""
+def _reformer_defaults(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """As `_reformer`, with the peer's defaults: attention across buckets, and keys found in both rounds count twice."""
     from reformer_pytorch import Autopadder, LSHSelfAttention
 
     theirs = LSHSelfAttention(shape.dim, heads=shape.heads, bucket_size=32, n_hashes=2)
     return Layer('reformer', shape, num_hashes=2, bucket_size=16, qkv_bias=False), Autopadder(theirs)
 
 
-def check_reformer(shape: Shape) -> float:
-    """The relative difference of the two ops with the same rotations, in chunks of 32 tokens."""
+def _reformer_difference(shape: Shape) -> float:
+    """Relative difference of the two ops with the same rotations, in chunks of 32 tokens."""
     from reformer_pytorch import LSHAttention
 
     shape = Shape(256, shape.dim, shape.heads)
@@ -171,89 +188,96 @@ def check_reformer(shape: Shape) -> float:
     return relative_difference(ours, theirs)
 
 
-def sinkhorn(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """Blocks of 64 tokens (49 at 14 x 14), 8 steps; the peer sorts runs of the raster, and its values are its keys."""
+def _sinkhorn(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """Blocks of 64 tokens (49 at 14 x 14), 8 iterations; the peer sorts sequence segments, and uses keys as values."""
     from sinkhorn_transformer import SinkhornSelfAttention
 
-    block = shape.block()
+    block = shape.block_size()
     theirs = SinkhornSelfAttention(
         shape.dim, block**2, shape.tokens, heads=shape.heads, non_permutative=False, sinkhorn_iter=8
     )
     return Layer('sinkhorn', shape, block_size=block, num_iterations=8, qkv_bias=False), theirs
 
 
-def routing(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """Clusters of 1/8 of the tokens (1/7 at 14 x 14); the peer averages over clusters what ours puts in one softmax."""
+def _routing(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """Clusters of 1/8 of the tokens (1/7 at 14 x 14); the peer averages over clusters, ours has one softmax."""
     from routing_transformer.routing_transformer import SelfAttention
 
     clusters = next(number for number in (8, 7, 4) if shape.tokens % number == 0)
     size = shape.tokens // clusters
-    theirs = First(SelfAttention(shape.dim, 1, shape.tokens, shape.heads, 0, size))
+    theirs = _First(SelfAttention(shape.dim, 1, shape.tokens, shape.heads, 0, size))
     return Layer('routing', shape, num_clusters=clusters, cluster_size=size, qkv_bias=False), theirs
 
 
-def aft_simple(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """All channels."""
+def _aft_simple(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """AFT-simple with a hidden width of `dim`."""
     from aft_pytorch.aft_pytorch import AFTSimple
 
     theirs, ours = AFTSimple(shape.tokens, shape.dim, hidden_dim=shape.dim), Layer('aft_simple', shape)
-    copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.project)
+    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.project)
     return ours, theirs
 
 
-def aft_full(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """All channels; the peer's table of positions is the product of our factors."""
+def _aft_full(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """AFT-full with a hidden width of `dim`; the peer's position biases are the product of our factors."""
     from aft_pytorch.aft_pytorch import AFTFull
 
     theirs, ours = AFTFull(shape.tokens, shape.dim, hidden_dim=shape.dim), Layer('aft_full', shape)
-    copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.project)
+    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.project)
     theirs.wbias.data.copy_(ours.mixer.u_query @ ours.mixer.u_key.T)
     return ours, theirs
 
 
-def local(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """Runs of 64 tokens (49 of 196), each with the run before and after it: ours on a grid of one row."""
+def _local(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """Segments of 64 tokens (49 of 196), each attending to its two neighbours too; our grid is a single row."""
     from local_attention.transformer import LocalMHA
 
     theirs = LocalMHA(
         dim=shape.dim,
-        window_size=shape.run(),
+        window_size=shape.segment_size(),
         dim_head=shape.head_dim,
         heads=shape.heads,
         exact_windowsize=False,
         use_rotary_pos_emb=False,
     )
-    ours = Layer('local', shape, (1, shape.tokens), block_size=shape.run(), memory_halo=shape.run(), qkv_bias=False)
-    copy_qkv(ours.mixer, theirs.to_qkv, out=theirs.to_out)
+    ours = Layer(
+        'local',
+        shape,
+        (1, shape.tokens),
+        block_size=shape.segment_size(),
+        memory_halo=shape.segment_size(),
+        qkv_bias=False,
+    )
+    _copy_qkv(ours.mixer, theirs.to_qkv, out=theirs.to_out)
     return ours, theirs
 
 
-def ls(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """8 landmarks and 169 keys for each query, of the peer 192 in runs (147 of 196 tokens).
+def _ls(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """8 landmarks and 169 keys per query; the peer has 192 keys in segments (147 of 196 tokens).
 
-    The peer's keys are its values, so that it projects once where ours projects twice, and they are rotated.
+    The peer uses keys as values, which saves a projection, and has rotary positions.
     """
     from long_short_transformer.long_short_transformer import LongShortAttention
 
     theirs = LongShortAttention(
-        dim=shape.dim, heads=shape.heads, dim_head=shape.head_dim, causal=False, window_size=shape.run(), r=8
+        dim=shape.dim, heads=shape.heads, dim_head=shape.head_dim, causal=False, window_size=shape.segment_size(), r=8
     )
     return Layer('ls', shape, window_size=7, rank=8, qkv_bias=False), theirs
 
 
-def cvt_13(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """The whole model for images of 224 x 224; the peer has another activation, GELU for the paper's QuickGELU."""
+def _cvt_13(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """CvT-13 at 224 x 224; the peer has GELU in place of the paper's QuickGELU."""
     from transformers import CvtConfig, CvtForImageClassification
 
-    theirs = Logits(CvtForImageClassification(CvtConfig(num_labels=1000, drop_path_rate=(0.0, 0.0, 0.0))))
+    theirs = _Logits(CvtForImageClassification(CvtConfig(num_labels=1000, drop_path_rate=(0.0, 0.0, 0.0))))
     ours = timm.create_model('cvt_13')
     ours.load_state_dict(checkpoint_filter_fn(theirs.net.state_dict(), ours))
     return ours, theirs
 
 
-def check_cvt_13(shape: Shape) -> float:
-    """The relative difference of the logits, with the peer's activation replaced by the paper's."""
-    ours, theirs = cvt_13(shape)
+def _cvt_13_difference(shape: Shape) -> float:
+    """Relative difference of the logits, with the peer's activation replaced by the paper's."""
+    ours, theirs = _cvt_13(shape)
     for module in theirs.modules():
         if isinstance(getattr(module, 'activation', None), nn.GELU):
             module.activation = QuickGELU()
@@ -262,8 +286,8 @@ def check_cvt_13(shape: Shape) -> float:
         return relative_difference(ours.eval()(images), theirs.eval()(images))
 
 
-class First(nn.Module):
-    """The first of a module's outputs."""
+class _First(nn.Module):
+    """Returns the first output of a module."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -273,22 +297,22 @@ class First(nn.Module):
         return self.net(x)[0]
 
 
-class Logits(First):
-    """The logits of a model of transformers."""
+class _Logits(_First):
+    """Returns the logits of a model of the transformers package."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x).logits
 
 
 @torch.no_grad()
-def copy_qkv(
+def _copy_qkv(
     mixer: TokenMixer,
     q: nn.Linear,
     k: nn.Linear | None = None,
     v: nn.Linear | None = None,
     out: nn.Linear | None = None,
 ) -> None:
-    """Give a mixer a peer's projections; `q` alone is a layer for all three."""
+    """Copy a peer's projections into a mixer; `q` alone is one layer for q, k and v."""
     layers = [layer for layer in (q, k, v) if layer is not None]
     mixer.qkv.weight.copy_(torch.cat([layer.weight for layer in layers]))
     if mixer.qkv.bias is not None:
@@ -301,23 +325,23 @@ def copy_qkv(
 
 
 def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The norm of the difference over the norm, of what varies between tokens or classes."""
+    """Norm of the difference over the norm of `theirs`, whose mean over tokens (or classes) is subtracted."""
     scale = (theirs - theirs.mean(dim=-2 if theirs.ndim > 2 else -1, keepdim=True)).norm()
     return ((ours - theirs).norm() / scale).item()
 
 
 PAIRS = (
-    Pair('performer', 'performer-pytorch', performer, check=check_performer),
-    Pair('nystrom', 'nystrom-attention', nystrom, tolerance=0.02, check_tokens=256),
-    Pair('linformer', 'linformer', linformer),
-    Pair('linear', 'linear-attention-transformer', linear, tolerance=None),
-    Pair('reformer', 'reformer-pytorch', reformer, check=check_reformer),
-    Pair('reformer', 'reformer-pytorch', reformer_defaults, tolerance=None, note='its defaults'),
-    Pair('sinkhorn', 'sinkhorn-transformer', sinkhorn, tolerance=None),
-    Pair('routing', 'routing-transformer', routing, tolerance=None),
-    Pair('aft_simple', 'aft-pytorch', aft_simple),
-    Pair('aft_full', 'aft-pytorch', aft_full),
-    Pair('local', 'local-attention', local),
-    Pair('ls', 'long-short-transformer', ls, tolerance=None),
-    Pair('cvt_13', 'transformers', cvt_13, check=check_cvt_13, is_layer=False),
+    Pair('performer', 'performer-pytorch', _performer, _performer_difference),
+    Pair('nystrom', 'nystrom-attention', _nystrom, output_difference(_nystrom, tokens=256), tolerance=0.02),
+    Pair('linformer', 'linformer', _linformer, output_difference(_linformer)),
+    Pair('linear', 'linear-attention-transformer', _linear),
+    Pair('reformer', 'reformer-pytorch', _reformer, _reformer_difference),
+    Pair('reformer', 'reformer-pytorch', _reformer_defaults, note='its defaults'),
+    Pair('sinkhorn', 'sinkhorn-transformer', _sinkhorn),
+    Pair('routing', 'routing-transformer', _routing),
+    Pair('aft_simple', 'aft-pytorch', _aft_simple, output_difference(_aft_simple)),
+    Pair('aft_full', 'aft-pytorch', _aft_full, output_difference(_aft_full)),
+    Pair('local', 'local-attention', _local, output_difference(_local)),
+    Pair('ls', 'long-short-transformer', _ls),
+    Pair('cvt_13', 'transformers', _cvt_13, _cvt_13_difference, is_layer=False),
 )

@@ -1,11 +1,11 @@
-"""`vitzoo bench kernels`: every Triton kernel on a GPU against other ways to compute the same, by number of tokens.
+"""`vitzoo bench kernels`: Triton kernels on a GPU against other implementations of the same op, by number of tokens.
 
-The others are the op's form in PyTorch, what torch.compile makes of it, flex_attention where it can express it, and, as
-a measure of what full attention costs, scaled_dot_product_attention, which computes something else. All run in turn. A
-contender gets a ratio only if its output and gradients are those of the PyTorch form in float32.
+The others are the op in PyTorch, the same under torch.compile, flex_attention if it can express the op, and
+scaled_dot_product_attention, which computes something else: it shows the cost of full attention. All take turns. A
+contender gets a ratio only if its output and gradients agree with the PyTorch form in float32.
 
-Bytes are those of inputs and outputs, each once, and of their gradients; FLOPs those of the op's formula. The shares
-are of the rates at which the GPU copies memory and multiplies large matrices, measured in the same rounds.
+Bytes are those of inputs, outputs and their gradients, each counted once; FLOPs are those of the op's formula. The
+shares are relative to the rates of large copies and large matrix products, measured in the same rounds.
 
 Examples:
     vitzoo bench kernels
@@ -20,103 +20,104 @@ from timm.layers import set_fused_attn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitzoo.bench._contenders import KERNELS, Case, KernelTask
+from vitzoo.bench._contenders import KERNEL_TASKS, Case, KernelTask
 from vitzoo.bench._harness import (
-    DTYPES,
     INPUT_SETS,
+    LAYER_PASSES,
+    PRECISIONS,
     Spread,
     append_rows,
+    call_peak_megabytes,
     copying,
     describe_machine,
+    format_machine,
+    make_row,
     matmul,
-    peak_megabytes,
     ratios,
-    row,
-    say_machine,
     start_run,
     time_in_turn,
 )
-from vitzoo.bench._options import check_squares, parse
-from vitzoo.bench._show import milliseconds, print_table, progress
+from vitzoo.bench._options import DEFAULT_TOKENS, add_layer_shape, check_squares, parse_common
+from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
 from vitzoo.errors import UserError
-from vitzoo.options import positive
 
-TOKENS = (196, 784, 1024, 3136, 4096, 9216, 16384)
-WHATS = ('forward', 'forward + backward')
-OURS, PYTORCH, SDPA = 'kernel', 'pytorch', 'sdpa'
-CONTENDERS = (PYTORCH, 'compile', 'flex', SDPA)
-# norm of the difference over norm, from the PyTorch form in float32, of the output and of every gradient
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+_KERNEL, _PYTORCH, _SDPA = 'kernel', 'pytorch', 'sdpa'
+_CONTENDERS = (_PYTORCH, 'compile', 'flex', _SDPA)
+# relative difference in norm from the PyTorch form in float32, for the output and every gradient
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Measure what the command line asks for; return a row for each contender, number of tokens and thing that is run.
+    """Measure what the command line asks for; return a row per contender, number of tokens and pass.
 
     Raises:
-        UserError: There is no CUDA device, or a number of tokens is not what it should be.
+        UserError: The device is not a CUDA device, or a number of tokens is not a square.
     """
     args = parse_args(argv)
     if args.device.type != 'cuda':
-        raise UserError(f"the kernels are for CUDA devices and this is '{args.device.type}'; run it where there is one")
+        raise UserError(
+            f"the kernels need a CUDA device, and the device is '{args.device.type}'; use a machine with a GPU"
+        )
     run, machine = start_run(), describe_machine(args.device)
-    print(say_machine(machine))
+    print(format_machine(machine))
     rows = []
-    for task in KERNELS:
+    for task in KERNEL_TASKS:
         if task.name not in args.kernels:
             continue
         for tokens in sorted(args.tokens):
-            new = measure(task, tokens, args)
+            new = measure_kernel(task, tokens, args)
             append_rows(args.results_file, new, run=run, command=args.command, **machine)
             rows += new
-    print_rows(rows)
+    print_kernels(rows)
     return rows
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser('vitzoo bench kernels', description=__doc__.partition('\n')[0])
-    add, names = parser.add_argument, [task.name for task in KERNELS]
-    add('--kernels', nargs='+', choices=names, default=names, help='some of the kernels (default: all)')
-    add('--tokens', type=positive, nargs='+', default=TOKENS, metavar='N', help='squares, such as 196 1024 4096')
-    add('--against', nargs='+', choices=CONTENDERS, default=CONTENDERS, help='what they are measured against')
-    add('--dim', type=positive, default=384, help='width (default: 384)')
-    add('--heads', type=positive, default=6, help='heads (default: 6)')
-    add('--batch', type=positive, default=8, help='images (default: 8)')
-    add('--dtype', choices=DTYPES, default='bfloat16', help='precision of inputs (default: bfloat16)')
-    args = parse(parser, argv)
+    add, names = parser.add_argument, [task.name for task in KERNEL_TASKS]
+    add('--kernels', nargs='+', choices=names, default=names, help='kernels (default: all)')
+    add('--against', nargs='+', choices=_CONTENDERS, default=_CONTENDERS, help='contenders (default: all)')
+    add_layer_shape(parser, DEFAULT_TOKENS, batch_size=8)
+    add('--dtype', choices=PRECISIONS, default='bfloat16', help='dtype of the inputs (default: bfloat16)')
+    args = parse_common(parser, argv)
     check_squares(args.tokens)
     return args
 
 
-def measure(task: KernelTask, tokens: int, args: argparse.Namespace) -> list[dict]:
-    """Check the contenders at one number of tokens, and time those that agree."""
+def measure_kernel(task: KernelTask, tokens: int, args: argparse.Namespace) -> list[dict]:
+    """Check the contenders at one number of tokens, and time those that are correct."""
     torch.manual_seed(0)
     cases = [task.make(tokens, args.batch, args.heads, args.dim // args.heads) for _ in range(INPUT_SETS)]
-    cases = [case.to(args.device, DTYPES[args.dtype]) for case in cases]
-    expected = outputs(task.op, cases[0].to(args.device, torch.float32))
+    cases = [case.to(args.device, PRECISIONS[args.dtype]) for case in cases]
+    expected = run_op(task.op, cases[0].to(args.device, torch.float32))
     contenders = {}
     for name, op in find_contenders(task, args.against).items():
-        failure = '' if name == SDPA else disagreement(op, cases[0], expected)
+        failure = '' if name == _SDPA else disagreement(op, cases[0], expected)
         if failure:
             print(f'refused: {task.name}, {name}, {tokens} tokens: {failure}')
         else:
             contenders[name] = op
-    if OURS not in contenders:
+    if _KERNEL not in contenders:
         return []
-    return [fields for what in WHATS for fields in measure_pass(task, what, contenders, cases, tokens, args)]
+    return [
+        fields
+        for measured_pass in LAYER_PASSES
+        for fields in measure_pass(task, measured_pass, contenders, cases, tokens, args)
+    ]
 
 
 def find_contenders(task: KernelTask, against: tuple[str, ...]) -> dict[str, Callable[..., torch.Tensor]]:
-    """All ways to compute a task, by name."""
-    found = {OURS: with_kernel(task.op), PYTORCH: task.op, 'compile': torch.compile(task.op, dynamic=False)}
-    found[SDPA] = lambda q, k, v, *args: F.scaled_dot_product_attention(q, k.expand_as(q), v)
+    """The implementations to compare, by name."""
+    found = {_KERNEL: with_kernel(task.op), _PYTORCH: task.op, 'compile': torch.compile(task.op, dynamic=False)}
+    found[_SDPA] = lambda q, k, v, *args: F.scaled_dot_product_attention(q, k.expand_as(q), v)
     if task.flex is not None:
         found['flex'] = task.flex
-    return {name: op for name, op in found.items() if name == OURS or name in against}
+    return {name: op for name, op in found.items() if name == _KERNEL or name in against}
 
 
 def with_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The op with timm's switch for what is experimental on."""
+    """The op with timm's switch for experimental fused attention on."""
 
     def call(*args) -> torch.Tensor:
         set_fused_attn(True, experimental=True)
@@ -128,8 +129,8 @@ def with_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return call
 
 
-def outputs(op: Callable[..., torch.Tensor], case: Case) -> list[torch.Tensor]:
-    """The output of an op, and the gradients of its inputs, in float32."""
+def run_op(op: Callable[..., torch.Tensor], case: Case) -> list[torch.Tensor]:
+    """The output of an op and the gradients of its inputs, in float32."""
     case = case.with_gradients()
     out = op(*case.args())
     grads = torch.autograd.grad(out, case.inputs, case.grad.to(out.dtype))
@@ -137,49 +138,56 @@ def outputs(op: Callable[..., torch.Tensor], case: Case) -> list[torch.Tensor]:
 
 
 def disagreement(op: Callable[..., torch.Tensor], case: Case, expected: list[torch.Tensor]) -> str:
-    """What is wrong with a contender, '' where nothing is."""
-    tolerance = TOLERANCES[case.inputs[0].dtype]
-    for number, (ours, right) in enumerate(zip(outputs(op, case), expected, strict=True)):
+    """A sentence on the first tensor that is wrong, or '' if all are right."""
+    tolerance = _TOLERANCES[case.inputs[0].dtype]
+    for number, (ours, right) in enumerate(zip(run_op(op, case), expected, strict=True)):
         error = ((ours - right).norm() / right.norm()).item()
         if not error < tolerance:
-            what = f'gradient {number}' if number else 'the output'
-            return f'{what} differs from the PyTorch form in float32 by {error:.1e}, more than {tolerance:.0e}'
+            tensor = f'gradient {number}' if number else 'the output'
+            return f'{tensor} differs from the PyTorch form in float32 by {error:.1e}, more than {tolerance:.0e}'
     return ''
 
 
 def measure_pass(
-    task: KernelTask, what: str, contenders: dict, cases: list[Case], tokens: int, args: argparse.Namespace
+    task: KernelTask, measured_pass: str, contenders: dict, cases: list[Case], tokens: int, args: argparse.Namespace
 ) -> list[dict]:
-    """Time the contenders and the ceilings in turn."""
-    calls = {name: make_call(op, cases, what) for name, op in contenders.items()}
-    multiply, matmul_flops = matmul(DTYPES[args.dtype], args.device)
+    """Time the contenders, a large product and a large copy in turn."""
+    calls = {name: kernel_call(op, cases, measured_pass) for name, op in contenders.items()}
+    multiply, matmul_flops = matmul(PRECISIONS[args.dtype], args.device)
     move, copy_bytes = copying(args.device)
-    with progress(f'{task.name}, {tokens} tokens, {what}') as step:
-        peaks = {name: peak_megabytes(call, args.device) for name, call in calls.items()}
+    with show_rounds(f'{task.name}, {tokens} tokens, {measured_pass}') as on_round:
+        peaks = {name: call_peak_megabytes(call, args.device) for name, call in calls.items()}
         times = time_in_turn(
             calls | dict(matmul=multiply, copying=move),
-            args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=step,
+            args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=on_round,
         )  # fmt: skip
-    flops, moved = count_flops(calls[OURS]), cases[0].bytes(what == WHATS[1])
+    flops, moved = count_flops(calls[_KERNEL]), cases[0].bytes(backward=measured_pass != 'forward')
     rates = dict(
         matmul_gflops=matmul_flops / Spread.of(times['matmul']).median / 1e9,
         copy_gbs=copy_bytes / Spread.of(times['copying']).median / 1e9,
     )
     rows = []
     for name in calls:
-        # full attention does more, and something else
         share = flops / matmul_flops * ratios(times['matmul'], times[name]).median
-        work = dict(gmacs=flops / 2e9, io_mb=moved / 1e6, matmul_share=share) if name != SDPA else {}
+        # full attention does other work
+        work = {} if name == _SDPA else dict(gmacs=flops / 2e9, io_mb=moved / 1e6, matmul_share=share)
         rows.append(
-            row(Spread.of(times[name]), ratios(times[name], times[OURS]), table='kernels', name=task.name, what=what)
-            | dict(against=name, tokens=tokens, dim=args.dim, num_heads=args.heads, batch_size=args.batch)
+            make_row(Spread.of(times[name]), ratios(times[name], times[_KERNEL]), table='kernels', name=task.name)
+            | dict(
+                what=measured_pass,
+                against=name,
+                tokens=tokens,
+                dim=args.dim,
+                num_heads=args.heads,
+                batch_size=args.batch,
+            )
             | dict(dtype=args.dtype, device=args.device.type, peak_mb=peaks[name], **work, **rates)
         )
     return rows
 
 
-def make_call(op: Callable[..., torch.Tensor], cases: list[Case], what: str) -> Callable[[int], object]:
-    """A function of the number of the round, which runs the op on one of the cases."""
+def kernel_call(op: Callable[..., torch.Tensor], cases: list[Case], measured_pass: str) -> Callable[[int], object]:
+    """A function of the round number that runs a pass of the op on one of the cases."""
     cases = [case.with_gradients() for case in cases]
 
     @torch.no_grad()
@@ -190,18 +198,18 @@ def make_call(op: Callable[..., torch.Tensor], cases: list[Case], what: str) -> 
         case = cases[number % len(cases)]
         torch.autograd.grad(op(*case.args()), case.inputs, case.grad, allow_unused=True)
 
-    return forward if what == WHATS[0] else forward_backward
+    return forward if measured_pass == 'forward' else forward_backward
 
 
 def count_flops(call: Callable[[int], object]) -> int:
-    """Floating-point operations of a call, by the formulas that ops are registered with."""
+    """Floating-point operations of a call, by the formulas registered for its ops."""
     with FlopCounterMode(display=False) as counter:
         call(0)
     return counter.get_total_flops()
 
 
-def print_rows(rows: list[dict]) -> None:
-    """Print a table for each kernel."""
+def print_kernels(rows: list[dict]) -> None:
+    """Print a table per kernel."""
     headings = ['tokens', '', '', 'time', '× kernel', 'quartiles', 'GFLOP', 'of matmul', 'MB moved', 'of copy', 'peak']
     for name in dict.fromkeys(fields['name'] for fields in rows):
         lines = [
@@ -209,20 +217,20 @@ def print_rows(rows: list[dict]) -> None:
                 f'{fields["tokens"]:,}',
                 fields['what'],
                 fields['against'],
-                milliseconds(fields['seconds']),
+                format_time(fields['seconds']),
                 f'{fields["ratio"]:.2f}',
-                f'{fields["ratio_low"]:.2f} … {fields["ratio_high"]:.2f}',
-                *say_work(fields),
+                format_quartiles(fields['ratio_low'], fields['ratio_high']),
+                *_format_work(fields),
                 f'{fields["peak_mb"]:,.0f} MB',
             ]
             for fields in rows
             if fields['name'] == name
         ]
-        print_table(f'{name}; × how many times faster the kernel is', headings, lines)
+        print_table(f'{name}; × is the speedup of the kernel', headings, lines)
 
 
-def say_work(fields: dict) -> list[str]:
-    """FLOPs and bytes, and the shares of the ceilings; nothing where something else is computed."""
+def _format_work(fields: dict) -> list[str]:
+    """FLOPs and bytes with their shares of the machine's rates, or dashes if the contender does other work."""
     if 'gmacs' not in fields:
         return ['–'] * 4
     return [

@@ -1,6 +1,6 @@
 """`vitzoo bench loader`: training images per second, against torchvision's ImageFolder with the same augmentation.
 
-Both load the same files, by turns in one process, after a pass to warm up.
+Both load the same files, alternately in one process, after a warm-up pass.
 
 Examples:
     vitzoo bench loader
@@ -27,30 +27,30 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from vitzoo.bench._harness import synchronise
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
+from vitzoo.metrics.speed import _finish as synchronize
 from vitzoo.options import default_device, device, natural, positive
 from vitzoo.train.recipe import make_recipe
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
-    """Measure what the command line asks for; return the speed of every pass of both loaders.
+    """Measure what the command line asks for; return the speed of every pass, by loader.
 
     Raises:
-        UserError: There are no such images, or fewer than a batch.
+        UserError: The images cannot be found, or are fewer than a batch.
     """
     args = parse_args(argv)
     with TemporaryDirectory() as folder:
         if args.data_dir:
             args.images = copy_images(args.data_dir, Path(folder), args.images)
         else:
-            make_photographs(Path(folder), args.images)
+            make_photos(Path(folder), args.images)
         if args.images < args.batch_size:
             raise UserError(f'{args.images} images are fewer than a batch of {args.batch_size}; lower --batch-size')
         threads = torch.get_num_threads()
-        # more would spin beside the workers while they wait for each other
+        # more threads would compete with the workers
         torch.set_num_threads(1)
         passes = time_loaders(folder, args)
         torch.set_num_threads(threads)
@@ -59,38 +59,38 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
     add = parser.add_argument
-    add('--data-dir', metavar='DIR', help='images in class folders (default: JPEGs of 500 x 375 that are made up)')
-    add('--images', type=positive, default=512, metavar='N', help='images of a pass (default: 512)')
-    add('--img-size', type=positive, default=224, metavar='N', help='side of the crops (default: 224)')
+    add('--data-dir', metavar='DIR', help='images in class folders (default: generated JPEGs of 500 x 375)')
+    add('--images', type=positive, default=512, metavar='N', help='images per pass (default: 512)')
+    add('--img-size', type=positive, default=224, metavar='N', help='crop size (default: 224)')
     add('--batch-size', type=positive, default=32, metavar='N', help='images per batch (default: 32)')
-    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='processes that read images')
-    add('--rounds', type=positive, default=5, metavar='N', help='passes of each, after one to warm up (default: 5)')
-    add('--device', type=device, default=default_device(), help='where the batches go (default: the GPU, if any)')
+    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='worker processes')
+    add('--rounds', type=positive, default=5, metavar='N', help='passes per loader, after a warm-up pass (default: 5)')
+    add('--device', type=device, default=default_device(), help='device to load to (default: the GPU if there is one)')
     return parser.parse_args(argv)
 
 
 def time_loaders(folder: str, args: argparse.Namespace) -> dict[str, list[dict]]:
-    """Every pass of both loaders, by turns, but for the first, in which worker processes start and files are cached."""
-    normalize = Normalize(data_config(args.img_size)).to(args.device)
+    """Speed of every pass, the loaders alternating, after one that starts the workers and fills the file cache."""
+    normalize = Normalize(_data_config(args.img_size)).to(args.device)
     loaders = {'torchvision': torchvision_loader(folder, args), 'vitzoo': vitzoo_loader(folder, args)}
     passes = {name: [] for name in loaders}
-    for _ in show_progress(range(1 + args.rounds), 'loading'):
+    for _ in _track(range(1 + args.rounds), 'loading'):
         for name, loader in loaders.items():
             passes[name].append(time_pass(loader, normalize, args.device))
     return {name: timed[1:] for name, timed in passes.items()}
 
 
-def data_config(img_size: int) -> dict:
-    """That of most models, at this size."""
+def _data_config(img_size: int) -> dict:
+    """The data configuration of most ImageNet models, at this size."""
     size = (3, img_size, img_size)
     return dict(input_size=size, interpolation='bicubic', mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
 
 
 def torchvision_loader(folder: str, args: argparse.Namespace) -> DataLoader:
-    """Random resized crop and flip as torchvision's references write them."""
+    """Random resized crop and flip as in torchvision's reference scripts."""
     transform = transforms.Compose(
         [
             transforms.RandomResizedCrop(args.img_size, interpolation=transforms.InterpolationMode.BICUBIC),
@@ -111,47 +111,47 @@ def torchvision_loader(folder: str, args: argparse.Namespace) -> DataLoader:
 
 
 def vitzoo_loader(folder: str, args: argparse.Namespace) -> DataLoader:
-    """The same augmentation as vitzoo trains with it."""
+    """The same augmentation by vitzoo's training loader."""
     recipe = make_recipe(dict(train_interpolation='bicubic', color_jitter=0))
-    dataset = open_dataset(folder, 'train', train_transform(recipe, data_config(args.img_size)))
+    dataset = open_dataset(folder, 'train', train_transform(recipe, _data_config(args.img_size)))
     return train_loader(dataset, TrainBatches(len(dataset), args.batch_size), args.workers)
 
 
 def time_pass(loader: DataLoader, normalize: Normalize, device: torch.device) -> dict:
-    """Load every batch once, and normalise it on the device; images per second, and CPU milliseconds per image."""
+    """Images per second and CPU milliseconds per image of one pass, normalization on the device included."""
     images, start, cpu = 0, time.perf_counter(), cpu_seconds()
     for batch, _ in loader:
         batch = normalize(batch.to(device, non_blocking=True))
         images += len(batch)
-    synchronise(device)
+    synchronize(device)
     return dict(images_per_second=images / (time.perf_counter() - start), cpu_ms=1e3 * (cpu_seconds() - cpu) / images)
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and its workers so far, which other programs on the machine do not change much."""
+    """CPU time of this process and its workers so far; other programs on the machine hardly affect it."""
     workers = [process.cpu_times() for process in Process().children(recursive=True)]
     return time.process_time() + sum(worker.user + worker.system for worker in workers)
 
 
 def copy_images(data_dir: str, folder: Path, count: int) -> int:
-    """Copy at most so many images, chosen at random but always the same, into class folders; return how many."""
+    """Copy at most `count` images, the same random ones in every run, into class folders; return how many."""
     dataset = open_dataset(data_dir, 'train')
     chosen = np.random.default_rng(0).permutation(len(dataset))[:count]
     for index in chosen.tolist():
         file, label = dataset.reader[index]
         if isinstance(file, Image.Image):
-            raise UserError(f"'{data_dir}' has images that are decoded already; give a folder or a tar of image files")
+            raise UserError(f"the images of '{data_dir}' are already decoded; use a folder or a tar file of images")
         path = folder / str(label) / f'{index}{Path(dataset.filename(index)).suffix}'
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(file.read())
     return len(chosen)
 
 
-def make_photographs(folder: Path, count: int) -> None:
-    """Make JPEGs of ImageNet's size, 500 x 375 and 100 kB: photographs of the sample, enlarged, with a texture."""
+def make_photos(folder: Path, count: int) -> None:
+    """Make JPEGs of ImageNet's typical size, 500 x 375 and 100 kB: enlarged images of the sample with added texture."""
     sample, size = open_dataset('sample', 'train'), (500, 375)
-    for index in show_progress(range(count), 'making photographs'):
-        # 7 and the 2,000 photographs have no factor in common
+    for index in _track(range(count), 'making images'):
+        # 7 and 2,000, the number of images, are coprime
         image, label = sample[index * 7 % len(sample)]
         pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC), dtype=np.float32)
         for coarseness in (1, 2, 4, 8):
@@ -163,21 +163,21 @@ def make_photographs(folder: Path, count: int) -> None:
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=95)
 
 
-def show_progress(steps: range, description: str) -> Iterable[int]:
-    """Go through steps behind a bar that goes away with the last, on a terminal."""
+def _track(steps: range, description: str) -> Iterable[int]:
+    """Iterate over `steps` with a transient progress bar, if on a terminal."""
     console = Console(stderr=True)
     return track(steps, description, console=console, transient=True, disable=not console.is_terminal)
 
 
 def print_loaders(passes: dict[str, list[dict]], args: argparse.Namespace) -> None:
-    """Print the median and the range over all passes, and by how much vitzoo is faster within each round."""
+    """Print the median and range over all passes, and the speedup of vitzoo within each round."""
     table = Table(box=None, pad_edge=False, header_style='bold')
     for heading in ('', 'images/s', 'lowest – highest', 'CPU ms per image'):
         table.add_column(heading, justify='right' if heading else 'left')
     for name, timed in passes.items():
-        speeds = [one['images_per_second'] for one in timed]
+        speeds = [timing['images_per_second'] for timing in timed]
         spread = f'{min(speeds):,.0f} – {max(speeds):,.0f}'
-        table.add_row(name, f'{median(speeds):,.0f}', spread, f'{median(one["cpu_ms"] for one in timed):.2f}')
+        table.add_row(name, f'{median(speeds):,.0f}', spread, f'{median(timing["cpu_ms"] for timing in timed):.2f}')
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     rounds = list(zip(passes['torchvision'], passes['vitzoo']))
@@ -187,7 +187,7 @@ def print_loaders(passes: dict[str, list[dict]], args: argparse.Namespace) -> No
         f'vitzoo loads {median(faster):.2f} times the images/s ({min(faster):.2f} – {max(faster):.2f} in {len(rounds)}'
         f' rounds), and {cheaper:.2f} times the images per second of CPU time'
     )
-    data = args.data_dir or 'made up, 500 x 375'
+    data = args.data_dir or 'generated, 500 x 375'
     console.print(
         f'{args.images} images ({data}), crops of {args.img_size}, batches of {args.batch_size},'
         f' {args.workers} workers, {args.device.type}'

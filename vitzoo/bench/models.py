@@ -1,8 +1,8 @@
-"""`vitzoo bench models`: throughput, latency, training step and memory of any timm models, beside their arithmetic.
+"""`vitzoo bench models`: throughput, latency, training step and memory of any timm models, with their arithmetic.
 
-The share is that of the rate at which this machine multiplies large square matrices, measured in the same rounds and
-precision: what a model made of nothing but matrix products could reach. A training step is counted as three forward
-passes. It is forward, loss, backward and an AdamW step.
+"of matmul" is the model's rate of arithmetic over the rate of large square matrix products, measured in the same rounds
+and precision. A training step is the forward pass, the loss, the backward pass and an AdamW step, and counts as three
+forward passes.
 
 Examples:
     vitzoo bench models vil_ls_medium resnet50 efficientnet_b0 --img-size 224 384
@@ -18,100 +18,103 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitzoo.bench._harness import (
-    DTYPES,
     INPUT_SETS,
+    PRECISIONS,
     Spread,
     append_rows,
-    autocast,
+    call_peak_megabytes,
     describe_machine,
+    format_machine,
+    make_row,
     matmul,
-    peak_megabytes,
     ratios,
-    row,
-    say_machine,
     start_run,
     time_in_turn,
 )
-from vitzoo.bench._options import add_dtype, parse
-from vitzoo.bench._show import milliseconds, print_table, progress
+from vitzoo.bench._options import add_dtype, parse_common
+from vitzoo.bench._show import format_time, print_table, show_rounds
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_model
 from vitzoo.metrics import count_macs
-from vitzoo.options import positive
+from vitzoo.options import autocast, positive
 
-# what is run, with how many images of a batch (None for all), and how many forward passes it is worth
-WHATS = {'forward': (None, 1), 'latency': (1, 1), 'training step': (None, 3)}
-MATMUL = 'matmul'
+# batch size (None for --batch) and the arithmetic relative to a forward pass
+MODEL_PASSES = {'forward': (None, 1), 'latency': (1, 1), 'training step': (None, 3)}
+_MATMUL = 'matmul'
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Measure what the command line asks for; return a row for each model, size, precision and thing that is run.
+    """Measure what the command line asks for; return a row per model, image size, precision and pass.
 
     Raises:
-        UserError: A model or a size is not what it should be.
+        UserError: A model is unknown or cannot take an image size.
     """
     args = parse_args(argv)
     names = find_models(args.models)
     run, machine = start_run(), describe_machine(args.device)
-    print(say_machine(machine))
+    print(format_machine(machine))
     rows = []
     for img_size in args.img_size:
         for name in names:
-            new = measure(name, img_size, args)
+            new = measure_model(name, img_size, args)
             append_rows(args.results_file, new, run=run, command=args.command, **machine)
             rows += new
-    print_rows(rows, args)
+    print_models(rows, args)
     return rows
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser('vitzoo bench models', description=__doc__.partition('\n')[0])
     add = parser.add_argument
-    add('models', nargs='+', metavar='MODEL', help='a timm name, or a wildcard in quotes')
-    add('--img-size', type=positive, nargs='+', default=[224], metavar='N', help='sides of the images (default: 224)')
-    add('--batch', type=positive, default=8, help='images of a batch (default: 8)')
-    add('--what', choices=WHATS, nargs='+', default=list(WHATS), help='what is run (default: all)')
-    add('--against', metavar='MODEL', help='a model to be timed in turn with each of the others')
+    add('models', nargs='+', metavar='MODEL', help='timm name, or a quoted wildcard')
+    add('--img-size', type=positive, nargs='+', default=[224], metavar='N', help='image sizes (default: 224)')
+    add('--batch', type=positive, default=8, help='batch size (default: 8)')
+    add('--what', dest='passes', choices=MODEL_PASSES, nargs='+', default=list(MODEL_PASSES), help='default: all')
+    add('--against', metavar='MODEL', help='baseline, timed in turn with each model')
     add_dtype(parser, nargs='+', default=['float32'])
-    return parse(parser, argv)
+    return parse_common(parser, argv)
 
 
-def measure(name: str, img_size: int, args: argparse.Namespace) -> list[dict]:
-    """One model at one size, in every precision in turn, with matrix products and with what it is compared to."""
-    models = {name: load(name, img_size, args.device)}
+def measure_model(name: str, img_size: int, args: argparse.Namespace) -> list[dict]:
+    """Time a model at one size in every precision, in turn with matrix products and the baseline."""
+    models = {name: random_model(name, img_size, args.device)}
     if args.against not in (None, name):
-        models[args.against] = load(args.against, img_size, args.device)
+        models[args.against] = random_model(args.against, img_size, args.device)
     gmacs = {key: count_macs(model, img_size) / 1e9 for key, model in models.items()}
     rows = []
-    for what in args.what:
-        batch_size, passes = WHATS[what]
+    for measured_pass in args.passes:
+        batch_size, forward_passes = MODEL_PASSES[measured_pass]
         batch_size = batch_size or args.batch
         calls, work = {}, {}
         for dtype in args.dtype:
-            calls[MATMUL, dtype], work[MATMUL, dtype] = matmul(DTYPES[dtype], args.device)
-            for key, model in models.items():
-                calls[key, dtype] = make_call(model, what, images(batch_size, img_size, args.device), DTYPES[dtype])
-                work[key, dtype] = 2e9 * gmacs[key] * batch_size * passes
-        with progress(f'{name}, {img_size} px, {what}') as step:
-            peaks = {key: peak_megabytes(call, args.device) for key, call in calls.items() if key[0] != MATMUL}
-            times = time_in_turn(calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=step)
-        rate = {key: Spread.of(work[key] / t for t in times[key]).median for key in times}
-        for key in peaks:
-            products = work[key] / rate[MATMUL, key[1]]
-            baseline = (args.against or name, key[1] if args.against else args.dtype[0])
+            calls[_MATMUL, dtype], work[_MATMUL, dtype] = matmul(PRECISIONS[dtype], args.device)
+            for model_name, model in models.items():
+                batches = random_images(batch_size, img_size, args.device)
+                calls[model_name, dtype] = model_call(model, measured_pass, batches, dtype)
+                work[model_name, dtype] = 2e9 * gmacs[model_name] * batch_size * forward_passes
+        with show_rounds(f'{name}, {img_size} px, {measured_pass}') as on_round:
+            peaks = {key: call_peak_megabytes(call, args.device) for key, call in calls.items() if key[0] != _MATMUL}
+            times = time_in_turn(
+                calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=on_round
+            )
+        rate = {key: Spread.of(work[key] / seconds for seconds in times[key]).median for key in times}
+        for model_name, dtype in peaks:
+            key, product_rate = (model_name, dtype), rate[_MATMUL, dtype]
+            baseline = (args.against, dtype) if args.against else (name, args.dtype[0])
             rows.append(
-                row(Spread.of(times[key]), ratios(times[baseline], times[key]), table='models', name=key[0], what=what)
-                | dict(against=' '.join(baseline), img_size=img_size, batch_size=batch_size, dtype=key[1])
-                | dict(device=args.device.type, peak_mb=peaks[key] + weights_megabytes(models[key[0]]))
-                | dict(gmacs=gmacs[key[0]], matmul_share=rate[key] / rate[MATMUL, key[1]])
-                | dict(matmul_gflops=rate[MATMUL, key[1]] / 1e9, ceiling=Spread.of(times[baseline]).median / products)
+                make_row(Spread.of(times[key]), ratios(times[baseline], times[key]), table='models', name=model_name)
+                | dict(what=measured_pass, against=' '.join(baseline), img_size=img_size, batch_size=batch_size)
+                | dict(dtype=dtype, device=args.device.type, gmacs=gmacs[model_name])
+                | dict(peak_mb=peaks[key] + _weights_megabytes(models[model_name]))
+                | dict(matmul_share=rate[key] / product_rate, matmul_gflops=product_rate / 1e9)
+                | dict(ceiling=Spread.of(times[baseline]).median * product_rate / work[key])
             )
     return rows
 
 
-def load(name: str, img_size: int, device: torch.device) -> nn.Module:
-    """A model with random weights, for images of this size."""
+def random_model(name: str, img_size: int, device: torch.device) -> nn.Module:
+    """A model with random weights for images of this size, checked by a forward pass."""
     model, _ = load_model(name, img_size=(img_size, img_size), pretrained=False)
     try:
         with torch.no_grad():
@@ -121,26 +124,28 @@ def load(name: str, img_size: int, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def images(batch_size: int, img_size: int, device: torch.device) -> list[torch.Tensor]:
+def random_images(batch_size: int, img_size: int, device: torch.device) -> list[torch.Tensor]:
     """Several batches of random images."""
     return [torch.randn(batch_size, 3, img_size, img_size, device=device) for _ in range(INPUT_SETS)]
 
 
-def make_call(model: nn.Module, what: str, batches: list[torch.Tensor], dtype: torch.dtype) -> Callable[[int], object]:
-    """A function of the number of the round, which runs the model on one of the batches."""
+def model_call(
+    model: nn.Module, measured_pass: str, batches: list[torch.Tensor], dtype: str
+) -> Callable[[int], object]:
+    """A function of the round number that runs a pass of the model on one of the batches."""
     device = batches[0].device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6) if what == 'training step' else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6) if measured_pass == 'training step' else None
 
     @torch.no_grad()
     def forward(number: int) -> None:
         model.eval()
-        with autocast(dtype, device):
+        with autocast(device, dtype):
             model(batches[number % len(batches)])
 
     def training_step(number: int) -> None:
         model.train()
         batch = batches[number % len(batches)]
-        with autocast(dtype, device):
+        with autocast(device, dtype):
             logits = model(batch)
         F.cross_entropy(logits.float(), torch.arange(len(batch), device=device) % logits.shape[1]).backward()
         optimizer.step()
@@ -149,29 +154,29 @@ def make_call(model: nn.Module, what: str, batches: list[torch.Tensor], dtype: t
     return forward if optimizer is None else training_step
 
 
-def weights_megabytes(model: nn.Module) -> float:
+def _weights_megabytes(model: nn.Module) -> float:
     """Memory of parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) / 1e6
 
 
-def print_rows(rows: list[dict], args: argparse.Namespace) -> None:
-    """Print a table of each thing that was run."""
-    for what in args.what:
+def print_models(rows: list[dict], args: argparse.Namespace) -> None:
+    """Print a table per pass."""
+    for measured_pass in args.passes:
         lines = [
             [
                 fields['name'],
                 str(fields['img_size']),
                 fields['dtype'],
                 f'{fields["batch_size"] / fields["seconds"]:,.1f}',
-                milliseconds(fields['seconds']),
-                f'{milliseconds(fields["seconds_low"])} … {milliseconds(fields["seconds_high"])}',
+                format_time(fields['seconds']),
+                f'{format_time(fields["seconds_low"])} … {format_time(fields["seconds_high"])}',
                 f'{fields["gmacs"]:.2f}',
                 f'{fields["matmul_share"]:.0%}',
                 f'{fields["peak_mb"]:,.0f}',
                 f'{fields["ratio"]:.2f} {fields["against"]}',
             ]
             for fields in rows
-            if fields['what'] == what
+            if fields['what'] == measured_pass
         ]
         headings = [
             'model',
@@ -185,4 +190,4 @@ def print_rows(rows: list[dict], args: argparse.Namespace) -> None:
             'MB',
             '× faster than',
         ]
-        print_table(f'{what}, batches of {WHATS[what][0] or args.batch}', headings, lines)
+        print_table(f'{measured_pass}, batch size {MODEL_PASSES[measured_pass][0] or args.batch}', headings, lines)

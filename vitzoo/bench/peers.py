@@ -1,11 +1,12 @@
-"""`vitzoo bench peers`: our layers and models against the packages that do the same, in turn.
+"""`vitzoo bench peers`: layers and models of vitzoo against those of other packages, in turn.
 
-vitzoo/bench/_pairs.py has what is compared, and what is equal on both sides. Before a pair is timed, our op must equal
-its naive form in float64, and where both packages define the same function, their outputs must be the same for the
-same weights. No ratio is printed for a pair that fails. A model is timed as `vitzoo bench models` does.
+The pairs and their settings are in vitzoo/bench/_pairs.py. Before a pair is timed, our op must equal its naive form in
+float64, and if both packages define the same function, their outputs must agree for the same weights. A pair that fails
+is not timed. A model is timed as in `vitzoo bench models`.
 
-The ceiling is the ratio that ours would have if it took no longer than its matrix products alone, at the rate of a
-large one measured beside it, or than moving its tensors takes; the share is that of those products in its time.
+The ceiling is the speedup that ours would have if it took no longer than its matrix products, at the rate of a large
+product measured in the same run, or than moving its tensors once, whichever is longer. "of matmul" is the time of these
+products over the time of ours.
 
 The packages are in the extra `bench`: pip install 'vitzoo[bench]'.
 
@@ -23,70 +24,66 @@ from torch import nn
 
 from vitzoo.bench._harness import (
     INPUT_SETS,
+    LAYER_PASSES,
     Spread,
     append_rows,
     describe_machine,
+    format_machine,
+    make_row,
     ratios,
-    row,
-    say_machine,
     start_run,
     time_in_turn,
 )
-from vitzoo.bench._options import check_squares, parse
-from vitzoo.bench._pairs import PAIRS, Pair, Shape, relative_difference
+from vitzoo.bench._options import add_layer_shape, check_squares, parse_common
+from vitzoo.bench._pairs import PAIRS, Pair, Shape
 from vitzoo.bench._roofline import Work, measure_rates, roofline
-from vitzoo.bench._show import milliseconds, print_table, progress
-from vitzoo.bench.models import make_call as make_model_call
+from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
+from vitzoo.bench.models import model_call
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.metrics.macs import count_call_macs
 from vitzoo.mixers import TokenMixer, create_mixer, list_mixers
-from vitzoo.options import positive
 
-TOKENS = (196, 1024, 4096)
-WHATS = ('forward', 'forward + backward')
-MODEL_WHATS = ('forward', 'training step')
-# the op against its naive form, as in the tests
+_TOKENS = (196, 1024, 4096)
+PEER_MODEL_PASSES = ('forward', 'training step')
+# for an op and its naive form, as in the tests
 OP_TOLERANCE = 1e-9
-OP_GRID = (5, 6)
+_OP_GRID = (5, 6)
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Measure what the command line asks for; return a row for each pair, number of tokens and thing that is run.
+    """Measure what the command line asks for; return two rows per pair, number of tokens and pass.
 
     Raises:
-        UserError: A pair or a number of tokens is not what it should be, or none of the packages is installed.
+        UserError: A pair is unknown, a number of tokens is not a square, or none of the packages is installed.
     """
     args = parse_args(argv)
     pairs = [pair for pair in PAIRS if not args.pairs or pair.name in args.pairs]
     installed = [pair for pair in pairs if installed_version(pair.package)]
     for package in sorted({pair.package for pair in pairs if pair not in installed}):
-        print(f'left out: {package} is not installed')
+        print(f'skipped: {package} is not installed')
     if not installed:
-        raise UserError("none of the packages is installed; pip install 'vitzoo[bench]'")
+        raise UserError("none of the packages is installed; run pip install 'vitzoo[bench]'")
     run, machine = start_run(), describe_machine(args.device)
-    print(say_machine(machine))
+    print(format_machine(machine))
     rows = []
     for pair in installed:
         new = measure_pair(pair, args)
         append_rows(args.results_file, new, run=run, command=args.command, **machine)
         rows += new
-    print_rows(rows)
+    print_peers(rows)
     return rows
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser('vitzoo bench peers', description=__doc__.partition('\n')[0])
     add, names = parser.add_argument, sorted({pair.name for pair in PAIRS})
-    add('--pairs', nargs='+', metavar='NAME', help=f'some of {", ".join(names)} (default: all)')
-    add('--tokens', type=positive, nargs='+', default=TOKENS, metavar='N', help='squares (default: 196 1024 4096)')
-    add('--dim', type=positive, default=384, help='width (default: 384)')
-    add('--heads', type=positive, default=6, help='heads (default: 6)')
-    add('--batch', type=positive, default=2, help='images for a layer, and half of those for a model (default: 2)')
-    args = parse(parser, argv)
+    add('--pairs', nargs='+', metavar='NAME', help=f'any of {", ".join(names)} (default: all)')
+    add_layer_shape(parser, _TOKENS, batch_size=2)
+    args = parse_common(parser, argv)
     for name in args.pairs or []:
         if name not in names:
-            raise UserError(f"there is no peer of '{name}'{did_you_mean(name, names)}; there are {', '.join(names)}")
+            raise UserError(f"unknown pair '{name}'{did_you_mean(name, names)}; the pairs are {', '.join(names)}")
     check_squares(args.tokens)
     return args
 
@@ -113,36 +110,38 @@ def measure_pair(pair: Pair, args: argparse.Namespace) -> list[dict]:
 
 
 def measure_shape(pair: Pair, shape: Shape, args: argparse.Namespace) -> list[dict]:
-    """Time both sides in turn, forward and with gradients, beside the machine's own rates."""
+    """Time the passes of both sides in turn, after measuring the rates of the machine."""
     torch.manual_seed(0)
     ours, theirs = (layer.to(args.device) for layer in pair.make(shape))
     inputs = make_inputs(shape, pair, args)
     macs = count_call_macs(ours, torch.empty_like(inputs[0][:1], device='meta'))
-    # a layer's output is as large as its input, a model's is small
+    # a layer's output is as large as its input, a model's is negligible
     tensors = [*inputs[: 2 if pair.is_layer else 1], *ours.parameters()]
     rates = measure_rates(torch.float32, args.device)
     rows = []
-    for what in WHATS if pair.is_layer else MODEL_WHATS:
-        calls = {'theirs': make_call(theirs, inputs, what), 'ours': make_call(ours, inputs, what)}
-        with progress(f'{pair.name}, {shape.tokens if pair.is_layer else "model"}, {what}') as step:
-            times = time_in_turn(calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=step)
-        work = Work.of(what, len(inputs[0]) * macs, tensors)
-        seconds = (Spread.of(times[side]).median for side in ('ours', 'theirs'))
-        limits = roofline(work, rates, *seconds) | dict(gmacs=macs / 1e9)
-        rows += to_rows(pair, what, shape, times, limits, len(inputs[0]), args)
+    for measured_pass in LAYER_PASSES if pair.is_layer else PEER_MODEL_PASSES:
+        calls = {'theirs': peer_call(theirs, inputs, measured_pass), 'ours': peer_call(ours, inputs, measured_pass)}
+        with show_rounds(f'{pair.name}, {shape.tokens if pair.is_layer else "model"}, {measured_pass}') as on_round:
+            times = time_in_turn(
+                calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=on_round
+            )
+        work = Work.of(measured_pass, len(inputs[0]) * macs, tensors)
+        limits = roofline(work, rates, Spread.of(times['ours']).median, Spread.of(times['theirs']).median)
+        common = dict(what=measured_pass, batch_size=len(inputs[0]), device=args.device.type)
+        rows += pair_rows(pair, shape, times, limits | dict(gmacs=macs / 1e9), common)
     return rows
 
 
 def make_inputs(shape: Shape, pair: Pair, args: argparse.Namespace) -> list[torch.Tensor]:
-    """Several batches of random tokens, or images for a model, as many again."""
+    """Several batches of random tokens for a layer, or of twice as many images for a model."""
     size = (args.batch, shape.tokens, shape.dim) if pair.is_layer else (2 * args.batch, 3, 224, 224)
     return [torch.randn(size, device=args.device) for _ in range(INPUT_SETS)]
 
 
-def make_call(layer: nn.Module, inputs: list[torch.Tensor], what: str) -> Callable[[int], object]:
-    """A function of the number of the round, which runs a layer or a model on one of the inputs."""
-    if what != 'forward + backward':
-        return make_model_call(layer, what, inputs, torch.float32)
+def peer_call(layer: nn.Module, inputs: list[torch.Tensor], measured_pass: str) -> Callable[[int], object]:
+    """A function of the round number that runs a pass of a layer or a model on one of the inputs."""
+    if measured_pass != 'forward + backward':
+        return model_call(layer, measured_pass, inputs, 'float32')
 
     def forward_backward(number: int) -> None:
         layer.train()
@@ -155,38 +154,29 @@ def make_call(layer: nn.Module, inputs: list[torch.Tensor], what: str) -> Callab
 
 
 def parity_failure(pair: Pair, shape: Shape) -> str:
-    """What is wrong with a pair, '' where nothing is."""
+    """A sentence on why a pair cannot be compared, or '' if it can."""
     if pair.name in list_mixers() and not (error := op_error(pair.name)) < OP_TOLERANCE:
         return f'our op differs from its naive form by {error:.1e}'
-    if pair.tolerance is None:
+    if pair.difference is None:
         return ''
     torch.manual_seed(0)
-    difference = pair.check(shape) if pair.check else output_difference(pair, shape)
+    difference = pair.difference(shape)
     if not difference < pair.tolerance:
         return f'with the same weights the outputs differ by {difference:.1e}, more than {pair.tolerance:.0e}'
     return ''
 
 
 @torch.no_grad()
-def output_difference(pair: Pair, shape: Shape) -> float:
-    """The relative difference of what a pair makes of the same tokens."""
-    shape = Shape(pair.check_tokens or shape.tokens, shape.dim, shape.heads)
-    ours, theirs = pair.make(shape)
-    x = torch.randn(1, shape.tokens, shape.dim)
-    return relative_difference(ours.eval()(x), theirs.eval()(x))
-
-
-@torch.no_grad()
 def op_error(name: str) -> float:
     """The largest difference between a mixer's op and its naive form, in float64 on a small grid."""
     torch.manual_seed(0)
-    mixer = create_mixer(name, 24, 3, grid_size=OP_GRID, dtype=torch.float64).eval()
-    args = recorded_call(mixer, torch.randn(2, OP_GRID[0] * OP_GRID[1], 24, dtype=torch.float64))
+    mixer = create_mixer(name, 24, 3, grid_size=_OP_GRID, dtype=torch.float64).eval()
+    args = _recorded_call(mixer, torch.randn(2, _OP_GRID[0] * _OP_GRID[1], 24, dtype=torch.float64))
     return (mixer.op(*args) - mixer.op_naive(*args)).abs().max().item()
 
 
-def recorded_call(mixer: TokenMixer, x: torch.Tensor) -> tuple:
-    """The arguments with which a mixer calls its op."""
+def _recorded_call(mixer: TokenMixer, x: torch.Tensor) -> tuple:
+    """The arguments that a mixer passes to its op."""
     calls = []
 
     def recorder(*args):
@@ -194,45 +184,34 @@ def recorded_call(mixer: TokenMixer, x: torch.Tensor) -> tuple:
         return type(mixer).op(*args)
 
     mixer.op = recorder
-    mixer(x, OP_GRID)
+    mixer(x, _OP_GRID)
     del mixer.op
     return calls[0]
 
 
-def to_rows(
-    pair: Pair,
-    what: str,
-    shape: Shape,
-    times: dict[str, list[float]],
-    limits: dict,
-    batch_size: int,
-    args: argparse.Namespace,
-) -> list[dict]:
-    """The times of both sides as rows of a results file; the ratio says how many times faster ours is."""
+def pair_rows(pair: Pair, shape: Shape, times: dict[str, list[float]], limits: dict, common: dict) -> list[dict]:
+    """The times of both sides as rows of a results file; the row of ours has the speedup and the limits."""
     package = f'{pair.package} {installed_version(pair.package)}'
     size = dict(tokens=shape.tokens, dim=shape.dim, num_heads=shape.heads) if pair.is_layer else dict(img_size=224)
-    fields = dict(table='peers', what=what, batch_size=batch_size, dtype='float32', device=args.device.type, **size)
+    fields = dict(table='peers', dtype='float32', versions=package, **size, **common)
     against = f'{pair.package} ({pair.note})' if pair.note else pair.package
     ratio = ratios(times['theirs'], times['ours'])
-    ours = row(Spread.of(times['ours']), ratio, name=pair.name, against=against, versions=package)
-    return [
-        fields | ours | limits,
-        # the other side, so that both times can be looked up
-        fields | row(Spread.of(times['theirs']), name=against, against=pair.name, versions=package),
-    ]
+    ours = make_row(Spread.of(times['ours']), ratio, name=pair.name, against=against)
+    theirs = make_row(Spread.of(times['theirs']), name=against, against=pair.name)
+    return [fields | ours | limits, fields | theirs]
 
 
-def print_rows(rows: list[dict]) -> None:
-    """Print ours beside theirs."""
+def print_peers(rows: list[dict]) -> None:
+    """Print a line per pair, size and pass."""
     lines = [
         [
             f'{ours["name"]} against {ours["against"]}',
             f'{ours["tokens"]:,}' if 'tokens' in ours else 'model',
             ours['what'],
-            milliseconds(ours['seconds']),
-            milliseconds(theirs['seconds']),
+            format_time(ours['seconds']),
+            format_time(theirs['seconds']),
             f'{ours["ratio"]:.2f}',
-            f'{ours["ratio_low"]:.2f} … {ours["ratio_high"]:.2f}',
+            format_quartiles(ours['ratio_low'], ours['ratio_high']),
             str(ours['rounds']),
             f'{ours["matmul_share"]:.0%}',
             f'{ours["ceiling"]:.2f}',
@@ -240,4 +219,4 @@ def print_rows(rows: list[dict]) -> None:
         for ours, theirs in zip(rows[::2], rows[1::2], strict=True)
     ]
     headings = ['', 'tokens', '', 'ours', 'theirs', '×', 'quartiles', 'rounds', 'of matmul', 'ceiling']
-    print_table('× how many times faster', headings, lines)
+    print_table('× is the speedup of ours', headings, lines)

@@ -1,7 +1,7 @@
-"""`vitzoo bench startup`: importing vitzoo, and creating a model, against the same with timm alone.
+"""`vitzoo bench startup`: importing vitzoo and creating a model, against timm.
 
-Each import runs in a fresh process, in turn; `import vitzoo` includes timm's import. Models are created in one process,
-ours and a model of timm's of the same number of parameters.
+Each import runs in a new process, in turn; `import vitzoo` includes the import of timm. The models, one of vitzoo and
+one of timm of similar size, are created in one process.
 
 Examples:
     vitzoo bench startup
@@ -20,57 +20,57 @@ from vitzoo.bench._harness import (
     Spread,
     append_rows,
     describe_machine,
+    format_machine,
+    make_row,
     ratios,
-    row,
-    say_machine,
     start_run,
     time_in_turn,
 )
-from vitzoo.bench._options import parse
-from vitzoo.bench._show import milliseconds, print_table
+from vitzoo.bench._options import parse_common
+from vitzoo.bench._show import format_time, print_table
 from vitzoo.load import find_models
 
-CPU = torch.device('cpu')
+_CPU = torch.device('cpu')
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Measure what the command line asks for; return a row for each import and each model.
+    """Measure what the command line asks for; return a row per import and model.
 
     Raises:
-        UserError: There is no such model.
+        UserError: A model is unknown.
     """
     args = parse_args(argv)
-    run, machine = start_run(), describe_machine(CPU)
-    print(say_machine(machine))
-    imports = {f'import {name}': import_in_a_fresh_process(name) for name in ('timm', 'vitzoo')}
-    models = {f'create {name}': creation(name) for name in find_models([args.against, args.model])}
+    run, machine = start_run(), describe_machine(_CPU)
+    print(format_machine(machine))
+    imports = {f'import {name}': import_in_new_process(name) for name in ('timm', 'vitzoo')}
+    models = {f'create {name}': create_call(name) for name in find_models([args.against, args.model])}
     rows = []
     for calls in imports, models:
-        times = time_in_turn(calls, CPU, seconds=args.seconds, min_rounds=args.min_rounds)
-        theirs = next(iter(times))
-        for name, own in times.items():
-            fields = dict(table='startup', name=name, what='startup', against=theirs, device='cpu')
-            rows.append(row(Spread.of(own), ratios(times[theirs], own), **fields))
+        times = time_in_turn(calls, _CPU, seconds=args.seconds, min_rounds=args.min_rounds)
+        baseline = next(iter(times))
+        for name, seconds in times.items():
+            fields = dict(table='startup', name=name, what='startup', against=baseline, device='cpu')
+            rows.append(make_row(Spread.of(seconds), ratios(times[baseline], seconds), **fields))
     append_rows(args.results_file, rows, run=run, command=args.command, **machine)
-    lines = [[fields['name'], milliseconds(fields['seconds']), f'{1 / fields["ratio"]:.2f}'] for fields in rows]
-    print_table('startup; × times as long as timm', ['', 'time', '×'], lines)
+    lines = [[fields['name'], format_time(fields['seconds']), f'{1 / fields["ratio"]:.2f}'] for fields in rows]
+    print_table('startup; × is the time relative to timm', ['', 'time', '×'], lines)
     return rows
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser('vitzoo bench startup', description=__doc__.partition('\n')[0])
     add = parser.add_argument
-    add('--model', default='cvt_ls_13', help='model of ours to create (default: cvt_ls_13, 20.3 M parameters)')
-    add('--against', default='deit_small_patch16_224', help="model of timm's (default: deit_small_patch16_224, 22.1 M)")
-    return parse(parser, argv)
+    add('--model', default='cvt_ls_13', help='model of vitzoo to create (default: cvt_ls_13, 20.3 M parameters)')
+    add('--against', default='deit_small_patch16_224', help='model of timm (default: deit_small_patch16_224, 22.1 M)')
+    return parse_common(parser, argv)
 
 
-def import_in_a_fresh_process(name: str):
-    """A call that starts Python and imports one package."""
+def import_in_new_process(name: str):
+    """A call that imports a package in a new Python process."""
     return lambda number: subprocess.run([sys.executable, '-c', f'import {name}'], check=True)
 
 
-def creation(name: str):
+def create_call(name: str):
     """A call that creates a model with random weights."""
     return lambda number: timm.create_model(name)
