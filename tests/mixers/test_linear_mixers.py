@@ -289,7 +289,7 @@ def test_srformer_runs_on_grids_its_patches_do_not_fit(grid_size, num_keys, norm
 
 
 @pytest.mark.parametrize('num_prefix_tokens', [0, 2])
-@pytest.mark.parametrize('variant', ['dense', 'random', 'factorised_dense', 'factorised_random'])
+@pytest.mark.parametrize('variant', ['dense', 'random', 'factorized_dense', 'factorised_random'])
 def test_synthesised_scores_are_those_of_the_formula(variant, num_prefix_tokens):
     mixer = shake(build('synthesizer', num_prefix_tokens=num_prefix_tokens, variant=variant))
     x, P, N = tokens(num_prefix_tokens), num_prefix_tokens, num_prefix_tokens + 20
@@ -299,7 +299,7 @@ def test_synthesised_scores_are_those_of_the_formula(variant, num_prefix_tokens)
     for b, h, i, j in itertools.product(range(scores.shape[0]), range(HEADS), (0, 3, N - 1), range(N)):
         if variant == 'random':
             expected = s.table[h, i, j]
-        elif variant == 'factorised_random':
+        elif variant == 'factorized_random':
             expected = s.queries[h, i] @ s.keys[h, j]
         else:
             hidden = (s.hidden.weight @ x[b, i] + s.hidden.bias).clamp(min=0)[4 * h : 4 * h + 4]
@@ -345,7 +345,7 @@ def test_a_random_synthesizer_is_resampled_in_queries_and_in_keys():
 
 
 def test_only_the_low_rank_synthesizer_has_a_rank():
-    with pytest.raises(ValueError, match='factorised_random'):
+    with pytest.raises(ValueError, match='factorized_random'):
         build('synthesizer', variant='dense', rank=4)
     with pytest.raises(ValueError, match='variant of synthesizer is one of dense, random'):
         build('synthesizer', variant='sparse')
@@ -476,7 +476,7 @@ def test_the_cost_of_linear_mixers_grows_with_the_number_of_tokens(name, kwargs)
     assert macs(name, 56, **kwargs) / macs(name, 28, **kwargs) <= 4.3
 
 
-@pytest.mark.parametrize('variant', ['dense', 'random', 'factorised_dense', 'factorised_random'])
+@pytest.mark.parametrize('variant', ['dense', 'random', 'factorized_dense', 'factorised_random'])
 def test_the_cost_of_synthesizers_is_quadratic(variant):
     assert 8 < macs('synthesizer', 56, variant=variant) / macs('synthesizer', 28, variant=variant) <= 16.1
 

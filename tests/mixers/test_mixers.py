@@ -66,8 +66,8 @@ SETTINGS = {
     'synthesizer': [
         {},
         {'variant': 'random'},
-        {'variant': 'factorised_dense'},
-        {'variant': 'factorised_random', 'rank': 3},
+        {'variant': 'factorized_dense'},
+        {'variant': 'factorized_random', 'rank': 3},
     ],
 }
 CASES = [
