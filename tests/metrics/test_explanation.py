@@ -3,7 +3,8 @@
 import pytest
 import timm
 import torch
-from test_models import COMBINATIONS, build, images
+from helpers import COMBINATIONS, images
+from helpers import build_model as build
 from torch import nn
 
 import vitzoo

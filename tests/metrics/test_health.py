@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from classifiers import make_ten_images
-from test_models import mixers_of_ours
+from helpers import mixers_of_ours
 from torch.utils.data import DataLoader, TensorDataset
 
 import vitzoo

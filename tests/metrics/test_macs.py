@@ -30,8 +30,8 @@ CASES = {
     'sparse_fixed': ('sparse', dict(pattern='fixed')),
     'srformer_4': ('srformer', dict(sr_ratio=4)),
     'synthesizer_random': ('synthesizer', dict(variant='random')),
-    'synthesizer_factorised_dense': ('synthesizer', dict(variant='factorised_dense')),
-    'synthesizer_factorised_random': ('synthesizer', dict(variant='factorised_random')),
+    'synthesizer_factorized_dense': ('synthesizer', dict(variant='factorised_dense')),
+    'synthesizer_factorized_random': ('synthesizer', dict(variant='factorised_random')),
 }
 
 
@@ -178,8 +178,8 @@ def synthesizer(grid, P, N, C, h, variant='dense', rank=8):
     scores = {
         'dense': N * C * C + N * N * C,
         'random': 0,
-        'factorised_dense': N * C * C + N * (P + sum(grid)) * C + N * prod(grid) * h,
-        'factorised_random': N * N * rank * h,
+        'factorized_dense': N * C * C + N * (P + sum(grid)) * C + N * prod(grid) * h,
+        'factorized_random': N * N * rank * h,
     }
     return 2 * N * C * C + scores[variant] + N * N * C
 

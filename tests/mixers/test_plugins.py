@@ -98,7 +98,8 @@ def test_a_plugins_mixer_is_in_every_backbone_in_the_list_and_in_the_report(toy)
 
 
 def test_a_plugins_mixer_is_held_to_the_contract_and_pinned_names_stay(toy):
-    files = [f'tests/test_{name}.py' for name in ('mixers', 'models', 'contract', 'metrics')]
+    files = 'mixers/test_contract models/test_models models/test_timm_api metrics/test_accuracy'
+    files = [f'tests/{name}.py' for name in files.split()]
     # left out are the long ones and those with processes of their own
     left_out = ' and '.join(f'not {word}' for word in ('any_image_size', 'compiled', 'saved_model', 'intermediates'))
     chosen = f'(toy and {left_out}) or registered_names'

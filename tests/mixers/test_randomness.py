@@ -7,9 +7,7 @@ from itertools import pairwise
 import pytest
 import timm
 import torch
-from test_mixers import DIM, GRID, HEADS, SETTINGS, tokens
-from test_models import SMALL, blocks, images
-from test_models import build as build_model
+from helpers import DIM, GRID, HEADS, SETTINGS, SMALL, blocks, build_model, images, tokens
 from timm.utils import ModelEmaV3
 from torch._dynamo.testing import CompileCounter
 

@@ -1,10 +1,11 @@
 """What is special about mixers that choose which tokens meet: bigbird, local, reformer, routing, sinkhorn, sparse."""
 
 import math
+from datetime import timedelta
 
 import pytest
 import torch
-from test_mixers import DIM, GRID, HEADS, SETTINGS, build, recorded_call, tokens
+from helpers import DIM, GRID, HEADS, SETTINGS, build, recorded_call, tokens
 from torch import distributed
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -323,7 +324,8 @@ def test_a_routing_centroid_that_is_nearest_to_nothing_stays():
 
 def routing_rank(rank, folder):
     torch.set_num_threads(1)
-    distributed.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=2)
+    options = dict(init_method=f'file://{folder}/store', world_size=2, timeout=timedelta(minutes=5))
+    distributed.init_process_group('gloo', rank=rank, **options)
     mixer = DistributedDataParallel(build('routing', num_clusters=3, decay=0.5))
     x = tokens(mixer.module, batch_size=4)[2 * rank : 2 * rank + 2]
     steps = [routing_step(mixer, x).clone() for _ in range(2)]
@@ -332,7 +334,12 @@ def routing_rank(rank, folder):
 
 
 def test_routing_centroids_are_those_of_the_whole_batch_on_every_rank(tmp_path):
-    torch.multiprocessing.spawn(routing_rank, (str(tmp_path),), nprocs=2)
+    # this process is one of the ranks, because starting a process takes most of the time of this test
+    child = torch.multiprocessing.get_context('spawn').Process(target=routing_rank, args=(1, str(tmp_path)))
+    child.start()
+    routing_rank(0, str(tmp_path))
+    child.join()
+    assert child.exitcode == 0
     ranks = [torch.load(tmp_path / f'{rank}.pt') for rank in range(2)]
     mixer = build('routing', num_clusters=3, decay=0.5)
     x = tokens(mixer, batch_size=4)

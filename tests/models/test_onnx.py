@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_models import build, images, mixers_of_ours
+from helpers import build_model as build
+from helpers import images, mixers_of_ours
 
 import vitzoo
 

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 
 from vitzoo.metrics import count_macs
+from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.global_memory import GlobalMemory
 from vitzoo.mixers.longformer import Longformer
 from vitzoo.models import cvt, vil
@@ -171,6 +172,15 @@ def golden(name):
 @pytest.mark.parametrize('name', OFFICIAL)
 def test_official_weights_give_the_official_logits(name):
     assert_official_logits(OFFICIAL[name]().eval(), name)
+
+
+@pytest.mark.parametrize('name', OFFICIAL)
+def test_official_weights_give_the_official_logits_with_naive_forms(name):
+    model = OFFICIAL[name]().eval()
+    for module in model.modules():
+        if isinstance(module, TokenMixer):
+            module.op = module.op_naive
+    assert_official_logits(model, name)
 
 
 def test_official_projections_of_global_tokens_load_where_the_model_has_such():

@@ -11,7 +11,7 @@ Attention", https://arxiv.org/abs/1802.05751
 
 import torch
 
-from ._window import window_attention, window_attention_naive
+from ._window import window_attention
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -28,8 +28,17 @@ def local_naive(
     scale: float,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """Block by block; arguments as `local_attention`."""
-    return _local(window_attention_naive, softmax_naive, q, k, v, grid_size, block_size, memory_halo, scale, dropout_p)
+    """Softmax attention under a dense N x N mask; arguments as `local_attention`."""
+    (H, W), b, h = grid_size, block_size, memory_halo
+    P, token = q.shape[2] - H * W, torch.arange(H * W, device=q.device)
+
+    def in_memory(place):
+        first = (place // b * b).unsqueeze(1)
+        return (place >= first - h) & (place < first + b + h)
+
+    bias = q.new_zeros(P + H * W, P + H * W)
+    bias[P:, P:].masked_fill_(~(in_memory(token // W) & in_memory(token % W)), float('-inf'))
+    return softmax_naive(q, k, v, scale, bias, dropout_p)
 
 
 def local_attention(
@@ -43,18 +52,14 @@ def local_attention(
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d)."""
-    return _local(window_attention, softmax_attention, q, k, v, grid_size, block_size, memory_halo, scale, dropout_p)
-
-
-def _local(window_op, global_op, q, k, v, grid_size, block_size, memory_halo, scale, dropout_p):
     P = q.shape[2] - grid_size[0] * grid_size[1]
-    grid = window_op(
+    grid = window_attention(
         q[:, :, P:], k[:, :, P:], v[:, :, P:], k[:, :, :P], v[:, :, :P],
         grid_size, block_size, memory_halo, scale, None, None, dropout_p,
     )  # fmt: skip
     if P == 0:
         return grid
-    prefix = global_op(q[:, :, :P], k, v, scale, None, dropout_p)
+    prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)
     return torch.cat([prefix, grid], dim=2)
 
 

@@ -91,20 +91,30 @@ def nystrom_naive(
     def cut(length, pieces):
         return torch.arange(length).split([length // pieces + (i < length % pieces) for i in range(pieces)])
 
+    def aspect_ratio(cells):
+        sides = grid_size[0] * cells[1], grid_size[1] * cells[0]
+        return max(sides) / min(sides)
+
     N = q.shape[2]
     if grid_size is None:
         groups = cut(N, min(num_landmarks, N))
     else:
         H, W = grid_size
         prefix = torch.arange(N - H * W).unsqueeze(1)
-        rows, columns = map(cut, grid_size, landmark_grid(grid_size, num_landmarks))
+        shapes = [(h, min(W, num_landmarks // h)) for h in range(1, min(H, num_landmarks) + 1)]
+        rows, columns = map(cut, grid_size, min(shapes, key=aspect_ratio))
         cells = [(row.unsqueeze(1) * W + column).flatten() for row in rows for column in columns]
         groups = [*prefix, *(len(prefix) + cell for cell in cells)]
     q_land, k_land = (torch.stack([x[:, :, group].mean(dim=2) for group in groups], dim=2) for x in (q, k))
     left = (scale * q @ k_land.mT).softmax(dim=-1)
     middle = (scale * q_land @ k_land.mT).softmax(dim=-1)
     right = (scale * q_land @ k.mT).softmax(dim=-1)
-    return left @ iterative_pinv(middle, num_iterations) @ right @ v
+    z = middle.mT / (middle.sum(dim=-2).amax(dim=-1) * middle.sum(dim=-1).amax(dim=-1))[..., None, None]
+    eye = torch.eye(len(groups), dtype=q.dtype, device=q.device)
+    for _ in range(num_iterations):
+        az = middle @ z
+        z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
+    return left @ z @ right @ v
 
 
 def nystrom_attention(

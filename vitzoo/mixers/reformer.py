@@ -58,7 +58,9 @@ def reformer_naive(
     P = N - grid_size[0] * grid_size[1]
     bias = q.new_full((B, heads, N, N), float('-inf'))
     bias[:, :, :P] = bias[:, :, :, :P] = 0
-    buckets = lsh_buckets(q[:, :, P:], rotations)
+    rotated = torch.einsum('bhnd,rdk->bhrnk', q[:, :, P:], rotations)
+    # without rotations there is one bucket
+    buckets = torch.cat([rotated, -rotated], dim=-1).argmax(dim=-1) if rotations.shape[-1] else rotated.sum(dim=-1)
     for b in range(B):
         for head in range(heads):
             for round_buckets in buckets[b, head].tolist():

@@ -50,7 +50,12 @@ def routing_naive(
     B, heads, N, _ = q.shape
     P = N - grid_size[0] * grid_size[1]
     n = q.new_zeros(B, heads, N, N)
-    queries, keys = (cluster_members(x[:, :, P:], centroids, cluster_size).tolist() for x in (q, k))
+
+    def members(x):
+        unit_x, unit_centroids = (y / y.norm(dim=-1, keepdim=True) for y in (x[:, :, P:], centroids))
+        return (unit_centroids @ unit_x.mT).argsort(dim=-1, descending=True)[..., :cluster_size].tolist()
+
+    queries, keys = members(q), members(k)
     for b in range(B):
         for head in range(heads):
             for members_q, members_k in zip(queries[b][head], keys[b][head], strict=True):

@@ -3,10 +3,10 @@
     out_i = softmax(scale * q_i . K(SR(x))) V(SR(x)),  SR(x) = Norm(W_S (R x R tokens of x, concatenated))
 
 Quadratic in the number of tokens, R^2 times cheaper than softmax: O(N^2 dim / R^2). As in the official code, rows and
-columns behind the last whole patch are in no key (they are queries still); a grid smaller than a patch, which that code
-refuses, is filled up with zeros. Prefix tokens bypass reduction and norm, as in ViL. With R = 1 there is no reduction
+columns after the last whole patch are part of no key, only queries; a grid smaller than a patch, which that code does
+not accept, is padded with zeros. Prefix tokens bypass reduction and norm, as in ViL. With R = 1 there is no reduction
 and this is softmax attention. Queries come from the tokens and keys from the reduced map, so CvT's convolutional
-projection does not apply: the reduction is one. Pyramid Vision Transformer, section 3.3,
+projection does not apply: the reduction is itself a convolution. Pyramid Vision Transformer, section 3.3,
 https://arxiv.org/abs/2102.12122
 """
 
@@ -16,44 +16,79 @@ from torch.nn import functional as F
 
 from ._qkv import split_heads
 from .base import TokenMixer, no_autocast, register_mixer
-from .softmax import softmax_attention
+from .softmax import softmax_attention, softmax_naive
 
-__all__ = ['SRFormer', 'spatial_reduction', 'spatial_reduction_naive']
+__all__ = ['SRFormer', 'spatial_reduction', 'spatial_reduction_attention', 'spatial_reduction_naive']
 
 
 def spatial_reduction_naive(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grid_size: tuple[int, int]
+    x: torch.Tensor,
+    q: torch.Tensor,
+    sr: nn.Conv2d | None,
+    norm: nn.Module | None,
+    kv: nn.Linear,
+    grid_size: tuple[int, int],
+    scale: float,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """Patch by patch; arguments as `spatial_reduction`."""
-    (H, W), R = grid_size, weight.shape[-1]
-    P = x.shape[1] - H * W
-    image = x[:, P:].unflatten(1, grid_size)
-    reduced = []
-    for top in range(0, max(H - R, 0) + 1, R):
-        for left in range(0, max(W - R, 0) + 1, R):
-            patch = image[:, top : top + R, left : left + R]  # (B, <= R, <= R, C)
-            kernel = weight[:, :, : patch.shape[1], : patch.shape[2]]
-            reduced.append(torch.einsum('bhwc,dchw->bd', patch, kernel))
-    reduced = torch.stack(reduced, dim=1)
-    return torch.cat([x[:, :P], reduced if bias is None else reduced + bias], dim=1)
+    """The reduction patch by patch, then softmax attention; arguments as `spatial_reduction_attention`."""
+    (H, W), heads = grid_size, q.shape[1]
+    if sr is not None:
+        P, R = x.shape[1] - H * W, sr.stride[0]
+        image = x[:, P:].unflatten(1, grid_size)
+        reduced = []
+        for top in range(0, max(H - R, 0) + 1, R):
+            for left in range(0, max(W - R, 0) + 1, R):
+                patch = image[:, top : top + R, left : left + R]  # (B, <= R, <= R, C)
+                kernel = sr.weight[:, :, : patch.shape[1], : patch.shape[2]]
+                reduced.append(torch.einsum('bhwc,dchw->bd', patch, kernel))
+        reduced = torch.stack(reduced, dim=1)
+        reduced = reduced if sr.bias is None else reduced + sr.bias
+        over = 2 if isinstance(norm, nn.LayerNorm) else 1
+        variance, mean = torch.var_mean(reduced, dim=over, keepdim=True, correction=0)
+        reduced = (reduced - mean) / (variance + 1e-5).sqrt()
+        if isinstance(norm, nn.LayerNorm):
+            reduced = reduced * norm.weight + norm.bias
+        x = torch.cat([x[:, :P], reduced], dim=1)
+    keys_values = x @ kv.weight.T if kv.bias is None else x @ kv.weight.T + kv.bias
+    k, v = keys_values.unflatten(2, (2, heads, -1)).permute(2, 0, 3, 1, 4)
+    return softmax_naive(q, k, v, scale, None, dropout_p)
 
 
-def spatial_reduction(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grid_size: tuple[int, int]
+def spatial_reduction_attention(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    sr: nn.Conv2d | None,
+    norm: nn.Module | None,
+    kv: nn.Linear,
+    grid_size: tuple[int, int],
+    scale: float,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """Tokens (B, P + H*W, C), weight (C, C, R, R) -> tokens of the coarse grid (B, P + h*w, C).
+    """x (B, P + H*W, dim) and q (B, heads, P + H*W, d) -> (B, heads, P + H*W, d).
+
+    W_S is `sr`, and `kv` gives keys and values side by side; without `sr` and `norm` they come from x itself.
+    """
+    if sr is not None:
+        x = spatial_reduction(x, sr, norm, grid_size)
+    k, v = (split_heads(part, q.shape[1]) for part in kv(x).chunk(2, dim=-1))
+    return softmax_attention(q, k, v, scale, None, dropout_p)
+
+
+def spatial_reduction(x: torch.Tensor, sr: nn.Conv2d, norm: nn.Module, grid_size: tuple[int, int]) -> torch.Tensor:
+    """SR(x): tokens (B, P + H*W, C) -> prefix tokens and the coarse grid, (B, P + h*w, C).
 
     h and w are H // R and W // R, but at least 1.
     """
-    (H, W), R = grid_size, weight.shape[-1]
+    (H, W), R = grid_size, sr.stride[0]
     prefix, grid = x.split([x.shape[1] - H * W, H * W], dim=1)
     image = F.pad(grid.mT.unflatten(2, grid_size), (0, max(R - W, 0), 0, max(R - H, 0)))
-    reduced = F.conv2d(image, weight, bias, stride=R).flatten(2).mT
+    reduced = norm(sr(image).flatten(2).mT)
     return torch.cat([prefix.to(reduced.dtype), reduced], dim=1)
 
 
 class TokenNorm(nn.Module):
-    """ViL's InstanceNorm: every channel has mean 0 and variance 1 over the tokens; no parameters."""
+    """ViL's InstanceNorm: mean 0 and variance 1 in every channel over the tokens, without parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, N, C) -> (B, N, C)."""
@@ -64,13 +99,13 @@ class TokenNorm(nn.Module):
 
 @register_mixer('srformer')
 class SRFormer(TokenMixer):
-    """Spatial-reduction attention with ratio `sr_ratio` and `norm` 'layer' (PVT) or 'instance' (ViL) behind it.
+    """Spatial-reduction attention with ratio `sr_ratio`, followed by `norm` 'layer' (PVT) or 'instance' (ViL).
 
-    ViL's reduction has no bias, PVT's has. Parameter names are those of timm's PVT.
+    PVT's reduction has a bias, ViL's does not. Parameter names are those of timm's PVT.
     """
 
     attn_weights = True
-    op = staticmethod(spatial_reduction)
+    op = staticmethod(spatial_reduction_attention)
     op_naive = staticmethod(spatial_reduction_naive)
 
     def __init__(
@@ -106,16 +141,6 @@ class SRFormer(TokenMixer):
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         q = split_heads(self.q(x), self.num_heads)
-        k, v = (split_heads(part, self.num_heads) for part in self.kv(self.reduce(x, grid_size)).chunk(2, dim=-1))
         dropout_p = self.attn_drop.p if self.training else 0.0
-        x = softmax_attention(q, k, v, self.scale, None, dropout_p)
+        x = self.op(x, q, self.sr, self.norm, self.kv, grid_size, self.scale, dropout_p)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
-
-    def reduce(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        """The tokens that become keys and values, (B, P + h*w, C)."""
-        if self.sr is None:
-            return x
-        P = self.num_prefix_tokens
-        reduced = self.op(x, self.sr.weight, self.sr.bias, grid_size)
-        grid = self.norm(reduced[:, P:])
-        return torch.cat([reduced[:, :P].to(grid.dtype), grid], dim=1)

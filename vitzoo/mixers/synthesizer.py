@@ -4,15 +4,15 @@
 
 * dense: scores_ij = w_j . relu(W x_i) + b_j, a vector w_j for each token j; parameters O(N dim)
 * random: scores are parameters, O(heads N^2)
-* factorised_dense: scores_ij = row_i[y_j] column_i[x_j], with row_i and column_i synthesised like the dense scores, for
-  each of the H rows and W columns; O((H + W) dim)
-* factorised_random: scores = A B^T with A, B of shape (N, rank); O(heads N rank)
+* factorized_dense: scores_ij = row_i[y_j] column_i[x_j], with row_i and column_i synthesised as the dense scores are,
+  for each of the H rows and W columns; O((H + W) dim)
+* factorized_random: scores = A B^T with A, B of shape (N, rank); O(heads N rank)
 
-Quadratic in the number of tokens: O(N^2 dim). The paper factorises the N positions of a text into a x b = N and tiles
-the two vectors; on a grid H x W is that factorisation. Prefix tokens are ordinary tokens with parameters of their own;
-as keys of factorised_dense they have no row and column and are synthesised densely. All variants are bound to the grid:
-on a new one what belongs to a token is resampled in two dimensions, what belongs to a row or column in one.
-Synthesizer, section 3, https://arxiv.org/abs/2005.00743
+Quadratic in the number of tokens: O(N^2 dim). The paper factorizes the N positions of a text into a x b = N and tiles
+the two vectors; on a grid that factorization is H x W. Prefix tokens are ordinary tokens with their own parameters; as
+keys of factorized_dense they have no row and column and are synthesised densely. All variants are bound to the grid: on
+a new one, parameters of tokens are resampled in two dimensions, and parameters of rows and columns in one. Synthesizer,
+section 3, https://arxiv.org/abs/2005.00743
 """
 
 import torch
@@ -27,23 +27,38 @@ from .base import TokenMixer, register_mixer
 __all__ = ['Synthesizer', 'synthesizer', 'synthesizer_naive']
 
 
-def synthesizer_naive(scores: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
-    """Query by query; arguments as `synthesizer`."""
-    out = []
-    for i in range(v.shape[2]):
-        weights = (scores[..., i, :] - scores[..., i, :].amax(dim=-1, keepdim=True)).exp()
-        weights = F.dropout(weights / weights.sum(dim=-1, keepdim=True), dropout_p)
-        out.append((weights.unsqueeze(-1) * v).sum(dim=2))
-    return torch.stack(out, dim=2)
+def synthesizer_naive(x: torch.Tensor, v: torch.Tensor, scores: nn.Module, dropout_p: float = 0.0) -> torch.Tensor:
+    """The scores of each variant key by key, then softmax attention; arguments as `synthesizer`."""
+
+    def synthesize(keys, bias):
+        hidden = (x @ scores.hidden.weight.T + scores.hidden.bias).clamp(min=0).unflatten(2, (v.shape[1], -1))
+        columns = [(hidden * keys[:, j]).sum(dim=-1) + bias[:, j, 0] for j in range(keys.shape[1])]  # (B, N, heads)
+        return torch.stack(columns, dim=-1).transpose(1, 2)
+
+    if isinstance(scores, RandomScores):
+        s = scores.table
+    elif isinstance(scores, FactorizedRandomScores):
+        s = torch.einsum('hir,hjr->hij', scores.queries, scores.keys)
+    elif isinstance(scores, DenseScores):
+        s = synthesize(scores.keys, scores.bias)
+    else:
+        row, column = synthesize(scores.row, scores.row_bias), synthesize(scores.column, scores.column_bias)
+        products = [row[..., i] * column[..., j] for i in range(row.shape[-1]) for j in range(column.shape[-1])]
+        s = torch.stack(products, dim=-1)
+        if scores.prefix is not None:
+            s = torch.cat([synthesize(scores.prefix, scores.prefix_bias), s], dim=-1)
+    s = (s - s.amax(dim=-1, keepdim=True)).exp()
+    return F.dropout(s / s.sum(dim=-1, keepdim=True), dropout_p) @ v
 
 
-def synthesizer(scores: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
-    """Scores (B, heads, N, N) or (heads, N, N), and values (B, heads, N, d) -> (B, heads, N, d)."""
+def synthesizer(x: torch.Tensor, v: torch.Tensor, scores: nn.Module, dropout_p: float = 0.0) -> torch.Tensor:
+    """Tokens x (B, N, dim), values v (B, heads, N, d) and the module of a variant's scores -> (B, heads, N, d)."""
+    scores = scores(x)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     return F.dropout(attn, dropout_p) @ v
 
 
-class Dense(nn.Module):
+class DenseScores(nn.Module):
     """Scores from each token alone, (B, heads, N, N)."""
 
     def __init__(
@@ -64,13 +79,13 @@ class Dense(nn.Module):
         return hidden @ self.keys.mT + self.bias.mT
 
     def resample(self, new_size: tuple[int, int], old_size: tuple[int, int]) -> None:
-        """Stretch the keys over a new grid."""
+        """Resample the keys to a new grid."""
         for name in ('keys', 'bias'):
             setattr(self, name, resample_rows(getattr(self, name), new_size, old_size, self.num_prefix_tokens))
 
 
-class FactorisedDense(nn.Module):
-    """Scores from each token alone, products of one for the row and one for the column, (B, heads, N, N)."""
+class FactorizedDenseScores(nn.Module):
+    """Products of a row's and a column's score, both from each token alone, (B, heads, N, N)."""
 
     def __init__(
         self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
@@ -96,7 +111,7 @@ class FactorisedDense(nn.Module):
         return torch.cat([hidden @ self.prefix.mT + self.prefix_bias.mT, grid], dim=-1)
 
     def resample(self, new_size: tuple[int, int], old_size: tuple[int, int]) -> None:
-        """Stretch rows and columns over a new grid."""
+        """Resample rows and columns to a new grid."""
         for axis, size in zip(('row', 'column'), new_size, strict=True):
             for name in (axis, f'{axis}_bias'):
                 old = getattr(self, name)
@@ -104,7 +119,7 @@ class FactorisedDense(nn.Module):
                 setattr(self, name, nn.Parameter(new.contiguous(), requires_grad=old.requires_grad))
 
 
-class Random(nn.Module):
+class RandomScores(nn.Module):
     """Scores that are parameters, (heads, N, N)."""
 
     def __init__(
@@ -120,13 +135,13 @@ class Random(nn.Module):
         return self.table
 
     def resample(self, new_size: tuple[int, int], old_size: tuple[int, int]) -> None:
-        """Stretch queries, then keys, over a new grid."""
+        """Resample queries, then keys, to a new grid."""
         for _ in range(2):
             table = resample_rows(self.table, new_size, old_size, self.num_prefix_tokens)
             self.table = nn.Parameter(table.data.mT.contiguous(), requires_grad=table.requires_grad)
 
 
-class FactorisedRandom(nn.Module):
+class FactorizedRandomScores(nn.Module):
     """Scores that are parameters of low rank, (heads, N, N)."""
 
     def __init__(
@@ -151,24 +166,24 @@ class FactorisedRandom(nn.Module):
         return self.queries @ self.keys.mT
 
     def resample(self, new_size: tuple[int, int], old_size: tuple[int, int]) -> None:
-        """Stretch both factors over a new grid."""
+        """Resample both factors to a new grid."""
         for name in ('queries', 'keys'):
             setattr(self, name, resample_rows(getattr(self, name), new_size, old_size, self.num_prefix_tokens))
 
 
-VARIANTS = {
-    'dense': Dense,
-    'random': Random,
-    'factorised_dense': FactorisedDense,
-    'factorised_random': FactorisedRandom,
+_SCORES = {
+    'dense': DenseScores,
+    'random': RandomScores,
+    'factorized_dense': FactorizedDenseScores,
+    'factorized_random': FactorizedRandomScores,
 }
 
 
 @register_mixer('synthesizer')
 class Synthesizer(TokenMixer):
-    """Synthesised attention with `variant` 'dense', 'random', 'factorised_dense' or 'factorised_random'.
+    """Synthesised attention with `variant` 'dense', 'random', 'factorized_dense' or 'factorized_random'.
 
-    `rank` is that of 'factorised_random', 8 as in the paper; another variant refuses it.
+    `rank` is that of 'factorized_random', 8 as in the paper by default; other variants raise ValueError for it.
     """
 
     attn_weights = True
@@ -191,13 +206,15 @@ class Synthesizer(TokenMixer):
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
-        if variant not in VARIANTS:
-            raise ValueError(f'variant of synthesizer is one of {", ".join(VARIANTS)}, not {variant!r}.')
-        if rank is not None and (variant != 'factorised_random' or rank < 1):
-            raise ValueError(f"rank of synthesizer is at least 1, with variant 'factorised_random'; got {rank}.")
+        # configs saved by earlier versions have the British spelling
+        variant = variant.replace('factorised_', 'factorized_')
+        if variant not in _SCORES:
+            raise ValueError(f'variant of synthesizer is one of {", ".join(_SCORES)}, not {variant!r}.')
+        if rank is not None and (variant != 'factorized_random' or rank < 1):
+            raise ValueError(f"rank of synthesizer is at least 1, with variant 'factorized_random'; got {rank}.")
         dd = {'device': device, 'dtype': dtype}
         own = {} if rank is None else {'rank': rank}
-        self.scores = VARIANTS[variant](dim, num_heads, self.grid_size, self.num_prefix_tokens, **own, **dd)
+        self.scores = _SCORES[variant](dim, num_heads, self.grid_size, self.num_prefix_tokens, **own, **dd)
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, **dd)
@@ -206,7 +223,7 @@ class Synthesizer(TokenMixer):
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         self.check_grid(grid_size)
         v = split_heads(self.v(x), self.num_heads)
-        x = self.op(self.scores(x), v, self.attn_drop.p if self.training else 0.0)
+        x = self.op(x, v, self.scores, self.attn_drop.p if self.training else 0.0)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 
     def set_input_size(self, grid_size: tuple[int, int]) -> None:

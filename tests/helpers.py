@@ -1,0 +1,193 @@
+"""Mixers, small models, inputs and comparisons that several test files share."""
+
+import copy
+
+import timm
+import torch
+from torch import nn
+
+import vitzoo
+from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
+from vitzoo.models._block import Block
+
+# mixers: DIM channels, HEADS heads, on a rectangular grid
+DIM, HEADS, GRID = 12, 3, (4, 5)
+# small enough that a small grid has several windows, landmarks and features; mixers not listed have their defaults
+SETTINGS = {
+    'aft_conv': [{'kernel_size': 3}, {'kernel_size': 7}],
+    'aft_local': [{'window_size': 2, 'bias_dim': 4}, {'window_size': 3, 'bias_dim': 4}],
+    'bigbird': [
+        {'block_size': 2, 'num_global_blocks': 0, 'num_random_blocks': 1},
+        {'block_size': 1, 'num_global_blocks': 2, 'num_random_blocks': 2, 'seed': 5},
+        {'block_size': 3, 'num_random_blocks': 0},
+    ],
+    'global': [{'num_global': 3}, {'num_global': 1}],
+    'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
+    'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
+    'longformer': [
+        {'window_size': 2},
+        {'window_size': 3, 'rel_bias': 'table'},
+        {'window_size': 1, 'exact': True},
+        {'window_size': 2, 'exact': True, 'rel_bias': 'table'},
+        {'window_size': 1, 'random_shift': True},
+        {'window_size': 2, 'random_shift': True, 'rel_bias': 'table'},
+        {'window_size': 2, 'global_proj': True},
+        {'window_size': 1, 'global_proj': True, 'rel_bias': 'table', 'qk_norm': True},
+    ],
+    'ls': [
+        {'window_size': 3, 'rank': 2},
+        {'window_size': 2, 'rank': 0},
+        {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
+        {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
+    ],
+    'nystrom': [{'num_landmarks': 5}, {'num_landmarks': 6, 'landmarks': 'grid'}],
+    'performer': [{'num_features': 16}, {'num_features': 6, 'kernel': 'relu'}],
+    'pool': [{}, {'pool_size': 5}],
+    'reformer': [
+        {'num_hashes': 1, 'bucket_size': 2},
+        {'num_hashes': 3, 'bucket_size': 3},
+        {'num_hashes': 2, 'bucket_size': 64},
+    ],
+    'rfa': [{'num_features': 16}, {'num_features': 16, 'gate': True}],
+    'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
+    'set': [{'num_inducing': 5}, {'num_inducing': 1}],
+    'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
+    'softmax': [{}, {'rel_bias': 'table'}],
+    'sparse': [
+        {},
+        {'stride': 3},
+        {'pattern': 'fixed', 'num_summaries': 1},
+        {'pattern': 'fixed', 'stride': 4, 'num_summaries': 2},
+    ],
+    'srformer': [{'sr_ratio': 3}, {'sr_ratio': 2, 'norm': 'instance'}],
+    'synthesizer': [
+        {},
+        {'variant': 'random'},
+        {'variant': 'factorized_dense'},
+        {'variant': 'factorized_random', 'rank': 3},
+    ],
+}
+
+
+def build(
+    name: str,
+    grid_size: tuple[int, int] = GRID,
+    num_prefix_tokens: int = 0,
+    *,
+    dim: int = DIM,
+    num_heads: int = HEADS,
+    dtype: torch.dtype = torch.float64,
+    **kwargs,
+) -> TokenMixer:
+    """A mixer with no parameter left at a special value, at which a mistake would not show."""
+    torch.manual_seed(0)
+    mixer = create_mixer(
+        name, dim, num_heads, grid_size=grid_size, num_prefix_tokens=num_prefix_tokens, dtype=dtype, **kwargs
+    )
+    return perturb(mixer)
+
+
+def perturb(module: nn.Module, std: float = 0.5) -> nn.Module:
+    """Add noise to every parameter."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(std * torch.randn_like(parameter))
+    return module
+
+
+def tokens(mixer: TokenMixer, batch_size: int = 2, seed: int = 1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Random tokens for the grid and prefix of a mixer, (B, P + H*W, dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    H, W = mixer.grid_size
+    shape = (batch_size, mixer.num_prefix_tokens + H * W, mixer.dim)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def qkv(N: int, d: int = 8, std: float = 1.0, seed: int = 0) -> list[torch.Tensor]:
+    """Random queries, keys and values, (2, 2, N, d) each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [std * torch.randn(2, 2, N, d, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def recorded_call(mixer: TokenMixer, x: torch.Tensor) -> tuple:
+    """The arguments with which the mixer calls its op on `x`."""
+    calls = []
+
+    def recorder(*args):
+        calls.append(args)
+        return type(mixer).op(*args)
+
+    mixer.op = recorder
+    mixer(x, mixer.grid_size)
+    del mixer.op
+    return calls[0]
+
+
+def cast(args: tuple, dtype: torch.dtype) -> list:
+    """Arguments of an op with their tensors and modules in another dtype."""
+
+    def convert(arg):
+        if isinstance(arg, nn.Module):
+            return copy.deepcopy(arg).to(dtype)
+        return arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+
+    return [convert(arg) for arg in args]
+
+
+def run_with_gradients(op, args: tuple) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output of an op, and its gradients for every tensor and for every parameter of a module among `args`."""
+    args = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+    inputs = [a.requires_grad_() for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    inputs += [parameter for a in args if isinstance(a, nn.Module) for parameter in a.parameters()]
+    out = op(*args)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    return out, torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9) -> None:
+    """Compare with the same relative and absolute tolerance."""
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """|got - expected| / |expected|."""
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+# models: one small size of each backbone
+SMALL = {
+    'aft': dict(embed_dim=24, num_heads=2, depth=2),
+    'cvt': dict(embed_dims=(16, 24, 32), num_heads=(1, 2, 2), depths=(1, 1, 1)),
+    'deit': dict(embed_dim=24, num_heads=2, depth=2),
+    'vil': dict(embed_dims=(16, 24, 24, 32), num_heads=(1, 2, 2, 2), depths=(1, 1, 1, 1)),
+}
+SMALLEST = {'aft': 'tiny', 'cvt': '13', 'deit': 'tiny', 'vil': 'tiny'}
+COMBINATIONS = [
+    f'{backbone}_{mixer.removeprefix(backbone + "_")}_{size}'
+    for backbone, size in SMALLEST.items()
+    for mixer in vitzoo.list_mixers()
+    if f'{backbone}_{mixer}' not in vitzoo.list_mixers()
+]
+
+
+def build_model(name: str, img_size: int = 64, **kwargs) -> nn.Module:
+    """The small size of a backbone, in evaluation mode."""
+    torch.manual_seed(0)
+    kwargs = {**SMALL[name.split('_')[0]], 'num_classes': 5, **kwargs}
+    return timm.create_model(name, img_size=img_size, **kwargs).eval()
+
+
+def images(*size: int, batch_size: int = 2, in_chans: int = 3) -> torch.Tensor:
+    """Random images, 64 x 64 by default."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch_size, in_chans, *(size or (64, 64)), generator=generator)
+
+
+def blocks(model: nn.Module) -> list[Block]:
+    """The transformer blocks of a model."""
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def mixers_of_ours() -> list[str]:
+    """The mixers of vitzoo itself, without those of installed plugins."""
+    return [name for name in vitzoo.list_mixers() if mixer_class(name).__module__.startswith('vitzoo.')]

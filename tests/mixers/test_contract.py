@@ -1,0 +1,152 @@
+"""Every registered mixer against its specification, its limits, and what a backbone relies on."""
+
+import pytest
+import torch
+from helpers import DIM, GRID, HEADS, SETTINGS, build, cast, recorded_call, run_with_gradients, tokens
+
+from vitzoo import create_mixer, list_mixers, register_mixer
+from vitzoo.mixers import QKVMixer, _window
+
+CASES = [
+    pytest.param(name, kwargs, id=f'{name}-{i}')
+    for name in list_mixers()
+    for i, kwargs in enumerate(SETTINGS.get(name, [{}]))
+]
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1, 2])
+@pytest.mark.parametrize('grid_size', [(4, 4), (3, 6), (5, 7)], ids=lambda g: f'{g[0]}x{g[1]}')
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_fast_op_equals_naive_form_with_gradients(name, kwargs, grid_size, num_prefix_tokens):
+    mixer = build(name, grid_size, num_prefix_tokens, **kwargs)
+    args = recorded_call(mixer, tokens(mixer))
+    fast, fast_grads = run_with_gradients(mixer.op, args)
+    naive, naive_grads = run_with_gradients(mixer.op_naive, args)
+    torch.testing.assert_close(fast, naive, rtol=1e-9, atol=1e-9)
+    for fast_grad, naive_grad in zip(fast_grads, naive_grads, strict=True):
+        torch.testing.assert_close(fast_grad, naive_grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_every_parameter_gets_a_gradient(name, kwargs):
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    mixer(tokens(mixer).requires_grad_(), GRID).square().sum().backward()
+    without = [name for name, p in mixer.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert without == []
+
+
+@pytest.mark.parametrize('std', [1, 3, 6])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_sample_does_not_depend_on_its_batch(name, kwargs, std):
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    # no other tensor has a first dimension of 11; the samples differ in scale, so that a statistic over the batch shows
+    B, scales = 11, std * torch.logspace(-1, 0.3, 11, dtype=torch.float64)
+    args = scaled(recorded_call(mixer, tokens(mixer, B)), B, scales)
+    batched = mixer.op(*args)
+    for i in range(B):
+        alone = mixer.op(*(a[i : i + 1] if is_per_sample(a, B) else a for a in args))
+        torch.testing.assert_close(batched[i : i + 1], alone, rtol=1e-9, atol=1e-12)
+
+
+def is_per_sample(arg, batch_size):
+    return isinstance(arg, torch.Tensor) and arg.ndim > 2 and arg.shape[0] == batch_size
+
+
+def scaled(args, batch_size, scales):
+    """Queries, keys, values and whatever else belongs to a sample, brought to the given standard deviations."""
+    scales = torch.as_tensor(scales, dtype=torch.float64).expand(batch_size)
+
+    def scale(a):
+        return scales.reshape(-1, *[1] * (a.ndim - 1)) * a / a.std() if a.numel() > 1 else a
+
+    return [scale(a) if is_per_sample(a, batch_size) and a.is_floating_point() else a for a in args]
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize('std', [0.1, 1, 4, 8])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_values_and_gradients_stay_finite(name, kwargs, std, dtype):
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    args = scaled(recorded_call(mixer, tokens(mixer)), 2, std)
+    out, grads = run_with_gradients(mixer.op, cast(args, dtype))
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_what_lies_in_the_padding_does_not_matter(name, kwargs, monkeypatch):
+    mixer = build(name, (5, 7), num_prefix_tokens=1, **kwargs)
+    x = tokens(mixer)
+    torch.manual_seed(2)
+    expected = mixer(x, (5, 7))
+    pad = _window._pad
+
+    def pad_with_junk(x, *args):
+        return pad(x, *args) + 1e3 * (1 - pad(torch.ones_like(x), *args))
+
+    monkeypatch.setattr(_window, '_pad', pad_with_junk)
+    # a mixer with random draws in training makes the same ones again
+    torch.manual_seed(2)
+    torch.testing.assert_close(mixer(x, (5, 7)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_new_input_size_and_back_keeps_the_parameters_close(name, kwargs):
+    mixer = build(name, (3, 3), num_prefix_tokens=1, **kwargs)
+    # grown from a coarse grid, positions are as smooth as trained ones; white noise could not survive any resampling
+    mixer.set_input_size((6, 6))
+    before = {key: value.clone() for key, value in mixer.state_dict().items()}
+    mixer.set_input_size((8, 12))
+    assert mixer(tokens(mixer), (8, 12)).isfinite().all()
+    mixer.set_input_size((6, 6))
+    for key, value in mixer.state_dict().items():
+        assert value.shape == before[key].shape
+        value, old = value.flatten().double(), before[key].flatten().double()
+        assert torch.nn.functional.cosine_similarity(value, old, dim=0) > 0.95, key
+
+
+@pytest.mark.parametrize('name', list_mixers())
+def test_an_unknown_keyword_raises(name):
+    with pytest.raises(TypeError, match='windowsize'):
+        create_mixer(name, DIM, HEADS, grid_size=GRID, windowsize=7)
+
+
+@pytest.mark.parametrize('name', list_mixers())
+def test_no_weight_decay_names_exist(name):
+    kwargs = SETTINGS.get(name, [{}])[-1]
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    assert mixer.no_weight_decay() <= {name for name, _ in mixer.named_parameters()}
+
+
+@pytest.mark.parametrize('name', list_mixers())
+def test_attention_dropout_acts_or_is_refused(name):
+    if not create_mixer(name, DIM, HEADS, grid_size=GRID).attn_weights:
+        with pytest.raises(ValueError, match='attn_drop'):
+            create_mixer(name, DIM, HEADS, grid_size=GRID, attn_drop=0.5)
+        return
+    mixer = build(name, attn_drop=0.5)
+    x = tokens(mixer)
+    assert not torch.equal(mixer(x, GRID), mixer(x, GRID))
+    mixer.eval()
+    assert torch.equal(mixer(x, GRID), mixer(x, GRID))
+
+
+def test_an_unknown_mixer_names_the_closest():
+    with pytest.raises(ValueError, match='did you mean performer'):
+        create_mixer('perfomer', DIM, HEADS, grid_size=GRID)
+
+
+def test_a_taken_name_and_a_missing_specification_are_refused():
+    with pytest.raises(ValueError, match='taken'):
+        register_mixer('ls')(QKVMixer)
+    with pytest.raises(TypeError, match='op_naive|`op`'):
+        register_mixer('brand_new')(QKVMixer)
+
+
+@pytest.mark.parametrize('name', ['aft_full', 'aft_local', 'softmax'])
+def test_positions_refuse_another_grid(name):
+    mixer = build(name, **({'rel_bias': 'table'} if name == 'softmax' else {}))
+    x = torch.randn(1, 9, DIM, dtype=torch.float64)
+    with pytest.raises(ValueError, match='made for a 4 x 5 grid and got 3 x 3'):
+        mixer(x, (3, 3))

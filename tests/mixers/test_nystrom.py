@@ -1,0 +1,82 @@
+"""Nystrom attention: its landmarks, its pseudo-inverse and its limit."""
+
+import warnings
+
+import pytest
+import torch
+from helpers import GRID, build, qkv, relative_error
+
+from vitzoo.mixers.nystrom import grid_means, iterative_pinv, landmark_grid, nystrom_attention, segment_means
+from vitzoo.mixers.softmax import softmax_naive
+
+
+@pytest.mark.parametrize('num_landmarks, grid_size', [(24, None), (99, None), (24, (4, 6)), (20, (4, 5)), (99, (1, 9))])
+def test_nystrom_with_a_landmark_per_token_is_softmax(num_landmarks, grid_size):
+    q, k, v = qkv(24)
+    got = nystrom_attention(q, k, v, num_landmarks, num_iterations=30, scale=8**-0.5, grid_size=grid_size)
+    torch.testing.assert_close(got, softmax_naive(q, k, v, 8**-0.5), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize('N', [49, 50, 196, 197, 257])
+def test_nystrom_segments_are_even_and_lose_nothing(N):
+    x = torch.randn(1, 1, N, 3, dtype=torch.float64)
+    sizes = torch.tensor([N // 16 + (i < N % 16) for i in range(16)], dtype=torch.float64)
+    total = (segment_means(x, 16) * sizes[:, None]).sum(dim=2)
+    torch.testing.assert_close(total, x.sum(dim=2))
+
+
+def test_nystrom_landmarks_on_the_grid_are_means_of_cells():
+    grid, prefix = torch.arange(7.0 * 5).reshape(7, 5), torch.tensor([-1.0, -2.0])
+    # 7 rows in 3 and 5 columns in 2, the longer ones first; the prefix tokens stay what they are
+    cells = [cell.mean() for rows in grid.split([3, 2, 2]) for cell in rows.split([3, 2], dim=1)]
+    got = grid_means(torch.cat([prefix, grid.flatten()])[None, None, :, None], (7, 5), 6)
+    torch.testing.assert_close(got.flatten(), torch.tensor([*prefix, *cells]))
+
+
+@pytest.mark.parametrize(
+    'grid_size, num_landmarks, expected',
+    [
+        ((14, 14), 64, (8, 8)),
+        ((14, 14), 65, (8, 8)),
+        ((14, 14), 50, (7, 7)),
+        ((56, 28), 32, (8, 4)),
+        ((28, 56), 32, (4, 8)),
+        ((7, 7), 64, (7, 7)),
+        ((3, 100), 10, (1, 10)),
+        ((13, 17), 1, (1, 1)),
+    ],
+)
+def test_nystrom_cuts_the_grid_into_cells_that_are_nearly_square(grid_size, num_landmarks, expected):
+    assert landmark_grid(grid_size, num_landmarks) == expected
+
+
+def test_nystrom_landmarks_on_the_grid_hold_together_what_lies_together():
+    # two halves of an image, each the same throughout: cells tell left from right, strips as wide as the image do not
+    left = torch.arange(8).expand(8, 8).flatten() < 4
+    q = torch.where(left[:, None], 3.0, -3.0)[None, None].double()
+    v = left[None, None, :, None].double()
+    expected = softmax_naive(q, q, v, 1.0)
+    on_grid, segments = (nystrom_attention(q, q, v, 4, 6, 1.0, grid_size) for grid_size in ((8, 8), None))
+    assert relative_error(on_grid, expected) < 1e-3
+    assert relative_error(segments, expected) > 0.2
+
+
+@pytest.mark.parametrize('kwargs, most', [({}, 21), ({'landmarks': 'grid'}, 20)], ids=str)
+def test_nystrom_warns_where_every_token_is_a_landmark(kwargs, most):
+    with pytest.warns(UserWarning, match=f'num_landmarks={most} makes each of {most} tokens a landmark'):
+        build('nystrom', GRID, 1, num_landmarks=most, **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        build('nystrom', GRID, 1, num_landmarks=most - 1, **kwargs)
+
+
+def test_nystrom_knows_two_kinds_of_landmarks():
+    with pytest.raises(ValueError, match="'segment' or 'grid', not 'pool'"):
+        build('nystrom', landmarks='pool')
+
+
+def test_iterative_pseudo_inverse_inverts():
+    q, k, _ = qkv(16)
+    a = (q @ k.mT).softmax(dim=-1)
+    z = iterative_pinv(a, 30)
+    torch.testing.assert_close(a @ z @ a, a, rtol=0, atol=1e-9)
