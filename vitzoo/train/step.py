@@ -20,7 +20,7 @@ from timm.utils import dispatch_clip_grad
 from torch import Tensor, distributed, nn
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
-from vitzoo.errors import LonelyError, UserError
+from vitzoo.errors import RankError, UserError
 from vitzoo.mixers import set_step
 from vitzoo.train.run import Run
 
@@ -75,7 +75,7 @@ def next_batch(micro_batches: Iterator) -> list[Tensor]:
     try:
         return next(micro_batches)
     except UserError as error:
-        raise LonelyError(str(error)) from error
+        raise RankError(str(error)) from error
 
 
 def seed_step(run: Run, micro: int) -> None:
