@@ -1,4 +1,5 @@
 import re
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -9,15 +10,9 @@ import timm
 
 import vitzoo
 from vitzoo.cli import COMMANDS, main
-from vitzoo.errors import UserError, run_command
+from vitzoo.errors import RankError, UserError, run_command
 
 ROOT = Path(__file__).parents[1]
-
-
-def run(*command: str, **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, **kwargs
-    )
 
 
 def fail(error: BaseException):
@@ -34,12 +29,15 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
     assert capsys.readouterr() == ('', 'vitzoo: error: the folder is empty\n')
 
 
-def test_of_many_processes_only_the_first_speaks(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ('error', 'message'), [(UserError('empty'), ''), (RankError('empty'), 'vitzoo: error: empty\n')], ids=repr
+)
+def test_other_ranks_print_only_errors_of_their_own(error, message, capsys, monkeypatch):
     monkeypatch.setenv('RANK', '1')
     with pytest.raises(SystemExit) as end:
-        run_command(fail(UserError('the folder is empty')))
+        run_command(fail(error))
     assert end.value.code == 2
-    assert capsys.readouterr() == ('', '')
+    assert capsys.readouterr() == ('', message)
 
 
 def test_an_interrupt_is_exit_code_130(capsys):
@@ -120,11 +118,20 @@ def test_list_shows_the_mixers(capsys):
 
 
 @pytest.mark.parametrize(
-    'command', (['-m', 'vitzoo', 'validate'], ['-m', 'vitzoo.validate'], ['validate.py']), ids=' '.join
+    ('start', 'argv'),
+    [
+        (lambda: runpy.run_module('vitzoo', run_name='__main__'), ['validate']),
+        (lambda: runpy.run_module('vitzoo.validate', run_name='__main__'), []),
+        (lambda: runpy.run_path(str(ROOT / 'validate.py'), run_name='__main__'), []),
+    ],
+    ids=['python -m vitzoo validate', 'python -m vitzoo.validate', 'python validate.py'],
 )
-def test_every_way_to_start_a_command_ends_alike(command):
-    child = run(*command, 'resnet5000', '--no-data')
-    assert child.returncode == 2
-    assert child.stdout == ''
-    assert child.stderr.startswith("vitzoo: error: unknown model 'resnet5000', did you mean resnet50")
-    assert len(child.stderr.splitlines()) == 1
+def test_a_command_fails_in_the_same_way_however_it_is_started(start, argv, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['vitzoo', *argv, 'resnet5000', '--no-data'])
+    with pytest.raises(SystemExit) as end:
+        start()
+    assert end.value.code == 2
+    output, error = capsys.readouterr()
+    assert output == ''
+    assert error.startswith("vitzoo: error: unknown model 'resnet5000', did you mean resnet50")
+    assert len(error.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""`vitzoo <command>`: finds the command's module and hands it the rest of the command line."""
+"""The command line `vitzoo <command>`, which runs the module of that name."""
 
 import sys
 from importlib import import_module
@@ -7,28 +7,23 @@ from vitzoo.errors import UserError, did_you_mean, run_command
 
 COMMANDS = {
     'train': 'train a model on a folder of images',
-    'validate': 'measure accuracy, size, speed and oversmoothing of models',
-    'report': 'write what was found of models as one HTML page',
-    'doctor': 'find what is wrong with a folder of images, and how to put it right',
-    'predict': 'name the most likely classes of images',
-    'explain': 'show what the answers of a model rest on, as maps over images',
-    'convert': "turn an official checkpoint, or another model's weights, into a folder that timm loads",
-    'bench': 'measure speed and memory, side by side with others',
+    'validate': 'measure the accuracy, size, speed and oversmoothing of models',
+    'report': 'write the results of models to an HTML page',
+    'doctor': 'find problems in a folder of images, and how to fix them',
+    'predict': 'predict the classes of images',
+    'explain': 'draw the image regions that predictions are based on',
+    'convert': 'convert an official checkpoint, or weights of another model, to a folder that timm loads',
+    'bench': 'benchmark speed and memory against other implementations',
     'list': 'list the models and the token mixers',
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run `vitzoo` and end the process with its exit code."""
-    run_command(dispatch, sys.argv[1:] if argv is None else argv)
+    """Run `vitzoo` and exit with its exit code."""
+    run_command(_dispatch, sys.argv[1:] if argv is None else argv)
 
 
-def dispatch(argv: list[str]) -> None:
-    """Run the command that the first argument names.
-
-    Raises:
-        UserError: There is no such command.
-    """
+def _dispatch(argv: list[str]) -> None:
     if not argv or argv[0] in ('-h', '--help', 'help'):
         print(_help())
         return
@@ -36,10 +31,12 @@ def dispatch(argv: list[str]) -> None:
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS) or f'; the commands are {", ".join(COMMANDS)}'
         raise UserError(f"unknown command '{command}'{hint}")
-    # imported only now, because a command may need what the others do not
+    # imported late: a command may need packages that the others do not
     import_module(f'vitzoo.{command}').main(rest)
 
 
 def _help() -> str:
     lines = [f'  {command:10} {summary}' for command, summary in COMMANDS.items()]
-    return '\n'.join(['usage: vitzoo <command> [arguments]', '', *lines, '', '`vitzoo <command> --help` says more.'])
+    return '\n'.join(
+        ['usage: vitzoo <command> [arguments]', '', *lines, '', '`vitzoo <command> --help` describes its arguments.']
+    )

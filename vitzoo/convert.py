@@ -1,4 +1,4 @@
-"""`vitzoo convert`: an official checkpoint, or the weights of another model, as a folder that timm loads.
+"""`vitzoo convert`: convert an official checkpoint, or weights of another model, to a folder that timm loads.
 
 Examples:
     vitzoo convert model_best.pth --model vil_ls_medium.nvidia_in1k --out vil_ls_medium
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import timm
 import torch
 import yaml
 from timm.layers import to_2tuple
@@ -20,31 +19,32 @@ from torch import Tensor, nn
 
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError, run_command
-from vitzoo.load import find_model, load_model
+from vitzoo.load import create_model, find_model, load_model
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
-from vitzoo.models.inherit import inherit_weights, shorten
+from vitzoo.models.inherit import inherit_weights, summarize_names
 
-# below this share of its parameters, a model was given the wrong parent
+# a model that inherits less than this fraction was given the wrong parent
 LEAST_SHARE = 0.5
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
+    """Run the command and exit with its exit code."""
     run_command(convert, argv)
 
 
 def convert(argv: list[str] | None = None) -> None:
-    """Convert what the command line names.
+    """Convert as the command line says.
 
     Raises:
-        UserError: There is no such model, the checkpoint cannot be read or does not fit, or the folder is taken.
+        UserError: The model does not exist, the checkpoint cannot be read or does not fit, or there already is a model
+            in the folder.
     """
     args = parse_args(argv)
     folder = Path(args.out)
     if folder.is_file() or any((folder / name).exists() for name in ('config.json', 'model.safetensors')):
-        raise UserError(f"there is a model in '{folder}' already; choose another --out")
+        raise UserError(f"'{folder}' already contains a model; choose another --out")
     if args.parent:
         model, data_config, about = _start_from_parent(args)
     else:
@@ -67,59 +67,43 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser('vitzoo convert', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('file', nargs='?', metavar='OFFICIAL_FILE', help='official checkpoint, .pth, .bin or .safetensors')
-    add('--model', metavar='NAME', help='the model it is of, with a tag (cvt_13.msft_in1k) for the data config of that')
-    add('--from', dest='parent', metavar='NAME', help='instead of a file, a model or a trained folder to inherit from')
-    add('--checkpoint', metavar='FILE', help='weights of the --from model, official or ours (default: its published)')
-    add('--random-weights', action='store_true', help='do not fetch published weights of the --from model')
-    add('--to', metavar='NAME', help='the model that inherits')
-    add('--out', required=True, metavar='DIR', help='new folder for config.json and model.safetensors')
+    add('--model', metavar='NAME', help='its model; with a tag, such as cvt_13.msft_in1k, also its data config')
+    add('--from', dest='parent', metavar='NAME', help='model or trained folder to inherit from, instead of a file')
+    add('--checkpoint', metavar='FILE', help='weights of the --from model (default: its published ones)')
+    add('--random-weights', action='store_true', help='initialise the --from model randomly')
+    add('--to', metavar='NAME', help='model that inherits')
+    add('--out', required=True, metavar='DIR', help='folder to write config.json and model.safetensors to')
     add('--model-kwargs', nargs='+', type=_keyword, default=[], metavar='KEY=VALUE', help='arguments of the new model')
     args = parser.parse_args(argv)
     if not (args.file and args.model) and not (args.parent and args.to):
-        parser.error('give OFFICIAL_FILE and --model, or --from and --to')
+        parser.error('either OFFICIAL_FILE and --model, or --from and --to, are required')
     if (args.file or args.model) and (args.parent or args.to):
-        parser.error('OFFICIAL_FILE and --model do not go with --from and --to')
+        parser.error('OFFICIAL_FILE and --model cannot be combined with --from and --to')
     args.model_kwargs = dict(args.model_kwargs)
     return args
 
 
-def create_model(name: str, model_kwargs: dict) -> nn.Module:
-    """The model of a name, without weights.
-
-    Raises:
-        UserError: There is no such model, or it cannot be made with these arguments.
-    """
-    name = find_model(name)
-    source = f'local-dir:{name}' if Path(name).is_dir() else name
-    try:
-        return timm.create_model(source, **model_kwargs)
-    except (AssertionError, TypeError, ValueError) as error:
-        if not model_kwargs:
-            raise
-        given = ', '.join(f'{key}={value}' for key, value in model_kwargs.items())
-        raise UserError(f'{name} cannot be made with {given}: {error}') from error
-
-
 def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
-    """The model of a name with a checkpoint in its official layout, or ours; prints what became of the tensors.
+    """Create a model with the weights of a checkpoint in the official layout or ours, and print the mapping of tensors.
 
     Raises:
-        UserError: The file cannot be read, the model cannot be made, or a tensor of it is left without a value.
+        UserError: The file cannot be read, the model cannot be created, or the checkpoint lacks some of its tensors.
     """
     official = unwrap(read_checkpoint(path))
-    model = create_model(name, model_kwargs)
+    model = create_model(find_model(name), model_kwargs=model_kwargs)
     filter_fn = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', lambda weights, model: weights)
     try:
         ours = filter_fn(dict(official), model)
     except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
-        # a filter reads what its layout has, and on another model's weights may not find it
+        # given the weights of another model, a filter does not find the tensors that it expects
         raise UserError(f"the checkpoint '{path}' is not of a {type(model).__name__}: {error!r}") from error
     own = model.state_dict()
     missing = [name for name in own if name not in ours]
     if missing:
         raise UserError(
-            f"the checkpoint '{path}' leaves {len(missing)} of {len(own)} tensors without a value: {shorten(missing)}; "
-            f'if it is of another model, start from it with --from NAME --checkpoint {path} --to NAME'
+            f"the checkpoint '{path}' leaves {len(missing)} of {len(own)} tensors without a value: "
+            f'{summarize_names(missing)}; '
+            f'if it is of another model, inherit from it with --from NAME --checkpoint {path} --to NAME'
         )
     wrong = [f'{name} is {tuple(ours[name].shape)}, not {tuple(own[name].shape)}' for name in own]
     wrong = [text for text, name in zip(wrong, own) if ours[name].shape != own[name].shape]
@@ -131,15 +115,15 @@ def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
 
 
 def trace_names(filter_fn: Callable[..., dict], official: dict[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
-    """Which official tensors each tensor of a converted checkpoint is made of, by name.
+    """The names of the official tensors that each converted tensor is made of.
 
-    Every official tensor is filled with its number, and the numbers are found again behind the filter.
+    Every official tensor is filled with its index, which is then looked up in the output of the filter.
     """
     names = list(official)
-    dyed = {name: torch.tensor(float(i)).expand(official[name].shape) for i, name in enumerate(names)}
-    converted = filter_fn(dict(dyed), model)
-    # most are only renamed, and need not be searched
-    same = {id(tensor): name for name, tensor in dyed.items()}
+    numbered = {name: torch.tensor(float(i)).expand(official[name].shape) for i, name in enumerate(names)}
+    converted = filter_fn(dict(numbered), model)
+    # most are only renamed, so their values need not be searched
+    same = {id(tensor): name for name, tensor in numbered.items()}
     return {
         name: [same[id(tensor)]] if id(tensor) in same else [names[int(i)] for i in tensor.round().unique()]
         for name, tensor in converted.items()
@@ -152,28 +136,28 @@ def _print_mapping(sources: dict[str, list[str]], official: dict[str, Tensor], o
     dropped = [name for name in official if name not in used]
     print(f'mapped {len(used)} of {len(official)} tensors to {len(own)}, {len(renamed)} of them renamed or merged')
     if renamed:
-        print(f'  {shorten(renamed)}')
-    print(f'dropped {len(dropped)}: {shorten(dropped)}' if dropped else 'dropped none')
+        print(f'  {summarize_names(renamed)}')
+    print(f'dropped {len(dropped)}: {summarize_names(dropped)}' if dropped else 'dropped none')
     print('missing none')
 
 
 def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
-    """The model with its parent's weights, the parent's data config, and what else goes into config.json."""
+    """The model with its parent's weights, the parent's data config, and further entries of config.json."""
     parent, source = _load_parent(args)
     data_config = resolve_data_config(parent)
     in_chans, *img_size = data_config['input_size']
     data_config = {key: data_config[key] for key in ('interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')}
     data_config.update({'img_size': img_size, **_given_size(args)})
     if data_config['img_size'] != img_size and hasattr(parent, 'set_input_size'):
-        # the parent knows best how to resample what is bound to its grid
+        # the parent's own resampling also handles what `fit_from` does not
         parent.set_input_size(data_config['img_size'])
     kwargs = dict(img_size=data_config['img_size'], in_chans=in_chans, num_classes=parent.num_classes)
-    model = create_model(args.to, {**kwargs, **args.model_kwargs})
+    model = create_model(find_model(args.to), model_kwargs=args.model_kwargs, **kwargs)
     inheritance = inherit_weights(model, parent.state_dict())
     if inheritance.share < LEAST_SHARE:
         raise UserError(
-            f'{args.to} can inherit only {inheritance.share:.1%} of the parameters of {args.parent}: give a parent of '
-            'the same backbone and size'
+            f'{args.to} can inherit only {inheritance.share:.1%} of the parameters of {args.parent}: choose a parent '
+            'of the same backbone and size'
         )
     print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
     about = {'parent': args.parent, 'weights': source, 'inherited': round(inheritance.share, 4)}
@@ -191,7 +175,7 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
         return load_official(args.checkpoint, args.parent, {}), args.checkpoint
     parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights)
     if source == 'random weights' and not args.random_weights:
-        raise UserError(f'there are no published weights of {args.parent}; give its --checkpoint')
+        raise UserError(f'there are no published weights of {args.parent}; pass a --checkpoint')
     return parent, source
 
 
@@ -200,14 +184,14 @@ def _check_forward(model: nn.Module, data_config: dict) -> None:
     input_size = resolve_data_config(model, data_config.get('img_size'))['input_size']
     images = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
     if not model.eval()(images).isfinite().all():
-        raise UserError('the logits of an image are not finite with these weights, so they are damaged')
+        raise UserError('the weights are damaged: the logits of a random image are not finite')
 
 
 def _bias_index(model: nn.Module) -> dict:
-    """The keyword that says which relative-bias index a long-short model has, which its name may only imply."""
+    """The `rel_bias` argument of a long-short model, written out because its name may only imply it."""
     first = next((module for module in model.modules() if isinstance(module, TokenMixer)), None)
     given = getattr(model, '_model_args', {}).get('mixer_kwargs') or {}
-    # keywords for each stage are written as they were given; one dict is for the first stage's mixer
+    # a sequence is exported as given; a dict applies to the mixer of the first stage
     if not isinstance(first, LongShort) or not isinstance(given, dict):
         return {}
     index = 'none'

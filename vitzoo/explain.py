@@ -1,12 +1,13 @@
-"""`vitzoo explain`: what a model's answers rest on, as maps over the images.
+"""`vitzoo explain`: draw the image regions that a model's predictions are based on.
 
 Examples:
     vitzoo explain photo.jpg --model runs/photos --out maps
     vitzoo explain holiday 'scans/**/*.png' --model cvt_13 --out maps --target 'Egyptian cat'
     vitzoo explain photo.jpg --model deit_small_patch16_224 --out maps --method rollout
 
-Each image becomes a figure in the folder: what the model saw of it, and the same under the map. The methods are
-described in vitzoo/metrics/explanation.py. An image that cannot be read is named on stderr and makes the exit code 1.
+For each image a figure is written to the folder: the image as the model sees it, and the same with a heatmap. The
+methods are described in vitzoo/metrics/explanation.py. An image that cannot be read is reported on stderr and skipped,
+and the exit code is 1.
 """
 
 import argparse
@@ -28,17 +29,17 @@ from vitzoo.options import add_model_options, autocast, check_output
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
+    """Run the command and exit with its exit code."""
     run_command(_explain_and_exit, argv)
 
 
 def explain_files(argv: list[str] | None = None) -> list[str]:
-    """Explain the images that the command line names, and return the names of those that could not be read.
+    """Explain images as the command line says, and return the names of those that could not be read.
 
     Raises:
-        UserError: There are no images, or the model, the class or the folder is not what it should be.
+        UserError: There are no images, or the model, the class or another option is not valid.
     """
-    # imported here, because `vitzoo explain --help` should not wait for matplotlib
+    # lazy: importing matplotlib takes a second, which `vitzoo explain --help` should not
     from vitzoo.figures import draw_explanation
 
     args = parse_args(argv)
@@ -47,7 +48,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
     name = find_model(args.model)
     model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
     if weights == 'random weights':
-        raise UserError(f'there are no weights of {name}; give a --checkpoint, or the folder of a trained model')
+        raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a trained model')
     model, names = model.to(args.device), class_names(model)
     target = None if args.target is None else _find_class(args.target, names)
     paths, unreadable = _choose_paths(args.out, list(files)), []
@@ -56,7 +57,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
         dataset = ImageFiles(files, eval_transform(data_config))
         loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
         records = explain_images(model, loader, args.method, target, read_about(name).get('multi_label', False))
-        for path, record in zip(paths, _watch(records, len(files))):
+        for path, record in zip(paths, _with_progress(records, len(files))):
             if 'error' in record:
                 print(f'vitzoo: cannot read {record["file"]}: {record["error"]}', file=sys.stderr)
                 unreadable.append(record['file'])
@@ -70,13 +71,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser('vitzoo explain', description=__doc__.partition('\n')[0])
     add = parser.add_argument
-    add('images', nargs='+', metavar='IMAGES', help='files, folders, .tar, .zip, or globs of these in quotes')
-    add('--model', required=True, help='a folder that training wrote, or a timm name')
-    add('--out', required=True, metavar='DIR', help='folder for the figures, one .png for each image')
-    add('--method', choices=METHODS, default='auto', help='auto: gradient where there are mixers, gradcam for a CNN')
-    add('--target', metavar='CLASS', help="name or number of the class to explain (default: each image's likeliest)")
+    add('images', nargs='+', metavar='IMAGES', help='files, folders, .tar or .zip archives, or globs in quotes')
+    add('--model', required=True, help='folder of a trained model, or timm name')
+    add('--out', required=True, metavar='DIR', help='folder for the figures, one .png per image')
+    add('--method', choices=METHODS, default='auto', help='auto: gradient for models with mixers, gradcam for CNNs')
+    add('--target', metavar='CLASS', help='name or index of the class to explain (default: the most likely)')
     add_model_options(parser)
-    # gradients need the memory of training
+    # gradients need as much memory as training
     parser.set_defaults(batch_size=8)
     return parser.parse_args(argv)
 
@@ -84,10 +85,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def explain_images(
     model: nn.Module, loader: DataLoader, method: str, target: int | None = None, is_multi_label: bool = False
 ) -> Iterator[dict]:
-    """Explain each image of a loader of `ImageFiles`, one record per image in order.
+    """Yield a heatmap for each image of a loader of `ImageFiles`, in order.
 
-    A record is {file, image, heat, method, label, probability}, with the image (C, H, W) as the model saw it and its
-    map (H, W), of the likeliest class or of `target`; or {file, error} of an image that cannot be read.
+    A record is {file, image, heat, method, label, probability}, with the normalized image (C, H, W) and the heatmap
+    (H, W) of class `target`, or of the most likely one; or {file, error} for an image that cannot be read.
     """
     device = next(model.parameters()).device
     for images, files, errors in loader:
@@ -106,7 +107,7 @@ def explain_images(
 
 
 def _find_class(text: str, names: list[str]) -> int:
-    """The index of a class by its name, or by its number where no class has that name."""
+    """The index of a class, given its name, or its index if no class has that name."""
     if text in names:
         return names.index(text)
     if text.isdecimal() and int(text) < len(names):
@@ -116,7 +117,7 @@ def _find_class(text: str, names: list[str]) -> int:
 
 
 def _choose_paths(folder: str, files: list[str]) -> list[str]:
-    """A .png in the folder for each image, numbered where images have one name."""
+    """A .png path in the folder for each image, with a number if several images have the same name."""
     taken, paths = set(), []
     for file in files:
         stem, number = Path(file).stem, 1
@@ -127,7 +128,7 @@ def _choose_paths(folder: str, files: list[str]) -> list[str]:
     return paths
 
 
-def _watch(records: Iterator[dict], total: int) -> Iterator[dict]:
+def _with_progress(records: Iterator[dict], total: int) -> Iterator[dict]:
     from rich.console import Console
     from rich.progress import track
 

@@ -1,7 +1,4 @@
-"""Every figure there is: oversmoothing curves, confusion matrices, reliability diagrams, mistaken images, explanations.
-
-Nothing else draws. A figure is written to the path it is given, in the format of its suffix.
-"""
+"""Matplotlib figures of training, validation and explanation; the suffix of a path is the format of the figure."""
 
 from collections.abc import Iterable
 from math import ceil
@@ -25,14 +22,17 @@ MEASURE_LABELS = {name: measure.label for name, measure in MEASURES.items()}
 
 
 def plot_curves(path: str, records: list[dict]) -> None:
-    """Draw what was measured of the tokens after each block, all models in one figure, one panel per measure.
+    """Draw the token statistics after each block, with all models in one figure and one panel per measure.
 
-    Curves are over relative depth where the depths differ. A band is one standard deviation among images to either
-    side, and large dots are the last blocks of stages.
+    The x axis is relative depth if the depths differ. Bands are one standard deviation over the images, and large dots
+    mark the last block of a stage.
+
+    Raises:
+        UserError: No record has token statistics.
     """
     statistics = {record['model']: record['token_statistics'] for record in records if record['token_statistics']}
     if not statistics:
-        raise UserError('there is no oversmoothing curve to draw')
+        raise UserError('there are no oversmoothing curves to draw')
     measures = [name for name in MEASURE_LABELS if any(name in found for found in statistics.values())]
     columns = min(len(measures), 3)
     rows = ceil(len(measures) / columns)
@@ -44,8 +44,8 @@ def plot_curves(path: str, records: list[dict]) -> None:
     for axes, measure in zip(panels, measures):
         axes.set_prop_cycle(cycler(linestyle=['-', '--', ':']) * rcParams['axes.prop_cycle'])
         for name, found in statistics.items():
-            label = ', '.join([shorten(name, statistics), *found.get('options', ())])
-            # bands of many models would cover each other
+            label = ', '.join([_legend_name(name, statistics), *found.get('options', ())])
+            # more models need fainter bands, which overlap
             _plot_curve(axes, found, measure, label, same_depth, min(0.2, 0.5 / len(statistics)))
         axes.set_xlabel('block' if same_depth else 'relative depth (block / number of blocks)')
         axes.set_ylabel(MEASURE_LABELS[measure])
@@ -53,7 +53,7 @@ def plot_curves(path: str, records: list[dict]) -> None:
         axes.grid(alpha=0.3)
     for axes in panels[len(measures) :]:
         axes.remove()
-    figure.suptitle('Band: standard deviation among images. Large dot: last block of a stage.', fontsize='medium')
+    figure.suptitle('Band: standard deviation over images. Large dot: last block of a stage.', fontsize='medium')
     figure.legend(*panels[0].get_legend_handles_labels(), loc='outside right center', fontsize='small')
     figure.savefig(path, dpi=150)
 
@@ -74,16 +74,16 @@ def _cut(text: str, length: int = 30) -> str:
     return text if len(text) <= length else f'{text[: length - 1]}…'
 
 
-def shorten(name: str, names: Iterable[str]) -> str:
-    """The last part of a folder's path, where that is enough to tell it from the others."""
+def _legend_name(name: str, names: Iterable[str]) -> str:
+    """The last component of a folder's path if it is unique among `names`, else the whole name."""
     short = Path(name).name
     return short if sum(Path(other).name == short for other in names) == 1 else name
 
 
 def draw_confusion(path: str, matrix: Tensor, class_names: list[str]) -> None:
-    """Draw a confusion matrix (K, K), each row as shares of its class; few classes with their names and numbers.
+    """Draw a confusion matrix (K, K) with rows normalized, and names and counts in matrices of up to 30 classes.
 
-    Classes without images have no row, and one column for all of them.
+    Classes without images have no row and share one column.
     """
     has_images = matrix.sum(dim=1) > 0
     names = [name for name, has in zip(class_names, has_images.tolist()) if has]
@@ -94,7 +94,7 @@ def draw_confusion(path: str, matrix: Tensor, class_names: list[str]) -> None:
     side = min(max(5.0, 0.42 * len(names) + 2), 12)
     figure = Figure(figsize=(side + 1, side), layout='constrained')
     axes = figure.subplots()
-    # the square root, because mistakes are few beside what is right
+    # square-root scale, because errors are rare compared with correct predictions
     picture = axes.imshow(shares, cmap='Blues', norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation='nearest')
     axes.set_xlabel('predicted class')
     axes.set_ylabel('class of the image')
@@ -109,7 +109,7 @@ def draw_confusion(path: str, matrix: Tensor, class_names: list[str]) -> None:
 
 
 def draw_reliability(path: str, calibration: Calibration) -> None:
-    """Draw accuracy over confidence, and below it how many images have that confidence."""
+    """Draw accuracy over confidence, above a histogram of the confidence."""
     bins = len(calibration.counts)
     middle, width = (np.arange(bins) + 0.5) / bins, 1 / bins
     figure = Figure(figsize=(5, 6), layout='constrained')
@@ -128,7 +128,7 @@ def draw_reliability(path: str, calibration: Calibration) -> None:
 
 
 def draw_mistakes(path: str, rows: list[tuple[str, list[tuple[Image.Image, str]]]]) -> None:
-    """Draw rows of images, each with a title, and with a caption under each image."""
+    """Draw rows of images, with a title for each row and a caption below each image."""
     columns = max(len(images) for _, images in rows)
     figure = Figure(figsize=(max(1.7 * columns, 5), 2.2 * len(rows)), layout='constrained')
     for part, (title, images) in zip(figure.subfigures(len(rows), squeeze=False)[:, 0], rows):
@@ -145,7 +145,7 @@ def draw_mistakes(path: str, rows: list[tuple[str, list[tuple[Image.Image, str]]
 
 
 def draw_explanation(path: str, image: Tensor, heat: Tensor, title: str) -> None:
-    """Draw an image (3, H, W) and beside it the same under a map (H, W), both from 0 to 1."""
+    """Draw an image (3, H, W) next to the same image overlaid with a heatmap (H, W), both in [0, 1]."""
     height, width = heat.shape
     figure = Figure(figsize=(7, 3.5 * height / width + 0.5), layout='constrained')
     left, right = figure.subplots(1, 2)
@@ -153,14 +153,14 @@ def draw_explanation(path: str, image: Tensor, heat: Tensor, title: str) -> None
     for axes in (left, right):
         axes.imshow(pixels)
         axes.axis('off')
-    # what is cold stays visible as it is
+    # more transparent at low values
     right.imshow(heat.numpy(), cmap='turbo', vmin=0, vmax=1, alpha=(0.2 + 0.5 * heat).numpy())
     figure.suptitle(title, fontsize='medium')
     figure.savefig(path, dpi=150)
 
 
 def draw_curves(folder: Path, history: list[dict]) -> None:
-    """Draw the losses, accuracies and learning rate of each epoch into curves.png."""
+    """Draw loss, accuracy and learning rate per epoch to curves.png in `folder`."""
     epochs = [row['epoch'] for row in history]
     panels = {
         'loss': dict(train_loss='training', eval_loss='validation', ema_eval_loss='validation, averaged weights'),

@@ -1,4 +1,4 @@
-"""`vitzoo list`: the names of models and token mixers, one per line.
+"""`vitzoo list`: list the names of models or token mixers, one per line.
 
 Examples:
     vitzoo list
@@ -15,20 +15,20 @@ from vitzoo.errors import UserError, did_you_mean, run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
+    """Run the command and exit with its exit code."""
     run_command(list_names, argv)
 
 
 def list_names(argv: list[str] | None = None) -> None:
-    """Print the names that the command line asks for.
+    """Print the names that match the command line.
 
     Raises:
         UserError: The pattern matches nothing.
     """
     parser = argparse.ArgumentParser('vitzoo list', description=__doc__.partition('\n')[0])
-    parser.add_argument('pattern', nargs='?', default='*', help='a wildcard in quotes, such as "cvt_*"')
-    parser.add_argument('--all', action='store_true', help="timm's own models too")
-    parser.add_argument('--mixers', action='store_true', help='token mixers instead of models')
+    parser.add_argument('pattern', nargs='?', default='*', help='wildcard in quotes, such as "cvt_*"')
+    parser.add_argument('--all', action='store_true', help="include timm's own models")
+    parser.add_argument('--mixers', action='store_true', help='list token mixers instead of models')
     args = parser.parse_args(argv)
     if args.mixers:
         print('\n'.join(vitzoo.list_mixers()))

@@ -1,14 +1,17 @@
-"""Turns what a user calls a model into a model: a timm name, a wildcard, a folder that training wrote, a checkpoint."""
+"""Finding, creating and loading models: timm names, wildcards, folders written by training, and checkpoints."""
 
+import inspect
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import timm
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
+from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
 import vitzoo  # noqa: F401  registers the models
@@ -21,24 +24,29 @@ SOURCES = ('local-dir:', 'hf-hub:')
 
 
 def find_models(patterns: list[str]) -> list[str]:
-    """Expand names, wildcards and folders of trained models to the names that `load_model` takes.
+    """Expand names, wildcards and folders of trained models to names for `load_model`.
 
     Raises:
-        UserError: A name is unknown, a wildcard matches nothing, or a folder holds no model.
+        UserError: A name is unknown, a wildcard matches nothing, or a folder does not contain a model.
     """
     return list(dict.fromkeys(name for pattern in patterns for name in _expand(pattern)))
 
 
 def find_model(name: str) -> str:
-    """The one model that a name, a wildcard or a folder stands for, as `load_model` takes it.
+    """Expand a name, wildcard or folder that stands for exactly one model.
 
     Raises:
         UserError: It stands for none, or for several.
     """
     names = find_models([name])
     if len(names) > 1:
-        raise UserError(f"'{name}' stands for {len(names)} models ({_first(names)}), and this command takes one")
+        raise UserError(f"'{name}' stands for {len(names)} models ({_first(names)}), but this command takes one")
     return names[0]
+
+
+def is_trained_folder(name: str | Path) -> bool:
+    """Whether a name is a folder with a config.json, as training and `vitzoo convert` write it."""
+    return (Path(name) / 'config.json').is_file()
 
 
 def load_model(
@@ -49,41 +57,81 @@ def load_model(
     checkpoint: str | None = None,
     pretrained: bool = True,
 ) -> tuple[nn.Module, str]:
-    """Create a model with the best weights there are: a checkpoint's, its folder's, its published ones, else random.
+    """Create a model with the weights of a checkpoint, else of its folder, else published ones, else random ones.
 
     Args:
-        name: One of those that `find_models` gives.
-        img_size: Height and width, for models that are made for one size.
-        num_classes: A new number of classes, whose head is random unless the checkpoint has one.
+        name: A name from `find_models`.
+        img_size: Height and width, for models built for one image size.
+        num_classes: New number of classes; without a checkpoint the weights are then random.
         checkpoint: A .safetensors or .pth file.
-        pretrained: Whether to fetch published weights.
+        pretrained: Whether to download published weights.
 
     Returns:
-        The model in eval mode, and whose weights it has: 'checkpoint', 'trained', 'published' or 'random weights'.
+        The model in eval mode and the origin of its weights: 'checkpoint', 'trained', 'published' or 'random weights'.
 
     Raises:
-        UserError: The size does not suit the model, the weights do not fit it, or they cannot be read or fetched.
+        UserError: The model does not support the image size, or the weights do not fit or cannot be read or fetched.
     """
     source = 'random weights'
-    if (Path(name) / 'config.json').is_file():
-        name, source = f'local-dir:{name}', 'trained'
+    if is_trained_folder(name):
+        source = 'trained'
     elif name.startswith(SOURCES) or timm.is_model_pretrained(name):
         source = 'published' if pretrained else source
     if checkpoint is not None:
         source = 'checkpoint'
     elif num_classes is not None:
         source = 'random weights'
-    model = _create(name, img_size, num_classes, pretrained=source in ('trained', 'published'))
+    pretrained = source in ('trained', 'published')
+    model = create_model(name, img_size=img_size, num_classes=num_classes, pretrained=pretrained)
     if checkpoint is not None:
-        load_checkpoint(model, checkpoint)
+        load_weights(model, checkpoint)
     return model.eval(), source
 
 
-def fit_data_config(name: str, model: nn.Module, img_size: tuple[int, int] | int | None = None) -> dict:
-    """The model's data config, at another image size where one is given, which the model is tried on.
+def create_model(
+    name: str, *, img_size: int | Sequence[int] | None = None, model_kwargs: dict | None = None, **kwargs
+) -> nn.Module:
+    """Create a model with `timm.create_model`, and report mistakes in its arguments as a `UserError`.
+
+    Args:
+        name: A name from `find_models`.
+        img_size: One number or (H, W); ignored by models without such an argument, which take any image size.
+        model_kwargs: Model arguments chosen by the user; they override the others.
+        kwargs: Further arguments of `timm.create_model`.
 
     Raises:
-        UserError: The model cannot take images of this size.
+        UserError: The model does not have an argument, cannot be built with its value, or its weights cannot be
+            fetched.
+    """
+    source = f'local-dir:{name}' if is_trained_folder(name) else name
+    chosen = {'img_size': tuple(img_size) if isinstance(img_size, list) else img_size, **(model_kwargs or {})}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    try:
+        return timm.create_model(source, **{**kwargs, **chosen})
+    except TypeError as error:
+        accepted = _accepted_arguments(source)
+        if img_size is not None and 'img_size' not in accepted:
+            return create_model(name, model_kwargs=model_kwargs, **kwargs)
+        unknown = [key for key, value in {**kwargs, **chosen}.items() if value is not None and key not in accepted]
+        if unknown:
+            hint = did_you_mean(unknown[0], accepted)
+            raise UserError(f"{name} has no argument '{unknown[0]}'{hint}: {error}") from error
+        if not model_kwargs:
+            raise
+        raise UserError(_cannot_be_made(name, chosen, error)) from error
+    except (AssertionError, RuntimeError, ValueError, ZeroDivisionError) as error:
+        if not chosen:
+            raise
+        raise UserError(_cannot_be_made(name, chosen, error)) from error
+    except OSError as error:
+        raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a checkpoint file') from error
+
+
+def fit_data_config(name: str, model: nn.Module, img_size: tuple[int, int] | int | None = None) -> dict:
+    """The model's data config; if an image size is given, at that size, after running the model on one such image.
+
+    Raises:
+        UserError: The model does not support this image size.
     """
     try:
         data_config = resolve_data_config(model, img_size)
@@ -95,62 +143,63 @@ def fit_data_config(name: str, model: nn.Module, img_size: tuple[int, int] | int
 
 
 def label_names(model: nn.Module) -> list[str]:
-    """Names of the classes that the model was trained on, in label order; empty where its config has none that fit."""
+    """Names of the classes that the model was trained on, in label order; empty if its config has none that fit."""
     names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names') or []
     names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
-    # fewer are right, because training may have been told to leave room for more classes
+    # fewer are fine: training may have been given a larger num_classes than the dataset has
     return names if len(names) <= model.num_classes else []
 
 
 def class_names(model: nn.Module) -> list[str]:
-    """What to call each class: the name it was trained by, else ImageNet's if there are as many, else its number."""
+    """The name of each class: from the model's config, else ImageNet's if the head fits it, else its number."""
     names, subset = label_names(model), infer_imagenet_subset(model)
     if not names and subset:
-        info = ImageNetInfo(subset)
-        count = Counter(info.label_descriptions())
-        # a crane is a bird and a machine
-        names = [
-            f'{text} ({wnid})' if count[text] > 1 else text
-            for wnid, text in info.label_descriptions(as_dict=True).items()
-        ]
+        descriptions = ImageNetInfo(subset).label_descriptions(as_dict=True)
+        names = _disambiguate(list(descriptions.values()), list(descriptions))
     return names + [str(label) for label in range(len(names), model.num_classes)]
 
 
 def readable(class_names: list[str]) -> list[str]:
-    """What ImageNet's WordNet ids stand for, in a word or two; other names stay as they are."""
+    """Replace ImageNet's WordNet ids by the first word or two of their descriptions; other names are unchanged."""
     info = ImageNetInfo()
     if not set(class_names) <= set(info.label_names()):
         return class_names
-    words = [info.label_name_to_description(name).partition(',')[0] for name in class_names]
-    # a crane is a bird and a machine
-    count = Counter(words)
-    return [word if count[word] == 1 else f'{word} ({name})' for word, name in zip(words, class_names)]
+    return _disambiguate([info.label_name_to_description(name).partition(',')[0] for name in class_names], class_names)
+
+
+def _disambiguate(words: list[str], wnids: list[str]) -> list[str]:
+    """Add the id to words that occur more than once, such as the bird and the machine called crane."""
+    counts = Counter(words)
+    return [word if counts[word] == 1 else f'{word} ({wnid})' for word, wnid in zip(words, wnids, strict=True)]
 
 
 def read_about(name: str) -> dict:
-    """What training left in its folder about the data: multi_label, held_out (a path) …; nothing of another model."""
+    """Facts about the data (multi_label, held_out, …) from the folder of a trained model; empty for other models."""
     folder = Path(name.removeprefix('local-dir:')).expanduser()
-    if not (folder / 'config.json').is_file():
+    if not is_trained_folder(folder):
         return {}
     about = json.loads((folder / 'config.json').read_text(encoding='utf-8')).get('vitzoo', {})
-    # the best epoch of a run lies in a folder of its own, below the run's
-    lists = [place / HELD_OUT for place in (folder, folder.resolve().parent) if (place / HELD_OUT).is_file()]
-    return about | (dict(held_out=lists[0]) if lists else {})
+    # the best epoch has a folder of its own inside that of the run
+    for parent in (folder, folder.resolve().parent):
+        if (parent / HELD_OUT).is_file():
+            return about | {'held_out': parent / HELD_OUT}
+    return about
 
 
-def load_checkpoint(model: nn.Module, path: str) -> None:
-    """Load weights that fit the model exactly, also from under 'model', 'state_dict' (EMA first) and 'module.'.
+def load_weights(model: nn.Module, path: str) -> None:
+    """Load a checkpoint that fits the model exactly, EMA weights first.
 
-    Weights in the layout of the model's official release go through its `checkpoint_filter_fn`.
+    Wrappers such as {'model': …} and prefixes such as `module.` are removed. A checkpoint in the layout of the official
+    release is converted by the model's `checkpoint_filter_fn`.
 
     Raises:
-        UserError: The file cannot be read, or does not fit (and which keys do not).
+        UserError: The file cannot be read, or keys are missing, unexpected or of another shape.
     """
     state_dict = unwrap(read_checkpoint(path))
     misfit = _load_if_fits(model, state_dict)
     convert = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
     if misfit and convert is not None:
-        # on the weights of another model a converter may fail in any way: then they do not fit
+        # given the weights of another model, a converter may fail in any way: then they do not fit
         with suppress(Exception):
             misfit = _load_if_fits(model, convert(state_dict, model)) and misfit
     if misfit:
@@ -163,41 +212,42 @@ def _expand(pattern: str) -> list[str]:
     path = Path(pattern).expanduser()
     if path.name in ('config.json', 'model.safetensors') and path.is_file():
         path = path.parent
-    if (path / 'config.json').is_file():
+    if is_trained_folder(path):
         return [str(path)]
     if any(character in pattern for character in '*?['):
         names = timm.list_models(pattern, include_tags='.' in pattern)
         if not names:
-            raise UserError(f"no model matches '{pattern}'; `vitzoo list --all` shows their names")
+            raise UserError(f"no model matches '{pattern}'; `vitzoo list --all` lists all names")
         return names
     if path.is_dir() and not timm.is_model(pattern):
         raise UserError(f"the folder '{pattern}' has no config.json, so it is not a trained model")
     if not timm.is_model(pattern):
         names = timm.list_models()
-        raise UserError(f"unknown model '{pattern}'{did_you_mean(pattern, names) or '; `vitzoo list` shows the names'}")
+        raise UserError(f"unknown model '{pattern}'{did_you_mean(pattern, names) or '; `vitzoo list` lists the names'}")
     architecture, _, tag = pattern.partition('.')
     tags = timm.list_models(f'{architecture}.*', include_tags=True)
     if tag and pattern not in tags:
-        raise UserError(f"{architecture} has no weights '{tag}', it has {', '.join(tags) or 'none at all'}")
+        raise UserError(f"{architecture} has no weights '{tag}'; it has {', '.join(tags) or 'none'}")
     return [pattern]
 
 
-def _create(name: str, img_size: tuple[int, int] | None, num_classes: int | None, pretrained: bool) -> nn.Module:
-    kwargs = dict(pretrained=pretrained, num_classes=num_classes, img_size=img_size)
-    try:
-        return timm.create_model(name, **kwargs)
-    except TypeError as error:
-        # a convolutional network takes any size and no img_size
-        if "'img_size'" not in str(error):
-            raise
-        return timm.create_model(name, **{**kwargs, 'img_size': None})
-    except (AssertionError, RuntimeError, ValueError, ZeroDivisionError) as error:
-        if img_size is None:
-            raise
-        height, width = img_size
-        raise UserError(f'{name} cannot be made for images of {height} x {width}: {error}') from error
-    except OSError as error:
-        raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a --checkpoint') from error
+def _accepted_arguments(source: str) -> set[str]:
+    """The arguments that `timm.create_model` takes for this model."""
+    with torch.device('meta'):
+        model_cls = type(timm.create_model(source))
+    accepted = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
+    for cls in model_cls.__mro__:
+        parameters = inspect.signature(cls.__init__).parameters
+        accepted |= parameters.keys()
+        # only **kwargs can pass an argument on to the parent class
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return accepted
+
+
+def _cannot_be_made(name: str, chosen: dict, error: Exception) -> str:
+    arguments = ', '.join(f'{key}={value}' for key, value in chosen.items())
+    return f'{name} cannot be made with {arguments}: {error}'
 
 
 @torch.no_grad()
@@ -210,7 +260,7 @@ def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]
 
 
 def _load_if_fits(model: nn.Module, state_dict: dict[str, Tensor]) -> str:
-    """Load a state dict, and say what of it does not fit."""
+    """Load a state dict, and describe the keys that do not fit; empty if all do."""
     own = model.state_dict()
     wrong = [key for key in own if key in state_dict and own[key].shape != state_dict[key].shape]
     keys = model.load_state_dict({key: state_dict[key] for key in state_dict if key not in wrong}, strict=False)

@@ -1,12 +1,11 @@
-"""`vitzoo predict`: the most likely classes of images, in a table, a CSV or a JSON file.
+"""`vitzoo predict`: predict the most likely classes of images, as a table, CSV or JSON.
 
 Examples:
     vitzoo predict photo.jpg --model runs/photos
     vitzoo predict holiday 'scans/**/*.png' more.tar --model runs/photos --out predictions.csv
     vitzoo predict holiday --model resnet50.a1_in1k --top-k 1 > predictions.csv
 
-An image that cannot be read is named on stderr with the reason, has no row, and makes the exit code 1. A mistake on the
-command line makes it 2.
+An image that cannot be read is reported on stderr and skipped, and the exit code is 1. Wrong arguments exit with 2.
 """
 
 import argparse
@@ -30,15 +29,15 @@ from vitzoo.options import add_model_options, autocast, check_output, positive
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
+    """Run the command and exit with its exit code."""
     run_command(_predict_and_exit, argv)
 
 
 def predict(argv: list[str] | None = None) -> list[str]:
-    """Predict as the command line says, and return the names of the images that could not be read.
+    """Predict as the command line says, and return the names of images that could not be read.
 
     Raises:
-        UserError: There are no images, or the model or an option is not what it should be.
+        UserError: There are no images, or the model or another option is not valid.
     """
     args = parse_args(argv)
     if args.out:
@@ -47,16 +46,16 @@ def predict(argv: list[str] | None = None) -> list[str]:
     name = find_model(args.model)
     model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
     if weights == 'random weights':
-        raise UserError(f'there are no weights of {name}; give a --checkpoint, or the folder of a trained model')
+        raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a trained model')
     model = model.to(args.device)
     with autocast(args.device, args.amp_dtype):
         dataset = ImageFiles(files, eval_transform(fit_data_config(name, model, args.img_size)))
-        # for one batch, starting a process would take longer than it saves
+        # for a single batch, starting workers costs more than it saves
         loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
         top_k = min(args.top_k, model.num_classes)
         unreadable = []
-        records = rank_classes(model, loader, top_k, is_multi_label=read_about(name).get('multi_label', False))
-        write_predictions(_watch(records, len(files), unreadable), top_k, args.out)
+        records = predict_images(model, loader, top_k, is_multi_label=read_about(name).get('multi_label', False))
+        _write_predictions(_report_unreadable(records, len(files), unreadable), top_k, args.out)
     return unreadable
 
 
@@ -65,54 +64,54 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     summary, _, rest = __doc__.partition('\n')
     parser = argparse.ArgumentParser('vitzoo predict', description=summary, epilog=rest.rpartition('\n\n')[2])
     add = parser.add_argument
-    add('images', nargs='+', metavar='IMAGES', help='files, folders, .tar, .zip, or globs of these in quotes')
-    add('--model', required=True, help='a folder that training wrote, or a timm name')
-    add('--top-k', type=positive, default=5, metavar='K', help='most likely classes of each image (default: 5)')
-    add('--out', metavar='FILE', help='.csv or .json; by default a table on a terminal, and CSV in a pipe')
+    add('images', nargs='+', metavar='IMAGES', help='files, folders, .tar or .zip archives, or globs in quotes')
+    add('--model', required=True, help='folder of a trained model, or timm name')
+    add('--top-k', type=positive, default=5, metavar='K', help='number of classes per image (default: 5)')
+    add('--out', metavar='FILE', help='.csv or .json file (default: a table on a terminal, CSV in a pipe)')
     add_model_options(parser)
     return parser.parse_args(argv)
 
 
 @torch.no_grad()
-def rank_classes(model: nn.Module, loader: DataLoader, top_k: int, is_multi_label: bool = False) -> Iterator[dict]:
-    """The most likely classes of each image, one record per image in order.
+def predict_images(model: nn.Module, loader: DataLoader, top_k: int, is_multi_label: bool = False) -> Iterator[dict]:
+    """Yield the `top_k` most likely classes of each image of a loader of `ImageFiles`, in order.
 
-    A record is {file, predictions: [{label, probability}, …]}, or {file, error} of an image that cannot be read. The
-    probabilities of all classes sum to 1; of a multi-label model each stands for itself.
+    A record is {file, predictions: [{label, probability}, …]}, or {file, error} for an image that cannot be read.
+    Probabilities are a softmax over the classes, or a sigmoid of each in a multi-label model.
 
     Raises:
-        UserError: The model gives something that is not a number.
+        UserError: The logits are not finite.
     """
     names = class_names(model)
     device = next(model.parameters()).device
     for images, files, errors in loader:
         logits = model(images.to(device, non_blocking=True)).float()
         if not logits.isfinite().all():
-            raise UserError(f'the model has no finite answer for {files[0]} or the {len(files) - 1} images after it')
+            raise UserError(f'the logits are not finite for {files[0]} or one of the {len(files) - 1} images after it')
         top = (logits.sigmoid() if is_multi_label else logits.softmax(dim=1)).topk(top_k)
         for file, error, *best in zip(files, errors, top.indices.tolist(), top.values.tolist()):
             if error:
                 yield dict(file=file, error=error)
                 continue
-            # the last digits of a float depend on how many images were computed at once
+            # rounded, because the last digits of a float depend on the batch size
             predictions = [dict(label=names[label], probability=round(value, 5)) for label, value in zip(*best)]
             yield dict(file=file, predictions=predictions)
 
 
-def write_predictions(records: Iterable[dict], top_k: int, path: str | None = None) -> None:
-    """Write records as they come, to a file whose suffix says how, else to the terminal or the pipe behind stdout."""
+def _write_predictions(records: Iterable[dict], top_k: int, path: str | None) -> None:
+    """Write records as they arrive, to a .csv or .json file, or to stdout as a table on a terminal and else as CSV."""
     if path is None and sys.stdout.isatty():
-        print_table(list(records))
+        _print_table(list(records))
         return
     with open(path, 'w', newline='', encoding='utf-8') if path else nullcontext(sys.stdout) as file:
         if path and path.lower().endswith('.json'):
             json.dump(list(records), file, indent=2, ensure_ascii=False)
         else:
-            write_csv(records, top_k, file)
+            _write_csv(records, top_k, file)
 
 
-def write_csv(records: Iterable[dict], top_k: int, file: TextIO) -> None:
-    """Write a row for each image: file, label, probability, label2, probability2, …"""
+def _write_csv(records: Iterable[dict], top_k: int, file: TextIO) -> None:
+    """Write one row per image: file, label, probability, label2, probability2, …"""
     writer = csv.writer(file, lineterminator='\n')
     numbers = ['', *range(2, top_k + 1)]
     writer.writerow(['file', *chain(*((f'label{n}', f'probability{n}') for n in numbers))])
@@ -121,8 +120,8 @@ def write_csv(records: Iterable[dict], top_k: int, file: TextIO) -> None:
         writer.writerow([record['file'], *chain(*best)])
 
 
-def print_table(records: list[dict]) -> None:
-    """Print the most likely class of each image, and the others behind it."""
+def _print_table(records: list[dict]) -> None:
+    """Print the most likely class of each image, and the others in a last column."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -131,7 +130,7 @@ def print_table(records: list[dict]) -> None:
     table.add_column('image', overflow='fold')
     table.add_column('label')
     table.add_column('%', justify='right', no_wrap=True)
-    table.add_column('or else', style='dim')
+    table.add_column('other classes', style='dim')
     for record in records:
         first, *others = record['predictions']
         rest = ', '.join(f'{item["label"]} {100 * item["probability"]:.1f}' for item in others)
@@ -144,8 +143,8 @@ def _predict_and_exit(argv: list[str] | None) -> None:
         raise SystemExit(1)
 
 
-def _watch(records: Iterable[dict], total: int, unreadable: list[str]) -> Iterator[dict]:
-    """Pass records on behind a progress bar; say which images could not be read, and put them into a list."""
+def _report_unreadable(records: Iterable[dict], total: int, unreadable: list[str]) -> Iterator[dict]:
+    """Yield records with a progress bar, except those of unreadable images, which are printed and listed."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,4 +1,4 @@
-"""The command that draws maps: which files it writes, what they show, and what it says to mistakes."""
+"""`vitzoo explain`: the figures it writes, the heatmaps in them, and its error messages."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def test_the_maps_are_those_of_the_class(images, trained, target):
     assert not torch.allclose(records[0]['heat'], other[0]['heat'], atol=0.01)
 
 
-def test_an_image_is_shown_as_it_was_before_normalisation():
+def test_an_image_is_drawn_without_normalization():
     pixels = torch.rand(3, 4, 5)
     config = dict(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3))
     mean, std = (torch.tensor(config[key])[:, None, None] for key in ('mean', 'std'))

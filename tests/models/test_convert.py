@@ -19,7 +19,7 @@ from vitzoo.convert import convert, main, trace_names
 from vitzoo.errors import UserError
 from vitzoo.models import cvt, vil
 from vitzoo.models._official import read_checkpoint
-from vitzoo.models.inherit import shorten
+from vitzoo.models.inherit import summarize_names
 
 VIL = ['num_classes=10', 'embed_dims=[16,32,64,96]']
 CVT = ['num_classes=10', 'img_size=64', 'embed_dims=[16,32,64]', 'num_heads=[1,2,4]', 'depths=[1,2,3]']
@@ -297,8 +297,8 @@ def test_the_mapping_names_what_each_tensor_is_made_of():
 
 def test_long_lists_of_names_are_shortened():
     names = [f'blocks.{i}.attn.u_key' for i in range(3)] + ['head.weight']
-    assert shorten(names) == 'blocks.*.attn.u_key (3), head.weight'
-    assert shorten([f'{letter}.weight' for letter in 'abc'], limit=2) == 'a.weight, b.weight, …'
+    assert summarize_names(names) == 'blocks.*.attn.u_key (3), head.weight'
+    assert summarize_names([f'{letter}.weight' for letter in 'abc'], limit=2) == 'a.weight, b.weight, …'
 
 
 @pytest.mark.parametrize('mixer', vitzoo.list_mixers())

@@ -95,7 +95,8 @@ class ScaleQK:
 
 @pytest.mark.parametrize('name', COMBINATIONS)
 def test_any_image_size_runs(name):
-    sizes = [(s, s) for s in (32, 64, 96, 112, 222, 224, 256, 288)] + [(224, 288), (160, 96)]
+    # the smallest, grids that do not halve evenly, an incomplete patch, a large and a small rectangle
+    sizes = [(32, 32), (96, 96), (112, 112), (222, 222), (224, 288), (160, 96)]
     resized = build(name, img_size=64)
     direct = None if is_bound_to_the_grid(resized) else build(name, img_size=64)
     with torch.no_grad():

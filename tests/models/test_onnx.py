@@ -1,4 +1,4 @@
-"""Which mixers leave for ONNX: the exported model, run by onnxruntime, gives the same logits."""
+"""Export to ONNX: the exported model gives the same logits in onnxruntime."""
 
 from pathlib import Path
 
@@ -27,16 +27,16 @@ def run_exported(model, x, path):
 @pytest.mark.parametrize('mixer', [mixer for mixer in vitzoo.list_mixers() if mixer not in NOT_EXPORTED])
 @pytest.mark.filterwarnings('ignore')
 def test_an_onnx_model_gives_the_same_logits(mixer, tmp_path):
-    model, x = build(f'deit_{mixer}_tiny'), images()
+    model, x = build(f'deit_{mixer}_tiny', depth=1), images()
     with torch.no_grad():
         expected = model(x)
     torch.testing.assert_close(run_exported(model, x, tmp_path / 'model.onnx'), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('backbone', ['aft', 'cvt', 'vil'])
+@pytest.mark.parametrize('name', ['aft_linear_tiny', 'cvt_linear_13', 'vil_linear_tiny'])
 @pytest.mark.filterwarnings('ignore')
-def test_the_other_backbones_export_too(backbone, tmp_path):
-    model, x = build({'aft': 'aft_conv_tiny', 'cvt': 'cvt_ls_13', 'vil': 'vil_ls_tiny'}[backbone]), images()
+def test_the_other_backbones_export_too(name, tmp_path):
+    model, x = build(name), images()
     with torch.no_grad():
         expected = model(x)
     torch.testing.assert_close(run_exported(model, x, tmp_path / 'model.onnx'), expected, rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from vitzoo.data import eval_transform, resolve_data_config
 from vitzoo.errors import UserError
-from vitzoo.load import find_models, load_checkpoint, load_model
+from vitzoo.load import find_models, load_model, load_weights
 from vitzoo.metrics import token_statistics
 from vitzoo.validate import main
 from vitzoo.validate.evaluation import open_validation_data, validate
@@ -270,7 +270,7 @@ def test_a_checkpoint_is_loaded_from_any_wrapping(wrap, trained, tmp_path):
     else:
         torch.save(state_dict if wrap == 'pth' else {wrap: state_dict, 'epoch': 3}, tmp_path / 'weights.pth')
     model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2, num_classes=3)
-    load_checkpoint(model, next(tmp_path.glob('weights.*')))
+    load_weights(model, next(tmp_path.glob('weights.*')))
     assert kind == 'trained'
     assert all(tensor.equal(state_dict[key]) for key, tensor in model.state_dict().items())
 
@@ -332,7 +332,7 @@ def test_a_damaged_checkpoint_is_named(content, suffix, tmp_path, capsys):
             ['test_resnet', '--no-data', '--results-file', 'results.txt'],
             "'results.txt': its name must end in .csv or .json",
         ),
-        (['vil_tiny', '--no-data', '--img-size', '8'], 'vil_tiny cannot be made for images of 8 x 8'),
+        (['vil_tiny', '--no-data', '--img-size', '8'], 'vil_tiny cannot be made with img_size=(8, 8)'),
         (['deit_tiny_patch16_224', '--no-data', '--img-size', '8'], 'cannot take images of 8 x 8'),
         (['inception_v3', '--no-data', '--img-size', '16'], 'inception_v3 cannot take images of 16 x 16'),
     ],

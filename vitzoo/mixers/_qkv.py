@@ -42,6 +42,18 @@ class LinearQKV(nn.Linear):
         q, k, v = super().forward(x).split(self.sizes, dim=-1)
         return split_heads(q, self.num_heads), split_heads(k, self.num_heads), split_heads(v, self.num_heads)
 
+    def fit_from(self, name: str, parent: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int] | None:
+        """Queries and values of a layer with more or fewer keys, and how many values are inherited.
+
+        The keys stay as they are. None if the parent has another dim.
+        """
+        old, dim = parent[name], self.in_features
+        if parent['weight'].shape[1] != dim:
+            return None
+        new = getattr(self, name).detach().clone()
+        new[:dim], new[-dim:] = old[:dim], old[-dim:]
+        return new, 2 * old[:dim].numel()
+
 
 class ConvQKV(nn.Module):
     """CvT's projection: for each of q, k, v a depthwise convolution with batch norm, then a linear layer.

@@ -1,5 +1,7 @@
 """Learned relative position biases of attention scores, shared by softmax, window and long-short attention."""
 
+import math
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
@@ -59,6 +61,21 @@ class OffsetBias(nn.Module):
         table = F.interpolate(table.float(), size=num_new, mode='bicubic').to(table.dtype)
         self.table = nn.Parameter(table.squeeze(0).flatten(1).T.contiguous(), requires_grad=self.table.requires_grad)
         self.index = self._offset_index().to(self.index.device)
+
+    def fit_from(self, name: str, parent: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int] | None:
+        """The table of another block of queries or halo, and how many values are inherited.
+
+        Every offset keeps its value, and an offset beyond the parent's range takes the nearest one. None for a table in
+        which offsets share rows, or for another number of heads.
+        """
+        old = parent[name]
+        side = math.isqrt(len(old))
+        if side**2 != len(old) or side % 2 == 0 or self.row_stride is not None or old.shape[1] != self.table.shape[1]:
+            return None
+        sizes = [2 * (size + self.halo) - 1 for size in self.query_size]
+        rows, columns = ((torch.arange(size) + (side - size) // 2).clamp(0, side - 1) for size in sizes)
+        new = old.unflatten(0, (side, side))[rows][:, columns].flatten(0, 1)
+        return new, min(old.numel(), new.numel())
 
 
 class PrefixBias(nn.Module):

@@ -1,4 +1,4 @@
-"""Backbones. Importing this package registers every model with timm."""
+"""Backbones; importing this package registers all models with timm."""
 
 from .aft import AFT
 from .cvt import CvT

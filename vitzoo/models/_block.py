@@ -1,4 +1,4 @@
-"""The one transformer block of every backbone."""
+"""The transformer block of all backbones."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ __all__ = ['Block']
 class Block(nn.Module):
     """Pre-norm block: x + mixer(norm(x)), then x + mlp(norm(x)), with timm's parameter names.
 
-    `mixer` is a name from `vitzoo.list_mixers()`, `mixer_kwargs` what that mixer takes beyond the common arguments.
-    `layer` is the block's place among all blocks of the model.
+    `mixer` is a name from `vitzoo.list_mixers()` and `mixer_kwargs` its own arguments, in addition to the common ones.
+    `layer` is the index of the block in the model.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        """Tokens (B, P + H*W, C) and the grid (H, W) -> (B, P + H*W, C)."""
+        """Tokens (B, P + H*W, C) and the grid size (H, W) -> (B, P + H*W, C)."""
         x = x + self.drop_path1(self.attn(self.norm1(x), grid_size))
         x = x + self.drop_path2(self.mlp(self.norm2(x)))
         return x

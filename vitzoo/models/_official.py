@@ -1,4 +1,4 @@
-"""What official checkpoints have around their weights, taken off, and how they are read without running anything."""
+"""Unwrapping official checkpoints, and loading them without executing pickled code."""
 
 import argparse
 import re
@@ -20,7 +20,7 @@ WRAPPERS = ('state_dict_ema', 'model_ema', 'ema', 'state_dict', 'model', 'net')
 
 
 def unwrap(checkpoint: dict) -> dict[str, Tensor]:
-    """The weights of a checkpoint: out of `{'model': …}` and its kin, EMA first, without `module.` in the names."""
+    """The weights in a checkpoint such as `{'model': …}`, EMA weights first, without a `module.` prefix."""
     for key in WRAPPERS:
         if isinstance(checkpoint.get(key), dict):
             return unwrap(checkpoint[key])
@@ -29,13 +29,14 @@ def unwrap(checkpoint: dict) -> dict[str, Tensor]:
 
 
 def read_checkpoint(path: str | Path) -> dict:
-    """All that is in a .safetensors file or a pickle, of which only tensors and plain values are read.
+    """The contents of a .safetensors or .pth file, restricted to tensors and plain values.
 
-    Besides what `torch.load(weights_only=True)` allows, that is argparse.Namespace and numpy's numbers and arrays, as
-    in the checkpoints of DeiT and ViL. Raises UserError for a file that cannot be read, or asks for anything else.
+    In addition to the types that `torch.load(weights_only=True)` allows, a pickle may hold an argparse.Namespace and
+    numpy scalars and arrays, as the checkpoints of DeiT and ViL do. Raises UserError if the file cannot be read or
+    holds any other type.
     """
     if Path(path).is_dir():
-        raise UserError(f"the checkpoint '{path}' is a folder; give the file in it, or the folder as the model")
+        raise UserError(f"the checkpoint '{path}' is a folder; pass the file in it, or the folder as the model")
     if not Path(path).is_file():
         raise UserError(f"the checkpoint '{path}' does not exist, or is not a file")
     try:
@@ -44,12 +45,12 @@ def read_checkpoint(path: str | Path) -> dict:
         with torch.serialization.safe_globals([argparse.Namespace, *_numpy_globals()]):
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except UnpicklingError as error:
-        asked = re.search(r'GLOBAL (\S+)', str(error))
-        if asked is None:
+        forbidden = re.search(r'GLOBAL (\S+)', str(error))
+        if forbidden is None:
             raise UserError(f"the checkpoint '{path}' is damaged") from error
         raise UserError(
-            f"the checkpoint '{path}' is refused, because its pickle asks for {asked[1]}, which could run code; where "
-            'you trust it, save the state_dict() of its model as .safetensors'
+            f"the checkpoint '{path}' is refused, because its pickle asks for {forbidden[1]}, which could run code; "
+            'if you trust it, save the state_dict() of its model as .safetensors'
         ) from error
     except (EOFError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise UserError(f"the checkpoint '{path}' is damaged, or not .safetensors or .pth") from error
@@ -59,8 +60,8 @@ def read_checkpoint(path: str | Path) -> dict:
 
 
 def _numpy_globals() -> list:
-    """What pickled numbers and arrays of numpy are made of, under the module names of numpy 1 and 2."""
-    makers = [np.float64().__reduce__()[0], np.zeros(0).__reduce__()[0]]
-    named = [(maker, f'numpy.{core}.multiarray.{maker.__name__}') for maker in makers for core in ('core', '_core')]
+    """The globals in pickled numpy scalars and arrays, under the module names of numpy 1 and 2."""
+    constructors = [np.float64().__reduce__()[0], np.zeros(0).__reduce__()[0]]
+    named = [(fn, f'numpy.{core}.multiarray.{fn.__name__}') for fn in constructors for core in ('core', '_core')]
     dtypes = {type(np.dtype(code)) for code in '?bhilqBHILQefd'}
     return [np.ndarray, np.dtype, *dtypes, *named]

@@ -1,4 +1,4 @@
-"""The body that CvT and ViL share: stages of blocks on shrinking grids, with timm's whole contract."""
+"""The multi-stage body of CvT and ViL: stages of blocks on shrinking grids, with timm's full model API."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,31 +11,31 @@ from torch import nn
 
 from ._block import Block
 
-__all__ = ['Pyramid', 'Stage', 'per_stage_mixers']
+__all__ = ['Pyramid', 'Stage', 'build_stages', 'per_stage_mixers']
 
 
 def per_stage_mixers(
     mixer: str | Sequence[str], mixer_kwargs: dict | Sequence[dict] | None, num_stages: int
 ) -> list[tuple[str, dict]]:
-    """(mixer, its keywords) for each stage.
+    """Name and keyword arguments of the mixer of each stage.
 
-    One mixer serves every stage. One dict of keywords goes to every stage that carries the first stage's mixer; a
-    sequence has one per stage. Raises ValueError for a wrong number of either.
+    A single name is used in all stages. A single dict applies to all stages with the same mixer as the first; a
+    sequence has one entry per stage. Raises ValueError if the number of entries is not that of the stages.
     """
     mixers = (mixer,) * num_stages if isinstance(mixer, str) else tuple(mixer)
     if mixer_kwargs is None or isinstance(mixer_kwargs, dict):
         mixer_kwargs = tuple((mixer_kwargs or {}) if name == mixers[0] else {} for name in mixers)
-    for what, given in (('mixer', mixers), ('mixer_kwargs', mixer_kwargs)):
-        if len(given) != num_stages:
-            raise ValueError(f'{what} has {len(given)} entries for {num_stages} stages.')
+    for argument, entries in (('mixer', mixers), ('mixer_kwargs', mixer_kwargs)):
+        if len(entries) != num_stages:
+            raise ValueError(f'{argument} has {len(entries)} entries for {num_stages} stages.')
     return [(name, dict(kwargs)) for name, kwargs in zip(mixers, mixer_kwargs, strict=True)]
 
 
 class Stage(nn.Module):
-    """Embeds a map, puts prefix tokens in front, adds positions where there are any, and runs blocks over the tokens.
+    """Patch embedding, optional prefix tokens and position embedding, then blocks.
 
-    `embed` turns (B, C_in, H_in, W_in) into (B, H, W, C); `pos_embed`, where given, is called with the tokens and the
-    grid.
+    `embed` maps (B, C_in, H_in, W_in) to (B, H, W, C); `pos_embed`, if given, is called with the tokens and the grid
+    size.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Map (B, C_in, H_in, W_in) -> tokens (B, P + H*W, C) and the grid (H, W)."""
+        """Map (B, C_in, H_in, W_in) -> tokens (B, P + H*W, C) and the grid size (H, W)."""
         x = self.embed(x)
         B, H, W, _ = x.shape
         x = x.flatten(1, 2)
@@ -77,20 +77,74 @@ class Stage(nn.Module):
         return x, (H, W)
 
     def to_map(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        """Tokens (B, P + H*W, C) -> map (B, C, H, W) without the prefix tokens."""
+        """Tokens (B, P + H*W, C) -> map (B, C, H, W), prefix tokens dropped."""
         return x[:, self.num_prefix_tokens :].transpose(1, 2).unflatten(2, grid_size)
 
     def set_input_size(self, grid_size: tuple[int, int]) -> None:
-        """Adapt positions and mixers to a new grid."""
+        """Adapt the position embedding and the mixers to a new grid."""
         if self.pos_embed is not None:
             self.pos_embed.set_input_size(grid_size)
         for block in self.blocks:
             block.attn.set_input_size(grid_size)
 
 
+def build_stages(
+    embed_layers: Sequence[Callable[[int, int], nn.Module]],
+    embed_dims: Sequence[int],
+    num_heads: Sequence[int],
+    depths: Sequence[int],
+    num_prefix_tokens: Sequence[int],
+    grid_sizes: Sequence[tuple[int, int]],
+    mixers: Sequence[tuple[str, dict]],
+    *,
+    in_chans: int,
+    drop_path_rates: Sequence[float],
+    pos_embed_layer: Callable[..., nn.Module] | None = None,
+    pos_drop_rate: float = 0.0,
+    device=None,
+    dtype=None,
+    **block_kwargs,
+) -> list[Stage]:
+    """Stages of blocks, from one entry per stage in every positional argument.
+
+    Args:
+        embed_layers: Called with the channels before and in the stage.
+        mixers: Names and keyword arguments, as `per_stage_mixers` returns them.
+        drop_path_rates: One per block of the model.
+        pos_embed_layer: Called with the stage's dim, grid size and number of prefix tokens.
+        block_kwargs: Arguments of every `Block`.
+    """
+    dd = {'device': device, 'dtype': dtype}
+    stages, in_dim, layer = [], in_chans, 0
+    per_stage = zip(embed_layers, embed_dims, num_heads, depths, num_prefix_tokens, grid_sizes, mixers, strict=True)
+    for embed_layer, dim, heads, depth, P, grid_size, (mixer, mixer_kwargs) in per_stage:
+        blocks = [
+            Block(
+                dim,
+                heads,
+                mixer=mixer,
+                mixer_kwargs=mixer_kwargs,
+                grid_size=grid_size,
+                num_prefix_tokens=P,
+                layer=i,
+                drop_path=drop_path_rates[i],
+                **block_kwargs,
+                **dd,
+            )
+            for i in range(layer, layer + depth)
+        ]
+        embed = embed_layer(in_dim, dim, **dd)
+        pos_embed = pos_embed_layer(dim, grid_size, P, **dd) if pos_embed_layer else None
+        stages.append(Stage(embed, blocks, dim, num_prefix_tokens=P, pos_embed=pos_embed, pos_drop=pos_drop_rate, **dd))
+        in_dim, layer = dim, layer + depth
+    return stages
+
+
 class Pyramid(nn.Module):
-    """Stages, a final norm and a linear head. Subclasses build `stages` and say how an image size becomes grid
-    sizes."""
+    """Stages, a final norm and a linear head.
+
+    Subclasses pass their stages, made by `build_stages`, and define `grid_sizes`.
+    """
 
     def __init__(
         self,
@@ -132,7 +186,7 @@ class Pyramid(nn.Module):
         raise NotImplementedError
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Resample everything that is bound to the size of the image, which may be rectangular."""
+        """Resample everything bound to the image size, an int or (H, W)."""
         self.img_size = to_2tuple(img_size)
         grid_sizes = self.grid_sizes(self.img_size, len(self.stages))
         for stage, grid_size in zip(self.stages, grid_sizes, strict=True):
@@ -181,7 +235,7 @@ class Pyramid(nn.Module):
         if global_pool not in ('token', 'avg', ''):
             raise ValueError(f"global_pool is 'token', 'avg' or '', not {global_pool!r}.")
         if global_pool == 'token' and not self.num_prefix_tokens:
-            raise ValueError("global_pool='token' needs a class token in the last stage; use 'avg'.")
+            raise ValueError("global_pool='token' needs a class token in the last stage; use global_pool='avg'.")
         return global_pool
 
     def forward_intermediates(
@@ -193,7 +247,7 @@ class Pyramid(nn.Module):
         output_fmt: str = 'NCHW',
         intermediates_only: bool = False,
     ) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]]:
-        """The map of each stage in `indices`, and the final features; `norm` normalises the last stage's."""
+        """Final features and the map of each stage in `indices`; `norm` applies the final norm to the last one."""
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt is 'NCHW' or 'NLC', not {output_fmt!r}.")
         take_indices, max_index = feature_take_indices(len(self.stages), indices)
@@ -212,7 +266,7 @@ class Pyramid(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the stages behind the last of `indices`, and with them the norm and the head."""
+        """Drop the stages after the last of `indices`, and the final norm and head with them."""
         take_indices, max_index = feature_take_indices(len(self.stages), indices)
         pruned = max_index < len(self.stages) - 1
         self.stages = self.stages[: max_index + 1]
@@ -243,7 +297,7 @@ class Pyramid(nn.Module):
 
 
 def _init_weights(module: nn.Module) -> None:
-    """Truncated normal of std 0.02 for linear layers, as in both papers' code; everything else initialises itself."""
+    """Truncated normal of std 0.02 for linear layers, as in both papers' code; other layers keep their default."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

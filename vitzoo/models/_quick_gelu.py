@@ -1,6 +1,6 @@
-"""CvT's activation QuickGELU, x sigmoid(1.702 x), which keeps its input alone for the backward pass.
+"""QuickGELU, the activation of CvT: x sigmoid(1.702 x), saving only its input for the backward pass.
 
-The formula as PyTorch differentiates it keeps three tensors of that size and takes twice as long in training.
+Differentiated by autograd, the formula saves three tensors of that size and takes twice as long in training.
 """
 
 import torch
@@ -44,5 +44,5 @@ class _QuickGELU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        # the slope of x sigmoid(s x) is that of SiLU at s x
+        # the derivative of x sigmoid(s x) is that of SiLU at s x
         return torch.ops.aten.silu_backward(grad, SLOPE * x)

@@ -1,4 +1,4 @@
-"""Registers a table of variants with timm: `<backbone>_<size>` and `<backbone>_<mixer>_<size>`, with their weights."""
+"""Registration with timm of a table of variants, `<backbone>_<size>` and `<backbone>_<mixer>_<size>`."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ __all__ = ['cfg', 'register_variants', 'swapped']
 
 
 def cfg(**kwargs) -> dict:
-    """A pretrained config with ImageNet's usual values, overridden by `kwargs`."""
+    """A pretrained config with the usual values for ImageNet, overridden by `kwargs`."""
     return {
         'url': '',
         'num_classes': 1000,
@@ -31,16 +31,20 @@ def cfg(**kwargs) -> dict:
     }
 
 
-def swapped(backbone: str, sizes: dict[str, dict], stages: Callable[[str], str | tuple[str, ...]]) -> dict[str, dict]:
-    """Variants of every size with every mixer; `stages(mixer)` says where in the backbone the mixer goes.
+def swapped(
+    backbone: str, sizes: dict[str, dict], per_stage: Callable[[str], tuple[str, ...]] | None = None
+) -> dict[str, dict]:
+    """Variants of every size with every mixer, in all blocks or in the stages given by `per_stage(mixer)`.
 
-    The backbone's own name is not repeated: the AFT body with `aft_conv` is `aft_conv_<size>`. Where that takes the
-    name of another mixer (`aft_local` and `local`), the backbone's own mixer has it, and the other goes in by `mixer=`.
+    The prefix of the backbone's own mixers is not repeated: AFT with `aft_conv` is `aft_conv_<size>`.
     """
-    mixers = [mixer for mixer in list_mixers() if f'{backbone}_{mixer}' not in list_mixers()]
+    own = {mixer: mixer for mixer in list_mixers() if mixer.startswith(f'{backbone}_')}
+    others = {f'{backbone}_{mixer}': mixer for mixer in list_mixers() if mixer not in own}
+    # own mixers win: `aft_local` is the AFT mixer of that name, and AFT with the mixer `local` needs `mixer='local'`
+    prefixes = {**others, **own}
     return {
-        f'{backbone}_{mixer.removeprefix(backbone + "_")}_{size}': {**args, 'mixer': stages(mixer)}
-        for mixer in mixers
+        f'{prefix}_{size}': {**args, 'mixer': per_stage(mixer) if per_stage else mixer}
+        for prefix, mixer in prefixes.items()
         for size, args in sizes.items()
     }
 
@@ -55,16 +59,19 @@ def register_variants(
     filter_fn: Callable[..., dict],
     out_indices: int | tuple[int, ...],
 ) -> None:
-    """Give timm an entrypoint in `module` for each of `variants`, the arguments of `model_cls` by name.
+    """Register an entrypoint in `module` for each of `variants`, which maps names to arguments of `model_cls`.
 
-    `weights` has the pretrained configs by name.tag, `default_cfg(name)` gives that of a name without weights.
-    `filter_fn` turns official weights into ours, and `out_indices` are the features that `features_only=True` gives by
-    default.
+    Args:
+        default_cfg: Returns the pretrained config of a name without weights.
+        weights: Pretrained configs by `name.tag`.
+        filter_fn: Converts official weights to ours.
+        out_indices: Feature maps that `features_only=True` returns by default.
     """
     weights = weights or {}
     with_weights = {name.partition('.')[0] for name in weights}
-    space = sys.modules[module]
-    space.default_cfgs = generate_default_cfgs(
+    # timm looks up `default_cfgs` in the module of an entrypoint, and lists the entrypoint's name in its `__all__`
+    namespace = sys.modules[module]
+    namespace.default_cfgs = generate_default_cfgs(
         {**weights, **{name: default_cfg(name) for name in variants if name not in with_weights}}
     )
 
@@ -82,7 +89,7 @@ def register_variants(
 
     for name, args in variants.items():
         entrypoint = _entrypoint(module, name, create, args)
-        setattr(space, name, entrypoint)
+        setattr(namespace, name, entrypoint)
         register_model(entrypoint)
 
 
@@ -97,7 +104,10 @@ def _entrypoint(module: str, name: str, create: Callable[..., nn.Module], args: 
 
 
 def _override(args: dict, kwargs: dict) -> dict:
-    """The variant's arguments under the caller's; another mixer drops the `mixer_kwargs`, a dict adds to them."""
+    """The variant's arguments, overridden by the caller's.
+
+    A `mixer_kwargs` dict is merged with the variant's, whose own are dropped if the caller chooses another mixer.
+    """
     if 'mixer' in kwargs and kwargs['mixer'] != args.get('mixer'):
         args = {key: value for key, value in args.items() if key != 'mixer_kwargs'}
     own, given = args.get('mixer_kwargs'), kwargs.get('mixer_kwargs')
@@ -107,10 +117,10 @@ def _override(args: dict, kwargs: dict) -> dict:
 
 
 def _fetch_official(name: str, kwargs: dict) -> dict | None:
-    """The caller's config overlay, with the local file of weights that lie on their authors' own hosts.
+    """The caller's config overlay, with the path of the downloaded file if the authors host the weights themselves.
 
-    All those files have one name, so timm's cache would mix them up; here each has the name of its model. Raises
-    OSError where a host does not answer, with what to do by hand.
+    Those files all have the same name, which collides in timm's cache; here each is named after its model. Raises
+    OSError with the steps to do by hand if the download fails.
     """
     overlay = kwargs.get('pretrained_cfg_overlay')
     config = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg'), overlay)
@@ -122,7 +132,7 @@ def _fetch_official(name: str, kwargs: dict) -> dict | None:
             download_url_to_file(config.url, str(file), progress=False)
         except OSError as error:
             raise OSError(
-                f'The weights of {name} are at {config.url}, which does not answer ({error}). Fetch that file by hand, '
-                f'name it {file.name}, and run: vitzoo convert {file.name} --model {name} --out {name}'
+                f'The weights of {name} cannot be downloaded from {config.url} ({error}). Download them by hand to '
+                f'{file.name}, and run: vitzoo convert {file.name} --model {name} --out {name}'
             ) from error
     return {**(overlay or {}), 'file': str(file)}

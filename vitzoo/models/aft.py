@@ -1,6 +1,6 @@
-"""AFT: the attention free transformer's ImageNet models, a DeiT body with any token mixer.
+"""AFT: the ImageNet models of the attention free transformer, a DeiT body with any token mixer.
 
-AFT-full keeps class token and positions; every other mixer on this body has neither and averages the tokens.
+AFT-full has a class token and a position embedding; with all other mixers the body has neither and averages the tokens.
 An Attention Free Transformer, section 5.3, https://arxiv.org/abs/2105.14103
 """
 
@@ -17,7 +17,7 @@ __all__ = ['AFT', 'checkpoint_filter_fn']
 
 
 class AFT(DeiT):
-    """DeiT without class token and positions, pooled by averaging; arguments are DeiT's."""
+    """DeiT without class token and position embedding, average-pooled; takes the arguments of `DeiT`."""
 
     def __init__(
         self,
@@ -37,20 +37,31 @@ class AFT(DeiT):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Ours to ours, positions resampled to the model's grid."""
+    """Resample the position embedding to the model's grid."""
     return deit_checkpoint_filter_fn(state_dict, model)
 
 
 SIZES = {'tiny': dict(embed_dim=192, num_heads=3), 'small': dict(embed_dim=384, num_heads=6)}
-VARIANTS = swapped('aft', SIZES, lambda mixer: mixer)
-for _size in SIZES:
-    VARIANTS[f'aft_full_{_size}'].update(class_token=True, pos_embed='learn')
-# heads and kernels of the paper's table 7; the plain names are its best rows
-VARIANTS['aft_conv_tiny'].update(num_heads=192)
-VARIANTS['aft_conv_small'].update(num_heads=384)
-VARIANTS['aft_conv_tiny_h32'] = {**VARIANTS['aft_conv_tiny'], 'num_heads': 32}
-VARIANTS['aft_conv_small_h16'] = {**VARIANTS['aft_conv_small'], 'num_heads': 16}
-VARIANTS['aft_conv_small_k15'] = {**VARIANTS['aft_conv_small'], 'mixer_kwargs': {'kernel_size': 15}}
+
+
+def _aft_conv(size: str, num_heads: int, **kwargs) -> dict:
+    return {**SIZES[size], 'num_heads': num_heads, 'mixer': 'aft_conv', **kwargs}
+
+
+# tests/model_names.txt lists the names that `swapped` generates
+VARIANTS = {
+    **swapped('aft', SIZES),
+    **{
+        f'aft_full_{size}': {**args, 'mixer': 'aft_full', 'class_token': True, 'pos_embed': 'learn'}
+        for size, args in SIZES.items()
+    },
+    # numbers of heads and kernel sizes from table 7 of the paper, its best rows without a suffix
+    'aft_conv_tiny': _aft_conv('tiny', 192),
+    'aft_conv_tiny_h32': _aft_conv('tiny', 32),
+    'aft_conv_small': _aft_conv('small', 384),
+    'aft_conv_small_h16': _aft_conv('small', 16),
+    'aft_conv_small_k15': _aft_conv('small', 384, mixer_kwargs={'kernel_size': 15}),
+}
 
 
 def _cfg(name: str) -> dict:

@@ -1,10 +1,11 @@
 """CvT: Introducing Convolutions to Vision Transformers, with any token mixer.
 
-Three stages of overlapping convolutional embeddings, convolutional q/k/v projections and no positions; a class token in
-the last stage. https://arxiv.org/abs/2103.15808
+Three stages with overlapping convolutional embeddings and convolutional q/k/v projections, without position embeddings;
+the class token joins in the last stage. https://arxiv.org/abs/2103.15808
 """
 
 import re
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,19 +15,23 @@ from torch import nn
 from vitzoo.mixers import QKVMixer, mixer_class
 from vitzoo.mixers._qkv import ConvQKV
 
-from ._block import Block
 from ._official import unwrap
-from ._pyramid import Pyramid, Stage, per_stage_mixers
+from ._pyramid import Pyramid, build_stages, per_stage_mixers
 from ._quick_gelu import QuickGELU
 from ._register import cfg, register_variants, swapped
 
 __all__ = ['CvT', 'checkpoint_filter_fn']
 
-KERNELS, STRIDES, PADDINGS = (7, 3, 3), (4, 2, 2), (2, 1, 1)
+STEM_CONV = dict(kernel_size=7, stride=4, padding=2)
+DOWNSAMPLE_CONV = dict(kernel_size=3, stride=2, padding=1)
+
+
+def _embed_convs(num_stages: int) -> list[dict]:
+    return [STEM_CONV] + [DOWNSAMPLE_CONV] * (num_stages - 1)
 
 
 class ConvEmbed(nn.Module):
-    """Overlapping convolution and layer norm: (B, C_in, H_in, W_in) -> (B, H, W, C)."""
+    """Overlapping patch embedding with layer norm: (B, C_in, H_in, W_in) -> (B, H, W, C)."""
 
     def __init__(
         self, in_chans: int, dim: int, kernel_size: int, stride: int, padding: int, device=None, dtype=None
@@ -43,11 +48,11 @@ class ConvEmbed(nn.Module):
 class CvT(Pyramid):
     """Convolutional vision transformer.
 
-    `mixer` is one name or one per stage. `stride_kv` thins out keys and values where the mixer allows it (softmax);
-    mixers that are linear in the number of tokens, or need keys on the grid of the queries, run at stride 1. Scores are
-    scaled by dim ** -0.5, not head_dim ** -0.5, as in the published models. Stochastic depth acts in the last stage
-    only, rising linearly to `drop_path_rate`, as in the paper's recipe. Raises ValueError for an image with an empty
-    grid.
+    `mixer` is one name, or one per stage. `stride_kv` subsamples keys and values if the mixer supports it (softmax);
+    mixers that are linear in the number of tokens, or need keys on the grid of the queries, run at stride 1. Attention
+    scores are scaled by dim ** -0.5, not head_dim ** -0.5, as in the published models. Stochastic depth is in the last
+    stage only, rising linearly to `drop_path_rate`, as in the paper's recipe. Raises ValueError if an image is too
+    small to leave a token.
     """
 
     def __init__(
@@ -77,38 +82,24 @@ class CvT(Pyramid):
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages)
         mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
-        stages = []
-        for i, (dim, heads, depth) in enumerate(zip(embed_dims, num_heads, depths, strict=True)):
-            last = i == num_stages - 1
-            num_prefix_tokens = int(last and class_token)
-            name, kwargs = mixers[i]
-            if issubclass(mixer_class(name), QKVMixer):
-                stride = stride_kv if mixer_class(name).subsampled_kv else 1
-                kwargs = {'scale': dim**-0.5, 'qkv_layer': partial(ConvQKV, stride_kv=stride), **kwargs}
-            rates = calculate_drop_path_rates(drop_path_rate if last else 0.0, depth)
-            blocks = [
-                Block(
-                    dim,
-                    heads,
-                    mixer=name,
-                    mixer_kwargs=kwargs,
-                    grid_size=grid_sizes[i],
-                    num_prefix_tokens=num_prefix_tokens,
-                    layer=layer,
-                    mlp_ratio=mlp_ratio,
-                    qkv_bias=qkv_bias,
-                    proj_drop=proj_drop_rate,
-                    attn_drop=attn_drop_rate,
-                    drop_path=rate,
-                    act_layer=QuickGELU,
-                    **dd,
-                )
-                for layer, rate in enumerate(rates, start=sum(depths[:i]))
-            ]
-            embed = ConvEmbed(
-                embed_dims[i - 1] if i else in_chans, dim, KERNELS[i > 0], STRIDES[i > 0], PADDINGS[i > 0], **dd
-            )
-            stages.append(Stage(embed, blocks, dim, num_prefix_tokens=num_prefix_tokens, pos_drop=pos_drop_rate, **dd))
+        stages = build_stages(
+            [partial(ConvEmbed, **conv) for conv in _embed_convs(num_stages)],
+            embed_dims,
+            num_heads,
+            depths,
+            (0,) * (num_stages - 1) + (int(class_token),),
+            grid_sizes,
+            _with_cvt_defaults(mixers, embed_dims, stride_kv),
+            in_chans=in_chans,
+            drop_path_rates=[0.0] * sum(depths[:-1]) + calculate_drop_path_rates(drop_path_rate, depths[-1]),
+            pos_drop_rate=pos_drop_rate,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            proj_drop=proj_drop_rate,
+            attn_drop=attn_drop_rate,
+            act_layer=QuickGELU,
+            **dd,
+        )
         super().__init__(
             stages,
             embed_dims,
@@ -125,9 +116,8 @@ class CvT(Pyramid):
     @staticmethod
     def grid_sizes(img_size: tuple[int, int], num_stages: int) -> list[tuple[int, int]]:
         sizes, size = [], img_size
-        for i in range(num_stages):
-            kernel, stride, padding = KERNELS[i > 0], STRIDES[i > 0], PADDINGS[i > 0]
-            size = tuple((side + 2 * padding - kernel) // stride + 1 for side in size)
+        for conv in _embed_convs(num_stages):
+            size = tuple((side + 2 * conv['padding'] - conv['kernel_size']) // conv['stride'] + 1 for side in size)
             sizes.append(size)
         if min(sizes[-1]) < 1:
             raise ValueError(
@@ -136,8 +126,21 @@ class CvT(Pyramid):
         return sizes
 
 
+def _with_cvt_defaults(
+    mixers: Sequence[tuple[str, dict]], embed_dims: Sequence[int], stride_kv: int
+) -> list[tuple[str, dict]]:
+    """Names and keyword arguments per stage, with CvT's scale and projection under those of mixers over q, k and v."""
+    stages = []
+    for (name, kwargs), dim in zip(mixers, embed_dims, strict=True):
+        if issubclass(mixer_class(name), QKVMixer):
+            stride = stride_kv if mixer_class(name).subsampled_kv else 1
+            kwargs = {'scale': dim**-0.5, 'qkv_layer': partial(ConvQKV, stride_kv=stride), **kwargs}
+        stages.append((name, kwargs))
+    return stages
+
+
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The layout of Microsoft's CvT and of transformers' CvtForImageClassification, or ours, to ours."""
+    """Convert checkpoints of Microsoft's CvT and of transformers' CvtForImageClassification; leave ours as they are."""
     state_dict = unwrap(state_dict)
     if any(name.startswith('cvt.encoder.') for name in state_dict):
         return {_rename(name, TRANSFORMERS_RENAMES): tensor for name, tensor in state_dict.items()}
@@ -182,9 +185,10 @@ SIZES = {
     '21': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 4, 16)),
     'w24': dict(embed_dims=(192, 768, 1024), num_heads=(3, 12, 16), depths=(2, 2, 20)),
 }
+# tests/model_names.txt lists the names that `swapped` generates
 VARIANTS = {
     **{f'cvt_{size}': args for size, args in SIZES.items()},
-    **swapped('cvt', SIZES, lambda mixer: mixer),
+    **swapped('cvt', SIZES),
 }
 
 
@@ -194,7 +198,7 @@ def _cfg(name: str, **kwargs) -> dict:
 
 
 def _weights(hub_id: str, img_size: int = 224) -> dict:
-    """Microsoft's weights on the Hugging Face hub; at 384 they are tested on whole images, squeezed to a square."""
+    """Microsoft's weights on the Hugging Face Hub; at 384 they are evaluated on whole images resized to a square."""
     at_384 = dict(input_size=(3, 384, 384), crop_pct=1.0, crop_mode='squash') if img_size == 384 else {}
     return cfg(
         first_conv='stages.0.embed.proj',

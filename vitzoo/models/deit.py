@@ -1,6 +1,6 @@
-"""DeiT: timm's VisionTransformer with our block, so that it carries any token mixer.
+"""DeiT: timm's VisionTransformer with our block, and so with any token mixer.
 
-Plain softmax DeiT is timm's own (`deit_small_patch16_224`, …); `deit_softmax_small` gives its logits on its weights.
+Plain DeiT is in timm (`deit_small_patch16_224`, …); `deit_softmax_small` loads its weights and returns its logits.
 https://arxiv.org/abs/2012.12877
 """
 
@@ -20,17 +20,17 @@ __all__ = ['DeiT', 'checkpoint_filter_fn']
 
 
 class AnySizePatchEmbed(PatchEmbed):
-    """timm's patch embedding for images of any size: as with a fixed size, an incomplete patch is left out."""
+    """timm's patch embedding for images of any size; incomplete patches at the border are dropped."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
 class DeiT(VisionTransformer):
-    """Vision transformer whose blocks carry `mixer`; everything else, names included, is timm's.
+    """Vision transformer with `mixer` in its blocks; everything else is timm's, including parameter names.
 
-    Without positions (`pos_embed='none'`), and with a mixer that is not bound to the grid, the model takes images of
-    any size. Raises ValueError for an image smaller than a patch.
+    Without position embedding (`pos_embed='none'`) and with a mixer that is not bound to the grid, the model takes
+    images of any size. Raises ValueError for an image smaller than a patch.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class DeiT(VisionTransformer):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         if patch_drop_rate:
-            raise ValueError('patch_drop_rate breaks the grid of tokens that mixers work on; leave it at 0.')
-        # depth 0: timm would build softmax blocks first, only for them to be replaced
+            raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; leave it at 0.')
+        # depth 0, because timm's own blocks would be built only to be replaced
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -118,7 +118,7 @@ class DeiT(VisionTransformer):
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
-        """Resample everything that is bound to the size of the image, which may be rectangular."""
+        """Resample everything bound to the image size, an int or (H, W)."""
         img_size = None if img_size is None else to_2tuple(img_size)
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for block in self.blocks:
@@ -140,12 +140,11 @@ class DeiT(VisionTransformer):
         intermediates_only: bool = False,
         attn_mask: None = None,
     ) -> list | tuple[torch.Tensor, list]:
-        """The grid tokens after each block in `indices`, and the final features, as timm's VisionTransformer gives
-        them."""
+        """Final features and grid tokens after each block in `indices`, as in timm's VisionTransformer."""
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt is 'NCHW' or 'NLC', not {output_fmt!r}.")
         if attn_mask is not None:
-            raise ValueError('Token mixers take no attn_mask.')
+            raise ValueError('Token mixers do not support attn_mask.')
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         intermediates, P = [], self.num_prefix_tokens
         x, grid_size = self.embed(x)
@@ -160,7 +159,7 @@ class DeiT(VisionTransformer):
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def embed(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Images (B, in_chans, H, W) -> tokens (B, P + N, C) with positions, and their grid."""
+        """Images (B, in_chans, H, W) -> tokens (B, P + N, C) with positions, and their grid size."""
         grid_size = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self._pos_embed(self.patch_embed(x))
         return self.norm_pre(x), grid_size
@@ -176,7 +175,7 @@ class DeiT(VisionTransformer):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """facebook's and timm's layout are ours; positions are resampled to the model's grid."""
+    """Unwrap checkpoints of Facebook's DeiT and of timm, and resample the position embedding to the model's grid."""
     return vit_checkpoint_filter_fn(unwrap(state_dict), model)
 
 
@@ -185,8 +184,8 @@ SIZES = {
     'small': dict(embed_dim=384, num_heads=6),
     'base': dict(embed_dim=768, num_heads=12),
 }
-VARIANTS = swapped('deit', SIZES, lambda mixer: mixer)
-
+# tests/model_names.txt lists these names
+VARIANTS = swapped('deit', SIZES)
 
 register_variants(
     __name__,

@@ -1,4 +1,4 @@
-"""Replaces the attention of a timm VisionTransformer by a token mixer, in place, with its weights inherited."""
+"""In-place replacement of the attention of a timm VisionTransformer by a token mixer that inherits its weights."""
 
 from copy import deepcopy
 
@@ -17,27 +17,27 @@ __all__ = ['SwappedBlock', 'SwappedDistilledViT', 'SwappedViT', 'swap_mixer']
 
 
 def swap_mixer(model: VisionTransformer, mixer: str, blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
-    """Replace the attention of a timm VisionTransformer by `mixer`, in all blocks or those of the given indices.
+    """Replace the attention of a timm VisionTransformer by `mixer`, in all blocks or in the given ones.
 
-    The model itself is changed and returned. Its attention's settings and weights go to the mixer, parameter names
-    (`blocks.0.attn.qkv.weight`, …) stay, and `mixer_kwargs` are the mixer's own, or override those settings. What the
-    mixer needs and attention does not have is initialised. The grid is that of the model's image size, and follows
-    `model.set_input_size()`. A checkpoint of the swapped model loads after swapping the same again.
+    The model is changed in place and returned. The mixer inherits the settings and weights of the attention under the
+    same parameter names (`blocks.0.attn.qkv.weight`, …); parameters that attention does not have are initialised.
+    `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the model's image
+    size, and follows `model.set_input_size()`. To load a checkpoint of the swapped model, repeat the swap first.
 
     Raises:
-        ValueError: The model, a block or its attention is of a kind that cannot be swapped, or there is no such block
-            or mixer.
-        TypeError: The mixer has no such keyword.
+        ValueError: The type of the model, of a block or of its attention is not supported, or the block or mixer does
+            not exist.
+        TypeError: The mixer does not have one of the arguments.
     """
     _check_model(model)
     indices = _block_indices(model, blocks)
     mixers = {i: _mixer_for(model, i, mixer, mixer_kwargs) for i in indices}
     for i, new in mixers.items():
-        # block and model keep all they have, and only behave differently
+        # change the class in place so that weights, hooks and references to the modules survive
         model.blocks[i].__class__ = SwappedBlock
         model.blocks[i].attn = new
     model.__class__ = SwappedDistilledViT if isinstance(model, VisionTransformerDistilled) else SwappedViT
-    # an exported config then says what is swapped, and does not load as the model without
+    # recorded in an exported config, which then does not load as the model without the swap
     swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
     update_model_args(model, swap_mixer=[*swaps, {'mixer': mixer, 'blocks': indices, **mixer_kwargs}])
     return model
@@ -45,29 +45,29 @@ def swap_mixer(model: VisionTransformer, mixer: str, blocks: list[int] | None = 
 
 @register_notrace_module
 class SwappedBlock(Block):
-    """timm's block with a token mixer as its attention, on the grid that the mixer was last set to."""
+    """timm's block with a token mixer as its attention, on the grid set by `set_input_size`."""
 
     def forward(self, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
-        """(B, P + H*W, C) -> the same; raises ValueError for a mask, or another number of tokens."""
+        """(B, P + H*W, C) -> (B, P + H*W, C); raises ValueError for a mask or a different number of tokens."""
         if attn_mask is not None or is_causal:
-            raise ValueError('Token mixers take no attn_mask and are not causal.')
+            raise ValueError('Token mixers do not support attn_mask or is_causal.')
         P, (H, W) = self.attn.num_prefix_tokens, self.attn.grid_size
         if x.shape[1] != P + H * W:
             raise ValueError(
                 f'{type(self.attn).__name__} is set to {P} prefix tokens and a {H} x {W} grid, and got {x.shape[1]} '
-                f'tokens: call model.set_input_size() with the size of the images.'
+                f'tokens: call model.set_input_size() with the image size.'
             )
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), (H, W))))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class _Swapped:
-    """What a VisionTransformer does beyond timm's once it has mixers."""
+    """Image size and weight decay of the mixers, for a VisionTransformer that has some."""
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
-        """Resample everything that is bound to the size of the image, which may be rectangular."""
+        """Resample everything bound to the image size, an int or (H, W)."""
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for _, mixer in self._mixers():
             mixer.set_input_size(self.patch_embed.grid_size)
@@ -82,7 +82,7 @@ class _Swapped:
 
     def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
         if self.dynamic_img_size:
-            # two grids may have as many tokens; x is (B, H, W, C) here
+            # grids of different shape may have the same number of tokens; x is (B, H, W, C) here
             check_grid(type(self).__name__, self.patch_embed.grid_size, x.shape[1:3])
         return super()._pos_embed(x)
 
@@ -98,11 +98,11 @@ class SwappedDistilledViT(_Swapped, VisionTransformerDistilled):
 def _check_model(model: nn.Module) -> None:
     if type(model) not in (VisionTransformer, VisionTransformerDistilled, SwappedViT, SwappedDistilledViT):
         raise ValueError(
-            f'swap_mixer cannot change a {type(model).__name__}: it takes the models of timm that are a '
-            f"VisionTransformer (vit_*, deit_*, deit3_*, also with CLIP's or DINOv2's weights)."
+            f"swap_mixer does not support {type(model).__name__}: it takes timm's VisionTransformer models (vit_*, "
+            f'deit_*, deit3_*, including those with CLIP and DINOv2 weights).'
         )
     if not isinstance(model.patch_drop, nn.Identity):
-        raise ValueError('patch_drop_rate breaks the grid of tokens that mixers work on; build the model without it.')
+        raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; build the model without it.')
 
 
 def _block_indices(model: VisionTransformer, blocks: list[int] | None) -> list[int]:
@@ -115,14 +115,14 @@ def _block_indices(model: VisionTransformer, blocks: list[int] | None) -> list[i
         reason = _unsupported(model.blocks[i])
         if reason:
             raise ValueError(
-                f"swap_mixer cannot replace the attention of block {i}: {reason}. It replaces timm's Attention in "
+                f"swap_mixer cannot replace the attention of block {i}: {reason}. It supports timm's Attention in "
                 f"timm's Block, with or without qk_norm, layer scale and biases."
             )
     return indices
 
 
 def _unsupported(block: nn.Module) -> str | None:
-    """What of a block no mixer has, if anything."""
+    """The feature of a block that mixers do not have, or None."""
     if type(block) not in (Block, SwappedBlock):
         return f'it is a {type(block).__name__}'
     attn = block.attn
@@ -140,7 +140,7 @@ def _unsupported(block: nn.Module) -> str | None:
 
 
 def _mixer_for(model: VisionTransformer, index: int, name: str, mixer_kwargs: dict) -> TokenMixer:
-    """A mixer with the settings and the weights of a block's attention."""
+    """A mixer with the settings and weights of a block's attention."""
     attn = model.blocks[index].attn
     settings = dict(
         dim=attn.qkv.in_features,

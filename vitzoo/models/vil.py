@@ -1,7 +1,7 @@
 """ViL: Multi-Scale Vision Longformer, with any token mixer.
 
-Four stages of patch embeddings; a fresh class token per stage but the last. The first two stages carry the efficient
-mixer, the last two softmax attention. https://arxiv.org/abs/2103.15358
+Four stages with patch embeddings and a class token of their own, except in the last. The first two stages use the
+efficient mixer, the last two softmax attention. https://arxiv.org/abs/2103.15358
 """
 
 from functools import partial
@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._grid import check_grid
 
-from ._block import Block
 from ._official import unwrap
-from ._pyramid import Pyramid, Stage, per_stage_mixers
+from ._pyramid import Pyramid, build_stages, per_stage_mixers
 from ._register import cfg, register_variants, swapped
 
 __all__ = ['ViL', 'checkpoint_filter_fn']
@@ -27,8 +26,10 @@ LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
 class PatchEmbed(nn.Module):
-    """Non-overlapping patches and layer norm: (B, C_in, H_in, W_in) -> (B, H, W, C); an incomplete patch is left
-    out."""
+    """Non-overlapping patch embedding with layer norm: (B, C_in, H_in, W_in) -> (B, H, W, C).
+
+    Incomplete patches at the border are dropped.
+    """
 
     def __init__(self, in_chans: int, dim: int, patch_size: int, device=None, dtype=None) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class PatchEmbed(nn.Module):
 
 
 class AxialPosEmbed(nn.Module):
-    """Absolute positions: half the channels from the row, half from the column, and one vector per prefix token."""
+    """Absolute position embedding: half the channels from the row, half from the column, a vector per prefix token."""
 
     def __init__(self, dim: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class AxialPosEmbed(nn.Module):
             nn.init.trunc_normal_(parameter, std=0.02)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        """Tokens (B, P + H*W, C) plus their positions; raises ValueError on another grid than the one made for."""
+        """Add positions to tokens (B, P + H*W, C); raises ValueError if the grid is not the one they are made for."""
         H, W = grid_size
         check_grid('ViL', self.grid_size, grid_size)
         row, column = self.row.unsqueeze(2).expand(-1, -1, W, -1), self.column.unsqueeze(1).expand(-1, H, -1, -1)
@@ -67,16 +68,28 @@ class AxialPosEmbed(nn.Module):
         self.grid_size = tuple(grid_size)
         for name, size in zip(('row', 'column'), grid_size, strict=True):
             old = getattr(self, name)
-            new = F.interpolate(old.data.float().transpose(1, 2), size=size, mode='linear', antialias=False)
-            setattr(self, name, nn.Parameter(new.transpose(1, 2).to(old.dtype), requires_grad=old.requires_grad))
+            new = _resample(old.data, size).to(old.dtype)
+            setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+    def fit_from(self, name: str, parent: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int] | None:
+        """Rows or columns of another grid, resampled to this one, and how many values are inherited."""
+        own, old = getattr(self, name), parent[name]
+        if name == 'prefix' or own.shape[2] != old.shape[2]:
+            return None
+        return _resample(old, own.shape[1]), min(own.numel(), old.numel())
+
+
+def _resample(positions: torch.Tensor, size: int) -> torch.Tensor:
+    """Positions (1, N, C) -> (1, size, C) in float32."""
+    return F.interpolate(positions.float().transpose(1, 2), size=size, mode='linear').transpose(1, 2)
 
 
 class ViL(Pyramid):
     """Multi-scale vision transformer.
 
-    `mixer` is one name or one per stage. With `pos_embed='rel'` every mixer that can carries a learned bias of relative
-    positions (and one that cannot has no positions of its own); with 'abs' each stage adds absolute ones. A stage's
-    grid is its input's divided by 4, 2, 2, 2, rounded down. Raises ValueError for an image with an empty grid.
+    `mixer` is one name, or one per stage. With `pos_embed='rel'` mixers that support it learn a relative position bias,
+    and the others have no positions; with 'abs' every stage adds an absolute position embedding. The stages divide the
+    grid by 4, 2, 2 and 2, rounding down. Raises ValueError if an image is too small to leave a token.
     """
 
     def __init__(
@@ -108,35 +121,30 @@ class ViL(Pyramid):
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages)
         mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
-        rates = calculate_drop_path_rates(drop_path_rate, sum(depths))
-        stages = []
-        for i, (dim, heads, depth, P) in enumerate(zip(embed_dims, num_heads, depths, num_prefix_tokens, strict=True)):
-            name, kwargs = mixers[i]
-            first = sum(depths[:i])
-            if pos_embed == 'rel' and mixer_class(name).has_rel_bias:
-                kwargs = {'rel_bias': 'table', **kwargs}
-            blocks = [
-                Block(
-                    dim,
-                    heads,
-                    mixer=name,
-                    mixer_kwargs=kwargs,
-                    grid_size=grid_sizes[i],
-                    num_prefix_tokens=P,
-                    layer=layer,
-                    mlp_ratio=mlp_ratio,
-                    qkv_bias=qkv_bias,
-                    proj_drop=proj_drop_rate,
-                    attn_drop=attn_drop_rate,
-                    drop_path=rates[layer],
-                    norm_layer=LayerNorm,
-                    **dd,
-                )
-                for layer in range(first, first + depth)
+        if pos_embed == 'rel':
+            mixers = [
+                (name, {'rel_bias': 'table', **kwargs} if mixer_class(name).has_rel_bias else kwargs)
+                for name, kwargs in mixers
             ]
-            embed = PatchEmbed(embed_dims[i - 1] if i else in_chans, dim, PATCH_SIZES[i], **dd)
-            pos = AxialPosEmbed(dim, grid_sizes[i], P, **dd) if pos_embed == 'abs' else None
-            stages.append(Stage(embed, blocks, dim, num_prefix_tokens=P, pos_embed=pos, pos_drop=pos_drop_rate, **dd))
+        stages = build_stages(
+            [partial(PatchEmbed, patch_size=patch_size) for patch_size in PATCH_SIZES[:num_stages]],
+            embed_dims,
+            num_heads,
+            depths,
+            num_prefix_tokens,
+            grid_sizes,
+            mixers,
+            in_chans=in_chans,
+            drop_path_rates=calculate_drop_path_rates(drop_path_rate, sum(depths)),
+            pos_embed_layer=AxialPosEmbed if pos_embed == 'abs' else None,
+            pos_drop_rate=pos_drop_rate,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            proj_drop=proj_drop_rate,
+            attn_drop=attn_drop_rate,
+            norm_layer=LayerNorm,
+            **dd,
+        )
         super().__init__(
             stages,
             embed_dims,
@@ -165,33 +173,42 @@ class ViL(Pyramid):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The layout of Microsoft's ViL and of NVIDIA's ViL-LS, or ours, to ours.
-
-    Bias indices are computed, not loaded, and what the official code holds twice is loaded once: the projections of
-    global tokens (`sharew`), unless the model has such, and those of Linformer's keys and values (`share_kv`).
-    """
+    """Convert checkpoints of Microsoft's ViL and of NVIDIA's ViL-LS; leave ours as they are."""
     state_dict = unwrap(state_dict)
     if not any(name.startswith('layer1.') for name in state_dict):
         return state_dict
-    out, own = {}, model.state_dict()
+    own = model.state_dict()
+    kept = {name: tensor for name, tensor in state_dict.items() if not _is_redundant(name, state_dict, own)}
+    return {_rename(name): tensor for name, tensor in _fuse_qkv(kept).items()}
+
+
+def _is_redundant(name: str, state_dict: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
+    """Whether a tensor is empty, computed by our code, or a copy of another one.
+
+    The official code stores the projections of global tokens twice (`sharew`), and those of Linformer's keys and values
+    (`share_kv`).
+    """
+    if name.endswith('relative_position_index') or not state_dict[name].numel():
+        return True
+    if '_global.' in name:
+        return _rename(name) not in own
+    return name.endswith('.proj_v') and torch.equal(state_dict[name], state_dict[name.replace('.proj_v', '.proj_k')])
+
+
+def _fuse_qkv(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Merge the layers of queries and of keys and values, and add the dimension of heads to Linformer's projections."""
+    fused = {}
     for name, tensor in state_dict.items():
-        if name.endswith('relative_position_index') or not tensor.numel():
-            continue
-        if '_global.' in name and _rename(name) not in own:
-            continue
-        if name.endswith('.proj_v') and torch.equal(tensor, state_dict[name.replace('.proj_v', '.proj_k')]):
-            continue
-        if name.endswith(('.proj_k', '.proj_v')):
-            tensor = tensor.unsqueeze(0)
-        # under spatial reduction keys and queries come from different tokens, elsewhere one layer makes both
-        if f'{name.partition(".attn.")[0]}.attn.proj_sr.weight' not in state_dict:
-            if '.query.' in name:
-                continue
-            if '.kv.' in name:
-                tensor = torch.cat([state_dict[name.replace('.kv.', '.query.')], tensor])
-                name = name.replace('.kv.', '.qkv.')
-        out[_rename(name)] = tensor
-    return out
+        # spatial reduction needs both layers, because keys and queries come from different tokens
+        is_reduced = f'{name.partition(".attn.")[0]}.attn.proj_sr.weight' in state_dict
+        if '.kv.' in name and not is_reduced:
+            queries = state_dict[name.replace('.kv.', '.query.')]
+            fused[name.replace('.kv.', '.qkv.')] = torch.cat([queries, tensor])
+        elif name.endswith(('.proj_k', '.proj_v')):
+            fused[name] = tensor.unsqueeze(0)
+        elif '.query.' not in name or is_reduced:
+            fused[name] = tensor
+    return fused
 
 
 _RENAMES = {
@@ -212,7 +229,7 @@ _RENAMES = {
 
 
 def _rename(name: str) -> str:
-    """`layer1.0` is an embedding, then attention and MLP halves of the blocks take turns."""
+    """Our name of an official tensor: `layer1.0` is an embedding, then attention and MLP modules alternate."""
     layer, *rest = name.split('.')
     if not layer.startswith('layer'):
         return name
@@ -245,26 +262,37 @@ SIZES = {
     'medium': NATIVE_SIZES['medium_deep'],
     'base': NATIVE_SIZES['base_deep'],
 }
+# window sizes of the first two stages in models that were fine-tuned at 384 with other windows than at 224
+WINDOWS_384 = {'medium_wide': (8, 12), 'base_deep': (6, 8), 'base_wide': (8, 8)}
+
+
+def _first_two_stages(mixer: str) -> tuple[str, ...]:
+    return (mixer, mixer, 'softmax', 'softmax')
+
+
+def _nvidia_long_short(size: str, **mixer_kwargs) -> dict:
+    """The published long-short models, whose bias index lets different offsets share a row of the table."""
+    return {**SIZES[size], 'mixer': _first_two_stages('ls'), 'mixer_kwargs': {**mixer_kwargs, 'rel_bias': 'nvidia'}}
+
+
+# tests/model_names.txt lists the names that `swapped` generates
 VARIANTS = {
     **{f'vil_{size}': args for size, args in NATIVE_SIZES.items()},
     **{f'vil_{size}_abs': {**args, 'pos_embed': 'abs'} for size, args in NATIVE_SIZES.items()},
-    **swapped('vil', SIZES, lambda mixer: (mixer, mixer, 'softmax', 'softmax')),
+    **{
+        f'vil_{size}_abs_384': {
+            **NATIVE_SIZES[size],
+            'pos_embed': 'abs',
+            'img_size': 384,
+            'mixer_kwargs': ({'window_size': first}, {'window_size': second}, {}, {}),
+        }
+        for size, (first, second) in WINDOWS_384.items()
+    },
+    **swapped('vil', SIZES, _first_two_stages),
+    'vil_ls_medium': _nvidia_long_short('medium'),
+    'vil_ls_medium_384': {**_nvidia_long_short('medium', window_size=8), 'img_size': 384},
+    'vil_ls_base': _nvidia_long_short('base'),
 }
-# the published long-short models have the colliding bias index
-for _size in ('medium', 'base'):
-    VARIANTS[f'vil_ls_{_size}']['mixer_kwargs'] = {'rel_bias': 'nvidia'}
-VARIANTS['vil_ls_medium_384'] = {
-    **VARIANTS['vil_ls_medium'],
-    'img_size': 384,
-    'mixer_kwargs': {'window_size': 8, 'rel_bias': 'nvidia'},
-}
-# three of the models fine-tuned at 384 have windows of their own
-for _size, _windows in {'medium_wide': (8, 12), 'base_deep': (6, 8), 'base_wide': (8, 8)}.items():
-    VARIANTS[f'vil_{_size}_abs_384'] = {
-        **VARIANTS[f'vil_{_size}_abs'],
-        'img_size': 384,
-        'mixer_kwargs': tuple({'window_size': window} for window in _windows) + ({}, {}),
-    }
 
 
 def _cfg(name: str, **kwargs) -> dict:
@@ -297,7 +325,7 @@ def _nvidia(path: str) -> dict:
     )
 
 
-# the relative models fine-tuned at 384 are left out: nowhere is said which windows they have
+# without the models with relative positions fine-tuned at 384, whose window sizes are not published
 WEIGHTS = {
     'vil_tiny.msft_in1k': _microsoft('visionlongformer/longtiny1191_ape0_exact0_nglo1_mode1_swith075'),
     'vil_small.msft_in1k': _microsoft('visionlongformer/small1281_relative'),

@@ -1,8 +1,5 @@
 """Builds the parts of a run from its recipe: model, batches, loaders, optimizer, schedule, loss and task."""
 
-from contextlib import suppress
-from pathlib import Path
-
 import timm
 import torch
 from accelerate import PartialState
@@ -20,7 +17,8 @@ from torch.utils.data import DataLoader
 from vitzoo.data import Images, eval_loader, train_loader
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.load import find_model, fit_data_config, load_checkpoint
+from vitzoo.load import create_model, find_model, fit_data_config, is_trained_folder, load_weights
+from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.train.distill import distillation_task
 from vitzoo.train.loss import BalancedLoss, count_labels
 from vitzoo.train.recipe import Recipe
@@ -84,12 +82,22 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
         UserError: The model, its weights, an argument or the image size does not exist.
     """
     name = find_model(recipe.model)
-    name = f'local-dir:{name}' if Path(name).is_dir() else name
-    if recipe.pretrained and ':' not in name and not timm.is_model_pretrained(name):
+    is_folder = is_trained_folder(name)
+    if recipe.pretrained and not is_folder and ':' not in name and not timm.is_model_pretrained(name):
         raise UserError(f'there are no published weights of {name}; remove pretrained')
-    model = _create(name, recipe, num_classes)
+    is_pretrained = recipe.pretrained or is_folder or name.startswith('local-dir:')
+    model = create_model(
+        name,
+        img_size=recipe.img_size,
+        model_kwargs=recipe.model_kwargs,
+        pretrained=is_pretrained,
+        num_classes=num_classes,
+        in_chans=recipe.in_chans,
+        drop_rate=recipe.drop,
+        drop_path_rate=recipe.drop_path,
+    )
     pretrained_classes = model.pretrained_cfg.get('num_classes')
-    if (recipe.pretrained or name.startswith('local-dir:')) and pretrained_classes != num_classes:
+    if is_pretrained and pretrained_classes != num_classes:
         _say_new_head(name, pretrained_classes, num_classes)
     if recipe.initial_checkpoint:
         _start_from(model, recipe.initial_checkpoint)
@@ -100,43 +108,17 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
     return model
 
 
-def _create(name: str, recipe: Recipe, num_classes: int, with_size: bool = True) -> nn.Module:
-    size = tuple(recipe.img_size) if isinstance(recipe.img_size, list) else recipe.img_size
-    kwargs = dict(
-        pretrained=recipe.pretrained or name.startswith('local-dir:'),
-        num_classes=num_classes,
-        in_chans=recipe.in_chans,
-        img_size=size if with_size else None,
-        drop_rate=recipe.drop,
-        drop_path_rate=recipe.drop_path,
-    )
-    try:
-        return timm.create_model(name, **{**kwargs, **recipe.model_kwargs})
-    except TypeError as error:
-        if with_size and "'img_size'" in str(error):
-            # a convolutional network takes any size and no img_size
-            return _create(name, recipe, num_classes, with_size=False)
-        unknown = [key for key in recipe.model_kwargs if f"'{key}'" in str(error)]
-        if not unknown:
-            raise
-        raise UserError(f"{name} has no argument '{unknown[0]}' (in model_kwargs): {error}") from error
-    except (AssertionError, ValueError) as error:
-        raise UserError(f'{name} cannot be made with img_size {recipe.img_size}: {error}') from error
-    except OSError as error:
-        raise UserError(f'cannot fetch the weights of {name}: {error}') from error
-
-
 def _start_from(model: nn.Module, path: str) -> None:
     """Load a checkpoint; where its head is for another number of classes, all but the head."""
     num_classes = model.num_classes
     checkpoint_classes = _num_classes_in(model, path)
     if checkpoint_classes not in (None, num_classes):
         model.reset_classifier(checkpoint_classes)
-        load_checkpoint(model, path)
+        load_weights(model, path)
         model.reset_classifier(num_classes)
         _say_new_head(path, checkpoint_classes, num_classes)
     else:
-        load_checkpoint(model, path)
+        load_weights(model, path)
 
 
 def _say_new_head(source: str, old: int, new: int) -> None:
@@ -144,11 +126,9 @@ def _say_new_head(source: str, old: int, new: int) -> None:
 
 
 def _num_classes_in(model: nn.Module, path: str) -> int | None:
-    # a file that cannot be read is explained by load_checkpoint, which reads it next
-    with suppress(Exception):
-        head = timm.models.load_state_dict(path).get(f'{model.pretrained_cfg["classifier"]}.weight')
-        return None if head is None else len(head)
-    return None
+    """The number of classes of a checkpoint's head; None if it has no head of the model's name."""
+    head = unwrap(read_checkpoint(path)).get(f'{model.pretrained_cfg.get("classifier")}.weight')
+    return None if head is None else len(head)
 
 
 def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:
