@@ -28,7 +28,6 @@ _IMAGENET_C_CORRUPTIONS = (
 )
 IMAGENET_C_CONDITIONS = [(corruption, severity) for corruption in _IMAGENET_C_CORRUPTIONS for severity in range(1, 6)]
 VAL_NAME = re.compile(r'ILSVRC2012_val_(\d{8})')
-IMAGENET_C_CONDITIONS = tuple(CONDITIONS)
 
 
 class WnidVariant(Variant):
