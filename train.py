@@ -1,4 +1,4 @@
-"""`python train.py …` is `vitzoo train …`; `accelerate launch train.py …` runs it on many processes."""
+"""`python train.py …` is `vitzoo train …`; `accelerate launch train.py …` runs it on several processes."""
 
 from vitzoo.train import main
 

@@ -1,4 +1,4 @@
-"""Starts training processes as a launcher would, but by forking one that has imported everything, in milliseconds."""
+"""Starts training processes as a launcher would, but by forking a process that has imported everything already."""
 
 import json
 import multiprocessing
@@ -15,27 +15,34 @@ TIMEOUT = 120
 
 
 class Outcome(NamedTuple):
-    """How processes ended (minus the number of the signal that ended one), and what they printed."""
+    """Exit codes of processes (for a signal, minus its number), and what they printed."""
 
     codes: list[int | None]
     out: str
     err: str
 
 
-def start_processes(world: int, target: Callable, *args) -> Outcome:
-    """Run `target(*args)`, a function of a module, in `world` processes; one that fails takes the others with it."""
+def start_processes(world_size: int, target: Callable, *args, machines: int = 1) -> Outcome:
+    """Run `target(*args)` in several processes; if one fails, the others are killed.
+
+    Args:
+        target: A function that can be pickled, so one of a module.
+        machines: Number of machines that the processes appear to be on.
+    """
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['vitzoo.train.loop', 'albumentations', 'torchvision'])
     port = free_port()
     folder = Path(tempfile.mkdtemp())
-    arguments = (world, port, str(folder), target, args)
-    processes = [context.Process(target=_member, args=(rank, *arguments)) for rank in range(world)]
+    processes = []
+    for rank in range(world_size):
+        arguments = (_launcher_variables(rank, world_size, machines, port), str(folder / str(rank)), target, args)
+        processes.append(context.Process(target=_run_process, args=arguments))
     for process in processes:
         process.start()
     deadline = time.monotonic() + TIMEOUT
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         if any(process.exitcode for process in processes):
-            # give the others the time to say the same by themselves
+            # the others may be about to exit with the same error
             for process in processes:
                 process.join(2)
             break
@@ -43,13 +50,13 @@ def start_processes(world: int, target: Callable, *args) -> Outcome:
     for process in processes:
         process.kill()
         process.join()
-    printed = [''.join(path.read_text() for path in sorted(folder.glob(f'{kind}.*'))) for kind in ('out', 'err')]
+    out, err = (''.join(path.read_text() for path in sorted(folder.glob(f'*.{kind}'))) for kind in ('out', 'err'))
     shutil.rmtree(folder)
-    return Outcome([process.exitcode for process in processes], *printed)
+    return Outcome([process.exitcode for process in processes], out, err)
 
 
 def train_and_log(argv: list[str], log: str, event: Callable | None = None, at: int = -1) -> None:
-    """Train, writing down every step into `<log>.<rank>`, and let `event(run)` happen once `at` steps are done."""
+    """Train, log every step to `<log>.<rank>`, and call `event(run)` after step `at`."""
     from vitzoo.data.loader import SeededImages
     from vitzoo.train import loop as train_module
     from vitzoo.train import main
@@ -57,52 +64,62 @@ def train_and_log(argv: list[str], log: str, event: Callable | None = None, at: 
     rank = int(os.environ.get('RANK', 0))
     seen, train_step, get_image = [], train_module.train_step, SeededImages.__getitem__
 
-    def get_and_note(self, key):
+    def get_and_log(self, key):
         seen.append(key[0])
         return get_image(self, key)
 
-    def step_and_note(run, *args, **kwargs):
+    def step_and_log(run, *args, **kwargs):
         seen.clear()
-        news = train_step(run, *args, **kwargs)
-        note = dict(step=run.step, rank=rank, images=list(seen), loss=news.loss)
-        note['lr'] = [group['lr'] for group in run.optimizer.param_groups]
+        status = train_step(run, *args, **kwargs)
+        entry = dict(step=run.step, rank=rank, images=list(seen), loss=status.loss)
+        entry['lr'] = [group['lr'] for group in run.optimizer.param_groups]
         with open(f'{log}.{rank}', 'a') as file:
-            file.write(json.dumps(note) + '\n')
+            file.write(json.dumps(entry) + '\n')
         if run.step == at:
             event(run)
-        return news
+        return status
 
-    SeededImages.__getitem__ = get_and_note
-    train_module.train_step = step_and_note
+    SeededImages.__getitem__ = get_and_log
+    train_module.train_step = step_and_log
     main(argv)
 
 
-def read_log(log: Path, world: int) -> dict[int, list[dict]]:
-    """What each process noted at each step; steps done twice must have been the same."""
-    notes = {}
-    for rank in range(world):
+def read_log(log: Path, world_size: int) -> dict[int, list[dict]]:
+    """The log of each step, one entry per process; steps that were repeated must have the same entry."""
+    entries = {}
+    for rank in range(world_size):
         for line in Path(f'{log}.{rank}').read_text().splitlines():
-            note = json.loads(line)
-            assert notes.setdefault((note['step'], rank), note) == note
-    return {step: [notes[step, rank] for rank in range(world)] for step in sorted({step for step, _ in notes})}
+            entry = json.loads(line)
+            assert entries.setdefault((entry['step'], rank), entry) == entry
+    return {step: [entries[step, rank] for rank in range(world_size)] for step in sorted({step for step, _ in entries})}
 
 
 def free_port() -> int:
-    """A port nobody listens at."""
+    """A port that no process listens on."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         return listener.getsockname()[1]
 
 
-def _member(rank: int, world: int, port: int, folder: str, target: Callable, args: tuple) -> None:
-    """What one process does: print to files, join the others by torch's variables, and work on one thread."""
+def _launcher_variables(rank: int, world_size: int, machines: int, port: int) -> dict[str, str]:
+    """The environment variables that torchrun would set."""
+    if world_size == 1:
+        return {}
+    per_machine = world_size // machines
+    numbers = dict(RANK=rank, LOCAL_RANK=rank % per_machine, GROUP_RANK=rank // per_machine)
+    numbers |= dict(WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=per_machine, MASTER_PORT=port)
+    return dict({name: str(number) for name, number in numbers.items()}, MASTER_ADDR='127.0.0.1')
+
+
+def _run_process(variables: dict[str, str], output: str, target: Callable, args: tuple) -> None:
     import torch
 
-    for number, kind in {1: 'out', 2: 'err'}.items():
-        os.dup2(os.open(f'{folder}/{kind}.{rank}', os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    import vitzoo.figures
 
+    for number, kind in {1: 'out', 2: 'err'}.items():
+        os.dup2(os.open(f'{output}.{kind}', os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     torch.set_num_threads(1)
-    if world > 1:
-        numbers = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
-        os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR='127.0.0.1')
+    os.environ.update(variables)
+    # plotting takes longer than training
+    vitzoo.figures.draw_curves = lambda folder, history: (folder / 'curves.png').touch()
     target(*args)

@@ -1,4 +1,4 @@
-"""Small folders of images to train on, and what a run on them left."""
+"""Small image folders to train on, and the metrics of a run."""
 
 import csv
 from pathlib import Path
@@ -8,7 +8,7 @@ from PIL import Image
 
 
 def make_images(root: Path, **counts: int) -> Path:
-    """Noisy pictures, each class with a colour of its own; `train_red=6` are six of class red for training."""
+    """Write noisy images with one colour per class; `train_red=6` writes six images to train/red."""
     colours = dict(red=(200, 60, 60), green=(60, 200, 60), blue=(60, 60, 200))
     for name, count in counts.items():
         side, _, label = name.partition('_')
@@ -21,7 +21,7 @@ def make_images(root: Path, **counts: int) -> Path:
 
 
 def read_metrics(folder: Path) -> list[dict]:
+    """The rows of metrics.csv without the speed, which differs from run to run."""
     with (folder / 'metrics.csv').open() as file:
         rows = list(csv.DictReader(file))
-    # the clock is not part of a run
     return [{name: value for name, value in row.items() if name != 'images_per_second'} for row in rows]

@@ -1,4 +1,4 @@
-"""Training is the same on one process, on several, and on several machines."""
+"""Training gives the same numbers on one process, on several, and on several machines."""
 
 import os
 import shutil
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from shlex import split
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,31 +16,34 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from toys import read_metrics
 
+from vitzoo.launch import start_missing_processes
+
 ROOT = Path(__file__).parents[2]
-# nothing random that spans several images, such as mixup: its partners come from the same micro-batch
+# nothing random that involves several images, such as mixup, whose pairs are within a micro-batch
 RUN = split(
     '--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 1 --epochs 2 --crop-pct 1'
     ' --reprob 0.5 --color-jitter 0.4 --model-ema --clip-grad 1'
 )
+# processes, machines, accumulation steps
 CASES = {
-    '1 process': (1, '1'),
-    '2 processes': (2, '1'),
-    '1 process, 2 steps': (1, '2'),
-    '2 processes, 2 steps': (2, '2'),
+    '2 processes': (2, 1, '1'),
+    '1 process, 2 accumulation steps': (1, 1, '2'),
+    '2 processes, 2 accumulation steps': (2, 1, '2'),
+    '2 machines': (2, 2, '1'),
 }
 
 
 @pytest.fixture(scope='module')
-def alone(images, tmp_path_factory) -> Path:
-    """The run of one process."""
-    folder = tmp_path_factory.mktemp('alone')
+def single(images, tmp_path_factory) -> Path:
+    """A run on one process."""
+    folder = tmp_path_factory.mktemp('single')
     arguments = [*RUN, '--data-dir', images, '--output', str(folder / 'run')]
     assert start_processes(1, train_and_log, arguments, str(folder / 'log')).codes == [0]
     return folder
 
 
 def assert_same_numbers(a: Path, b: Path) -> None:
-    """The metrics agree in what is counted, and in losses and weights but for rounding."""
+    """Compare counts exactly, and losses and weights up to rounding."""
     for row, other in zip(read_metrics(a), read_metrics(b), strict=True):
         assert all(row[name] == other[name] for name in ('epoch', 'step', 'lr', 'top1', 'top5', 'ema_top1'))
         for name in ('train_loss', 'eval_loss', 'ema_eval_loss'):
@@ -50,57 +54,77 @@ def assert_same_numbers(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_processes_and_accumulation_change_neither_images_nor_rates_nor_losses(images, alone, tmp_path, case):
-    world, accum = CASES[case]
-    arguments = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--grad-accum-steps', accum]
-    assert start_processes(world, train_and_log, arguments, str(tmp_path / 'log')).codes == [0] * world
-    notes, expected = read_log(tmp_path / 'log', world), read_log(alone / 'log', 1)
-    assert list(notes) == list(expected) == list(range(1, 11))
-    for step, members in notes.items():
-        (single,) = expected[step]
-        assert sorted(image for note in members for image in note['images']) == sorted(single['images'])
-        for note in members:
-            assert note['lr'] == single['lr']
-            assert note['loss'] == pytest.approx(single['loss'], abs=1e-5)
-    assert_same_numbers(tmp_path / 'run', alone / 'run')
+def test_images_rates_and_losses_do_not_depend_on_how_a_batch_is_split(images, single, tmp_path, case):
+    world_size, machines, accum_steps = CASES[case]
+    arguments = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--grad-accum-steps', accum_steps]
+    outcome = start_processes(world_size, train_and_log, arguments, str(tmp_path / 'log'), machines=machines)
+    assert outcome.codes == [0] * world_size, outcome.err
+    log, expected = read_log(tmp_path / 'log', world_size), read_log(single / 'log', 1)
+    assert list(log) == list(expected) == list(range(1, 11))
+    for step, entries in log.items():
+        (reference,) = expected[step]
+        assert sorted(image for entry in entries for image in entry['images']) == sorted(reference['images'])
+        for entry in entries:
+            assert entry['lr'] == reference['lr']
+            assert entry['loss'] == pytest.approx(reference['loss'], abs=1e-5)
+    # only the main process prints
+    assert outcome.out.count('epoch   2/2') == 1
+    assert_same_numbers(tmp_path / 'run', single / 'run')
 
 
 def test_a_model_trains_in_two_processes_with_checkpointed_and_frozen_blocks(images, tmp_path):
-    # nothing is ready twice, and nothing unused is waited for
-    tiny = 'model_kwargs={depth: 2, embed_dim: 24, num_heads: 2, patch_size: 8}'.partition('=')[2]
+    # DDP fails if a gradient is ready twice, or never
+    tiny = '{depth: 2, embed_dim: 24, num_heads: 2, patch_size: 8}'
     arguments = [*RUN, '--model', 'deit_performer_tiny', '--model-kwargs', tiny, '--data-dir', images]
     arguments += ['--output', str(tmp_path / 'run'), '--grad-checkpointing', '--freeze', 'patch_embed,blocks.0']
-    outcome = start_processes(2, train_and_log, arguments, str(tmp_path / 'log'))
+    outcome = start_processes(2, train_and_log, [*arguments, '--epochs', '1'], str(tmp_path / 'log'))
     assert outcome.codes == [0, 0], outcome.err
 
 
-def test_two_machines_give_the_numbers_of_two_processes(images, alone, tmp_path):
-    port = str(free_port())
+def launch_command(machines: int, processes: int, rank: int, port: int) -> list[str]:
+    command = ['-m', 'accelerate.commands.launch', '--cpu', '--num_machines', str(machines)]
+    command += ['--num_processes', str(processes), '--machine_rank', str(rank)]
+    return [sys.executable, *command, '--main_process_ip', '127.0.0.1', '--main_process_port', str(port)]
+
+
+@pytest.mark.parametrize(
+    ('machines', 'options'),
+    [
+        (1, '--standalone --nproc_per_node 4'),
+        (2, '--nnodes 2 --nproc_per_node 2 --node_rank 1 --master_addr 127.0.0.1 --master_port 29500'),
+    ],
+)
+def test_torchrun_starts_the_processes_that_accelerate_launch_on_cpus_does_not(monkeypatch, machines, options):
+    launcher = [*launch_command(machines, 4, machines - 1, 29500), 'train.py', '--epochs', '2']
+    monkeypatch.setattr('vitzoo.launch.Process', lambda: SimpleNamespace(parent=lambda: launcher_process))
+    launcher_process = SimpleNamespace(cmdline=lambda: launcher)
+    for name in ('LOCAL_RANK', 'WORLD_SIZE', 'PMI_SIZE', 'OMPI_COMM_WORLD_SIZE'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in dict(ACCELERATE_USE_CPU='true', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, 'argv', ['train.py', '--epochs', '2'])
+    started = []
+    monkeypatch.setattr(os, 'execv', lambda path, command: started.append(command))
+    start_missing_processes()
+    torchrun = [sys.executable, '-m', 'torch.distributed.run']
+    assert started == [[*torchrun, *options.split(), 'train.py', '--epochs', '2']]
+
+
+@pytest.mark.slow
+def test_two_machines_launched_by_accelerate_give_the_numbers_of_one_process(images, single, tmp_path):
     environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'}
-    launch = [
-        sys.executable,
-        '-m',
-        'accelerate.commands.launch',
-        '--cpu',
-        '--num_machines',
-        '2',
-        '--num_processes',
-        '2',
-    ]
-    launch += ['--main_process_ip', '127.0.0.1', '--main_process_port', port]
-    train = ['train.py', *RUN, '--data-dir', images, '--output', str(tmp_path / 'run')]
+    train, port = ['train.py', *RUN, '--data-dir', images, '--output', str(tmp_path / 'run')], free_port()
     options = dict(cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    machines = [subprocess.Popen([*launch, '--machine_rank', rank, *train], **options) for rank in '01']
+    machines = [subprocess.Popen([*launch_command(2, 2, rank, port), *train], **options) for rank in (0, 1)]
     printed = [machine.communicate(timeout=240)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], printed
     assert 'batch 8 = 2 processes x 1 accumulated x 4 images' in printed[0]
-    # one machine speaks
     assert printed[0].count('epoch   2/2') == 1 and 'epoch   2/2' not in printed[1]
-    assert_same_numbers(tmp_path / 'run', alone / 'run')
+    assert_same_numbers(tmp_path / 'run', single / 'run')
 
 
 def train_sharded(argv: list[str], log: str, event=None, at: int = -1) -> None:
-    """Train with FSDP, which Accelerate itself starts on accelerators only."""
+    """Train with FSDP, which Accelerate only starts on accelerators."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
@@ -124,30 +148,30 @@ def kill_if_sharded(run) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_sharded_weights_train_as_whole_ones_and_their_checkpoints_are_the_same(images, alone, tmp_path):
+def test_fsdp_gives_the_numbers_and_the_checkpoint_files_of_one_process(images, single, tmp_path):
     arguments = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--checkpoint-every', '2']
     outcome = start_processes(2, train_sharded, arguments, str(tmp_path / 'log'), kill_if_sharded, 7)
     assert -signal.SIGKILL in outcome.codes, outcome.err
     again = ['--resume', 'auto', '--output', str(tmp_path / 'run')]
     outcome = start_processes(2, train_sharded, again, str(tmp_path / 'log'))
     assert outcome.codes == [0, 0], outcome.err
-    assert_same_numbers(tmp_path / 'run', alone / 'run')
-    # a checkpoint of sharded weights continues in one process
+    assert_same_numbers(tmp_path / 'run', single / 'run')
+    # the same checkpoints resume on one process
     for folder in ('step-00000010', '../best'):
         shutil.rmtree(tmp_path / 'run' / 'checkpoints' / folder)
     assert start_processes(1, train_and_log, again, str(tmp_path / 'other')).codes == [0]
-    assert_same_numbers(tmp_path / 'run', alone / 'run')
+    assert_same_numbers(tmp_path / 'run', single / 'run')
 
 
-def train_apart(argv: list[str], output: str) -> None:
-    """Train with a folder of its own for each process, as machines have that share no disk."""
+def train_unshared(argv: list[str], output: str) -> None:
+    """Train with a separate folder for each process, as on machines without a shared file system."""
     from vitzoo.train import main
 
     main([*argv, '--output', output + os.environ['RANK']])
 
 
-def test_machines_that_share_no_folder_are_told_at_the_start(images, tmp_path):
-    outcome = start_processes(2, train_apart, [*RUN, '--data-dir', images], str(tmp_path / 'run'))
+def test_machines_without_a_shared_folder_are_refused(images, tmp_path):
+    outcome = start_processes(2, train_unshared, [*RUN, '--data-dir', images], str(tmp_path / 'run'))
     assert outcome.codes == [2, 2]
     (line,) = (line for line in outcome.err.splitlines() if line.startswith('vitzoo: error:'))
-    assert 'must be one that all machines share' in line
+    assert 'is not shared by all machines' in line

@@ -1,4 +1,4 @@
-"""Fine-tuning on one's own images: folders nobody divided, classes of unequal size, several labels for an image."""
+"""Fine-tuning data: folders without a validation split, imbalanced classes, and multi-label images."""
 
 import csv
 import json
@@ -26,8 +26,8 @@ COLOURS = dict(red=(200, 60, 60), green=(60, 200, 60), blue=(60, 60, 200))
 
 
 @pytest.fixture(autouse=True)
-def alone_and_quick(fresh_accelerate, quick_timing):
-    """A process of its own for Accelerate, and speed that is not measured at length."""
+def fresh_and_quick(fresh_accelerate, quick_timing):
+    """Reset Accelerate, and shorten the measurement of speed."""
 
 
 def validate_run(run: Path, data_dir: Path, *options: str) -> dict:
@@ -40,12 +40,12 @@ def held_out(run: Path) -> set[str]:
         return {row['file'] for row in csv.DictReader(file)}
 
 
-def test_seven_images_of_two_classes_that_nobody_divided_are_enough(tmp_path, capsys):
+def test_seven_images_of_two_classes_without_a_split_are_enough(tmp_path, capsys):
     photos, run = make_images(tmp_path, photos_red=4, photos_blue=3) / 'photos', tmp_path / 'run'
     scores = train([*FINETUNE, *TINY, '--data-dir', str(photos), '--output', str(run)])
     printed = capsys.readouterr().out
     assert '5 training and 2 validation images of 2 classes' in printed
-    assert 'no validation folder: 20 % of the images of each class are held out (seed 42' in printed
+    assert 'no validation split: 20 % of each class is held out (seed 42' in printed
     assert scores['n'] == 2
     assert sorted(name.split('/')[0] for name in held_out(run)) == ['blue', 'red']
     record = validate_run(run, photos)
@@ -56,7 +56,7 @@ def test_seven_images_of_two_classes_that_nobody_divided_are_enough(tmp_path, ca
 
 @pytest.fixture(scope='module')
 def undivided_run(tmp_path_factory) -> tuple[Path, Path]:
-    """A run on a folder without a validation part, and that folder."""
+    """A run on a folder without a validation split, and that folder."""
     AcceleratorState._reset_state(reset_partial_state=True)
     root = tmp_path_factory.mktemp('undivided')
     photos, run = make_images(root, photos_red=6, photos_blue=5, photos_green=5) / 'photos', root / 'run'
@@ -64,14 +64,14 @@ def undivided_run(tmp_path_factory) -> tuple[Path, Path]:
     return run, photos
 
 
-def test_what_was_held_out_is_validated_wherever_it_is_and_whatever_joined_it(undivided_run, tmp_path):
+def test_held_out_images_are_validated_after_a_move_and_among_new_images(undivided_run, tmp_path):
     run, photos = undivided_run
     expected = validate_run(run, photos)
     assert expected['n'] == 6
     moved = shutil.copytree(photos, tmp_path / 'moved')
     shutil.copy(make_images(tmp_path, new_red=9) / 'new' / 'red' / '8.jpg', moved / 'red')
     shutil.copytree(moved, tmp_path / 'parts' / 'train')
-    # one of which is validated in one batch as in six
+    # the batch size must not matter
     for folder, options in ((moved, ()), (tmp_path / 'parts', ('--batch-size', '1'))):
         record = validate_run(run, folder, *options)
         assert (record['n'], record['top1']) == (6, expected['top1'])
@@ -79,16 +79,16 @@ def test_what_was_held_out_is_validated_wherever_it_is_and_whatever_joined_it(un
     assert validate_run(run / 'best', moved)['n'] == 6
 
 
-def test_other_images_are_all_validated(undivided_run, tmp_path, capsys):
+def test_other_datasets_are_validated_completely(undivided_run, tmp_path, capsys):
     run, _ = undivided_run
-    # the names are those of the training, the pictures are not
+    # the same names with other pixels
     others = make_images(tmp_path, others_green=3, others_red=2) / 'others'
     capsys.readouterr()
     assert validate_run(run, others)['n'] == 5
     assert 'held out' not in capsys.readouterr().err
 
 
-def test_a_new_run_forgets_what_the_one_before_held_out(tmp_path):
+def test_overwriting_a_run_removes_its_held_out_images(tmp_path):
     photos, run = make_images(tmp_path, photos_red=4, photos_blue=4) / 'photos', tmp_path / 'run'
     options = [*TINY, '--output', str(run), '--epochs', '1', '--overwrite']
     train([*options, '--data-dir', str(photos)])
@@ -100,7 +100,7 @@ def test_a_new_run_forgets_what_the_one_before_held_out(tmp_path):
     assert validate_run(run, tmp_path / 'parts')['n'] == 8
 
 
-def test_validation_finds_the_classes_of_a_run_by_name_where_most_are_missing(undivided_run, tmp_path):
+def test_validation_matches_classes_by_name_if_some_are_missing(undivided_run, tmp_path):
     run, _ = undivided_run
     make_images(tmp_path, val_red=4, val_green=4, val_blue=4)
     whole = validate_run(run, tmp_path)
@@ -113,19 +113,19 @@ def test_validation_finds_the_classes_of_a_run_by_name_where_most_are_missing(un
     assert whole['loss'] == pytest.approx(sum(record['loss'] for record in one_by_one) / 3, rel=1e-5)
 
 
-def test_a_class_that_a_run_does_not_know_is_refused_with_the_fix(undivided_run, tmp_path):
+def test_an_unknown_class_is_refused_with_the_fix(undivided_run, tmp_path):
     run, _ = undivided_run
     make_images(tmp_path, val_red=1, val_bleu=1)
     with pytest.raises(UserError, match="class folder 'bleu' .* did you mean blue\\? Rename or remove it, or add"):
         validate_run(run, tmp_path)
 
 
-def test_the_line_of_the_readme_trains_on_a_folder_it_has_never_seen(tmp_path, monkeypatch):
+def test_the_training_command_of_the_readme_works(tmp_path, monkeypatch):
     lines = re.findall('^vitzoo train (.*--data-dir photos .*)$', (ROOT / 'README.md').read_text(), re.MULTILINE)
     make_images(tmp_path, photos_red=9, photos_blue=9)
     shutil.copytree(ROOT / 'configs', tmp_path / 'configs')
     monkeypatch.chdir(tmp_path)
-    # a smaller model, which needs no network, for fewer epochs
+    # a small model without a download, for fewer epochs
     line = re.sub(r'--model \S+ --pretrained|--epochs \d+', '', lines[0])
     assert line != lines[0]
     assert train([*split(line), *TINY])['n'] == 4
@@ -140,7 +140,7 @@ def test_the_line_of_the_readme_trains_on_a_folder_it_has_never_seen(tmp_path, m
         '--balance sampler --aug-repeats 2 --grad-accum-steps 2',
     ],
 )
-def test_classes_of_unequal_size_can_be_balanced(tmp_path, options):
+def test_imbalanced_classes_can_be_balanced(tmp_path, options):
     photos = make_images(tmp_path, photos_red=16, photos_blue=4) / 'photos'
     output = ['--data-dir', str(photos), '--output', str(tmp_path / 'run')]
     scores = train([*TINY, '--batch-size', '8', *output, *split(options)])
@@ -151,7 +151,7 @@ class Interrupted(Exception):
     pass
 
 
-def test_balanced_drawing_survives_an_interruption(tmp_path, monkeypatch):
+def test_balanced_sampling_resumes(tmp_path, monkeypatch):
     photos = make_images(tmp_path, photos_red=16, photos_blue=4) / 'photos'
     options = [*TINY, '--balance', 'sampler', '--data-dir', str(photos), '--batch-size', '4', '--checkpoint-every', '1']
     train([*options, '--output', str(tmp_path / 'whole')])
@@ -174,9 +174,9 @@ def test_balanced_drawing_survives_an_interruption(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope='module')
-def several_labels(tmp_path_factory) -> Path:
-    """Pictures of one colour or of two side by side, and one without a label, listed in labels.csv."""
-    root = tmp_path_factory.mktemp('several')
+def multi_label(tmp_path_factory) -> Path:
+    """Images with one colour or two side by side, one of them without a label, listed in labels.csv."""
+    root = tmp_path_factory.mktemp('multi_label')
     for part, count in dict(train=24, val=9).items():
         (root / part).mkdir()
         rows = ['file,labels']
@@ -193,9 +193,9 @@ def several_labels(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize('options', ['', '--mixup 0.4 --cutmix 1 --batch-size 5 --model-ema', '--balance loss'])
-def test_several_labels_for_an_image_are_one_key(several_labels, tmp_path, capsys, options):
+def test_multi_label_runs_report_map(multi_label, tmp_path, capsys, options):
     run = tmp_path / 'run'
-    arguments = [*TINY, '--multi-label', '--data-dir', str(several_labels), '--output', str(run), *split(options)]
+    arguments = [*TINY, '--multi-label', '--data-dir', str(multi_label), '--output', str(run), *split(options)]
     scores = train(arguments)
     printed = capsys.readouterr().out.splitlines()[-1]
     assert f'mAP {scores["map"]:.2f} %' in printed
@@ -204,7 +204,7 @@ def test_several_labels_for_an_image_are_one_key(several_labels, tmp_path, capsy
     assert float(rows[-1]['map']) > 0 and ('ema_map' in rows[-1]) == ('ema' in options)
     config = json.loads((run / 'config.json').read_text())
     assert config['vitzoo']['multi_label'] and config['label_names'] == ['blue', 'green', 'red']
-    record = validate_run(run, several_labels, '--results-file', str(tmp_path / 'results.csv'), '--batch-size', '2')
+    record = validate_run(run, multi_label, '--results-file', str(tmp_path / 'results.csv'), '--batch-size', '2')
     assert (record['n'], record['top1']) == (9, scores['top1'])
     assert record['map'] == pytest.approx(scores['map']) and record['loss'] == pytest.approx(scores['loss'], rel=1e-5)
     assert 'mAP' in capsys.readouterr().out
@@ -212,16 +212,16 @@ def test_several_labels_for_an_image_are_one_key(several_labels, tmp_path, capsy
         assert float(next(csv.DictReader(file))['map']) == record['map']
 
 
-def test_several_labels_are_learned(several_labels, tmp_path):
-    arguments = [*TINY, '--multi-label', '--data-dir', str(several_labels), '--output', str(tmp_path)]
+def test_multi_label_runs_learn(multi_label, tmp_path):
+    arguments = [*TINY, '--multi-label', '--data-dir', str(multi_label), '--output', str(tmp_path)]
     augment = split('--scale 0.9 1 --hflip 0 --color-jitter 0 --smoothing 0 --warmup-epochs 0 --batch-size 8')
     scores = train([*arguments, *augment, '--epochs', '15', '--lr', '3e-3'])
-    # eight of the nine have a label, and the best guess without looking is right on fewer than five of them
+    # eight of nine images have a label, and a constant prediction is right for fewer than five of them
     assert scores['map'] > 85 and scores['top1'] >= 75
 
 
-def test_several_labels_can_be_held_out(several_labels, tmp_path):
-    photos = shutil.copytree(several_labels / 'train', tmp_path / 'photos')
+def test_multi_label_images_can_be_held_out(multi_label, tmp_path):
+    photos = shutil.copytree(multi_label / 'train', tmp_path / 'photos')
     run = tmp_path / 'run'
     scores = train([*TINY, '--multi-label', '--data-dir', str(photos), '--output', str(run)])
     assert scores['n'] == validate_run(run, photos)['n'] == len(held_out(run)) < 10
@@ -230,17 +230,17 @@ def test_several_labels_can_be_held_out(several_labels, tmp_path):
 @pytest.mark.parametrize(
     ('options', 'sentence'),
     [
-        ('--balance sampler', 'balance: sampler draws by class'),
+        ('--balance sampler', 'balance: sampler needs one class per image'),
         ('--num-classes 4', 'num_classes is 4, but .* has 3 classes'),
         ('--data-dir sample', "multi_label needs '.*labels.csv'"),
-        ('--kd-model-name resnet18', 'with multi_label there are several'),
+        ('--kd-model-name resnet18', 'does not work with multi_label'),
     ],
 )
-def test_what_does_not_go_with_several_labels_gets_one_sentence(several_labels, tmp_path, options, sentence):
-    arguments = ['--multi-label', '--data-dir', str(several_labels), '--output', str(tmp_path / 'run')]
+def test_options_that_do_not_work_with_multi_label_are_refused(multi_label, tmp_path, options, sentence):
+    arguments = ['--multi-label', '--data-dir', str(multi_label), '--output', str(tmp_path / 'run')]
     with pytest.raises(UserError, match=sentence):
         train([*TINY, *arguments, *split(options)])
 
 
-def test_the_bundled_sample_has_a_part_for_validation():
+def test_the_bundled_sample_has_a_validation_split():
     assert not open_dataset('sample', 'val', val_fraction=0.2).is_held_out

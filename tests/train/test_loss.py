@@ -1,4 +1,4 @@
-"""Losses that make up for classes of unequal size."""
+"""The loss for imbalanced classes."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def plain(kind, smoothing, threshold, soft=False):
 
 
 @pytest.mark.parametrize('kind', KINDS, ids=str)
-def test_each_class_counts_as_much_as_if_it_were_drawn_equally_often(kind):
+def test_all_classes_have_the_same_total_weight(kind):
     by_class = [plain(*kind)(LOGITS[label == LABELS], LABELS[label == LABELS]) for label in (0, 1, 3)]
     torch.testing.assert_close(balanced(*kind)(LOGITS, LABELS), sum(by_class) / 3)
 
@@ -59,8 +59,8 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_parts(kind):
     torch.testing.assert_close(sum(parts) / 4, loss(LOGITS, LABELS))
 
 
-class Labelled(list):
-    """Images of which only the labels are known."""
+class Labels(list):
+    """A dataset without images."""
 
     @property
     def targets(self) -> list:
@@ -79,13 +79,13 @@ def test_a_recipe_balances_the_loss_by_one_key(bce_loss):
     )
     expected = dict(none=per_image.mean(), loss=per_image[:3].mean() / 2 + per_image[3] / 2, sampler=per_image.mean())
     for balance, value in expected.items():
-        loss = build_loss(make_recipe(values | dict(balance=balance)), None, Labelled(labels.tolist()), 2)
+        loss = build_loss(make_recipe(values | dict(balance=balance)), None, Labels(labels.tolist()), 2)
         torch.testing.assert_close(loss(logits, labels), value)
 
 
-def test_several_labels_balance_the_images_that_have_one_against_those_that_lack_it():
+def test_multi_label_losses_balance_positives_and_negatives_of_each_class():
     # of four images, three have the first label, one the second and all the third
-    images = Labelled([[0, 2], [0, 2], [0, 1, 2], [2]])
+    images = Labels([[0, 2], [0, 2], [0, 1, 2], [2]])
     target = torch.tensor([[1.0, 0, 1], [1, 0, 1], [1, 1, 1], [0, 0, 1]])
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
     recipe = make_recipe(dict(multi_label=True, balance='loss', smoothing=0))
@@ -94,9 +94,9 @@ def test_several_labels_balance_the_images_that_have_one_against_those_that_lack
     torch.testing.assert_close(build_loss(recipe, None, images, 3)(logits, target), expected)
 
 
-def test_several_labels_are_smoothed_towards_a_half():
+def test_multi_label_targets_are_smoothed_towards_a_half():
     target = torch.tensor([[1.0, 0, 1]])
     logits = torch.randn(1, 3, generator=torch.Generator().manual_seed(4))
-    loss = build_loss(make_recipe(dict(multi_label=True, smoothing=0.2)), None, Labelled([[0, 2]]), 3)
+    loss = build_loss(make_recipe(dict(multi_label=True, smoothing=0.2)), None, Labels([[0, 2]]), 3)
     expected = F.binary_cross_entropy_with_logits(logits, torch.tensor([[0.9, 0.1, 0.9]]))
     torch.testing.assert_close(loss(logits, target), expected)

@@ -1,4 +1,4 @@
-"""Recipes: where a value comes from, what it may be, and that every shipped one is sound."""
+"""Recipes: precedence, types and limits of values, and the files in configs/."""
 
 import math
 from dataclasses import asdict
@@ -10,7 +10,8 @@ from toys import read_metrics
 
 from vitzoo.errors import UserError
 from vitzoo.train.loop import train
-from vitzoo.train.recipe import FIELDS, Recipe, load_recipe, make_recipe, read_recipe_file, save_recipe
+from vitzoo.train.recipe import FIELDS, Recipe, make_recipe, read_recipe_file, save_recipe
+from vitzoo.train.recipe_cli import load_recipe
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs').rglob('*.yaml'))
 
@@ -113,7 +114,7 @@ def test_a_mistake_on_the_command_line_gets_one_sentence(arguments, sentence):
     [
         ('epoch: 3', "unknown key 'epoch' in the recipe .*, did you mean epochs"),
         ('learning_rate: 3', "unknown key 'learning_rate' in the recipe"),
-        ('- epochs', 'has no keys with values'),
+        ('- epochs', 'must consist of keys and values'),
         ('epochs: [', 'is not YAML'),
         ('epochs: ten', "epochs must be a whole number, not 'ten'"),
     ],
@@ -133,13 +134,24 @@ def test_a_saved_recipe_replays_but_writes_elsewhere(tmp_path):
     assert asdict(replayed) == {**asdict(recipe), 'output': None, 'resume': None}
 
 
+def test_help_groups_every_key(capsys):
+    with pytest.raises(SystemExit):
+        load_recipe(['--help'])
+    titles = [line.removesuffix(':') for line in capsys.readouterr().out.splitlines() if line.endswith(':')]
+    assert [title for title in titles if title != 'options'] == list(
+        dict.fromkeys(field.metadata['group'] for field in FIELDS.values())
+    )
+
+
 def test_resuming_takes_the_recipe_of_the_run(tmp_path):
     save_recipe(make_recipe(dict(epochs=7, lr=0.5)), tmp_path / 'recipe.yaml', [])
-    (tmp_path / 'checkpoints' / 'step-00000003').mkdir(parents=True)
-    for source in (['--resume', str(tmp_path)], ['--resume', 'auto', '--output', str(tmp_path)]):
-        assert load_recipe(source).epochs == 7
-    checkpoint = str(tmp_path / 'checkpoints' / 'step-00000003')
-    recipe = load_recipe(['--resume', checkpoint, '--epochs', '9'])
+    checkpoint = tmp_path / 'checkpoints' / 'step-00000003'
+    checkpoint.mkdir(parents=True)
+    (checkpoint / 'state.json').write_text('{}')
+    for source in (tmp_path, checkpoint.parent, checkpoint):
+        assert load_recipe(['--resume', str(source)]).epochs == 7
+    assert load_recipe(['--resume', 'auto', '--output', str(tmp_path)]).epochs == 7
+    recipe = load_recipe(['--resume', str(checkpoint), '--epochs', '9'])
     assert (recipe.epochs, recipe.lr) == (9, 0.5)
 
 
@@ -157,7 +169,7 @@ def test_there_are_recipes_for_every_backbone():
 
 
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_recipe_is_sound(path):
+def test_every_shipped_recipe_is_valid(path):
     recipe = load_recipe(['--config', str(path)])
     written = read_recipe_file(path)
     assert {name: value for name, value in asdict(recipe).items() if name in written} == {
@@ -168,7 +180,7 @@ def test_every_shipped_recipe_is_sound(path):
 @pytest.mark.parametrize(
     'path', [path for path in CONFIGS if path.parent.name == 'imagenet'], ids=lambda path: path.stem
 )
-def test_a_paper_recipe_says_whose_it_is_and_what_to_expect(path):
+def test_the_header_of_a_paper_recipe_is_complete(path):
     comment = [line for line in path.read_text().splitlines() if line.startswith('#')]
     header = '\n'.join(comment)
     for word in ('Paper', 'arxiv.org', 'Command', 'accelerate launch', 'Hardware', 'Expected', 'Differences'):
@@ -179,7 +191,7 @@ def test_a_paper_recipe_says_whose_it_is_and_what_to_expect(path):
 @pytest.mark.usefixtures('fresh_accelerate')
 @pytest.mark.parametrize('config', CONFIGS, ids=[str(path.relative_to(path.parents[2])) for path in CONFIGS])
 def test_every_shipped_recipe_starts(config, images, tmp_path):
-    # 40 images in batches of 20 are two steps; all but the size and the place of the data is the recipe's own
+    # everything but data, size and schedule is as in the file; 40 images in batches of 20 make two steps
     size = ['--img-size', '32', '--batch-size', '20', '--epochs', '1', '--workers', '0']
     scores = train(['--config', str(config), '--data-dir', images, '--output', str(tmp_path / 'run'), *size])
     assert scores['n'] == 11 and math.isfinite(scores['loss'])

@@ -1,9 +1,10 @@
-"""A run that is killed, told to stop, or whose files are damaged ends as one that was left alone."""
+"""A run that is killed, stopped or has a damaged checkpoint ends like an uninterrupted run."""
 
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 from pathlib import Path
 from shlex import split
@@ -34,33 +35,33 @@ def kill_in_evaluation(run) -> None:
     train_module.evaluate_epoch = kill_self
 
 
-def kill_while_it_saves(run) -> None:
-    # the files are written, and the name they are to have is not
+def kill_while_saving(run) -> None:
+    # after the files are written, and before the folder is renamed
     checkpoint_module._fingerprint = kill_self
 
 
 def terminate_last(run) -> None:
-    # only one of the processes hears of it
+    # a single process receives the signal
     if run.accelerator.is_last_process:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def forbid_large_files(run) -> None:
-    """From now on the system refuses to let a file grow, as a full disk does."""
+    """Limit the size of files, which makes writes fail as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
 EVENTS = {
     'killed': kill_self,
     'killed in evaluation': kill_in_evaluation,
-    'killed while it saves': kill_while_it_saves,
+    'killed while saving': kill_while_saving,
     'terminated': terminate_last,
     'disk full': forbid_large_files,
 }
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Weights, average, optimizer and history are the same, bit for bit."""
+    """Compare weights, EMA, optimizer state and metrics bit for bit."""
     assert read_metrics(a) == read_metrics(b)
     checkpoints = [list_checkpoints(folder / 'checkpoints')[-1] for folder in (a, b)]
     assert checkpoints[0].name == checkpoints[1].name == f'step-{STEPS:08d}'
@@ -76,64 +77,62 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.fixture(scope='module', params=[1, 2], ids='{} processes'.format)
-def whole(request, images, tmp_path_factory) -> tuple[int, Path]:
-    """A run that nothing happened to, and how many processes it had."""
-    folder = tmp_path_factory.mktemp(f'whole{request.param}')
+def uninterrupted(request, images, tmp_path_factory) -> tuple[int, Path]:
+    """The number of processes and the folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp(f'uninterrupted{request.param}')
     arguments = [*RUN, '--data-dir', images, '--output', str(folder / 'run')]
     assert start_processes(request.param, train_and_log, arguments, str(folder / 'log')).codes == [0] * request.param
     return request.param, folder
 
 
-def test_a_run_that_is_killed_five_times_is_the_run_that_was_not(images, whole, tmp_path):
-    world, uninterrupted = whole
+def test_a_run_that_is_killed_five_times_ends_like_an_uninterrupted_run(images, uninterrupted, tmp_path):
+    world_size, expected = uninterrupted
     first = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run')]
     again = ['--resume', 'auto', '--output', str(tmp_path / 'run')]
-    dice = random.Random(world)
-    # in the middle of an epoch, at its end, while evaluating, while saving, and in the middle again
-    deaths = {
-        dice.randint(3, 4): 'killed',
+    generator = random.Random(world_size)
+    # within an epoch, at its end, while evaluating, while saving, and within an epoch again
+    kills = {
+        generator.randint(3, 4): 'killed',
         5: 'killed',
         10: 'killed in evaluation',
-        12: 'killed while it saves',
-        dice.randint(16, 19): 'killed',
+        12: 'killed while saving',
+        generator.randint(16, 19): 'killed',
     }
-    for number, (step, event) in enumerate(deaths.items()):
+    for number, (step, event) in enumerate(kills.items()):
         command = again if number else first
-        outcome = start_processes(world, train_and_log, command, str(tmp_path / 'log'), EVENTS[event], step)
+        outcome = start_processes(world_size, train_and_log, command, str(tmp_path / 'log'), EVENTS[event], step)
         assert -signal.SIGKILL in outcome.codes
         assert not (tmp_path / 'run' / 'model.safetensors').exists()
-    assert start_processes(world, train_and_log, again, str(tmp_path / 'log')).codes == [0] * world
-    assert read_log(tmp_path / 'log', world) == read_log(uninterrupted / 'log', world)
-    assert_same_run(tmp_path / 'run', uninterrupted / 'run')
+    assert start_processes(world_size, train_and_log, again, str(tmp_path / 'log')).codes == [0] * world_size
+    assert read_log(tmp_path / 'log', world_size) == read_log(expected / 'log', world_size)
+    assert_same_run(tmp_path / 'run', expected / 'run')
 
 
-def test_sigterm_to_one_process_ends_all_with_a_checkpoint_and_exit_code_0(images, whole, tmp_path):
-    world, uninterrupted = whole
+def test_sigterm_to_one_process_ends_all_with_a_checkpoint_and_exit_code_0(images, uninterrupted, tmp_path):
+    world_size, expected = uninterrupted
     first = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run')]
-    assert (
-        start_processes(world, train_and_log, first, str(tmp_path / 'log'), EVENTS['terminated'], 7).codes
-        == [0] * world
-    )
-    # what was asked for during step 7 is heard with step 8
+    outcome = start_processes(world_size, train_and_log, first, str(tmp_path / 'log'), EVENTS['terminated'], 7)
+    assert outcome.codes == [0] * world_size
+    # a signal after step 7 is seen at step 8
     assert [path.name for path in list_checkpoints(tmp_path / 'run' / 'checkpoints')][-1] == 'step-00000008'
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
     again = ['--resume', str(tmp_path / 'run')]
-    assert start_processes(world, train_and_log, again, str(tmp_path / 'log')).codes == [0] * world
-    assert read_log(tmp_path / 'log', world) == read_log(uninterrupted / 'log', world)
-    assert_same_run(tmp_path / 'run', uninterrupted / 'run')
+    assert start_processes(world_size, train_and_log, again, str(tmp_path / 'log')).codes == [0] * world_size
+    assert read_log(tmp_path / 'log', world_size) == read_log(expected / 'log', world_size)
+    assert_same_run(tmp_path / 'run', expected / 'run')
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint_to_continue_from(images, whole, tmp_path):
-    world, uninterrupted = whole
+def test_a_full_disk_leaves_the_last_checkpoint_intact(images, uninterrupted, tmp_path):
+    world_size, expected = uninterrupted
     first = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run')]
-    outcome = start_processes(world, train_and_log, first, str(tmp_path / 'log'), EVENTS['disk full'], 4)
-    assert outcome.codes == [2] * world
+    outcome = start_processes(world_size, train_and_log, first, str(tmp_path / 'log'), EVENTS['disk full'], 4)
+    assert outcome.codes == [2] * world_size
     (line,) = (line for line in outcome.err.splitlines() if line.startswith('vitzoo: error:'))
-    assert 'cannot write a checkpoint to' in line and 'step-00000003 is intact; make room' in line
+    assert 'cannot write a checkpoint to' in line and 'step-00000003 is intact; free some space' in line
     assert [path.name for path in (tmp_path / 'run' / 'checkpoints').iterdir()] == ['step-00000003']
     again = ['--resume', 'auto', '--output', str(tmp_path / 'run')]
-    assert start_processes(world, train_and_log, again, str(tmp_path / 'log')).codes == [0] * world
-    assert_same_run(tmp_path / 'run', uninterrupted / 'run')
+    assert start_processes(world_size, train_and_log, again, str(tmp_path / 'log')).codes == [0] * world_size
+    assert_same_run(tmp_path / 'run', expected / 'run')
 
 
 def truncate(checkpoint: Path) -> None:
@@ -149,63 +148,78 @@ def flip_a_bit(checkpoint: Path) -> None:
 
 
 DAMAGES = {
-    'truncated': (truncate, 'optimizer.pt is not as it was written'),
-    'one bit off': (flip_a_bit, 'model.safetensors is not as it was written'),
-    'without a file': (lambda checkpoint: (checkpoint / 'ema.safetensors').unlink(), 'No such file'),
-    'with half a state': (lambda checkpoint: (checkpoint / 'state.json').write_text('{"step": 1'), 'damaged'),
+    'truncated': (truncate, 'optimizer.pt does not match its checksum'),
+    'one bit flipped': (flip_a_bit, 'model.safetensors does not match its checksum'),
+    'missing a file': (lambda checkpoint: (checkpoint / 'ema.safetensors').unlink(), 'No such file'),
+    'half a state': (lambda checkpoint: (checkpoint / 'state.json').write_text('{"step": 1'), 'damaged'),
 }
 
 
+@pytest.fixture(scope='module')
+def killed(images, tmp_path_factory) -> Path:
+    """A run of two epochs that was killed after step 8, with checkpoints of steps 5 and 6."""
+    folder = tmp_path_factory.mktemp('killed')
+    arguments = [*RUN, '--epochs', '2', '--data-dir', images, '--output', str(folder / 'run')]
+    start_processes(1, train_and_log, arguments, str(folder / 'log'), EVENTS['killed'], 8)
+    return folder
+
+
 @pytest.mark.parametrize('damage', DAMAGES)
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(images, tmp_path, damage):
-    first = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--epochs', '2']
-    start_processes(1, train_and_log, first, str(tmp_path / 'log'), EVENTS['killed'], 8)
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(killed, tmp_path, damage):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     older, newer = list_checkpoints(tmp_path / 'run' / 'checkpoints')
     assert (older.name, newer.name) == ('step-00000005', 'step-00000006')
-    harm, words = DAMAGES[damage]
-    harm(newer)
+    apply, words = DAMAGES[damage]
+    apply(newer)
     again = ['--resume', 'auto', '--output', str(tmp_path / 'run')]
     outcome = start_processes(1, train_and_log, again, str(tmp_path / 'log'))
     assert outcome.codes == [0]
     note, resumed = (line for line in outcome.out.splitlines() if 'checkpoints/step' in line)
     assert f'{newer} is damaged: ' in note and words in note
     assert resumed == f'resumed from {older} at step 5 of 10'
-    # the steps that were done twice were the same, which read_log checks
+    # read_log also checks that repeated steps had the same losses
     assert list(read_log(tmp_path / 'log', 1)) == list(range(1, 11))
 
 
-def test_a_run_without_a_whole_checkpoint_says_so(images, tmp_path):
-    first = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run')]
-    start_processes(1, train_and_log, first, str(tmp_path / 'log'), EVENTS['killed'], 4)
+def test_a_run_without_an_intact_checkpoint_cannot_resume(killed, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     for path in list_checkpoints(tmp_path / 'run' / 'checkpoints'):
         truncate(path)
     again = ['--resume', 'auto', '--output', str(tmp_path / 'run')]
     outcome = start_processes(1, train_and_log, again, str(tmp_path / 'log'))
     assert outcome.codes == [2]
-    assert 'cannot resume: ' in outcome.err and 'no other checkpoint before it' in outcome.err
+    assert f"cannot resume: all checkpoints of '{tmp_path / 'run'}' are damaged" in outcome.err
+
+
+SPLIT = [*TINY, *RICH, '--epochs', '2', '--checkpoint-every', '3']
+
+
+@pytest.fixture(scope='module')
+def accumulated(images, tmp_path_factory) -> dict[int, list[dict]]:
+    """The log of a run on one process with two accumulation steps."""
+    folder = tmp_path_factory.mktemp('accumulated')
+    arguments = [*SPLIT, '--grad-accum-steps', '2', '--data-dir', images, '--output', str(folder / 'run')]
+    assert start_processes(1, train_and_log, arguments, str(folder / 'log')).codes == [0]
+    return read_log(folder / 'log', 1)
 
 
 @pytest.mark.parametrize(('before', 'after'), [(1, 2), (2, 1)])
-def test_a_run_continues_on_another_number_of_processes(images, tmp_path, before, after):
-    arguments = [*TINY, *RICH, '--epochs', '2', '--checkpoint-every', '3', '--data-dir', images, '--output']
-    options = {1: ['--grad-accum-steps', '2'], 2: []}
-    first = [*arguments, str(tmp_path / 'run'), *options[before]]
-    start_processes(before, train_and_log, first, str(tmp_path / 'a'), EVENTS['killed'], 7)
+def test_a_run_resumes_on_another_number_of_processes(images, accumulated, tmp_path, before, after):
+    first = [*SPLIT, '--grad-accum-steps', str(3 - before), '--data-dir', images, '--output', str(tmp_path / 'run')]
+    start_processes(before, train_and_log, first, str(tmp_path / 'before'), EVENTS['killed'], 7)
     again = ['--resume', 'auto', '--output', str(tmp_path / 'run'), '--grad-accum-steps', str(3 - after)]
-    assert start_processes(after, train_and_log, again, str(tmp_path / 'b')).codes == [0] * after
-    assert start_processes(
-        1, train_and_log, [*arguments, str(tmp_path / 'one'), *options[1]], str(tmp_path / 'c')
-    ).codes == [0]
-    notes, expected = read_log(tmp_path / 'b', after), read_log(tmp_path / 'c', 1)
-    assert list(notes) == [7, 8, 9, 10]
-    for step, members in notes.items():
-        assert sorted(image for note in members for image in note['images']) == sorted(expected[step][0]['images'])
-        assert members[0]['lr'] == expected[step][0]['lr']
-        assert members[0]['loss'] == pytest.approx(expected[step][0]['loss'], abs=1e-5)
+    assert start_processes(after, train_and_log, again, str(tmp_path / 'after')).codes == [0] * after
+    log = read_log(tmp_path / 'after', after)
+    assert list(log) == [7, 8, 9, 10]
+    for step, entries in log.items():
+        (expected,) = accumulated[step]
+        assert sorted(image for entry in entries for image in entry['images']) == sorted(expected['images'])
+        assert entries[0]['lr'] == expected['lr']
+        assert entries[0]['loss'] == pytest.approx(expected['loss'], abs=1e-5)
 
 
 @pytest.mark.usefixtures('fresh_accelerate')
-def test_checkpoints_come_by_the_clock(images, tmp_path, monkeypatch):
+def test_checkpoints_are_written_every_few_minutes(images, tmp_path, monkeypatch):
     arguments = [*TINY, '--epochs', '1', '--checkpoint-hist', '9', '--data-dir', images, '--output', str(tmp_path)]
     now = iter(range(0, 10_000, 60))
     monkeypatch.setattr(train_module.time, 'monotonic', lambda: next(now))
@@ -214,8 +228,8 @@ def test_checkpoints_come_by_the_clock(images, tmp_path, monkeypatch):
     assert 1 < len(steps) < 5 and steps[-1] == 5
 
 
-class Harmful:
-    """Runs a command when it is unpickled."""
+class Malicious:
+    """Runs a command when unpickled."""
 
     def __init__(self, command: str):
         self.command = command
@@ -226,15 +240,15 @@ class Harmful:
 
 @pytest.mark.usefixtures('fresh_accelerate')
 @pytest.mark.parametrize('name', ['optimizer.pt', 'model.safetensors'])
-def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(images, tmp_path, name):
+def test_code_in_a_checkpoint_is_not_executed(images, tmp_path, name):
     arguments = [*TINY, '--epochs', '2', '--data-dir', images, '--output', str(tmp_path / 'run')]
     train_module.train(arguments)
     newer = list_checkpoints(tmp_path / 'run' / 'checkpoints')[-1]
-    torch.save({'state': Harmful(f'touch {tmp_path}/harmed')}, newer / name)
-    # as somebody who knows about the checksums would
+    torch.save({'state': Malicious(f'touch {tmp_path}/executed')}, newer / name)
+    # an attacker would update the checksums too
     state = json.loads((newer / 'state.json').read_text())
     state['files'][name] = checkpoint_module._fingerprint(newer / name)
     (newer / 'state.json').write_text(json.dumps(state))
     with pytest.raises(UserError, match=f'cannot resume from {newer}'):
         train_module.train([*arguments, '--resume', 'auto'])
-    assert not (tmp_path / 'harmed').exists()
+    assert not (tmp_path / 'executed').exists()

@@ -1,4 +1,4 @@
-"""Training from the command line on generated folders: what it writes, how it continues, and what it refuses."""
+"""Training runs on generated images: their files, resuming, options and error messages."""
 
 import json
 import os
@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import timm
 import torch
+from accelerate.state import AcceleratorState
+from processes import start_processes
 from safetensors.torch import load_file, save_file
 from toys import make_images, read_metrics
 
 from vitzoo.data import eval_loader, eval_transform, open_dataset, resolve_data_config
 from vitzoo.data.transforms import PIPELINES
 from vitzoo.errors import UserError
+from vitzoo.figures import draw_curves
 from vitzoo.load import load_model
 from vitzoo.metrics import evaluate
 from vitzoo.train import loop as train_module
@@ -24,7 +27,8 @@ from vitzoo.train import main
 from vitzoo.train.build import plan_batches
 from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.train.loop import train
-from vitzoo.train.recipe import load_recipe, make_recipe
+from vitzoo.train.recipe import make_recipe
+from vitzoo.train.recipe_cli import load_recipe
 from vitzoo.train.step import mix
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +39,7 @@ pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
 
 def run_in_root(command: list[str]) -> subprocess.CompletedProcess:
-    """Run a command as a user would, from the root of the repository."""
+    """Run a command in the root of the repository."""
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -53,7 +57,7 @@ def assert_same_weights(a: Path, b: Path) -> None:
 AUGMENTED = split('--model-ema --model-ema-warmup --mixup 0.4 --cutmix 1 --drop-path 0.2 --reprob 0.5')
 
 
-def test_a_run_learns_and_its_folder_gives_the_accuracy_it_printed(images, tmp_path, capsys):
+def test_a_run_learns_and_prints_the_accuracy_of_the_exported_model(images, tmp_path, capsys):
     scores = train(
         [*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '8', '--lr', '3e-3', '--model-ema']
     )
@@ -72,7 +76,8 @@ def test_a_run_learns_and_its_folder_gives_the_accuracy_it_printed(images, tmp_p
     assert again['loss'] == pytest.approx(scores['loss'], rel=1e-5)
 
 
-def test_a_run_leaves_weights_recipe_and_metrics(images, tmp_path):
+def test_a_run_writes_weights_recipe_metrics_and_curves(images, tmp_path, monkeypatch):
+    monkeypatch.setattr('vitzoo.figures.draw_curves', draw_curves)
     train([*TINY, *AUGMENTED, '--data-dir', images, '--output', str(tmp_path / 'a'), '--epochs', '2'])
     assert {path.name for path in (tmp_path / 'a').iterdir()} == {
         'best', 'checkpoints', 'config.json', 'curves.png', 'metrics.csv', 'model.safetensors', 'recipe.yaml'
@@ -83,7 +88,9 @@ def test_a_run_leaves_weights_recipe_and_metrics(images, tmp_path):
     config = json.loads((tmp_path / 'a' / 'config.json').read_text())
     better = 'ema' if float(rows[-1]['ema_top1']) >= float(rows[-1]['top1']) else 'raw'
     assert config['vitzoo']['weights'] == better
-    # the recipe replays the run, into another folder
+    assert (tmp_path / 'a' / 'curves.png').read_bytes().startswith(b'\x89PNG')
+    # the recipe replays the run in another folder
+    monkeypatch.undo()
     train(['--config', str(tmp_path / 'a' / 'recipe.yaml'), '--output', str(tmp_path / 'b')])
     assert_same_weights(tmp_path / 'a', tmp_path / 'b')
     assert read_metrics(tmp_path / 'b') == rows
@@ -93,10 +100,20 @@ class Interrupted(Exception):
     pass
 
 
+INTERRUPTIBLE = [*TINY, *AUGMENTED, '--epochs', '3', '--checkpoint-every', '3']
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(images, tmp_path_factory) -> Path:
+    """The folder of an uninterrupted run."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    folder = tmp_path_factory.mktemp('uninterrupted')
+    train([*INTERRUPTIBLE, '--data-dir', images, '--output', str(folder)])
+    return folder
+
+
 @pytest.mark.parametrize('steps', [3, 5, 7, 10], ids='interrupted after step {}'.format)
-def test_an_interrupted_run_continues_as_if_it_had_not_been(images, tmp_path, monkeypatch, steps):
-    whole = [*TINY, *AUGMENTED, '--data-dir', images, '--epochs', '3', '--checkpoint-every', '3']
-    train([*whole, '--output', str(tmp_path / 'whole')])
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(images, uninterrupted, tmp_path, monkeypatch, steps):
 
     def step_or_stop(run, *args, **kwargs):
         if run.step == steps:
@@ -106,15 +123,15 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(images, tmp_path, mo
     train_step = train_module.train_step
     monkeypatch.setattr(train_module, 'train_step', step_or_stop)
     with pytest.raises(Interrupted):
-        train([*whole, '--output', str(tmp_path / 'part')])
+        train([*INTERRUPTIBLE, '--data-dir', images, '--output', str(tmp_path)])
     monkeypatch.undo()
-    assert not (tmp_path / 'part' / 'model.safetensors').exists()
-    train(['--resume', 'auto', '--output', str(tmp_path / 'part')])
-    assert_same_weights(tmp_path / 'whole', tmp_path / 'part')
-    assert read_metrics(tmp_path / 'whole') == read_metrics(tmp_path / 'part')
-    last = list_checkpoints(tmp_path / 'part' / 'checkpoints')[-1].name
+    assert not (tmp_path / 'model.safetensors').exists()
+    train(['--resume', 'auto', '--output', str(tmp_path)])
+    assert_same_weights(uninterrupted, tmp_path)
+    assert read_metrics(uninterrupted) == read_metrics(tmp_path)
+    last = list_checkpoints(tmp_path / 'checkpoints')[-1].name
     for name in ('model.safetensors', 'ema.safetensors'):
-        files = [load_file(tmp_path / run / 'checkpoints' / last / name) for run in ('whole', 'part')]
+        files = [load_file(folder / 'checkpoints' / last / name) for folder in (uninterrupted, tmp_path)]
         assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
 
 
@@ -129,24 +146,24 @@ def test_resuming_a_finished_run_changes_nothing(images, tmp_path):
     assert train([*arguments, str(tmp_path / 'b'), '--overwrite'])['correct1'] == scores['correct1']
 
 
-def test_the_recipe_keeps_the_augmentation_that_a_name_stood_for(images, tmp_path):
+def test_the_saved_recipe_has_the_steps_of_a_named_augmentation(images, tmp_path):
     options = ['--aug', 'albumentations', '--albumentations', 'light', '--output', str(tmp_path)]
     train([*TINY, '--data-dir', images, '--epochs', '1', *options])
     assert load_recipe(['--config', str(tmp_path / 'recipe.yaml')]).albumentations == PIPELINES['light']
 
 
-def test_only_the_last_whole_checkpoints_are_kept_and_used(images, tmp_path):
+def test_only_the_last_complete_checkpoints_are_kept_and_listed(images, tmp_path):
     arguments = [*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '4', '--checkpoint-hist', '2']
     train(arguments)
     folder = tmp_path / 'checkpoints'
     assert [path.name for path in sorted(folder.iterdir())] == ['step-00000015', 'step-00000020']
-    # as a crash in the middle of writing leaves it
+    # left by a crash while writing
     (folder / '.partial-step-00000025').mkdir()
     (folder / 'step-00000025').mkdir()
     assert [path.name for path in list_checkpoints(folder)] == ['step-00000015', 'step-00000020']
 
 
-def test_two_processes_train_as_one_with_two_accumulation_steps(images, tmp_path):
+def test_two_launched_processes_train_like_one_with_two_accumulation_steps(images, tmp_path):
     arguments = [*TINY, *AUGMENTED, '--data-dir', images, '--epochs', '2', '--output']
     launch = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', 'train.py']
     child = run_in_root([*launch, *arguments, str(tmp_path / 'two')])
@@ -158,17 +175,13 @@ def test_two_processes_train_as_one_with_two_accumulation_steps(images, tmp_path
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
     for row, other in zip(read_metrics(tmp_path / 'two'), read_metrics(tmp_path / 'one'), strict=True):
-        assert [row[name] for name in ('step', 'lr', 'top1', 'ema_top1')] == [
-            other[name] for name in ('step', 'lr', 'top1', 'ema_top1')
-        ]
+        assert all(row[name] == other[name] for name in ('step', 'lr', 'top1', 'ema_top1'))
         assert float(row['train_loss']) == pytest.approx(float(other['train_loss']), abs=1e-5)
-    # what two processes printed is what one finds
-    printed = child.stdout.splitlines()[-1]
+    # one process measures the accuracy that two printed
     model, _ = load_model(str(tmp_path / 'two'))
     scores = evaluate(model, eval_loader(open_dataset(images, 'val', eval_transform(resolve_data_config(model))), 8))
-    assert (
-        f'top-1 {scores["top1"]:.2f} %, top-5 {scores["top5"]:.2f} %, loss {scores["loss"]:.4f} on 11 images' in printed
-    )
+    printed = f'top-1 {scores["top1"]:.2f} %, top-5 {scores["top5"]:.2f} %, loss {scores["loss"]:.4f} on 11 images'
+    assert printed in child.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize('batch_size', ['4', '3', '64'])
@@ -178,9 +191,7 @@ def test_seven_images_of_two_classes_are_enough(tmp_path, batch_size):
     arguments = [*TINY, *AUGMENTED, '--data-dir', str(data), '--output', str(output), '--epochs', '2']
     scores = train([*arguments, '--batch-size', batch_size])
     assert scores['n'] == 3
-    assert [row['step'] for row in read_metrics(output)] == {'4': ['1', '2'], '3': ['2', '4'], '64': ['1', '2']}[
-        batch_size
-    ]
+    assert [row['step'] for row in read_metrics(output)] == (['2', '4'] if batch_size == '3' else ['1', '2'])
 
 
 def test_a_mixed_batch_of_odd_size_keeps_its_last_image():
@@ -211,20 +222,8 @@ def test_options_work_together(images, tmp_path, options):
 
 
 def test_averaged_weights_have_the_buffers_of_the_model(images, tmp_path):
-    train(
-        [
-            *TINY,
-            '--model',
-            'test_resnet',
-            '--model-ema',
-            '--data-dir',
-            images,
-            '--output',
-            str(tmp_path),
-            '--epochs',
-            '1',
-        ]
-    )
+    options = split('--model test_resnet --model-ema --epochs 1')
+    train([*TINY, *options, '--data-dir', images, '--output', str(tmp_path)])
     (checkpoint,) = list_checkpoints(tmp_path / 'checkpoints')
     raw, ema = (load_file(checkpoint / name) for name in ('model.safetensors', 'ema.safetensors'))
     buffers = [name for name in raw if 'running' in name or 'num_batches' in name]
@@ -254,23 +253,22 @@ def test_the_batch_is_global(values, world, expected):
     assert plan.lr == pytest.approx(5e-4 * plan.batch_size / 512)
 
 
-def test_a_head_for_other_classes_is_made_anew(images, tmp_path, capsys):
+def test_a_head_for_other_classes_is_replaced(images, tmp_path, capsys):
     torch.manual_seed(0)
     source = timm.create_model('test_vit', img_size=32, num_classes=7)
     save_file(source.state_dict(), tmp_path / 'seven.safetensors')
     freeze = ['--data-dir', images, '--epochs', '1', '--lr', '0', '--warmup-lr', '0', '--min-lr', '0']
-    train(
-        [*TINY, *freeze, '--initial-checkpoint', str(tmp_path / 'seven.safetensors'), '--output', str(tmp_path / 'a')]
-    )
-    assert 'seven.safetensors is for 7 classes: it gets a new head for 3' in capsys.readouterr().out
+    start = ['--initial-checkpoint', str(tmp_path / 'seven.safetensors')]
+    train([*TINY, *freeze, *start, '--output', str(tmp_path / 'a')])
+    assert 'seven.safetensors has a head for 7 classes; using a new head for 3' in capsys.readouterr().out
     trained = weights_of(tmp_path / 'a')
     changed = {name for name in trained if not torch.equal(trained[name], source.state_dict()[name])}
     assert changed == {'head.weight', 'head.bias'}
-    # a folder that training wrote is a model to start from
+    # a run folder is a model to start from
     train([*TINY, *freeze, '--model', str(tmp_path / 'a'), '--output', str(tmp_path / 'b')])
     assert_same_weights(tmp_path / 'a', tmp_path / 'b')
     train([*TINY, *freeze, '--model', str(tmp_path / 'a'), '--num-classes', '4', '--output', str(tmp_path / 'c')])
-    assert 'is for 3 classes: it gets a new head for 4' in capsys.readouterr().out
+    assert 'has a head for 3 classes; using a new head for 4' in capsys.readouterr().out
     assert weights_of(tmp_path / 'c')['head.weight'].shape[0] == 4
     assert torch.equal(weights_of(tmp_path / 'c')['pos_embed'], trained['pos_embed'])
 
@@ -281,7 +279,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_changes_a_weight(imag
 
     def poison(run, *args, **kwargs):
         if run.step == 7:
-            # as an overflow inside of one layer would do
+            # like an overflow in one layer
             model = run.raw_model
             hook = model.blocks[1].mlp.fc2.register_forward_hook(lambda module, inputs, output: output * torch.inf)
             kept.update({name: tensor.clone() for name, tensor in model.state_dict().items()}, run=run, hook=hook)
@@ -290,26 +288,26 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_changes_a_weight(imag
     train_step = train_module.train_step
     monkeypatch.setattr(train_module, 'train_step', poison)
     arguments = [*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '2', '--grad-accum-steps', accum]
-    words = r'is nan at step 8: the first layer .* is blocks\.1\.mlp\.fc2\. .*half the lr \(0\.0005\), --clip-grad 1'
+    words = r'is nan at step 8: .* not finite is blocks\.1\.mlp\.fc2\. .*half the lr \(0\.0005\), --clip-grad 1'
     with pytest.raises(UserError, match=words):
         train(arguments)
     run, _ = kept.pop('run'), kept.pop('hook').remove()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in run.raw_model.state_dict().items())
     assert [path.name for path in list_checkpoints(tmp_path / 'checkpoints')] == ['step-00000005']
-    # what the message advises works
+    # the advice of the message works
     monkeypatch.undo()
     assert train([*arguments, '--resume', 'auto', '--clip-grad', '1'])['n'] == 11
 
 
-def test_a_learning_rate_that_is_far_too_high_is_said_to_have_broken_the_weights(images, tmp_path):
-    with pytest.raises(UserError, match='the loss is (nan|inf) at step [2-5]: .*Nothing was changed by this step'):
+def test_a_far_too_high_learning_rate_stops_the_run(images, tmp_path):
+    with pytest.raises(UserError, match='the loss is (nan|inf) at step [2-5]: .*No weight was changed by this step'):
         train([*TINY, '--lr', '1e30', '--opt', 'sgd', '--data-dir', images, '--output', str(tmp_path), '--epochs', '2'])
     assert list_checkpoints(tmp_path / 'checkpoints') == []
 
 
 @pytest.fixture
 def bad(tmp_path, images):
-    """Things to point a command line at."""
+    """A folder of unsuitable datasets, runs and weights."""
     make_images(tmp_path / 'no_val', train_red=2, train_blue=2)
     make_images(tmp_path / 'one_class', train_red=2, val_red=2)
     make_images(tmp_path / 'other_class', train_red=2, train_blue=2, val_bleu=1)
@@ -337,7 +335,7 @@ def bad(tmp_path, images):
         ('--data-dir empty', 'is empty'),
         ('--data-dir no_val --val-fraction 0', 'has a train split but no split named val'),
         ('--data-dir no_split --val-fraction 0', 'has no validation images'),
-        ('--data-dir one_class', 'has one class, red'),
+        ('--data-dir one_class', 'has only one class, red'),
         ('--data-dir other_class', "class folder 'bleu'"),
         ('--data-dir damaged', 'cannot read the image red/0.jpg of'),
         ('--num-classes 2', 'num_classes is 2, but'),
@@ -353,7 +351,7 @@ def bad(tmp_path, images):
         ('--resume auto', 'needs the folder of the run'),
     ],
 )  # fmt: skip
-def test_a_mistake_gets_one_sentence_and_exit_code_2(images, bad, monkeypatch, capsys, options, words):
+def test_a_user_error_is_one_line_and_exit_code_2(images, bad, monkeypatch, capsys, options, words):
     monkeypatch.chdir(bad)
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit:
@@ -377,9 +375,9 @@ def test_a_checkpoint_of_another_run_is_refused(images, tmp_path):
             train([*arguments, '--resume', 'auto', *options])
 
 
-def test_a_worker_and_a_process_report_an_unreadable_image_on_one_line(bad):
-    command = [sys.executable, 'train.py', *TINY, '--data-dir', str(bad / 'damaged'), '--output', str(bad / 'out')]
-    child = run_in_root([*command, '--workers', '1'])
-    assert child.returncode == 2
-    (line,) = child.stderr.splitlines()
+def test_an_unreadable_image_is_reported_on_one_line_by_loader_worker_and_process(bad):
+    arguments = [*TINY, '--data-dir', str(bad / 'damaged'), '--output', str(bad / 'out'), '--workers', '1']
+    outcome = start_processes(1, main, arguments)
+    assert outcome.codes == [2]
+    (line,) = outcome.err.splitlines()
     assert line.startswith('vitzoo: error: cannot read the image red/0.jpg of ')

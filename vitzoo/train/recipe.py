@@ -58,7 +58,7 @@ class Recipe:
     pretrained: bool = _model(False, 'start from the published weights of the model')
     initial_checkpoint: str | None = _model(None, 'start from the weights in this file (.safetensors, .pth)')
     num_classes: int | None = _model(None, 'number of classes; by default that of the dataset', low=2)
-    in_chans: int = _model(3, 'image channels: 3 for colour, 1 for greyscale', choices=(1, 3))
+    in_chans: int = _model(3, 'image channels: 3 for RGB, 1 for greyscale', choices=(1, 3))
     img_size: int | list | None = _model(None, "image size, or height and width; by default the model's", lengths=(2,))
     drop: float | None = _model(None, "dropout rate of the classifier; by default the model's", low=0, high=1)
     drop_path: float | None = _model(None, "stochastic depth rate; by default the model's", low=0, high=1)
@@ -70,7 +70,7 @@ class Recipe:
     torchcompile: str | None = _model(None, 'compile the model with this torch.compile backend, such as inductor')
 
     data_dir: str = _data(
-        'sample', "folder, .tar or .zip of class folders, in train/ and val/ or not; 'sample', wds/…, torch/… or hfds/…"
+        'sample', "folder, .tar or .zip of class folders, or of train/ and val/; 'sample', wds/…, torch/… or hfds/…"
     )
     val_fraction: float = _data(
         0.2, 'fraction of each class held out for validation if data_dir has no validation split', low=0, high=0.9
