@@ -1,12 +1,16 @@
-"""The package as a whole: what importing it does, which way its imports run, and the sample it carries."""
+"""The package as a whole: side effects of its import, layers, names, prose, the README and the bundled sample."""
 
 import ast
 import importlib.util
+import io
 import json
 import re
 import subprocess
 import sys
 import tarfile
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from PIL import Image
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 import vitzoo
+from vitzoo.mixers import mixer_class
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / 'vitzoo'
@@ -78,8 +83,8 @@ def test_importing_vitzoo_warns_of_nothing(fresh_import):
     assert fresh_import['warnings'] == []
 
 
-# each floor may import from the floors below it, and `errors` and `options` are the ground of all
-FLOORS = [
+# the parts of a layer may import from earlier layers only
+LAYERS = [
     ['errors'],
     ['kernels', 'launch', 'options'],
     ['mixers'],
@@ -93,43 +98,43 @@ FLOORS = [
     ['cli'],
     ['__main__'],
 ]
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
 
-def room_of(module: str) -> str:
-    """'vitzoo.mixers.ls' is in 'mixers', 'vitzoo' itself in '__init__'."""
+def part_of(module: str) -> str:
+    """'vitzoo.mixers.ls' belongs to 'mixers', and 'vitzoo' to '__init__'."""
     return module.split('.')[1] if '.' in module else '__init__'
 
 
 def imported_modules(source: str, package: str) -> set[str]:
-    """The vitzoo modules that `source`, a file of `package`, imports at any place."""
+    """The vitzoo modules that `source`, a file of `package`, imports, inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = importlib.util.resolve_name('.' * node.level + (node.module or ''), package)
-            # `from vitzoo import mixers` imports that room, `from vitzoo import list_mixers` the package
-            rooms = [f'vitzoo.{alias.name}' for alias in node.names if base == 'vitzoo' and is_room(alias.name)]
-            found.update(rooms or [base])
+            # `from vitzoo import mixers` imports that part, `from vitzoo import list_mixers` the package
+            parts = [f'vitzoo.{alias.name}' for alias in node.names if base == 'vitzoo' and is_part(alias.name)]
+            found.update(parts or [base])
     return {name for name in found if name.split('.')[0] == 'vitzoo'}
 
 
-def is_room(name: str) -> bool:
+def is_part(name: str) -> bool:
     return (PACKAGE / name).is_dir() or (PACKAGE / f'{name}.py').is_file()
 
 
 def upward_imports(source: str, path: Path) -> list[str]:
-    """The imports of `source`, to be found at `path`, that lead to its own floor in another room, or higher."""
+    """The imports of `source`, the file at `path`, from other parts of its own layer or from later layers."""
     module = '.'.join(path.relative_to(ROOT).with_suffix('').parts)
-    room = room_of(module)
-    others = [name for name in imported_modules(source, package=module.rpartition('.')[0]) if room_of(name) != room]
-    return [name for name in others if FLOOR_OF[room_of(name)] >= FLOOR_OF[room]]
+    part = part_of(module)
+    others = [name for name in imported_modules(source, package=module.rpartition('.')[0]) if part_of(name) != part]
+    return [name for name in others if LAYER_OF[part_of(name)] >= LAYER_OF[part]]
 
 
-def test_every_room_has_a_floor():
-    rooms = {path.name.removesuffix('.py') for path in PACKAGE.iterdir() if path.suffix == '.py' or path.is_dir()}
-    assert rooms - {'__pycache__'} == set(FLOOR_OF)
+def test_every_part_has_a_layer():
+    parts = {path.name.removesuffix('.py') for path in PACKAGE.iterdir() if path.suffix == '.py' or path.is_dir()}
+    assert parts - {'__pycache__'} == set(LAYER_OF)
 
 
 @pytest.mark.parametrize('path', MODULES, ids=relative_id)
@@ -154,17 +159,191 @@ def test_imports_run_one_way(path):
         ('from vitzoo.cli import main', 'bench/mixers.py'),
     ],
 )
-def test_the_import_check_sees_a_wrong_import(source, path):
+def test_the_check_of_imports_finds_a_wrong_one(source, path):
     assert len(upward_imports(source, PACKAGE / path)) == 1
 
 
 @pytest.mark.parametrize('path', [path for path in MODULES if path.stat().st_size], ids=relative_id)
 def test_modules_and_their_public_names_have_docstrings(path):
     tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), 'the module has none'
+    assert ast.get_docstring(tree), 'the module has no docstring'
     definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     bare = [node.name for node in definitions if not node.name.startswith('_') and not ast.get_docstring(node)]
     assert bare == []
+
+
+# names that modules define by convention, and the folder in which they may
+PROTOCOL_NAMES = {
+    '.': {'main', 'parse_args'},
+    'models': {'checkpoint_filter_fn', 'SIZES', 'VARIANTS', 'WEIGHTS'},
+    'kernels': {'forward_op', 'backward_op', 'fits'},
+}
+
+
+def public_names(source: str) -> set[str]:
+    """The public functions, classes and constants that a module defines at its top level."""
+    found = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names = [name for target in node.targets for name in ast.walk(target)]
+            found.update(name.id for name in names if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
+        elif isinstance(node, ast.AnnAssign):
+            found.add(node.target.id)
+    return {name for name in found if not name.startswith('_')}
+
+
+def duplicate_names(package: Path) -> dict[str, list[str]]:
+    """Public names that several modules define, with these modules."""
+    defined = defaultdict(list)
+    for path in sorted(package.rglob('*.py')):
+        place = path.relative_to(package)
+        allowed = set().union(*(names for folder, names in PROTOCOL_NAMES.items() if Path(folder) in place.parents))
+        for name in public_names(path.read_text()) - allowed:
+            defined[name].append(place.as_posix())
+    return {name: places for name, places in sorted(defined.items()) if len(places) > 1}
+
+
+def test_no_two_modules_define_the_same_public_name():
+    assert duplicate_names(PACKAGE) == {}
+
+
+def test_the_check_of_names_finds_a_duplicate(tmp_path):
+    sources = {
+        'train.py': 'LIMIT: int = 1\ndef main(): ...\ndef load(): ...\n_private = 0',
+        'models/cvt.py': 'SIZES = {}\ndef load(): ...',
+        'models/vil.py': 'from .cvt import load\nSIZES = {}\n_private = 1\nx, LIMIT = 1, 2\nmain = None',
+        'data/loader.py': 'class Loader:\n    def load(self): ...\nSIZES = {}',
+        'data/shards.py': 'SIZES = {}',
+    }
+    for name, source in sources.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source)
+    assert duplicate_names(tmp_path) == {
+        'LIMIT': ['models/vil.py', 'train.py'],
+        'SIZES': ['data/loader.py', 'data/shards.py'],
+        'load': ['models/cvt.py', 'train.py'],
+    }
+
+
+# expressions that are wrong or obscure, with a better one
+UNCLEAR = {
+    r'so many': 'N, or the number of',
+    r'anew': 'again, or new',
+    r'alike': 'in the same way, or similar',
+    r'by turns': 'alternately, or in turn',
+    r'lest': 'so that … not',
+    r'other ones': 'others',
+    r'where there (?:is|are)': 'if there is',
+    r'(?<!here\s)is no (?:folder|image|model|square)': 'is not a',
+}
+# a docstring or a comment that begins with one of these is a clause without a main verb
+RELATIVES = re.compile(r'(?:What|Which|How|Whether)\b', re.IGNORECASE)
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Comments with the number of their first line; consecutive lines are one comment."""
+    last, start, text = None, 0, ''
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        (line, column), words = token.start, token.string.lstrip('#').strip()
+        if last == (line - 1, column):
+            text = f'{text} {words}'
+        else:
+            if text:
+                yield start, text
+            start, text = line, words
+        last = line, column
+    if text:
+        yield start, text
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The docstrings of a module, its classes and its functions, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield node.body[0].lineno, text
+
+
+def unclear_prose(path: Path) -> list[str]:
+    """Faults of the prose in a Python or Markdown file: 'line: words'."""
+    text = path.read_text()
+    if path.suffix == '.md':
+        # table rows and quoted code keep their lines
+        passages, openings = [(1, text)], []
+    else:
+        tree = ast.parse(text)
+        openings = [*docstrings(tree), *comments(text)]
+        strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        passages = [*comments(text), *((node.lineno, node.value) for node in strings)]
+    faults = {(line, match[0]) for line, words in openings if (match := RELATIVES.match(words))}
+    for line, passage in passages:
+        for pattern in UNCLEAR:
+            for match in re.finditer(rf'\b{pattern}\b'.replace(' ', r'\s+'), passage, re.IGNORECASE):
+                faults.add((line + passage.count('\n', 0, match.start()), ' '.join(match[0].split())))
+    return [f'{line}: {words}' for line, words in sorted(faults)]
+
+
+def prose_files() -> list[Path]:
+    """Everything that is written for readers, except this file, which quotes the faults."""
+    code = [path for folder in ('vitzoo', 'tools', 'tests') for path in sorted((ROOT / folder).rglob('*.py'))]
+    pages = [*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), *(ROOT / 'weights').glob('*.md'), SAMPLE / 'README.md']
+    return [path for path in [*code, *pages] if path != Path(__file__)]
+
+
+@pytest.mark.parametrize('path', prose_files(), ids=relative_id)
+def test_the_prose_is_plain(path):
+    assert unclear_prose(path) == []
+
+
+PLANTED = '''"""What a module does."""
+
+def f(so_many, x):
+    """Return the pair, whether or not it exists, the least of all.
+
+    It is made so
+    many times anew.
+    """
+    # which is
+    # why
+    print('which of these?')  # there is no image
+    return f'{x} is no image; the blest are unlike others'  # alike
+'''
+
+
+def test_the_check_of_prose_finds_planted_faults_only(tmp_path):
+    path = tmp_path / 'module.py'
+    path.write_text(PLANTED)
+    assert unclear_prose(path) == ['1: What', '6: so many', '7: anew', '9: which', '12: alike', '12: is no image']
+    path = tmp_path / 'page.md'
+    path.write_text('# How it works\n\nWhat is new: lines\nby\nturns, where there are some.\n')
+    assert unclear_prose(path) == ['4: by turns', '5: where there are']
+
+
+def identifiers(source: str) -> set[str]:
+    """The names that a file defines or uses."""
+    nodes = list(ast.walk(ast.parse(source)))
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return (
+        defined
+        | {node.id for node in nodes if isinstance(node, ast.Name)}
+        | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        | {node.arg for node in nodes if isinstance(node, ast.arg)}
+    )
+
+
+# PyTorch's spelling, and no function that 'says' something
+BAD_IDENTIFIER = re.compile(r'normalis|synchronis|factoris|initialis|optimis|colour|^_?say(?:_|$)', re.IGNORECASE)
+
+
+@pytest.mark.parametrize('path', MODULES, ids=relative_id)
+def test_identifiers_have_the_spelling_of_pytorch(path):
+    assert [name for name in sorted(identifiers(path.read_text())) if BAD_IDENTIFIER.search(name)] == []
 
 
 EXAMPLE_PROBE = """
@@ -191,14 +370,33 @@ def test_the_python_lines_of_the_readme_run():
     assert child.returncode == 0, child.stderr
 
 
-def test_every_model_the_readme_names_exists():
-    names = set(re.findall(r'`((?:aft|cvt|deit|vil)_\w+)`', README.read_text()))
-    assert len(names) > 20
+def test_the_readme_counts_and_names_every_mixer():
+    mixers = [name for name in vitzoo.list_mixers() if mixer_class(name).__module__.startswith('vitzoo.')]
+    text = README.read_text()
+    assert f'{len(mixers)} token mixers' in text
+    assert [name for name in mixers if f'`{name}`' not in text] == []
+
+
+PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', ROOT / 'weights' / 'README.md', *(ROOT / 'docs').glob('*.md')]
+
+
+@pytest.mark.parametrize('page', PAGES, ids=relative_id)
+def test_the_models_and_files_that_a_page_names_exist(page):
+    text = page.read_text()
+    names = set(re.findall(r'`((?:aft|cvt|deit|vil)_\w+)`', text))
     assert names - {*timm.list_models(), *vitzoo.list_mixers()} == set()
+    links = re.findall(r'\]\((?!https://|#)([^)#]+)', text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_readme_states_true_parameter_counts():
-    stated = {name: int(n.replace(',', '')) for name, n in re.findall(r'`(\w+)` \| (\d[\d,]+) \|', README.read_text())}
+def test_the_pages_of_the_documentation_are_linked_from_the_readme():
+    links = set(re.findall(r'\]\((docs/\w+\.md)\)', README.read_text()))
+    assert links == {relative_id(page) for page in (ROOT / 'docs').glob('*.md')}
+
+
+def test_the_page_of_models_states_true_parameter_counts():
+    text = (ROOT / 'docs' / 'models.md').read_text()
+    stated = {name: int(n.replace(',', '')) for name, n in re.findall(r'`(\w+)` \| (\d[\d,]+) \|', text)}
     assert len(stated) > 20
     with torch.device('meta'):
         models = {name: timm.create_model(name) for name in stated}

@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -214,6 +215,7 @@ def build(name: str, grid_size: tuple[int, int], **kwargs) -> TokenMixer:
     return create_mixer(name, DIM, NUM_HEADS, grid_size=grid_size, **kwargs).eval()
 
 
+@cache
 def measure_costs(name: str) -> Costs:
     """Count parameters and MACs on the meta device."""
     parameters = sum(parameter.numel() for parameter in build(name, GRID, device='meta').parameters())

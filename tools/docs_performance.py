@@ -107,7 +107,7 @@ def mixer_tables(rows: list[dict]) -> list[str]:
 
 
 def linear_table(rows: list[dict], sizes: list[int]) -> str:
-    """How many of the mixers with linear cost are faster than SDPA, and their median speedup."""
+    """Number of mixers with linear cost that are faster than SDPA, and their median speedup."""
     lines = []
     for measured_pass in LAYER_PASSES:
         cells = []
