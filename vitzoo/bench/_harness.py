@@ -20,9 +20,7 @@ import timm
 import torch
 
 from vitzoo.errors import UserError
-
-# renamed to `synchronize` there
-from vitzoo.metrics.speed import _finish as synchronize
+from vitzoo.metrics.speed import synchronize
 
 RESULTS = 'weights/benchmarks.csv'
 PRECISIONS = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}

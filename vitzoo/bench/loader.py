@@ -30,7 +30,7 @@ from torchvision.datasets import ImageFolder
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
-from vitzoo.metrics.speed import _finish as synchronize
+from vitzoo.metrics.speed import synchronize
 from vitzoo.options import default_device, device, natural, positive
 from vitzoo.train.recipe import make_recipe
 
