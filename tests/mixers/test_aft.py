@@ -25,10 +25,10 @@ def test_aft_conv_is_aft_full_with_the_dense_bias_of_its_kernel(num_prefix_token
 
 def test_a_new_aft_conv_starts_without_positions():
     mixer = create_mixer('aft_conv', DIM, HEADS, grid_size=GRID)
-    assert torch.equal(mixer.normalised_kernel(), torch.zeros(HEADS, 11, 11))
+    assert torch.equal(mixer.normalized_kernel(), torch.zeros(HEADS, 11, 11))
 
 
-def test_aft_local_in_reach_of_the_whole_grid_is_aft_full():
+def test_aft_local_with_a_window_over_the_whole_grid_is_aft_full():
     local = build('aft_local', (4, 5), num_prefix_tokens=1, window_size=5, bias_dim=6)
     full = build('aft_full', (4, 5), num_prefix_tokens=1, bias_dim=6)
     full.load_state_dict(local.state_dict())
@@ -37,7 +37,7 @@ def test_aft_local_in_reach_of_the_whole_grid_is_aft_full():
 
 
 @pytest.mark.parametrize('name', ['aft_conv', 'aft_full', 'aft_local', 'aft_simple'])
-def test_aft_is_finite_where_exp_of_the_keys_is_not(name):
+def test_aft_is_finite_if_exp_of_the_keys_overflows(name):
     mixer = build(name, dtype=torch.float32)
     q, k, v, *rest = recorded_call(mixer, tokens(mixer, dtype=torch.float32))
     out = mixer.op(q, 100 * k / k.std(), v, *rest)

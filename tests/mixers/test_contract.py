@@ -1,4 +1,4 @@
-"""Every registered mixer against its specification, its limits, and what a backbone relies on."""
+"""The contract of every registered mixer: equal to its specification, independent of the batch, finite, resizable."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_every_parameter_gets_a_gradient(name, kwargs):
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_a_sample_does_not_depend_on_its_batch(name, kwargs, std):
     mixer = build(name, num_prefix_tokens=1, **kwargs)
-    # no other tensor has a first dimension of 11; the samples differ in scale, so that a statistic over the batch shows
+    # no other tensor has a first dimension of 11; the samples differ in scale, to reveal a statistic over the batch
     B, scales = 11, std * torch.logspace(-1, 0.3, 11, dtype=torch.float64)
     args = scaled(recorded_call(mixer, tokens(mixer, B)), B, scales)
     batched = mixer.op(*args)
@@ -53,7 +53,7 @@ def is_per_sample(arg, batch_size):
 
 
 def scaled(args, batch_size, scales):
-    """Queries, keys, values and whatever else belongs to a sample, brought to the given standard deviations."""
+    """Queries, keys, values and other per-sample tensors, scaled to the given standard deviations."""
     scales = torch.as_tensor(scales, dtype=torch.float64).expand(batch_size)
 
     def scale(a):
@@ -75,7 +75,7 @@ def test_values_and_gradients_stay_finite(name, kwargs, std, dtype):
 
 
 @pytest.mark.parametrize('name, kwargs', CASES)
-def test_what_lies_in_the_padding_does_not_matter(name, kwargs, monkeypatch):
+def test_padding_has_no_effect(name, kwargs, monkeypatch):
     mixer = build(name, (5, 7), num_prefix_tokens=1, **kwargs)
     x = tokens(mixer)
     torch.manual_seed(2)
@@ -86,7 +86,7 @@ def test_what_lies_in_the_padding_does_not_matter(name, kwargs, monkeypatch):
         return pad(x, *args) + 1e3 * (1 - pad(torch.ones_like(x), *args))
 
     monkeypatch.setattr(_window, '_pad', pad_with_junk)
-    # a mixer with random draws in training makes the same ones again
+    # repeat the random draws of training mode
     torch.manual_seed(2)
     torch.testing.assert_close(mixer(x, (5, 7)), expected, rtol=0, atol=0)
 
@@ -94,7 +94,7 @@ def test_what_lies_in_the_padding_does_not_matter(name, kwargs, monkeypatch):
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_a_new_input_size_and_back_keeps_the_parameters_close(name, kwargs):
     mixer = build(name, (3, 3), num_prefix_tokens=1, **kwargs)
-    # grown from a coarse grid, positions are as smooth as trained ones; white noise could not survive any resampling
+    # resampled from a coarse grid, positions are as smooth as trained ones; white noise does not survive resampling
     mixer.set_input_size((6, 6))
     before = {key: value.clone() for key, value in mixer.state_dict().items()}
     mixer.set_input_size((8, 12))
@@ -132,7 +132,7 @@ def test_attention_dropout_acts_or_is_refused(name):
     assert torch.equal(mixer(x, GRID), mixer(x, GRID))
 
 
-def test_an_unknown_mixer_names_the_closest():
+def test_the_error_for_an_unknown_mixer_suggests_the_closest_name():
     with pytest.raises(ValueError, match='did you mean performer'):
         create_mixer('perfomer', DIM, HEADS, grid_size=GRID)
 

@@ -1,4 +1,4 @@
-"""What is special about linear, low-rank and projection-free mixers: their limits, their geometry and their cost."""
+"""Linear, low-rank and projection-free mixers: their limits, their geometry and their cost."""
 
 import itertools
 import math
@@ -19,10 +19,8 @@ from vitzoo.mixers.softmax import softmax_naive
 from vitzoo.mixers.srformer import spatial_reduction
 from vitzoo.mixers.xca import xca
 
-# linear, hydra, xca
 
-
-def test_linear_attention_is_right_where_its_features_underflow():
+def test_linear_attention_is_accurate_if_its_features_underflow():
     q, k, v = qkv(16)
     # elu(x) + 1 = exp(x) far below 0, so a shift of all keys or all queries by a constant cancels
     expected = linear_attention(q - 20, k - 20, v)
@@ -44,7 +42,7 @@ def test_hydra_is_linear_attention_with_a_head_per_channel():
     assert_near(hydra_attention(q, k, v).transpose(1, 2).flatten(2), expected.squeeze(-1).mT)
 
 
-def test_the_number_of_heads_does_not_matter_to_hydra():
+def test_hydra_does_not_depend_on_the_number_of_heads():
     one, three = (build('hydra', num_heads=heads) for heads in (1, 3))
     three.load_state_dict(one.state_dict())
     x = tokens(one)
@@ -72,9 +70,6 @@ def test_mixers_without_positions_follow_a_permutation_of_the_tokens(name):
     mixer = build(name)
     x, order = tokens(mixer), torch.randperm(20, generator=torch.Generator().manual_seed(2))
     assert_near(mixer(x[:, order], GRID), mixer(x, GRID)[:, order])
-
-
-# random features
 
 
 def unit_softmax(q, k, v, sigma):
@@ -108,7 +103,7 @@ def test_sigma_is_the_temperature_of_each_channel():
     assert relative_error(rfa(q, k, v, directions(20_000, 0), sigma), expected) < 0.05
 
 
-def test_rfa_normaliser_stays_away_from_zero_where_the_estimate_is_negative():
+def test_rfa_normaliser_is_positive_if_the_estimate_is_negative():
     q, k, v = qkv(4)
     k = -q.clone()
     out = rfa(q, k, v, directions(1, 0), torch.full((2, 8), 3.0, dtype=torch.float64))
@@ -116,7 +111,7 @@ def test_rfa_normaliser_stays_away_from_zero_where_the_estimate_is_negative():
     assert out.abs().amax() <= 100 * v.abs().amax()
 
 
-def test_open_gates_forget_and_closed_gates_remember():
+def test_gates_of_zero_forget_and_gates_of_one_remember():
     q, _, v = qkv(20)
     sigma = torch.ones(2, 8, dtype=torch.float64)
 
@@ -124,12 +119,12 @@ def test_open_gates_forget_and_closed_gates_remember():
         # keys that are queries: a token's own feature is 1
         return rfa(q, q, v, directions(64, 0), sigma, torch.full((2, 2, 20), logit, dtype=torch.float64))
 
-    # g = 0: a token keeps nothing of the others, and finds its own value; g = 1: it keeps everything alike
+    # g = 0: the output of a token is its own value; g = 1: all tokens have the same weight
     assert_near(gated(-40.0), v)
     assert_near(gated(20.0), rfa(q, q, v, directions(64, 0), sigma), 1e-6)
 
 
-def test_an_open_gate_hides_what_lies_behind_it():
+def test_a_gate_of_zero_hides_the_tokens_before_it():
     q, k, _ = qkv(12)
     v = torch.zeros(2, 2, 12, 8, dtype=torch.float64)
     v[:, :, 2] = 1
@@ -142,16 +137,13 @@ def test_an_open_gate_hides_what_lies_behind_it():
     assert share[6:].abs().max() < 1e-6
 
 
-def test_gates_do_not_touch_what_prefix_tokens_say():
+def test_gates_have_no_effect_on_prefix_tokens_as_keys():
     mixer = build('rfa', num_prefix_tokens=1, gate=True)
     x = tokens(mixer)
     moved = x.clone()
     moved[:, 0] += 1
     changed = (mixer(moved, GRID) - mixer(x, GRID)).abs().amax(dim=(0, 2))
     assert changed.min() > 1e-4
-
-
-# linformer, spatial reduction, synthesizer: resampled or reduced on the grid
 
 
 @pytest.mark.parametrize('num_prefix_tokens', [0, 1])
@@ -170,7 +162,7 @@ def test_linformer_with_a_rank_per_token_and_identity_projections_is_softmax(
     assert_near(mixer(x, GRID), softmax(x, GRID))
 
 
-def test_linformer_shares_what_it_is_told_to():
+def test_linformer_shares_projections_between_keys_and_values_and_between_heads():
     count = {
         (kv, heads): sum(p.numel() for n, p in build('linformer', rank=7, share_kv=kv, share_heads=heads)
                          .named_parameters() if n in ('proj_k', 'proj_v'))
@@ -208,7 +200,7 @@ def test_linformer_is_resampled_along_rows_and_columns():
         mixer.proj_k.copy_(rows.reshape(1, 16, 1))
     mixer.set_input_size((4, 8))
     got = mixer.proj_k.detach().reshape(4, 8)
-    # constant along a row still, and half as large for twice as many tokens
+    # still constant along a row, and half as large for twice as many tokens
     assert_near(got, rows[:, :1].expand(4, 8) / 2, 1e-5)
 
 
@@ -273,14 +265,14 @@ def test_a_random_synthesizer_is_resampled_in_queries_and_in_keys():
     mixer = build('synthesizer', (3, 3), num_prefix_tokens=1, variant='random')
     y, x = torch.arange(3.0).repeat_interleave(3), torch.arange(3.0).repeat(3)
     with torch.no_grad():
-        # the score is the query's row less ten times the key's column
+        # the score is the query's row minus ten times the key's column
         mixer.scores.table[:, 1:, 1:] = y[:, None].double() - 10 * x.double()
     prefix = mixer.scores.table[:, 0, 0].clone()
     mixer.set_input_size((3, 6))
     table = mixer.scores.table.detach()
     assert table.shape == (HEADS, 19, 19) and torch.equal(table[:, 0, 0], prefix)
     grid = table[0, 1:, 1:].reshape(3, 6, 3, 6)
-    # rows are where they were, columns are stretched: no score depends on the query's column or the key's row
+    # rows are unchanged and columns are resampled: no score depends on the query's column or the key's row
     assert_near(grid.std(dim=1), torch.zeros(3, 3, 6, dtype=torch.float64), 1e-5)
     assert_near(grid.std(dim=2), torch.zeros(3, 6, 6, dtype=torch.float64), 1e-5)
     assert (grid[0, 0, 0].diff() < 0).all()
@@ -299,9 +291,6 @@ def test_only_the_low_rank_synthesizer_has_a_rank():
         build('synthesizer', variant='sparse')
 
 
-# set, global: attention through a few points
-
-
 def test_one_inducing_point_gives_every_token_the_same():
     mixer = build('set', num_inducing=1)
     out = mixer(tokens(mixer), GRID)
@@ -317,7 +306,7 @@ def test_the_order_of_inducing_points_does_not_matter():
     assert_near(mixer(x, GRID), before)
 
 
-def test_global_attention_without_a_memory_of_its_own_is_masked_softmax_with_global_prefix_tokens():
+def test_global_attention_without_memory_tokens_is_masked_softmax_with_global_prefix_tokens():
     P = 2
     mixer = build('global', num_prefix_tokens=P, num_global=0)
     x = tokens(mixer)
@@ -329,12 +318,12 @@ def test_global_attention_without_a_memory_of_its_own_is_masked_softmax_with_glo
     assert_near(mixer(x, GRID), expected)
 
 
-def test_global_attention_where_everything_is_global_is_softmax():
+def test_global_attention_with_only_global_tokens_is_softmax():
     q, k, v = qkv(9)
     assert_near(global_memory_attention(q, k, v, 0, 9, 0.3), softmax_naive(q, k, v, 0.3))
 
 
-def test_a_layers_own_memory_carries_what_far_tokens_say():
+def test_memory_tokens_connect_all_grid_tokens_in_one_layer():
     mixer = build('global', num_global=2)
     x = tokens(mixer)
     moved = x.clone()
@@ -348,23 +337,20 @@ def test_global_attention_without_any_memory_is_refused():
         build('global', num_global=0)
 
 
-# pool, fourier: nothing to learn
-
-
-def test_pool_is_the_mean_of_the_places_on_the_grid_less_the_token():
+def test_pool_is_the_mean_of_the_neighbourhood_inside_the_grid_minus_the_token():
     mixer = build('pool', num_prefix_tokens=1)
     x = tokens(mixer)
     image = x[:, 1:].unflatten(1, GRID)
     out = mixer(x, GRID)
     grid = out[:, 1:].unflatten(1, GRID)
     assert_near(grid[:, 1, 2], image[:, 0:3, 1:4].mean(dim=(1, 2)) - image[:, 1, 2])
-    # at a border and in a corner the places outside do not count
+    # positions outside the grid do not count
     assert_near(grid[:, 0, 2], image[:, 0:2, 1:4].mean(dim=(1, 2)) - image[:, 0, 2])
     assert_near(grid[:, 3, 4], image[:, 2:4, 3:5].mean(dim=(1, 2)) - image[:, 3, 4])
     assert_near(out[:, 0], x.mean(dim=1) - x[:, 0])
 
 
-def test_pool_gives_nothing_where_all_tokens_are_alike():
+def test_pool_of_equal_tokens_is_zero():
     x = torch.full((1, 20, DIM), 3.0, dtype=torch.float64)
     assert_near(build('pool', pool_size=5)(x, GRID), torch.zeros_like(x))
 
@@ -396,9 +382,6 @@ def test_the_fourier_transform_keeps_the_scale_of_the_tokens():
     out = mixer(x, (16, 16))
     # the real part has half of the energy, which the transform keeps
     assert out.square().mean() / x.square().mean() == pytest.approx(0.5, rel=0.1)
-
-
-# cost
 
 
 def macs(name, side, **kwargs):

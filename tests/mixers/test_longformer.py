@@ -20,7 +20,7 @@ from vitzoo.mixers.softmax import softmax_naive
     ],
     ids=str,
 )
-def test_longformer_with_every_token_in_reach_is_softmax(kwargs):
+def test_longformer_with_every_token_in_its_window_is_softmax(kwargs):
     mixer = build('longformer', (4, 5), num_prefix_tokens=1, **kwargs)
     x = tokens(mixer)
     q, k, v = mixer.qkv(x, GRID)
@@ -57,7 +57,7 @@ def test_random_shift_attends_the_window_and_the_drawn_neighbour():
     assert torch.equal(seen, full)
 
 
-def test_every_neighbour_is_drawn_alike():
+def test_all_neighbours_are_equally_likely():
     torch.manual_seed(0)
     counts = torch.stack([draw_neighbour(torch.device('cpu')) for _ in range(1600)]).bincount(minlength=9)
     neighbours = counts[[0, 1, 2, 3, 5, 6, 7, 8]]
@@ -91,7 +91,7 @@ def test_global_projections_that_equal_the_others_change_nothing():
     mixer.load_state_dict(state)
     x = tokens(mixer)
     torch.testing.assert_close(mixer(x, GRID), shared(x, GRID), rtol=1e-12, atol=1e-12)
-    # and they reach no token of the grid
+    # they have no effect on grid tokens
     with torch.no_grad():
         for name in ('q_global', 'kv_global', 'proj_global'):
             getattr(mixer, name).weight.add_(1)
@@ -111,6 +111,6 @@ def test_without_prefix_tokens_there_are_no_global_projections():
         ({'window_size': 0}, 'at least 1, not 0'),
     ],
 )
-def test_longformer_refuses_what_has_no_meaning(kwargs, message):
+def test_longformer_refuses_contradictory_settings(kwargs, message):
     with pytest.raises(ValueError, match=message):
         build('longformer', **kwargs)

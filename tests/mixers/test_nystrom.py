@@ -18,7 +18,7 @@ def test_nystrom_with_a_landmark_per_token_is_softmax(num_landmarks, grid_size):
 
 
 @pytest.mark.parametrize('N', [49, 50, 196, 197, 257])
-def test_nystrom_segments_are_even_and_lose_nothing(N):
+def test_nystrom_segments_are_even_and_cover_all_tokens(N):
     x = torch.randn(1, 1, N, 3, dtype=torch.float64)
     sizes = torch.tensor([N // 16 + (i < N % 16) for i in range(16)], dtype=torch.float64)
     total = (segment_means(x, 16) * sizes[:, None]).sum(dim=2)
@@ -27,7 +27,7 @@ def test_nystrom_segments_are_even_and_lose_nothing(N):
 
 def test_nystrom_landmarks_on_the_grid_are_means_of_cells():
     grid, prefix = torch.arange(7.0 * 5).reshape(7, 5), torch.tensor([-1.0, -2.0])
-    # 7 rows in 3 and 5 columns in 2, the longer ones first; the prefix tokens stay what they are
+    # 7 rows in 3 and 5 columns in 2, the longer ones first; prefix tokens are unchanged
     cells = [cell.mean() for rows in grid.split([3, 2, 2]) for cell in rows.split([3, 2], dim=1)]
     got = grid_means(torch.cat([prefix, grid.flatten()])[None, None, :, None], (7, 5), 6)
     torch.testing.assert_close(got.flatten(), torch.tensor([*prefix, *cells]))
@@ -50,8 +50,8 @@ def test_nystrom_cuts_the_grid_into_cells_that_are_nearly_square(grid_size, num_
     assert landmark_grid(grid_size, num_landmarks) == expected
 
 
-def test_nystrom_landmarks_on_the_grid_hold_together_what_lies_together():
-    # two halves of an image, each the same throughout: cells tell left from right, strips as wide as the image do not
+def test_nystrom_landmarks_on_the_grid_preserve_two_dimensional_regions():
+    # two constant halves of an image: cells separate left from right, strips as wide as the image do not
     left = torch.arange(8).expand(8, 8).flatten() < 4
     q = torch.where(left[:, None], 3.0, -3.0)[None, None].double()
     v = left[None, None, :, None].double()
@@ -62,7 +62,7 @@ def test_nystrom_landmarks_on_the_grid_hold_together_what_lies_together():
 
 
 @pytest.mark.parametrize('kwargs, most', [({}, 21), ({'landmarks': 'grid'}, 20)], ids=str)
-def test_nystrom_warns_where_every_token_is_a_landmark(kwargs, most):
+def test_nystrom_warns_if_every_token_is_a_landmark(kwargs, most):
     with pytest.warns(UserWarning, match=f'num_landmarks={most} makes each of {most} tokens a landmark'):
         build('nystrom', GRID, 1, num_landmarks=most, **kwargs)
     with warnings.catch_warnings():
@@ -70,7 +70,7 @@ def test_nystrom_warns_where_every_token_is_a_landmark(kwargs, most):
         build('nystrom', GRID, 1, num_landmarks=most - 1, **kwargs)
 
 
-def test_nystrom_knows_two_kinds_of_landmarks():
+def test_an_unknown_kind_of_nystrom_landmarks_is_refused():
     with pytest.raises(ValueError, match="'segment' or 'grid', not 'pool'"):
         build('nystrom', landmarks='pool')
 

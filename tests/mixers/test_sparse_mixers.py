@@ -1,4 +1,4 @@
-"""What is special about mixers that choose which tokens meet: bigbird, local, reformer, routing, sinkhorn, sparse."""
+"""Mixers with sparse attention patterns: bigbird, local, reformer, routing, sinkhorn and sparse."""
 
 import math
 from datetime import timedelta
@@ -39,7 +39,7 @@ CASES = [pytest.param(name, kwargs, id=f'{name}-{i}') for name in NAMES for i, k
     ],
     ids=str,
 )
-def test_with_every_token_in_reach_it_is_softmax(name, kwargs, num_prefix_tokens):
+def test_with_every_token_attended_it_is_softmax(name, kwargs, num_prefix_tokens):
     mixer = build(name, GRID, num_prefix_tokens, **kwargs)
     x = tokens(mixer)
     q, k, v = mixer.qkv(x, GRID)
@@ -48,7 +48,7 @@ def test_with_every_token_in_reach_it_is_softmax(name, kwargs, num_prefix_tokens
 
 
 @pytest.mark.parametrize('num_prefix_tokens', [0, 2])
-def test_sinkhorn_with_one_block_is_softmax_in_which_the_block_beside_itself_counts_twice(num_prefix_tokens):
+def test_sinkhorn_with_one_block_is_softmax_in_which_grid_tokens_count_twice(num_prefix_tokens):
     mixer = build('sinkhorn', GRID, num_prefix_tokens, block_size=5)
     x = tokens(mixer)
     q, k, v = mixer.qkv(x, GRID)
@@ -154,7 +154,7 @@ def test_bigbird_draws_the_same_blocks_in_every_construction_and_after_a_state_d
 
 
 def test_bigbird_blocks_are_these():
-    # pinned: a changed draw would silently move what trained weights attend
+    # pinned: a changed draw would silently change the attention of trained weights
     mixer = create_mixer('bigbird', DIM, 1, grid_size=(6, 8), block_size=2, num_random_blocks=2)
     assert bigbird_blocks(mixer)[0, :4].tolist() == [[2, 7], [7, 9], [4, 11], [11, 8]]
 
@@ -172,13 +172,13 @@ def test_bigbird_random_blocks_are_distinct_far_not_global_and_spread_evenly():
     assert 0.75 < counts.var() / counts.mean() < 1.25
 
 
-def test_bigbird_has_fewer_random_blocks_where_there_are_fewer():
+def test_bigbird_has_fewer_random_blocks_on_a_grid_with_too_few_blocks():
     mixer = create_mixer('bigbird', DIM, HEADS, grid_size=(1, 5), block_size=1, num_global_blocks=0)
-    # the middle block of five sees its neighbours already, which leaves the two ends
+    # the neighbours of the middle block are near, which leaves the two ends
     assert bigbird_blocks(mixer, (1, 5))[:, 2].sort(dim=-1).values.tolist() == [[-1, 0, 4]] * HEADS
 
 
-def test_reformer_counts_a_key_once_however_many_rounds_find_it():
+def test_reformer_counts_a_key_of_several_rounds_once():
     mixer = build('reformer', (5, 7), num_prefix_tokens=1, num_hashes=1, bucket_size=4)
     q, v, rotations, *rest = recorded_call(mixer, tokens(mixer))
     once = reformer_attention(q, v, rotations, *rest)
@@ -186,7 +186,7 @@ def test_reformer_counts_a_key_once_however_many_rounds_find_it():
     torch.testing.assert_close(thrice, once, rtol=1e-9, atol=1e-9)
 
 
-def test_reformer_attends_itself_only_where_there_is_nothing_else():
+def test_a_reformer_token_attends_itself_only_if_it_has_no_other_key():
     q = torch.tensor([[1.0, 0], [-1, 0], [1, 0.1], [1, -0.1]], dtype=torch.float64)[None, None]
     v = torch.eye(4, dtype=torch.float64)[None, None]
     rotations = torch.tensor([[[1.0], [0]]], dtype=torch.float64)
@@ -276,7 +276,7 @@ def test_routing_clusters_are_balanced_and_hold_the_most_similar_tokens():
     [*DRAWN_IN_TRAINING, ('routing', {'num_clusters': 4, 'decay': 0.5})],
     ids=str,
 )
-def test_recomputation_sees_the_same_draw_and_moves_centroids_once(name, kwargs, use_reentrant):
+def test_recomputation_repeats_the_draw_and_updates_centroids_once(name, kwargs, use_reentrant):
     runs = []
     for recompute in (False, True):
         mixer = build(name, (5, 7), **kwargs)
@@ -311,7 +311,7 @@ def test_routing_centroids_move_to_the_mean_of_their_tokens_and_only_in_training
             torch.testing.assert_close(after[head, c], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_routing_centroid_that_is_nearest_to_nothing_stays():
+def test_a_routing_centroid_without_nearest_tokens_does_not_move():
     mixer = build('routing', num_clusters=3)
     mixer.centroids[:, 2] = -mixer.centroids[:, 0]
     statistics = torch.ones(HEADS, 3, DIM // HEADS + 1, dtype=torch.float64)

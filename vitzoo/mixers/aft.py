@@ -5,12 +5,12 @@
 * full: w_ij = u_i . u'_j, learned factors per token; O(N^2 dim)
 * local: w_ij = u_i . u'_j as in full where |dy| < s and |dx| < s on the grid, and 0 elsewhere; O(N s^2 dim)
 * simple: w = 0; O(N dim)
-* conv: one key per head and token, w_ij from a k x k kernel per head where j is in reach of i and 0 elsewhere; O(N k^2
-  dim)
+* conv: one key per head and token, w_ij from a k x k kernel per head where it covers j around i and 0 elsewhere; O(N
+  k^2 dim)
 
-The paper's 1-D distance |i - j| < s of AFT-local is read on the 2-D grid. Prefix tokens: in full and local they have
-factors of their own, at no distance from anything; in simple and conv they take part with w = 0. An Attention Free
-Transformer, equations 2, 3, 5 and section 3, https://arxiv.org/abs/2105.14103
+The paper's 1-D distance |i - j| < s of AFT-local becomes a distance on the 2-D grid. In full and local, prefix tokens
+have their own factors and no position, so they are within the window of every token; in simple and conv their w is 0.
+An Attention Free Transformer, equations 2, 3, 5 and section 3, https://arxiv.org/abs/2105.14103
 """
 
 import torch
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def aft_full_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The formula, every pair and channel; arguments as `aft_full`."""
+    """The formula for every pair and channel; arguments as `aft_full`."""
     weights = (k.unsqueeze(2) + bias[..., None]).exp()  # (B, heads, N, N, d)
     return q.sigmoid() * (weights * v.unsqueeze(2)).sum(dim=3) / weights.sum(dim=3)
 
@@ -44,7 +44,7 @@ def aft_local_naive(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    """AFT-full with its bias set to 0 between grid tokens out of reach; arguments as `aft_local`."""
+    """AFT-full with its bias set to 0 between grid tokens outside the window; arguments as `aft_local`."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
     y, x = (place.flatten() for place in torch.meshgrid(*map(torch.arange, grid_size), indexing='ij'))
     far = ((y[:, None] - y).abs() >= window_size) | ((x[:, None] - x).abs() >= window_size)
@@ -77,16 +77,16 @@ def aft_conv_naive(
 def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """q, v (B, heads, N, d), k (B, heads, N, d or 1), bias (N, N) or (heads, N, N) -> (B, heads, N, d)."""
     with no_autocast(q):
-        sources = _sources(k, v)
-        # one factor per row leaves the quotient as it is and keeps exp in range
-        weights = (bias - bias.detach().amax(dim=-1, keepdim=True)).to(sources.dtype).exp()
-        return _gate(q, _apply(weights, sources))
+        terms = _terms(k, v)
+        # a factor per row cancels in the ratio and keeps exp in range
+        weights = (bias - bias.detach().amax(dim=-1, keepdim=True)).to(terms.dtype).exp()
+        return _gated_ratio(q, _weighted_sum(weights, terms))
 
 
 def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, v (B, heads, N, d), k (B, heads, N, d or 1) -> (B, heads, N, d)."""
     with no_autocast(q):
-        return _gate(q, _sources(k, v).sum(dim=2, keepdim=True))
+        return _gated_ratio(q, _terms(k, v).sum(dim=2, keepdim=True))
 
 
 def aft_local(
@@ -95,24 +95,24 @@ def aft_local(
 ) -> torch.Tensor:  # fmt: skip
     """q, k, v (B, heads, P + H*W, d) and factors (P + H*W, rank) of the bias -> (B, heads, P + H*W, d).
 
-    exp(w) = 1 + (exp(w) - 1): a sum over all tokens, and what the window adds to it.
+    exp(w) = 1 + (exp(w) - 1): the sum over all tokens plus the contribution of the window.
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     with no_autocast(q):
-        sources = _sources(k, v)
-        u_query, u_key = u_query.to(sources.dtype), u_key.to(sources.dtype)
-        prefix_keys, grid = sources.split([P, sources.shape[2] - P], dim=2)
+        terms = _terms(k, v)
+        u_query, u_key = u_query.to(terms.dtype), u_key.to(terms.dtype)
+        prefix_keys, grid = terms.split([P, terms.shape[2] - P], dim=2)
         window = _window_bias(u_query[P:], u_key[P:], grid_size, window_size)  # (T, w*w, side*side)
         to_prefix = u_query[P:] @ u_key[:P].T  # (H*W, P)
         # one shift for all rows: exp(w - shift) - exp(-shift) stays in range for any w
         shift = torch.cat([window.flatten(), to_prefix.flatten()]).detach().amax(dim=0).clamp(min=0)
         added = (window - shift).exp() - (-shift).exp()
-        near = added @ tile_with_halo(grid, grid_size, *_reach(window_size))
-        out = untile(near, grid_size, _reach(window_size)[0]) + (-shift).exp() * grid.sum(dim=2, keepdim=True)
-        out = out + _apply((to_prefix - shift).exp(), prefix_keys)
+        near = added @ tile_with_halo(grid, grid_size, *_tile_and_halo(window_size))
+        out = untile(near, grid_size, _tile_and_halo(window_size)[0]) + (-shift).exp() * grid.sum(dim=2, keepdim=True)
+        out = out + _weighted_sum((to_prefix - shift).exp(), prefix_keys)
         from_prefix = u_query[:P] @ u_key.T  # (P, P + H*W)
         from_prefix = (from_prefix - from_prefix.detach().amax(dim=-1, keepdim=True)).exp()
-        return _gate(q, torch.cat([_apply(from_prefix, sources), out], dim=2))
+        return _gated_ratio(q, torch.cat([_weighted_sum(from_prefix, terms), out], dim=2))
 
 
 def aft_conv(
@@ -126,23 +126,23 @@ def aft_conv(
             return kernels.aft_conv_triton(q, k, v, kernel, grid_size)
     P = q.shape[2] - grid_size[0] * grid_size[1]
     with no_autocast(q):
-        sources = _sources(k, v)  # (B, heads, P + H*W, d + 1)
-        kernel = kernel.to(sources.dtype)
+        terms = _terms(k, v)  # (B, heads, P + H*W, d + 1)
+        kernel = kernel.to(terms.dtype)
         shift = kernel.detach().amax(dim=(1, 2)).clamp(min=0)[:, None, None]
-        channels = sources.shape[-1]
+        channels = terms.shape[-1]
         filters = ((kernel - shift).exp() - (-shift).exp()).repeat_interleave(channels, dim=0).unsqueeze(1)
-        image = sources[:, :, P:].transpose(2, 3).flatten(1, 2).unflatten(2, grid_size)  # (B, heads * (d + 1), H, W)
+        image = terms[:, :, P:].transpose(2, 3).flatten(1, 2).unflatten(2, grid_size)  # (B, heads * (d + 1), H, W)
         near = F.conv2d(image, filters, padding=kernel.shape[-1] // 2, groups=image.shape[1])
         near = near.flatten(2).unflatten(1, (-1, channels)).transpose(2, 3)
-        out = F.pad(near, (0, 0, P, 0)) + (-shift).exp() * sources.sum(dim=2, keepdim=True)
-        return _gate(q, out)
+        out = F.pad(near, (0, 0, P, 0)) + (-shift).exp() * terms.sum(dim=2, keepdim=True)
+        return _gated_ratio(q, out)
 
 
-def _sources(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """exp(k) * v and exp(k), side by side, in float32 or wider: (B, heads, N, d + d or d + 1).
+def _terms(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Terms exp(k) * v of the numerator and exp(k) of the denominator, concatenated: (B, heads, N, d + d or d + 1).
 
-    Keys are shifted by their largest value over the tokens, per sample, head and channel; the factor cancels in the
-    quotient.
+    Computed in float32 or wider. Keys are shifted by their maximum over the tokens, per sample, head and channel; the
+    factor cancels in the ratio.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     k = k.to(dtype)
@@ -150,14 +150,14 @@ def _sources(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.cat([k * v.to(dtype), k], dim=-1)
 
 
-def _apply(weights: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """Weights (N, M) or (heads, N, M) times sources (B, heads, M, c) -> (B, heads, N, c)."""
-    # with the weights on the right a single matrix product serves all samples and heads
-    return (sources.mT @ weights.mT).mT
+def _weighted_sum(weights: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+    """Weights (N, M) or (heads, N, M) times terms (B, heads, M, c) -> (B, heads, N, c)."""
+    # with weights (N, M) on the right this is one matrix product for all samples and heads
+    return (terms.mT @ weights.mT).mT
 
 
-def _gate(q: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """sigmoid(q) * numerator / denominator, the two side by side in `sums`."""
+def _gated_ratio(q: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """sigmoid(q) * numerator / denominator, which are concatenated in `sums`."""
     d = q.shape[-1]
     numerator, denominator = sums[..., :d], sums[..., d:]
     return q.sigmoid() * (numerator / denominator).to(q.dtype)
@@ -166,19 +166,19 @@ def _gate(q: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 def _window_bias(
     u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int
 ) -> torch.Tensor:
-    """Bias between the queries of a tile and the keys in reach of them, 0 out of reach: (T, w*w, (3w - 2)^2)."""
-    window, reach = _reach(window_size)
-    bias = tile(u_query[None, None], grid_size, window) @ tile_with_halo(u_key[None, None], grid_size, window, reach).mT
+    """Bias between the queries of each tile and the keys around it, 0 outside the window: (T, w*w, (3w - 2)^2)."""
+    window, halo = _tile_and_halo(window_size)
+    bias = tile(u_query[None, None], grid_size, window) @ tile_with_halo(u_key[None, None], grid_size, window, halo).mT
     place_q = torch.arange(window_size, device=bias.device)
     place_k = torch.arange(1 - window_size, 2 * window_size - 1, device=bias.device)
     near = (place_q[:, None] - place_k).abs() < window_size
     near = (near[:, None, :, None] & near[None, :, None, :]).flatten(2).flatten(0, 1)  # (w*w, side*side)
-    queries, keys = (halo_mask(grid_size, window, halo, bias.device) for halo in ((0, 0), reach))
+    queries, keys = (halo_mask(grid_size, window, size, bias.device) for size in ((0, 0), halo))
     return bias[0, 0] * (near & queries.unsqueeze(2) & keys.unsqueeze(1))
 
 
-def _reach(window_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Tiles as large as the window, and the halo that its offsets below `window_size` reach."""
+def _tile_and_halo(window_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Size of the tiles, that of the window, and the halo that its offsets below `window_size` need."""
     return (window_size, window_size), (window_size - 1, window_size - 1)
 
 
@@ -211,14 +211,14 @@ class _FactoredBias(QKVMixer):
 
 @register_mixer('aft_full')
 class AFTFull(_FactoredBias):
-    """AFT-full; the bias is shared by all channels, so `num_heads` does not matter."""
+    """AFT-full; the bias is shared by all channels, so `num_heads` has no effect."""
 
     op = staticmethod(aft_full)
     op_naive = staticmethod(aft_full_naive)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         self.check_grid(grid_size)
-        # a float32 bias under any autocast
+        # compute the bias in float32 under any autocast
         with no_autocast(q):
             bias = self.u_query @ self.u_key.T
         return self.op(q, k, v, bias)
@@ -226,7 +226,7 @@ class AFTFull(_FactoredBias):
 
 @register_mixer('aft_local')
 class AFTLocal(_FactoredBias):
-    """AFT-local; `window_size` is the paper's s, so a token has a bias of its own for (2s - 1)^2 grid tokens."""
+    """AFT-local; `window_size` is the paper's s, so (2s - 1)^2 grid tokens have a bias for each token."""
 
     op = staticmethod(aft_local)
     op_naive = staticmethod(aft_local_naive)
@@ -274,10 +274,10 @@ class AFTConv(QKVMixer):
         nn.init.normal_(self.kernel)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        return self.op(q, k, v, self.normalised_kernel(), grid_size)
+        return self.op(q, k, v, self.normalized_kernel(), grid_size)
 
-    def normalised_kernel(self) -> torch.Tensor:
-        """The position bias in force, (heads, kernel_size, kernel_size)."""
+    def normalized_kernel(self) -> torch.Tensor:
+        """The position bias, (heads, kernel_size, kernel_size)."""
         std, mean = torch.std_mean(self.kernel, dim=(1, 2), keepdim=True, correction=0)
         return self.gamma[:, None, None] * (self.kernel - mean) / (std + 1e-6) + self.beta[:, None, None]
 

@@ -2,12 +2,12 @@
 
     out_i = sum_{j in window(i) + global + random(i)} softmax_j(scale * q_i . k_j) v_j
 
-The grid is cut into b x b blocks. The tokens of a block attend the block and the 8 around it (the paper's window of 3
-blocks, on a 2-D grid), the global tokens, and r random blocks, other ones for each block and head. Global are the
-prefix tokens (the paper's extended construction, ETC) and the first g blocks in raster order (the internal one, ITC);
-they attend everything. Every token counts once: random blocks are drawn from those that are neither near nor global.
-Where the grid has no more than two blocks a side it is softmax attention. Linear in the number of tokens: O(N ((9 + g +
-r) b^2 + P) dim). Big Bird, sections 2 and appendix D, https://arxiv.org/abs/2007.14062
+The grid is divided into b x b blocks. The tokens of a block attend the block and the 8 around it (the paper's window of
+3 blocks, on a 2-D grid), the global tokens, and r random blocks that differ between blocks and heads. Global tokens are
+the prefix tokens (the paper's extended construction, ETC) and the first g blocks in raster order (the internal one,
+ITC); they attend everything. No token counts twice: random blocks are drawn from those that are neither near nor
+global. On a grid of at most two blocks per side it is softmax attention. Linear in the number of tokens: O(N ((9 + g +
+r) b^2 + P) dim). Big Bird, section 2 and appendix D, https://arxiv.org/abs/2007.14062
 """
 
 import torch
@@ -19,7 +19,7 @@ from .softmax import softmax_attention, softmax_naive
 
 __all__ = ['BigBird', 'bigbird_attention', 'bigbird_naive', 'draw_blocks']
 
-PRIME = 2**31 - 1
+_PRIME = 2**31 - 1
 
 
 def bigbird_naive(
@@ -62,8 +62,8 @@ def bigbird_attention(
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d).
 
-    `random_blocks` (heads, T, r) names r of the T blocks for each block and head, none of them near or global; -1 is
-    no block.
+    `random_blocks` (heads, T, r) are indices of r of the T blocks for each block and head, none of them near or global;
+    -1 stands for no block.
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     blocks = _attended_blocks(random_blocks, grid_size, block_size, num_global_blocks)  # (heads, T, K)
@@ -92,7 +92,7 @@ def bigbird_attention(
 def _attended_blocks(
     random_blocks: torch.Tensor, grid_size: tuple[int, int], block_size: int, num_global_blocks: int
 ) -> torch.Tensor:
-    """The blocks that each block attends: the 9 near ones, the global and the random, (heads, T, K); -1 is none."""
+    """Indices of the blocks that each block attends (9 near, then global, then random), (heads, T, K); -1 is none."""
     heads, T, _ = random_blocks.shape
     rows, columns = (-(-size // block_size) for size in grid_size)
     block, offset = torch.arange(T, device=random_blocks.device), torch.arange(-1, 2, device=random_blocks.device)
@@ -106,13 +106,13 @@ def _attended_blocks(
 
 
 def _gather(tiles: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Tiles (B, heads, T, s, d) -> those each block attends, side by side, (B, heads, T, K * s, d)."""
+    """Tiles (B, heads, T, s, d) -> those that each block attends, concatenated, (B, heads, T, K * s, d)."""
     heads = torch.arange(blocks.shape[0], device=blocks.device)[:, None, None]
     return tiles[:, heads, blocks.clamp(min=0)].flatten(3, 4)
 
 
 def _global_rows(P: int, grid_size: tuple[int, int], block_size: int, num_global_blocks: int) -> list[int]:
-    """Places of the global tokens: the prefix and the tokens of the first blocks."""
+    """Indices of the global tokens: the prefix and the tokens of the first blocks."""
     (H, W), b = grid_size, block_size
     columns = -(-W // b)
     tokens = [y * W + x for y in range(H) for x in range(W) if y // b * columns + x // b < num_global_blocks]
@@ -122,21 +122,21 @@ def _global_rows(P: int, grid_size: tuple[int, int], block_size: int, num_global
 def draw_blocks(
     seeds: torch.Tensor, grid_size: tuple[int, int], block_size: int, num_global_blocks: int, num_random_blocks: int
 ) -> torch.Tensor:
-    """Random blocks of each block, neither near nor global, for a seed per head (heads,): (heads, T, r), -1 where there
-    are fewer.
+    """Random blocks of each block, neither near nor global, from a seed per head (heads,): (heads, T, r), padded with
+    -1 if there are fewer.
 
-    A pure function of integers, so every device, process and resumed run draws the same on a grid of the same size.
+    A pure function of integers, so the result is the same on every device, in every process and after resuming.
     """
     rows, columns = (-(-size // block_size) for size in grid_size)
     block = torch.arange(rows * columns, device=seeds.device)
     y, x = block // columns, block % columns
     taken = ((y[:, None] - y).abs() <= 1) & ((x[:, None] - x).abs() <= 1) | (block < num_global_blocks)
-    priority = (seeds[:, None, None] + block[:, None] * 73_856_093 + block * 19_349_663) % PRIME
+    priority = (seeds[:, None, None] + block[:, None] * 73_856_093 + block * 19_349_663) % _PRIME
     # a multiplicative generator with its high bits mixed into the low ones; no product exceeds 63 bits
     for multiplier in (48_271, 69_621, 16_807):
-        priority = priority * multiplier % PRIME
+        priority = priority * multiplier % _PRIME
         priority = priority ^ (priority >> 15)
-    # the block itself breaks ties, which topk would break as the device likes
+    # ties are broken by the block's index, because topk breaks them differently on each device
     priority = (priority * len(block) + block).masked_fill(taken, -1)
     best = priority.topk(min(num_random_blocks, len(block)), dim=-1)
     return best.indices.masked_fill(best.values < 0, -1)
@@ -147,8 +147,8 @@ class BigBird(QKVMixer):
     """BigBird attention with `num_random_blocks` random and `num_global_blocks` global blocks of `block_size` x
     `block_size` tokens.
 
-    The random blocks follow from one seed per head, a buffer that is saved with the weights, and from the grid: they do
-    not change during training. The seeds follow from `seed`, the layer and the head.
+    The random blocks depend only on the grid and on one seed per head, a buffer that is saved with the weights, and do
+    not change during training. The seeds depend on `seed`, the layer and the head.
     """
 
     attn_weights = True
@@ -173,15 +173,15 @@ class BigBird(QKVMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if block_size < 1 or min(num_global_blocks, num_random_blocks) < 0:
             raise ValueError(
-                f'bigbird needs block_size >= 1 and no negative number of blocks, not block_size={block_size}, '
+                f'bigbird needs block_size >= 1 and no negative numbers of blocks, not block_size={block_size}, '
                 f'num_global_blocks={num_global_blocks} and num_random_blocks={num_random_blocks}.'
             )
         self.block_size = block_size
         self.num_global_blocks = num_global_blocks
         self.num_random_blocks = num_random_blocks
-        # by arithmetic, since torch's own generators may change between versions; draw_blocks mixes the bits
+        # no torch.Generator, whose numbers may change between versions of torch; draw_blocks mixes the bits
         seeds = (seed + 1) * 7_368_787 + self.layer * 32_452_843 + torch.arange(num_heads, device='cpu') * 15_485_863
-        self.register_buffer('seeds', (seeds % PRIME).to(device=device))
+        self.register_buffer('seeds', (seeds % _PRIME).to(device=device))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         blocks = draw_blocks(self.seeds, grid_size, self.block_size, self.num_global_blocks, self.num_random_blocks)

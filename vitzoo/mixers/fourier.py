@@ -1,13 +1,13 @@
-"""FNet's Fourier transform: tokens are mixed by a discrete Fourier transform over places and channels.
+"""FNet's Fourier transform: tokens are mixed by a discrete Fourier transform over positions and channels.
 
     out[u, w, c] = Re sum_{y, x, d} X[y, x, d] exp(-2 pi i (u y / H + w x / W + c d / C)) / sqrt(H W C)
 
-Nothing is learned. O(N dim log(N dim)). FNet transforms the sequence of tokens and the channels; the places of a grid
-are two dimensions, so the sequence becomes rows and columns. A prefix token has no place: FNet's class token is the
-first of the sequence, whose output is the zero frequency (the sum of all tokens), and so is the output of each prefix
-token here, over itself and the grid; grid tokens do not see prefix tokens. FNet normalises after the residual sum and
-leaves out the factor 1 / sqrt(H W C), which makes the transform unitary; before the sum it keeps tokens at the scale
-they had. FNet, section 3.2, https://arxiv.org/abs/2105.03824
+There are no parameters. O(N dim log(N dim)). FNet transforms the sequence of tokens and the channels; here the sequence
+is two dimensions, the rows and columns of the grid. Prefix tokens have no position: FNet's class token is the first of
+the sequence, whose output is the zero frequency (the sum of all tokens), and here each prefix token's output is the
+zero frequency of itself and the grid; grid tokens do not depend on prefix tokens. FNet normalises after the residual
+sum and leaves out the factor 1 / sqrt(H W C), which makes the transform unitary and so keeps the scale of the tokens
+before the sum. FNet, section 3.2, https://arxiv.org/abs/2105.03824
 """
 
 import math
@@ -21,7 +21,7 @@ __all__ = ['Fourier', 'fourier', 'fourier_naive']
 
 
 def fourier_naive(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """The sums, dimension by dimension, with the real and the imaginary part written out; arguments as `fourier`."""
+    """The sums, one dimension at a time, with real and imaginary parts written out; arguments as `fourier`."""
     num_grid, C = grid_size[0] * grid_size[1], x.shape[-1]
     P = x.shape[1] - num_grid
     real = x[:, P:].unflatten(1, grid_size)
@@ -33,9 +33,9 @@ def fourier_naive(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
 
 
 def _transform(real: torch.Tensor, imag: torch.Tensor, dim: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The discrete Fourier transform of one dimension by its matrix of cosines and sines."""
-    places = torch.arange(size, device=real.device, dtype=real.dtype)
-    angle = -2 * math.pi * places[:, None] * places / size
+    """Discrete Fourier transform along one dimension by its matrix of cosines and sines."""
+    index = torch.arange(size, device=real.device, dtype=real.dtype)
+    angle = -2 * math.pi * index[:, None] * index / size
     real, imag = real.movedim(dim, -1), imag.movedim(dim, -1)
     out = real @ angle.cos() - imag @ angle.sin(), real @ angle.sin() + imag @ angle.cos()
     return out[0].movedim(-1, dim), out[1].movedim(-1, dim)
@@ -62,7 +62,7 @@ def _fft_flops(shape: tuple[int, ...], dims: list[int], *args, out_shape=None, *
     return int(5 * math.prod(shape) * math.log2(n))
 
 
-# torch's counter knows no FFT, and would count it as free
+# torch's FLOP counter has no formula for FFTs and would count none
 for _op in (torch.ops.aten._fft_c2c, torch.ops.aten._fft_r2c):
     if _op not in flop_registry:
         register_flop_formula(_op)(_fft_flops)

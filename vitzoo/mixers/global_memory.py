@@ -1,14 +1,15 @@
 """Global-memory attention: a memory of global tokens attends all tokens, and grid tokens attend nothing but the memory.
 
     memory_g = softmax_j(scale * q_g . k_j) v_j over all tokens j
-    out_i    = softmax_g(scale * q_i . k_g) u_g over the memory g,  u_g = v_g, or memory_g where the layer owns g
+    out_i    = softmax_g(scale * q_i . k_g) u_g over the memory g,  u_g = v_g, or memory_g if g belongs to the layer
 
-This is ViL's attention with its windows left out. There the memory is a stage's class tokens, 256 of them, which travel
-through the layers: what they read in one layer grid tokens find there in the next. Prefix tokens are just that, and
-with `num_global=0` this is the published model (of ViL-Small: `num_prefix_tokens=(256, 256, 64, 16)`). As backbones
-have one prefix token or none, a layer owns `num_global` more: learned, projected like any token, made anew by each
-layer, so grid tokens read what they have just read. Linear in the number of tokens: O(N G dim) for G global tokens.
-Multi-Scale Vision Longformer and its official code (`only_glo`), https://arxiv.org/abs/2103.15358
+This is ViL's attention without its windows. There the memory is the class tokens of a stage, up to 256, which pass
+through its layers: grid tokens read in one layer what the memory collected in the layer before. Prefix tokens work in
+the same way, and with `num_global=0` this is the published model (of ViL-Small: `num_prefix_tokens=(256, 256, 64,
+16)`). As backbones have one prefix token or none, a layer adds `num_global` memory tokens: learned, projected as any
+token, and not passed on to the next layer, so grid tokens read what they collected in the same layer. Linear in the
+number of tokens: O(N G dim) for G global tokens. Multi-Scale Vision Longformer and its official code (`only_glo`),
+https://arxiv.org/abs/2103.15358
 """
 
 import torch
@@ -24,14 +25,14 @@ def global_memory_naive(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     num_own: int, num_global: int, scale: float, dropout_p: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Softmax attention of all tokens under the mask of who sees whom; arguments as `global_memory_attention`."""
+    """Softmax attention of all tokens under a dense N x N mask; arguments as `global_memory_attention`."""
     N = q.shape[2]
     is_global = torch.arange(N, device=q.device) < num_global
-    hidden = torch.where(is_global[:, None] | is_global, 0.0, -torch.inf).to(q.dtype)
-    everyone = softmax_naive(q, k, v, scale, hidden, dropout_p)
-    written = torch.cat([everyone[:, :, :num_own], v[:, :, num_own:]], dim=2)
-    grid = softmax_naive(q[:, :, num_global:], k, written, scale, hidden[num_global:], dropout_p)
-    return torch.cat([everyone[:, :, num_own:num_global], grid], dim=2)
+    mask = torch.where(is_global[:, None] | is_global, 0.0, -torch.inf).to(q.dtype)
+    memory = softmax_naive(q, k, v, scale, mask, dropout_p)[:, :, :num_global]
+    values = torch.cat([memory[:, :, :num_own], v[:, :, num_own:]], dim=2)
+    grid = softmax_naive(q[:, :, num_global:], k, values, scale, mask[num_global:], dropout_p)
+    return torch.cat([memory[:, :, num_own:], grid], dim=2)
 
 
 def global_memory_attention(
@@ -40,19 +41,19 @@ def global_memory_attention(
 ) -> torch.Tensor:  # fmt: skip
     """q, k, v (B, heads, num_own + P + H*W, d) -> (B, heads, P + H*W, d).
 
-    The layer's own memory comes first; `num_global` is num_own + P.
+    The layer's own memory tokens come first; `num_global` is num_own + P.
     """
     memory = softmax_attention(q[:, :, :num_global], k, v, scale, None, dropout_p)
-    written = torch.cat([memory[:, :, :num_own], v[:, :, num_own:num_global]], dim=2)
-    grid = softmax_attention(q[:, :, num_global:], k[:, :, :num_global], written, scale, None, dropout_p)
+    values = torch.cat([memory[:, :, :num_own], v[:, :, num_own:num_global]], dim=2)
+    grid = softmax_attention(q[:, :, num_global:], k[:, :, :num_global], values, scale, None, dropout_p)
     return torch.cat([memory[:, :, num_own:], grid], dim=2)
 
 
 @register_mixer('global')
 class GlobalMemory(QKVMixer):
-    """Attention through the prefix tokens and `num_global` memory tokens of the layer's own.
+    """Attention through the prefix tokens and `num_global` memory tokens of the layer.
 
-    Raises ValueError where there is neither.
+    Raises ValueError if there are neither.
     """
 
     attn_weights = True
@@ -76,7 +77,7 @@ class GlobalMemory(QKVMixer):
                 f'global needs a memory: num_global of at least {int(not num_prefix_tokens)} '
                 f'with {num_prefix_tokens} prefix tokens, not {num_global}.'
             )
-        # to a convolutional projection the memory is a prefix like any other
+        # memory tokens bypass a convolutional projection, as prefix tokens do
         super().__init__(dim, num_heads, num_prefix_tokens=total, device=device, dtype=dtype, **kwargs)
         self.num_prefix_tokens = num_prefix_tokens
         self.num_global = num_global

@@ -3,8 +3,9 @@
     out_i = phi(q_i) * sum_j phi(k_j) * v_j,  phi(x) = x / |x|
 
 Linear in the number of tokens and in the width: O(N dim). The norm is that of a whole token, over all heads, so
-`num_heads` does not matter; neither does the scale of the scores. The sum has no order, so a grid needs no translation,
-and prefix tokens are ordinary tokens. Hydra Attention, section 3, https://arxiv.org/abs/2209.07484
+`num_heads` and the scale of the scores have no effect. The sum does not depend on the order of tokens, so the formula
+applies to a grid unchanged, and prefix tokens are ordinary tokens. Hydra Attention, section 3,
+https://arxiv.org/abs/2209.07484
 """
 
 import torch
@@ -27,12 +28,12 @@ def hydra_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        context = (_normalise(k.to(dtype)) * v.to(dtype)).sum(dim=2, keepdim=True)  # (B, heads, 1, d)
-        return (_normalise(q.to(dtype)) * context).to(v.dtype)
+        context = (_normalize(k.to(dtype)) * v.to(dtype)).sum(dim=2, keepdim=True)  # (B, heads, 1, d)
+        return (_normalize(q.to(dtype)) * context).to(v.dtype)
 
 
-def _normalise(x: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, heads, N, d) of length 1, all heads together."""
+def _normalize(x: torch.Tensor) -> torch.Tensor:
+    """Tokens (B, heads, N, d) scaled to length 1 over all heads together."""
     return x / torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True).clamp(min=1e-12)
 
 

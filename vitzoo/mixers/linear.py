@@ -1,10 +1,10 @@
-"""Linear attention: a positive feature map in the place of softmax's exponential.
+"""Linear attention: a positive feature map in place of the exponential of softmax.
 
     out_i = phi(q_i) . (sum_j phi(k_j) v_j^T) / phi(q_i) . sum_j phi(k_j),  phi(x) = elu(x) + 1
 
-Linear in the number of tokens: O(N dim head_dim). The sums have no order, so a grid needs no translation, and prefix
-tokens are ordinary tokens. The scale of the scores plays no part: the paper has none. Transformers are RNNs,
-section 3.2, https://arxiv.org/abs/2006.16236
+Linear in the number of tokens: O(N dim head_dim). The sums do not depend on the order of tokens, so the formula applies
+to a grid unchanged, and prefix tokens are ordinary tokens. There is no scale of the scores, as in the paper.
+Transformers are RNNs, section 3.2, https://arxiv.org/abs/2006.16236
 """
 
 import torch
@@ -26,11 +26,11 @@ def linear_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
 def linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):
-        return feature_attention(q, k, v, EluFeatures(q.shape[-1]))
+        return feature_attention(q, k, v, _EluFeatures(q.shape[-1]))
 
 
-class EluFeatures:
-    """elu(x) + 1 = exp(min(x, 0)) (1 + max(x, 0)), which needs no epsilon at any x once its exponents are shifted."""
+class _EluFeatures:
+    """elu(x) + 1 = exp(min(x, 0)) (1 + max(x, 0)); with shifted exponents its sums need no epsilon."""
 
     weight = None
 
@@ -50,7 +50,7 @@ class EluFeatures:
     def grad_keys(
         self, grad: torch.Tensor, features: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # the derivative is the exponential on both sides of 0
+        # d phi / dx = exp(min(x, 0)) on both sides of 0
         grad = grad.mul_(features).div_(k.relu().add_(1))
         return grad, grad
 

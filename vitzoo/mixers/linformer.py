@@ -3,8 +3,8 @@
     out_i = softmax(scale * q_i . (E^T K)) (F^T V),  E, F of shape (N, r)
 
 Linear in the number of tokens: O(N r dim). E and F have a row for each token, so a layer is bound to its grid; on a new
-one the grid's rows are resampled in two dimensions and divided by how many times more there are, so that sums keep
-their size, and the rows of prefix tokens, which are ordinary tokens, stay. With r = N and identities for E and F it is
+one the rows of the grid are resampled in two dimensions and divided by the growth of the number of tokens, which keeps
+the scale of the sums. Prefix tokens are ordinary tokens, whose rows do not change. With r = N and E = F = I it is
 softmax attention. Linformer, equation 7 and section 4, https://arxiv.org/abs/2006.04768
 """
 
@@ -22,7 +22,7 @@ def linformer_naive(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     proj_k: torch.Tensor, proj_v: torch.Tensor, scale: float, dropout_p: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Every sum over the tokens written out; arguments as `linformer_attention`."""
+    """The sums over tokens written out; arguments as `linformer_attention`."""
     k_sums = (proj_k.unsqueeze(-1) * k.unsqueeze(3)).sum(dim=2)  # (B, heads, r, d)
     v_sums = (proj_v.unsqueeze(-1) * v.unsqueeze(3)).sum(dim=2)
     return softmax_naive(q, k_sums, v_sums, scale, None, dropout_p)
@@ -38,8 +38,10 @@ def linformer_attention(
 
 @register_mixer('linformer')
 class Linformer(QKVMixer):
-    """Linformer attention with `rank` r; keys and values share one projection with `share_kv`, heads with
-    `share_heads`."""
+    """Linformer attention with `rank` r.
+
+    `share_kv` shares one projection between keys and values, `share_heads` between heads.
+    """
 
     attn_weights = True
     grid_bound = True
@@ -69,7 +71,7 @@ class Linformer(QKVMixer):
             nn.init.uniform_(getattr(self, name), -(rank**-0.5), rank**-0.5)
 
     def projections(self) -> list[str]:
-        """The names of the projections that there are."""
+        """Names of the projections."""
         return ['proj_k'] if self.proj_v is None else ['proj_k', 'proj_v']
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

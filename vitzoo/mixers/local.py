@@ -1,10 +1,10 @@
-"""Block-local 2-D attention of the Image Transformer: blocks of queries, each with a rectangle of memory around it.
+"""Local 2-D attention of the Image Transformer: blocks of queries, each with a rectangular memory block around it.
 
     out_i = sum_{j in M(i)} softmax_j(scale * q_i . k_j) v_j
 
 M(i) is the b x b query block of token i and a halo of h tokens on every side of it. The paper generates pixels in
-raster order, so its memory lies above and to the left; here nothing is masked and the memory surrounds the block.
-Prefix tokens are global: every token attends them and they attend every token. Where one block holds the grid it is
+raster order, so its memory lies above and to the left; here nothing is causal and the memory surrounds the block.
+Prefix tokens are global: every token attends them and they attend every token. If one block covers the grid it is
 softmax attention. Linear in the number of tokens: O(N ((b + 2h)^2 + P) dim). Image Transformer, section 3.2 "2D Local
 Attention", https://arxiv.org/abs/1802.05751
 """
@@ -65,7 +65,7 @@ def local_attention(
 
 @register_mixer('local')
 class Local(QKVMixer):
-    """2-D local attention in `block_size` x `block_size` blocks that see `memory_halo` tokens beyond every side."""
+    """2-D local attention in `block_size` x `block_size` blocks with a memory of `memory_halo` tokens on every side."""
 
     attn_weights = True
     approximates_softmax = True

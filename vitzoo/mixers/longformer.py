@@ -3,13 +3,13 @@
     out_i = sum_{j in prefix + near(i)} softmax_j(scale * q_i . k_j + bias_ij) v_j   for i in the grid
     out_i = sum_j softmax_j(scale * q'_i . k'_j + bias_ij) v'_j                      for i in the prefix
 
-The grid is cut into w x w chunks, and near(i) is the chunk of i and the 8 around it; with `exact` (SW_EXACT 1 of the
-authors' code), the tokens that are no more than w rows and w columns away; with `random_shift` (MODE 1), in training,
-the chunk of i and one of the 8. Prefix tokens are global. Their q', k', v' are q, k, v (sharew) or, with `global_proj`,
-come from layers of their own, linear ones whatever the others are, with an output projection of their own. Where the
-grid has no more than two chunks a side (with `exact`, no more than w + 1 tokens) and these are shared, it is softmax
-attention. Linear in the number of tokens: O(N (9 w^2 + P) dim). Multi-Scale Vision Longformer, section 3.2,
-https://arxiv.org/abs/2103.15358; projections of global tokens: Longformer, https://arxiv.org/abs/2004.05150
+The grid is divided into w x w chunks, and near(i) is the chunk of i and the 8 around it; with `exact` (SW_EXACT 1 of
+the authors' code), the tokens at most w rows and w columns away; with `random_shift` (MODE 1), in training, the chunk
+of i and one of the 8. Prefix tokens are global. Their q', k', v' are q, k, v (sharew) or, with `global_proj`, come from
+separate linear layers, also if q, k and v are convolutional, and have a separate output projection. On a grid of at
+most two chunks per side (with `exact`, w + 1 tokens), with shared projections, it is softmax attention. Linear in the
+number of tokens: O(N (9 w^2 + P) dim). Multi-Scale Vision Longformer, section 3.2, https://arxiv.org/abs/2103.15358;
+projections of global tokens: Longformer, https://arxiv.org/abs/2004.05150
 """
 
 import torch
@@ -47,7 +47,7 @@ def longformer_naive(
     (H, W), w = grid_size, window_size
     P, token = q.shape[2] - H * W, torch.arange(H * W, device=q.device)
     y, x = token // W, token % W
-    # from the query's chunk to the key's
+    # distance in chunks from query to key
     down, right = (place // w - (place // w).unsqueeze(1) for place in (y, x))
     if exact:
         near = torch.maximum((y - y.unsqueeze(1)).abs(), (x - x.unsqueeze(1)).abs()) <= w
@@ -89,9 +89,9 @@ def longformer_attention(
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d).
 
-    Biases: between the tokens of neighbouring chunks (heads, w*w, 9*w*w), of prefix queries on all keys (heads, P, P +
-    H*W), of grid queries on prefix keys (heads, P). `neighbour` is that of `draw_neighbour`. The prefix attends with
-    `q_global` (B, heads, P, d) the tokens' `k_global` and `v_global`, if given.
+    `bias` (heads, w*w, 9*w*w) is between tokens of neighbouring chunks, `bias_queries` (heads, P, P + H*W) of prefix
+    queries on all keys, `bias_keys` (heads, P) of grid queries on prefix keys. `neighbour` is the result of
+    `draw_neighbour`. Prefix tokens use `q_global` (B, heads, P, d), `k_global` and `v_global` if given.
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     local = q[:, :, P:], k[:, :, P:], v[:, :, P:], k[:, :, :P], v[:, :, :P], grid_size, window_size
@@ -108,7 +108,7 @@ def longformer_attention(
 
 
 def _within(bias: torch.Tensor | None, window_size: int, q: torch.Tensor) -> torch.Tensor:
-    """The bias (heads or 1, w*w, 9*w*w), minus infinity on the keys of the 9 chunks that are too far from the query."""
+    """The bias (heads or 1, w*w, 9*w*w), -inf for keys more than w rows or columns away from the query."""
     w = window_size
     query, key = torch.arange(w, device=q.device), torch.arange(-w, 2 * w, device=q.device)
     near = (query[:, None] - key).abs() <= w  # (w, 3w)
@@ -123,9 +123,9 @@ class Longformer(QKVMixer):
     """2-D sliding chunk attention of Vision Longformer with `window_size` x `window_size` chunks.
 
     `rel_bias` is 'none' or 'table'. The table belongs to the window, so no parameter is bound to the grid. `exact`
-    narrows the reach to `window_size` rows and columns around each token. `random_shift` cheapens training, in the
-    first `shift_steps` optimizer steps where given (the authors: three quarters of all); evaluation attends all
-    chunks. `global_proj` gives prefix tokens projections of their own.
+    limits attention to `window_size` rows and columns around each token. `random_shift` makes training cheaper, only in
+    the first `shift_steps` optimizer steps if given (the authors: three quarters of all); in evaluation all 9 chunks
+    are attended. `global_proj` adds separate projections for prefix tokens.
     """
 
     attn_weights = True
@@ -156,9 +156,9 @@ class Longformer(QKVMixer):
         if window_size < 1:
             raise ValueError(f'window_size must be at least 1, not {window_size}.')
         if random_shift and exact:
-            raise ValueError('random_shift takes whole chunks and exact takes parts of them; choose one.')
+            raise ValueError('random_shift attends whole chunks and exact attends parts of them; choose one.')
         if shift_steps is not None and not random_shift:
-            raise ValueError(f'shift_steps={shift_steps} says how long to shift at random; set random_shift=True.')
+            raise ValueError(f'shift_steps={shift_steps} has an effect only with random_shift; set random_shift=True.')
         dd = {'device': device, 'dtype': dtype}
         self.window_size = window_size
         self.exact = exact
@@ -173,9 +173,9 @@ class Longformer(QKVMixer):
             self.q_global = nn.Linear(dim, dim, bias=qkv_bias, **dd)
             self.kv_global = nn.Linear(dim, 2 * dim, bias=qkv_bias, **dd)
             self.proj_global = nn.Linear(dim, dim, **dd)
-        # values of other layers are not those that mix is given
+        # prefix tokens take values from kv_global, not from the v of mix
         self.token_weights = self.q_global is None
-        # a bias that ends with the window has no counterpart in attention over all tokens, nor have two kinds of keys
+        # attention over all tokens has no equivalent of a bias limited to the window or of a second set of keys
         self.approximates_softmax = rel_bias == 'none' and self.q_global is None
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
@@ -185,7 +185,7 @@ class Longformer(QKVMixer):
     def mix(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int], *global_qkv: torch.Tensor
     ) -> torch.Tensor:
-        """`global_qkv` is what `to_global_qkv` gives, by default projections that are shared."""
+        """`global_qkv` is the result of `to_global_qkv`; without it the projections are shared."""
         bias = self.rel_bias() if self.rel_bias is not None else None
         bias_queries = bias_keys = None
         if self.prefix_bias is not None:
@@ -198,7 +198,7 @@ class Longformer(QKVMixer):
         )  # fmt: skip
 
     def to_global_qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries of the prefix tokens and the keys and values that these attend; none where projections are shared."""
+        """Queries of the prefix tokens and the keys and values that they attend; empty if projections are shared."""
         if self.q_global is None:
             return ()
         q = split_heads(self.q_global(x[:, : self.num_prefix_tokens]), self.num_heads)

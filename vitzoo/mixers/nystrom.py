@@ -6,14 +6,14 @@ q~ and k~ are m landmarks, means of neighbouring tokens, and pinv iterates
 
     Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4
 
-Linear in the number of tokens: O(N m dim). With a landmark for every token, and an inverse that has
-converged, it is softmax attention. The landmarks are
+Linear in the number of tokens: O(N m dim). With a landmark for every token and a converged inverse it is softmax
+attention. The landmarks are
 
 * segment: the means of m consecutive segments of the tokens, as in the paper; prefix tokens are ordinary tokens;
-* grid: the means of h x w cells of the grid, h w <= m, each as nearly square as can be, and every prefix token itself.
-  On an image a segment is a strip, of less than a row or of several; a cell holds what lies together.
+* grid: the means of h x w cells of the grid, h w <= m, as nearly square as possible, and each prefix token. On an image
+  a segment is a strip, part of a row or several rows; a cell is a neighbourhood in both dimensions.
 
-Lengths of segments, and sides of cells, differ by one at most: nothing is padded. Nystromformer,
+Lengths of segments, and sides of cells, differ by at most one, so there is no padding. Nystromformer,
 https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-Penrose inverse computation"
 """
 
@@ -24,7 +24,9 @@ import torch
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention
 
-__all__ = ['Nystrom', 'grid_means', 'iterative_pinv', 'nystrom_attention', 'nystrom_naive', 'segment_means']
+__all__ = [
+    'Nystrom', 'grid_means', 'iterative_pinv', 'landmark_grid', 'nystrom_attention', 'nystrom_naive', 'segment_means',
+]  # fmt: skip
 
 
 def segment_means(x: torch.Tensor, num_segments: int, dim: int = 2) -> torch.Tensor:
@@ -37,7 +39,7 @@ def segment_means(x: torch.Tensor, num_segments: int, dim: int = 2) -> torch.Ten
 
 
 def grid_means(x: torch.Tensor, grid_size: tuple[int, int], num_landmarks: int) -> torch.Tensor:
-    """The prefix tokens and the means of cells: (B, heads, P + H*W, d) -> (B, heads, P + h*w, d)."""
+    """Prefix tokens and the means of cells: (B, heads, P + H*W, d) -> (B, heads, P + h*w, d)."""
     P = x.shape[2] - grid_size[0] * grid_size[1]
     h, w = landmark_grid(grid_size, num_landmarks)
     prefix, grid = x[:, :, :P], x[:, :, P:].unflatten(2, grid_size)
@@ -45,15 +47,15 @@ def grid_means(x: torch.Tensor, grid_size: tuple[int, int], num_landmarks: int) 
     return torch.cat([prefix, grid.flatten(2, 3)], dim=2)
 
 
-def landmark_means(x: torch.Tensor, num_landmarks: int, grid_size: tuple[int, int] | None) -> torch.Tensor:
-    """The landmarks, of cells where there is a grid and of segments elsewhere."""
+def _landmark_means(x: torch.Tensor, num_landmarks: int, grid_size: tuple[int, int] | None) -> torch.Tensor:
+    """Means of cells if `grid_size` is given, else of segments."""
     if grid_size is None:
         return segment_means(x, min(num_landmarks, x.shape[2]))
     return grid_means(x, grid_size, num_landmarks)
 
 
 def landmark_grid(grid_size: tuple[int, int], num_landmarks: int) -> tuple[int, int]:
-    """Into how many rows and columns of cells to cut a grid: at most `num_landmarks`, as nearly square as can be."""
+    """Rows and columns of cells, at most `num_landmarks` cells in all, each as nearly square as possible."""
     H, W = grid_size
     best, best_ratio = (1, 1), float('inf')
     for h in range(1, min(H, num_landmarks) + 1):
@@ -65,7 +67,7 @@ def landmark_grid(grid_size: tuple[int, int], num_landmarks: int) -> tuple[int, 
 
 
 def iterative_pinv(a: torch.Tensor, num_iterations: int) -> torch.Tensor:
-    """Moore-Penrose inverse of row-stochastic matrices (..., m, m), each started from its own norms."""
+    """Moore-Penrose inverse of row-stochastic matrices (..., m, m), each initialised from its own norms."""
     norms = a.sum(dim=-2).amax(dim=-1) * a.sum(dim=-1).amax(dim=-1)
     z = a.transpose(-2, -1) / norms[..., None, None]
     shape, a, z = a.shape, a.flatten(0, -3), z.flatten(0, -3)
@@ -126,15 +128,14 @@ def nystrom_attention(
     scale: float,
     grid_size: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider: the inverse does not survive half
-    precision.
+    """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider, because the inverse needs the precision.
 
-    With `grid_size` the landmarks are cells of the grid, which the last H*W tokens are; without, segments.
+    With `grid_size` the last H*W tokens are the grid and the landmarks are its cells; without, segments of all tokens.
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v_wide = q.to(dtype), k.to(dtype), v.to(dtype)
-        q_land, k_land = (landmark_means(x, num_landmarks, grid_size) for x in (q, k))
+        q_land, k_land = (_landmark_means(x, num_landmarks, grid_size) for x in (q, k))
         middle = (scale * q_land @ k_land.mT).softmax(dim=-1)
         context = softmax_attention(q_land, k, v_wide, scale)  # (B, heads, m, d)
         context = iterative_pinv(middle, num_iterations) @ context
@@ -145,7 +146,7 @@ def nystrom_attention(
 class Nystrom(QKVMixer):
     """Nystrom attention with `num_landmarks` landmarks and `num_iterations` steps of the pseudo-inverse.
 
-    `landmarks` is 'segment' or 'grid'; the prefix tokens of 'grid' come on top of `num_landmarks`. Warns where every
+    `landmarks` is 'segment' or 'grid'; the prefix tokens of 'grid' are additional to `num_landmarks`. Warns if every
     token is a landmark.
     """
 
@@ -179,7 +180,7 @@ class Nystrom(QKVMixer):
         if num_landmarks >= num_tokens:
             warnings.warn(
                 f'nystrom with num_landmarks={num_landmarks} makes each of {num_tokens} tokens a landmark, which is '
-                f'softmax attention at a higher cost; take fewer landmarks, or the mixer softmax.',
+                f'softmax attention at a higher cost; use fewer landmarks or the mixer softmax.',
                 stacklevel=2,
             )
 
@@ -190,12 +191,12 @@ class Nystrom(QKVMixer):
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
     ) -> dict[str, torch.Tensor]:
-        """With `pinv_residual`, |A Z A - A| / |A| of the landmarks' matrix A and its iterated inverse Z, over heads."""
+        """Adds `pinv_residual`, |A Z A - A| / |A| of the landmarks' matrix A and its inverse Z, averaged over heads."""
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
             dtype = torch.promote_types(q.dtype, torch.float32)
             on_grid = grid_size if self.on_grid else None
-            q_land, k_land = (landmark_means(x.to(dtype), self.num_landmarks, on_grid) for x in (q, k))
+            q_land, k_land = (_landmark_means(x.to(dtype), self.num_landmarks, on_grid) for x in (q, k))
             a = (self.scale * q_land @ k_land.mT).softmax(dim=-1)
             residual = a @ iterative_pinv(a, self.num_iterations) @ a - a
             share = torch.linalg.matrix_norm(residual) / torch.linalg.matrix_norm(a)

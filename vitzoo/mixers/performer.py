@@ -20,9 +20,9 @@ from .base import no_autocast, register_mixer
 
 __all__ = ['Performer', 'orthogonal_features', 'performer_attention', 'performer_naive']
 
-RELU_EPS = 1e-3
-# what the published code adds to every softmax feature: below it a feature says nothing
-FLOOR = 1e-4
+_RELU_EPS = 1e-3
+# the published code adds this to every softmax feature: below it a feature contributes nothing
+_FLOOR = 1e-4
 
 
 def orthogonal_features(num_features: int, dim: int, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -32,7 +32,7 @@ def orthogonal_features(num_features: int, dim: int, generator: torch.Generator 
     for start in range(0, num_features, dim):
         gaussian = torch.randn(dim, dim, generator=generator, device='cpu', dtype=torch.float32)
         Q, R = torch.linalg.qr(gaussian)
-        # qr chooses the signs, which biases the estimate; with R's signs undone the directions are uniform
+        # the signs chosen by qr bias the estimate; with R's signs removed the directions are uniform
         blocks.append((Q * R.diagonal().sign()).T[: num_features - start])
     norms = torch.randn(num_features, dim, generator=generator, device='cpu', dtype=torch.float32).norm(dim=1)
     return norms[:, None] * torch.cat(blocks)
@@ -47,7 +47,7 @@ def performer_naive(
         x = scale**0.5 * x
         projected = x @ features.T
         if kernel == 'relu':
-            return (projected.relu() + RELU_EPS) / features.shape[0] ** 0.5
+            return (projected.relu() + _RELU_EPS) / features.shape[0] ** 0.5
         return (projected - x.square().sum(dim=-1, keepdim=True) / 2).exp() / features.shape[0] ** 0.5
 
     attn = phi(q) @ phi(k).transpose(-2, -1)
@@ -65,22 +65,24 @@ def performer_attention(
             return kernels.favor_attention_triton(q, k, v, features, scale)
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
+        features = features.to(dtype)
         if kernel == 'softmax':
-            return feature_attention(q, k, v, SoftmaxFeatures(features.to(dtype), scale))
-        q, k, v_wide, features = scale**0.5 * q.to(dtype), scale**0.5 * k.to(dtype), v.to(dtype), features.to(dtype)
-        q_features, k_features = _relu_features(q, features), _relu_features(k, features)
-        context = k_features.mT @ v_wide  # (B, heads, m, d)
-        normaliser = q_features @ k_features.sum(dim=2).unsqueeze(-1)  # (B, heads, N, 1)
-        return (q_features @ context / normaliser).to(v.dtype)
+            return feature_attention(q, k, v, _SoftmaxFeatures(features, scale))
+        return _relu_attention(q.to(dtype), k.to(dtype), v.to(dtype), features, scale).to(v.dtype)
 
 
-def _relu_features(x: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """phi(x) without the 1 / sqrt(m) that cancels in the quotient."""
-    return F.relu(x @ features.T) + RELU_EPS
+def _relu_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float
+) -> torch.Tensor:
+    # without 1 / sqrt(m), which cancels in the ratio
+    q, k = (F.relu(scale**0.5 * x @ features.T) + _RELU_EPS for x in (q, k))  # (B, heads, N, m)
+    context = k.mT @ v  # (B, heads, m, d)
+    normaliser = q @ k.sum(dim=2).unsqueeze(-1)  # (B, heads, N, 1)
+    return q @ context / normaliser
 
 
-class SoftmaxFeatures:
-    """exp(W x' - |x'|^2 / 2) without the 1 / sqrt(m) that cancels; of a query |x'|^2 is constant and cancels too."""
+class _SoftmaxFeatures:
+    """exp(W x' - |x'|^2 / 2) without 1 / sqrt(m), which cancels, as does exp(-|x'|^2 / 2) of a query."""
 
     def __init__(self, features: torch.Tensor, scale: float) -> None:
         self.weight = scale**0.5 * features
@@ -117,7 +119,7 @@ class SoftmaxFeatures:
 class Performer(RandomFeatureMixer):
     """FAVOR+ attention with `num_features` random features per layer and `kernel` 'softmax' or 'relu'.
 
-    The features are those of `seed` and the layer; other ones are drawn every `redraw_every` optimizer steps, if any.
+    The features depend on `seed` and the layer, and are redrawn every `redraw_every` optimizer steps unless it is 0.
     """
 
     token_weights = True
@@ -148,14 +150,14 @@ class Performer(RandomFeatureMixer):
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
     ) -> dict[str, torch.Tensor]:
-        """With `features_at_floor`, the share of features that a query leaves below FLOOR times its largest.
+        """Adds `features_at_floor`, the share of a query's features that are below 1e-4 times its largest.
 
-        A feature's weight is that of the query times the largest of any key. Near 1, one feature speaks for a query.
+        A feature of a query is weighted by its maximum over the keys. Near 1, a single feature dominates the query.
         """
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
             dtype = torch.promote_types(q.dtype, torch.float32)
-            phi = SoftmaxFeatures(self.features.to(dtype), self.scale)
+            phi = _SoftmaxFeatures(self.features.to(dtype), self.scale)
             shift = phi.log_keys(k.to(dtype)).amax(dim=2, keepdim=True)
-            at_floor = query_features(q.to(dtype), shift, phi) < FLOOR
+            at_floor = query_features(q.to(dtype), shift, phi) < _FLOOR
         return {**signs, 'features_at_floor': at_floor.to(dtype).flatten(1).mean(dim=1)}

@@ -1,10 +1,10 @@
-"""PoolFormer's pooling: a token becomes the mean of its neighbourhood, less itself.
+"""PoolFormer's pooling: the mean of a token's neighbourhood minus the token.
 
-    out_i = mean of x_j over the k x k places around i that lie on the grid - x_i
+    out_i = mean of x_j over the k x k positions around i inside the grid - x_i
 
-Nothing is learned. Linear in the number of tokens: O(N k^2 dim) additions and no multiplication. PoolFormer has no
-prefix tokens: here the neighbourhood of a prefix token is the whole grid and itself, and grid tokens do not see prefix
-tokens. MetaFormer Is Actually What You Need for Vision, equation 4, https://arxiv.org/abs/2111.11418
+There are no parameters. Linear in the number of tokens: O(N k^2 dim) additions and no multiplication. PoolFormer has no
+prefix tokens: here the neighbourhood of a prefix token is the whole grid and itself, and grid tokens do not depend on
+prefix tokens. MetaFormer Is Actually What You Need for Vision, equation 4, https://arxiv.org/abs/2111.11418
 """
 
 import torch
@@ -16,14 +16,14 @@ __all__ = ['Pool', 'pool', 'pool_naive']
 
 
 def pool_naive(x: torch.Tensor, grid_size: tuple[int, int], pool_size: int) -> torch.Tensor:
-    """Place by place; arguments as `pool`."""
-    (H, W), reach = grid_size, pool_size // 2
+    """Token by token; arguments as `pool`."""
+    (H, W), halo = grid_size, pool_size // 2
     P = x.shape[1] - H * W
     image = x[:, P:].unflatten(1, grid_size)
     out = [(x[:, p] + x[:, P:].sum(dim=1)) / (1 + H * W) for p in range(P)]
     for i in range(H):
         for j in range(W):
-            near = image[:, max(i - reach, 0) : i + reach + 1, max(j - reach, 0) : j + reach + 1]
+            near = image[:, max(i - halo, 0) : i + halo + 1, max(j - halo, 0) : j + halo + 1]
             out.append(near.mean(dim=(1, 2)))
     return torch.stack(out, dim=1) - x
 
@@ -36,8 +36,8 @@ def pool(x: torch.Tensor, grid_size: tuple[int, int], pool_size: int) -> torch.T
         prefix, grid = wide.split([x.shape[1] - num_grid, num_grid], dim=1)
         image = grid.mT.unflatten(2, grid_size)  # (B, C, H, W)
         near = F.avg_pool2d(image, pool_size, stride=1, padding=pool_size // 2, count_include_pad=False)
-        everything = (prefix + grid.sum(dim=1, keepdim=True)) / (1 + num_grid)
-        return (torch.cat([everything, near.flatten(2).mT], dim=1) - wide).to(x.dtype)
+        prefix = (prefix + grid.sum(dim=1, keepdim=True)) / (1 + num_grid)
+        return (torch.cat([prefix, near.flatten(2).mT], dim=1) - wide).to(x.dtype)
 
 
 @register_mixer('pool')

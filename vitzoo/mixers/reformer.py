@@ -5,13 +5,13 @@
     out_i = sum_r exp(z_r(i) - logsumexp_r z_r(i)) sum_{j in P_r(i)} exp(s_ij - z_r(i)) v_j,  z_r(i) = logsumexp_j s_ij
     s_ij = scale * q_i . k_j - log #{r : j in P_r(i)},  s_ii = scale * q_i . k_i - 1e5
 
-In each of the `num_hashes` rounds the tokens are sorted by bucket and cut into chunks of m = 2 * bucket_size. The
-logarithm makes a key that several rounds find count once, and the penalty lets a token attend itself only if there is
-nothing else. Grid tokens are hashed in raster order; nothing is causal, and the look-back stays one chunk as in the
-paper. Prefix tokens are global and not hashed: one more round that all tokens find. There is no projection for keys.
-With one bucket it is softmax attention over the other tokens with keys shared with the queries. Linear in the number of
-tokens: O(N (num_hashes (2m + b/2) + P) dim), and a sort; b = N / bucket_size buckets, but not more than 64. Reformer,
-section 2 and appendix A, https://arxiv.org/abs/2001.04451
+In each of the `num_hashes` rounds the tokens are sorted by bucket and split into chunks of m = 2 * bucket_size. With
+the logarithm a key that is attended in several rounds counts once, and because of the penalty a token attends itself
+only if it has no other key. Grid tokens are hashed in raster order; nothing is causal, and the look-back is one chunk
+as in the paper. Prefix tokens are global and not hashed: they form one more round with all tokens in one bucket. There
+is no projection for keys. With one bucket it is softmax attention over the other tokens with keys shared with the
+queries. Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim), and a sort; b = N / bucket_size buckets,
+at most 64. Reformer, section 2 and appendix A, https://arxiv.org/abs/2001.04451
 """
 
 import torch
@@ -25,10 +25,10 @@ from .softmax import softmax_attention, softmax_naive
 
 __all__ = ['Reformer', 'lsh_buckets', 'reformer_attention', 'reformer_naive']
 
-MAX_BUCKETS = 64
-SELF_PENALTY = 1e5
-# per step, of which there are at least two, between tokens that do not find each other
-UNSEEN = 1e9
+_MAX_BUCKETS = 64
+_SELF_PENALTY = 1e5
+# masks a pair: subtracted at least twice, by the difference of its codes
+_MASK_PENALTY = 1e9
 
 
 def lsh_buckets(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def lsh_buckets(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     with torch.no_grad(), no_autocast(x):
         rotated = x.to(dtype) @ rotations.to(dtype).transpose(0, 1).flatten(1)
         rotated = rotated.unflatten(-1, (len(rotations), -1)).transpose(2, 3)
-        # the largest of both halves is the one that is largest in size
+        # the largest entry of [xR ; -xR] is the largest absolute value of xR
         place = rotated.abs().argmax(dim=-1, keepdim=True)
         return (place + rotations.shape[-1] * (rotated.gather(-1, place) < 0)).squeeze(-1)
 
@@ -53,7 +53,7 @@ def reformer_naive(
     scale: float,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """Softmax over the union of the rounds' keys, each once; arguments as `reformer_attention`."""
+    """Softmax over the union of the keys of all rounds; arguments as `reformer_attention`."""
     B, heads, N, _ = q.shape
     P = N - grid_size[0] * grid_size[1]
     bias = q.new_full((B, heads, N, N), float('-inf'))
@@ -70,7 +70,7 @@ def reformer_naive(
                     for j in order:
                         if round_buckets[i] == round_buckets[j] and chunk[i] - chunk[j] in (0, 1):
                             bias[b, head, P + i, P + j] = 0
-    bias = bias - SELF_PENALTY * torch.eye(N, dtype=q.dtype, device=q.device)
+    bias = bias - _SELF_PENALTY * torch.eye(N, dtype=q.dtype, device=q.device)
     return softmax_naive(q, q / q.norm(dim=-1, keepdim=True), v, scale, bias, dropout_p)
 
 
@@ -95,7 +95,7 @@ def reformer_attention(
     out = merge(out, z, dim=2).to(v.dtype)
     if P == 0:
         return out
-    # a prefix token always finds something else, so its own key needs no finite penalty
+    # a prefix token always has another key, so its own needs no finite penalty
     itself = torch.eye(P, q.shape[2], dtype=torch.bool, device=q.device)
     bias = torch.zeros_like(itself, dtype=q.dtype).masked_fill(itself, float('-inf')).unsqueeze(0)
     return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, bias, dropout_p), out], dim=2)
@@ -110,10 +110,10 @@ def _hashed_rounds(
     scale: float,
     dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each round finds for each grid token (B, heads, rounds, N, d) and its z (B, heads, rounds, N, 1).
+    """Output of each round for each grid token (B, heads, rounds, N, d) and its z (B, heads, rounds, N, 1).
 
-    The chunks of all samples, heads and rounds stand in one row behind a chunk of padding, so that a chunk and the one
-    before it are two neighbours anywhere. No token finds one of another round.
+    The chunks of all samples, heads and rounds are concatenated after a chunk of padding, so that the chunk before
+    another one is always its neighbour. Tokens of different rounds do not attend each other.
     """
     m = min(chunk_size, q.shape[2])
     with torch.no_grad():
@@ -121,7 +121,7 @@ def _hashed_rounds(
         bias = _pair_bias(codes.to(torch.promote_types(q.dtype, torch.float32)), m)
         (B, heads, rounds, N), missing = order.shape, -order.shape[3] % m
         first = torch.arange(B * heads * rounds, device=q.device).view(B, heads, rounds, 1)
-        # of the tokens of all heads, and of those of all rounds, at each place; padding takes what is never looked at
+        # index of the token at each place, without and with rounds; padding has index 0, whose values are masked
         tokens = F.pad(F.pad(order + N * (first // rounds), (0, missing)).flatten(), (m, 0))
         outputs = F.pad(order + N * first, (0, missing)).flatten().unsqueeze(0)
         places = place + (N + missing) * first
@@ -134,26 +134,26 @@ def _hashed_rounds(
 def _sort(buckets: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort tokens by bucket, (B, heads, rounds, N): the token at each place, and the place of each token.
 
-    And codes (rounds, G, m): round r + i finds one token for another where their codes at i differ by 0 or 1, for a
-    chunk of round r.
+    Also codes (rounds, G, m): two tokens in a chunk of round r attend each other in round r + i if their codes at i
+    differ by 0 or 1.
     """
     N, rounds = buckets.shape[3], buckets.shape[2]
     token = torch.arange(N, device=buckets.device)
-    # together with its token a bucket sorts the same by any algorithm
+    # the token's index breaks ties, so that the order does not depend on the sorting algorithm
     order = (buckets * N + token).argsort(dim=-1)
     place = torch.empty_like(order).scatter_(-1, order, token.expand_as(order))
     step = N // m + 3
     code = buckets * step + place // m
-    # neighbours in the row of all rounds never have codes in common
+    # chunks of neighbouring rounds, heads and samples have no codes in common
     parity = torch.arange(order[..., 0].numel(), device=order.device).view(*order.shape[:3], 1) % 2
-    codes = [code.roll(-i, dims=2).gather(-1, order) + (MAX_BUCKETS + 1) * step * parity for i in range(rounds)]
-    # padding is found by padding alone
+    codes = [code.roll(-i, dims=2).gather(-1, order) + (_MAX_BUCKETS + 1) * step * parity for i in range(rounds)]
+    # padding attends only padding
     codes = [F.pad(F.pad(code, (0, -N % m), value=-9).flatten(), (m, 0), value=-9) for code in codes]
     return order, place, torch.stack(codes).unflatten(1, (-1, m))
 
 
 def _pair_bias(codes: torch.Tensor, m: int) -> torch.Tensor:
-    """What is added to the base-2 scores of queries and keys, (G - 1, m, 2m), from codes (rounds, G, m).
+    """Bias of the base-2 scores of queries and keys, (G - 1, m, 2m), from codes (rounds, G, m).
 
     Comparisons are arithmetic, because PyTorch's are slow on a CPU.
     """
@@ -162,23 +162,23 @@ def _pair_bias(codes: torch.Tensor, m: int) -> torch.Tensor:
         # 1 where the codes differ by 0 or 1, else 3 or more
         step = (2 * code[1:, :, None] - 1).sub(2 * code.flatten().unfold(0, 2 * m, m)[:, None]).abs_()
         if found is None:
-            bias = (1 - step).mul_(UNSEEN)
+            bias = (1 - step).mul_(_MASK_PENALTY)
             found = torch.zeros_like(bias)
         else:
             found += (2 - step).clamp_(min=0)
-    # two rounds find a key once or twice, whose logarithms are these numbers already
+    # log2 of a count of 1 or 2, all that two rounds can give, is the count minus 1
     bias -= found if len(codes) <= 2 else found.add_(1).log2_()
-    bias.diagonal(offset=m, dim1=1, dim2=2).sub_(LOG2_E * SELF_PENALTY)
+    bias.diagonal(offset=m, dim1=1, dim2=2).sub_(LOG2_E * _SELF_PENALTY)
     return bias
 
 
 def _take(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Rows of x (n, d) by their index; `inverse` (times, n) says where each went, however many times it was taken."""
+    """Rows of x (n, d) by their index; `inverse` (times, n) has the positions of each row in the result."""
     return x.index_select(0, index) if torch.compiler.is_compiling() else _Take.apply(x, index, inverse)
 
 
 class _Take(torch.autograd.Function):
-    """Taking rows back is several times faster than PyTorch's adding up."""
+    """`index_select` with a backward pass that gathers, several times faster than PyTorch's scatter-add."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -195,8 +195,8 @@ class _Take(torch.autograd.Function):
 class Reformer(QKVMixer):
     """LSH attention of `num_hashes` rounds with buckets of `bucket_size` tokens on average.
 
-    In training each forward pass draws new rotations, as in the paper; in evaluation they are a buffer that follows
-    from `seed` and the layer and is saved with the weights. A grid of `bucket_size` tokens or fewer is one bucket.
+    In training each forward pass draws new rotations, as in the paper; in evaluation they are a buffer that depends on
+    `seed` and the layer and is saved with the weights. A grid of at most `bucket_size` tokens is one bucket.
     """
 
     attn_weights = True
@@ -222,7 +222,7 @@ class Reformer(QKVMixer):
                 f'reformer needs num_hashes and bucket_size of at least 1, not {num_hashes} and {bucket_size}.'
             )
         self.bucket_size = bucket_size
-        shape, generator = (num_hashes, self.head_dim, MAX_BUCKETS // 2), draw_generator(seed, self.layer)
+        shape, generator = (num_hashes, self.head_dim, _MAX_BUCKETS // 2), draw_generator(seed, self.layer)
         rotations = torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
         self.register_buffer('rotations', rotations.to(device=device, dtype=dtype))
 
@@ -232,13 +232,13 @@ class Reformer(QKVMixer):
         return self.op(q, v, rotations, grid_size, 2 * self.bucket_size, self.scale, self.dropout_p)
 
     def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Softmax attention over all other tokens, with the keys that are shared with the queries."""
-        bias = -SELF_PENALTY * torch.eye(q.shape[2], dtype=q.dtype, device=q.device).unsqueeze(0)
+        """Softmax attention over all other tokens, with keys shared with the queries."""
+        bias = -_SELF_PENALTY * torch.eye(q.shape[2], dtype=q.dtype, device=q.device).unsqueeze(0)
         return softmax_attention(q, F.normalize(q, dim=-1), v, self.scale, bias)
 
     def num_buckets(self, grid_size: tuple[int, int]) -> int:
-        """How many buckets a grid gets: 0, which is no hashing and one bucket, or an even number."""
+        """Number of buckets for a grid, an even number; 0 for a single bucket without hashing."""
         N = grid_size[0] * grid_size[1]
         if self.bucket_size >= N:
             return 0
-        return min(2 * -(-N // (2 * self.bucket_size)), MAX_BUCKETS)
+        return min(2 * -(-N // (2 * self.bucket_size)), _MAX_BUCKETS)

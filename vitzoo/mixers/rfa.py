@@ -1,22 +1,23 @@
 """Random feature attention: softmax attention of unit queries and keys through random Fourier features.
 
-    out_i = phi(q_i) . (sum_j w_ij phi(k_j) v_j^T) / max(phi(q_i) . sum_j w_ij phi(k_j), EPS sum_j w_ij)
+    out_i = phi(q_i) . (sum_j w_ij phi(k_j) v_j^T) / max(phi(q_i) . sum_j w_ij phi(k_j), eps sum_j w_ij)
     phi(x) = [sin(W x^), cos(W x^)] / sqrt(m),  x^ = x / |x|,  rows of W normal with learned standard deviations sigma
 
 phi(q) . phi(k) estimates exp(-|sigma (q^ - k^)|^2 / 2), which for equal sigmas is exp(sigma^2 q^ . k^) up to a
-constant. Linear in the number of tokens: O(N m dim) for m directions. Without the gate w_ij = 1: the sums have no
-order, a grid needs no translation, and prefix tokens are ordinary tokens. The kernel is at least exp(-2 sigma^2) = 0.14
-at sigma = 1, but its estimate can be negative: EPS keeps the normaliser from 0. The scale of the scores plays no part.
-In the limit of many directions, with equal sigmas and no gate, it is softmax attention of unit queries and keys.
+constant. Linear in the number of tokens: O(N m dim) for m directions. Without the gate w_ij = 1: the sums do not depend
+on the order of tokens, the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. The kernel is at
+least exp(-2 sigma^2) = 0.14 at sigma = 1, but its estimate can be negative: eps keeps the normaliser positive. There is
+no scale of the scores. In the limit of many directions, with equal sigmas and no gate, it is softmax attention of unit
+queries and keys.
 
 The gated form is the paper's recurrence S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T with one gate per token and head,
-whose token j reaches token i with
+in which token j contributes to token i with the weight
 
     w_ij = (1 - g_j) * product of g_t over the tokens from j to i, without j and with i
 
-The paper's text has a direction, a grid has none: here the recurrence runs over the raster both ways, and i sees what
-comes before and after it. Prefix tokens have no place in the raster: nothing decays on the way to them (w_ij = 1 - g_j)
-or from them (w_ij = 1). Random Feature Attention, sections 3.1 and 3.2, https://arxiv.org/abs/2103.02143
+Text has a direction and a grid has none: here the recurrence runs over the raster in both directions, so i attends the
+tokens before and after it. Prefix tokens have no position in the raster: there is no decay towards them (w_ij = 1 -
+g_j) or from them (w_ij = 1). Random Feature Attention, sections 3.1 and 3.2, https://arxiv.org/abs/2103.02143
 """
 
 import torch
@@ -29,30 +30,30 @@ from .softmax import softmax_attention
 
 __all__ = ['RFA', 'rfa', 'rfa_naive']
 
-EPS = 1e-2
-CHUNK = 64
+_EPS = 1e-2
+_CHUNK = 64
 
 
 def rfa_naive(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The N x N attention matrix, its gates multiplied one by one; arguments as `rfa`."""
+    """The N x N attention matrix, with the product of gates for each pair; arguments as `rfa`."""
     N, W = q.shape[2], sigma.unsqueeze(1) * directions
 
     def phi(x):
         projected = x / x.norm(dim=-1, keepdim=True) @ W.mT
         return torch.cat([projected.sin(), projected.cos()], dim=-1) / W.shape[1] ** 0.5
 
-    reach = torch.ones(*q.shape[:2], N, N, dtype=q.dtype, device=q.device)
+    w = torch.ones(*q.shape[:2], N, N, dtype=q.dtype, device=q.device)
     if gate is not None:
         P, g = N - gate.shape[2], gate.sigmoid()
         for i in range(N):
             for j in range(P, N):
                 between = g[:, :, j - P + 1 : i - P + 1] if j < i else g[:, :, i - P : j - P]
-                reach[:, :, i, j] = (1 - g[:, :, j - P]) * (between.prod(dim=2) if i >= P else 1)
-    attn = reach * (phi(q) @ phi(k).mT)
-    normaliser = torch.maximum(attn.sum(dim=-1, keepdim=True), EPS * reach.sum(dim=-1, keepdim=True))
+                w[:, :, i, j] = (1 - g[:, :, j - P]) * (between.prod(dim=2) if i >= P else 1)
+    attn = w * (phi(q) @ phi(k).mT)
+    normaliser = torch.maximum(attn.sum(dim=-1, keepdim=True), _EPS * w.sum(dim=-1, keepdim=True))
     return attn @ v / normaliser
 
 
@@ -62,20 +63,21 @@ def rfa(
 ) -> torch.Tensor:  # fmt: skip
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider.
 
-    `directions` (heads, m, d) and `sigma` (heads, d) make the features; `gate` (B, heads, H*W) are logits of g, for
-    the last H*W tokens.
+    `directions` (heads, m, d) times `sigma` (heads, d) is W; `gate` (B, heads, H*W) are the logits of g for the last
+    H*W tokens.
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         directions = sigma.unsqueeze(1).to(dtype) * directions.to(dtype)
         q_features, k_features = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
-        sources = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1): the normaliser is one more channel
+        # the normaliser is one more channel
+        values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)
         if gate is None:
-            sums = q_features @ (k_features.mT @ sources)
-            reach = sums.new_full((1,), q.shape[2])
+            sums = q_features @ (k_features.mT @ values)
+            total = sums.new_full((1,), q.shape[2])
         else:
-            sums, reach = _gated_sums(q_features, k_features, sources, gate.to(dtype))
-        return (sums[..., :-1] / torch.maximum(sums[..., -1:], EPS * reach)).to(v.dtype)
+            sums, total = _gated_sums(q_features, k_features, values, gate.to(dtype))
+        return (sums[..., :-1] / torch.maximum(sums[..., -1:], _EPS * total)).to(v.dtype)
 
 
 def _features(x: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
@@ -85,35 +87,36 @@ def _features(x: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
 
 
 def _gated_sums(
-    q: torch.Tensor, k: torch.Tensor, sources: torch.Tensor, gate: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum_j w_ij phi(q_i) . phi(k_j) sources_j, (B, heads, N, d + 1), and sum_j w_ij, (B, heads, N, 1)."""
+    """sum_j w_ij phi(q_i) . phi(k_j) v_j, (B, heads, N, d + 1), and sum_j w_ij, (B, heads, N, 1)."""
     P = q.shape[2] - gate.shape[2]
-    log_g, write = F.logsigmoid(gate), (-gate).sigmoid().unsqueeze(-1)
-    q_grid, k_grid, grid = q[:, :, P:], write * k[:, :, P:], sources[:, :, P:]
-    after = _scan(q_grid.flip(2), k_grid.flip(2), grid.flip(2), log_g.flip(2)).flip(2)
-    itself = (q_grid * k_grid).sum(dim=-1, keepdim=True) * grid
-    sums = _scan(q_grid, k_grid, grid, log_g) + after - itself
-    # 1 - g_j telescopes: the weights of a pass sum to 1 less the product of all gates up to the token
-    before, behind = log_g.cumsum(dim=2), log_g.flip(2).cumsum(dim=2).flip(2)
-    reach = (-before.expm1() - behind.expm1()).unsqueeze(-1) - write
-    sums = torch.cat([q[:, :, :P] @ (k_grid.mT @ grid), sums], dim=2) + q @ (k[:, :, :P].mT @ sources[:, :, :P])
-    reach = torch.cat([write.sum(dim=2, keepdim=True).expand(-1, -1, P, -1), reach], dim=2) + P
-    # gates that are all 1 write nothing
-    return sums, reach.clamp(min=1e-30)
+    log_g, input_gate = F.logsigmoid(gate), (-gate).sigmoid().unsqueeze(-1)
+    q_grid, k_grid, grid = q[:, :, P:], input_gate * k[:, :, P:], v[:, :, P:]
+    backward = _scan(q_grid.flip(2), k_grid.flip(2), grid.flip(2), log_g.flip(2)).flip(2)
+    diagonal = (q_grid * k_grid).sum(dim=-1, keepdim=True) * grid
+    sums = _scan(q_grid, k_grid, grid, log_g) + backward - diagonal
+    # 1 - g_j telescopes: the weights of one direction sum to 1 minus the product of all gates up to the token
+    before, after = log_g.cumsum(dim=2), log_g.flip(2).cumsum(dim=2).flip(2)
+    total = (-before.expm1() - after.expm1()).unsqueeze(-1) - input_gate
+    sums = torch.cat([q[:, :, :P] @ (k_grid.mT @ grid), sums], dim=2) + q @ (k[:, :, :P].mT @ v[:, :, :P])
+    total = torch.cat([input_gate.sum(dim=2, keepdim=True).expand(-1, -1, P, -1), total], dim=2) + P
+    # all weights are 0 if every gate is 1
+    return sums, total.clamp(min=1e-30)
 
 
-def _scan(q: torch.Tensor, k: torch.Tensor, sources: torch.Tensor, log_g: torch.Tensor) -> torch.Tensor:
-    """sum_{j <= i} (product of g over j < t <= i) (q_i . k_j) sources_j, chunk by chunk with a carried state."""
+def _scan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_g: torch.Tensor) -> torch.Tensor:
+    """sum_{j <= i} (product of g over j < t <= i) (q_i . k_j) v_j, chunk by chunk with a carried state."""
     N = q.shape[2]
-    size = min(CHUNK, N)
-    q, k, sources = (F.pad(x, (0, 0, 0, -N % size)).unflatten(2, (-1, size)) for x in (q, k, sources))
-    decay = F.pad(log_g, (0, -N % size)).unflatten(2, (-1, size)).cumsum(dim=-1).unsqueeze(-1)  # from the chunk's start
+    size = min(_CHUNK, N)
+    q, k, v = (F.pad(x, (0, 0, 0, -N % size)).unflatten(2, (-1, size)) for x in (q, k, v))
+    # from the start of the chunk
+    decay = F.pad(log_g, (0, -N % size)).unflatten(2, (-1, size)).cumsum(dim=-1).unsqueeze(-1)
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     within = (decay - decay.mT).masked_fill(later, -torch.inf).exp()  # (B, heads, chunks, size, size)
-    out = (within * (q @ k.mT)) @ sources
+    out = (within * (q @ k.mT)) @ v
     total = decay[..., -1:, :]
-    written = (k * (total - decay).exp()).mT @ sources  # (B, heads, chunks, 2m, d + 1)
+    written = (k * (total - decay).exp()).mT @ v  # (B, heads, chunks, 2m, d + 1)
     states = [torch.zeros_like(written[:, :, 0])]
     for chunk in range(written.shape[2] - 1):
         states.append(total[:, :, chunk].exp() * states[-1] + written[:, :, chunk])
@@ -125,8 +128,8 @@ def _scan(q: torch.Tensor, k: torch.Tensor, sources: torch.Tensor, log_g: torch.
 class RFA(RandomFeatureMixer):
     """Random feature attention with `num_features` directions per head; `gate` adds the gated recurrence.
 
-    The directions are those of `seed` and the layer; other ones are drawn every `redraw_every` optimizer steps, if any.
-    The authors' training takes other ones in each step, out of a fixed pool.
+    The directions depend on `seed` and the layer, and are redrawn every `redraw_every` optimizer steps unless it is 0.
+    The authors take new ones from a fixed pool in each training step.
     """
 
     buffer_name = 'directions'
@@ -159,27 +162,27 @@ class RFA(RandomFeatureMixer):
         return self.project(self.op(q, k, v, self.directions, self.sigma, gate))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        """The form without a gate, which follows from the tokens alone."""
+        """The form without a gate, which depends only on q, k and v."""
         return self.op(q, k, v, self.directions, self.sigma)
 
     def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Softmax attention with scores -|sigma (q^ - k^)|^2 / 2, which the features estimate."""
         sigma = self.sigma.unsqueeze(1).to(q.dtype)
         q, k = sigma * F.normalize(q, dim=-1), sigma * F.normalize(k, dim=-1)
-        # the part of a score that belongs to the key alone is one more channel
+        # the term of a score that depends only on the key is one more channel
         k = torch.cat([k, -k.square().sum(dim=-1, keepdim=True) / 2], dim=-1)
         return softmax_attention(F.pad(q, (0, 1), value=1.0), k, v, 1.0)
 
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
     ) -> dict[str, torch.Tensor]:
-        """With `normalisers_at_floor`, the share of queries whose normaliser is held up by EPS."""
+        """Adds `normalisers_at_floor`, the share of queries whose normaliser is at the floor of eps per key."""
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
             dtype = torch.promote_types(q.dtype, torch.float32)
             directions = self.sigma.unsqueeze(1).to(dtype) * self.directions.to(dtype)
             q, k = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
-            at_floor = q @ k.sum(dim=2).unsqueeze(-1) <= EPS * k.shape[2]
+            at_floor = q @ k.sum(dim=2).unsqueeze(-1) <= _EPS * k.shape[2]
         return {**signs, 'normalisers_at_floor': at_floor.to(dtype).flatten(1).mean(dim=1)}
 
     def no_weight_decay(self) -> set[str]:

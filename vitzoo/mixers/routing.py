@@ -4,12 +4,12 @@
     out_i    = sum_j n_ij exp(scale * q_i . k_j) v_j / sum_j n_ij exp(scale * q_i . k_j)
     n_ij     = number of clusters with i in Q_c and j in K_c for j != i,  n_ii = 1
 
-Queries and keys are not shared, as in the paper's encoders. A token in several clusters takes one softmax over the keys
-of all of them, a key counting once per cluster that they share; a token in no cluster attends only itself and the
-prefix tokens. Prefix tokens are global and not routed: n = 1 for all pairs with them. In training a centroid moves by
-an exponential average to the mean of the queries and keys nearest to it, and back to the unit sphere; there is no
+Queries and keys are not shared, as in the paper's encoders. A token in several clusters has one softmax over the keys
+of all of them, in which a key counts once per cluster that contains both; a token in no cluster attends only itself and
+the prefix tokens. Prefix tokens are global and not routed: n = 1 for all pairs with them. In training a centroid is an
+exponential moving average of the mean of the queries and keys nearest to it, normalised to the unit sphere; there is no
 auxiliary loss. Grid tokens have no order and there is no causal mask. With one cluster it is softmax attention. Cost:
-O(N (c + w + P) dim) with w = N / c unless given, so N^1.5 where c grows with sqrt(N). Efficient Content-Based Sparse
+O(N (c + w + P) dim) with w = N / c by default, so N^1.5 if c grows with sqrt(N). Efficient Content-Based Sparse
 Attention with Routing Transformers, section 4 and algorithm 1, https://arxiv.org/abs/2003.05997
 """
 
@@ -85,7 +85,7 @@ def routing_attention(
     scores = scores.masked_fill(in_q.unsqueeze(-1) == in_k.unsqueeze(-2), float('-inf'))
     always = torch.cat([(q_grid * k_grid).sum(dim=-1, keepdim=True), q_grid @ k[:, :, :P].mT], dim=-1).to(dtype)
 
-    # each row is stabilised by its largest score, in whichever cluster that is; the token itself makes it finite
+    # subtract the largest score of each row over all clusters; it is finite because a token attends itself
     place = in_q.flatten(2)
     largest = always.detach().amax(dim=-1)
     largest = largest.scatter_reduce(2, place, scores.detach().amax(dim=-1).flatten(2), 'amax')
@@ -104,18 +104,17 @@ def routing_attention(
 
 
 def _take(x: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, heads, N, d) of each cluster's members (B, heads, c, w), (B, heads, c, w, d)."""
+    """Tokens (B, heads, N, d) of the members (B, heads, c, w) of each cluster, (B, heads, c, w, d)."""
     index = members.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
     return x.gather(2, index).unflatten(2, members.shape[2:])
 
 
 @register_mixer('routing')
 class Routing(QKVMixer):
-    """Routing attention with `num_clusters` clusters per head of `cluster_size` tokens; None shares the tokens out
-    evenly.
+    """Routing attention with `num_clusters` clusters per head of `cluster_size` tokens, by default an even share.
 
-    The centroids are a buffer that starts from `seed` and the layer and is saved with the weights. They move once per
-    backward pass, by 1 - `decay` of the way, on all processes alike.
+    The centroids are a buffer that is initialised from `seed` and the layer and saved with the weights. They are
+    updated once per backward pass with momentum `decay`, in the same way on all processes.
     """
 
     attn_weights = True
@@ -140,11 +139,11 @@ class Routing(QKVMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_clusters < 1 or (cluster_size is not None and cluster_size < 1):
             raise ValueError(
-                f'routing needs num_clusters of at least 1 and cluster_size of at least 1 or none, '
+                f'routing needs num_clusters of at least 1 and cluster_size of at least 1 or None, '
                 f'not {num_clusters} and {cluster_size}.'
             )
         if not 0 <= decay <= 1:
-            raise ValueError(f'decay of routing lies between 0 and 1; {decay} does not.')
+            raise ValueError(f'decay of routing must be between 0 and 1, not {decay}.')
         self.cluster_size = cluster_size
         self.decay = decay
         shape, generator = (num_heads, num_clusters, self.head_dim), draw_generator(seed, self.layer)
@@ -157,14 +156,14 @@ class Routing(QKVMixer):
         out = self.op(q, k, v, self.centroids, grid_size, cluster_size, self.scale, self.dropout_p)
         if self.training and out.requires_grad:
             statistics = self.statistics(q[:, :, -N:], k[:, :, -N:])
-            # the update waits for the backward pass: gradient checkpointing runs this forward pass once more before it,
-            # which must find the same centroids and must not count twice
+            # update in the backward pass: gradient checkpointing repeats the forward pass, which must see the same
+            # centroids and must not update them twice
             out.register_hook(lambda grad: self.update_centroids(statistics))
         return out
 
     @torch.no_grad()
     def statistics(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Sum and number of the unit queries and keys nearest to each centroid, (heads, c, d + 1), float32 or wider."""
+        """Sum and count of the unit queries and keys nearest to each centroid, (heads, c, d + 1), float32 or wider."""
         with no_autocast(q):
             x = torch.cat([q, k], dim=2)
             x = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
@@ -174,7 +173,7 @@ class Routing(QKVMixer):
 
     @torch.no_grad()
     def update_centroids(self, statistics: torch.Tensor) -> None:
-        """Move each centroid that is nearest to some token towards their mean, over the batches of all processes."""
+        """Move each centroid towards the mean of its nearest tokens, if any, over the batches of all processes."""
         if distributed.is_available() and distributed.is_initialized():
             statistics = statistics.clone()
             distributed.all_reduce(statistics)

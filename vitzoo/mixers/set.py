@@ -4,10 +4,10 @@
     H     = LN(H + relu(W H + b))
     out_i = softmax(scale * q_i . K(H)) V(H)
 
-with inducing points I (m, dim), which are queries at once, and linear maps K, V of H. Linear in the number of tokens:
-O(N m dim). Sets have no order, so a grid needs no translation, and prefix tokens are ordinary tokens. What the paper
-puts around the second attention (residual sum, norm and feed-forward layer) is the backbone's block; the norms have no
-gain of their own. Set Transformer, equations 6, 7, 9 and 10, https://arxiv.org/abs/1810.00825
+with inducing points I (m, dim), used as queries without a projection, and linear maps K, V of H. Linear in the number
+of tokens: O(N m dim). Sets have no order, so the formula applies to a grid unchanged, and prefix tokens are ordinary
+tokens. The paper's residual sum, norm and feed-forward layer after the second attention are those of the backbone's
+block; the norms have no parameters. Set Transformer, equations 6, 7, 9 and 10, https://arxiv.org/abs/1810.00825
 """
 
 import torch
@@ -26,7 +26,7 @@ def set_naive(
     inducing: torch.Tensor, fc_weight: torch.Tensor, fc_bias: torch.Tensor, kv_weight: torch.Tensor,
     kv_bias: torch.Tensor, scale: float, dropout_p: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """The three lines of the formula; arguments as `set_attention`."""
+    """The formula line by line; arguments as `set_attention`."""
     (B, heads, _, d), m = q.shape, inducing.shape[0]
 
     def norm(x):
@@ -45,7 +45,7 @@ def set_attention(
     inducing: torch.Tensor, fc_weight: torch.Tensor, fc_bias: torch.Tensor, kv_weight: torch.Tensor,
     kv_bias: torch.Tensor, scale: float, dropout_p: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """q, k, v (B, heads, N, d) and points (m, heads * d), with the weights behind them -> (B, heads, N, d)."""
+    """q, k, v (B, heads, N, d), inducing points (m, heads * d) and the weights of both layers -> (B, heads, N, d)."""
     heads, dim = q.shape[1], inducing.shape[1]
     points = split_heads(inducing.unsqueeze(0), heads).expand(q.shape[0], -1, -1, -1).to(k.dtype)
     h = softmax_attention(points, k, v, scale, None, dropout_p)

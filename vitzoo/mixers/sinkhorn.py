@@ -1,18 +1,17 @@
-"""Sparse Sinkhorn attention: blocks of tokens attend themselves and the block that a differentiable sort puts beside
-them.
+"""Sparse Sinkhorn attention: blocks of tokens attend themselves and the block that a differentiable sort assigns them.
 
     S      = sinkhorn((scale * q~ k~^T + noise) / temperature),  q~ and k~ the means of the blocks
-    K'_ip  = sum_j S_ij m_jp k_jp / M_ip,   V'_ip alike,   M_ip = sum_j S_ij m_jp
+    K'_ip  = sum_j S_ij m_jp k_jp / M_ip,   V'_ip = sum_j S_ij m_jp v_jp / M_ip,   M_ip = sum_j S_ij m_jp
     out of block i = softmax(scale * q_i . [K_i ; K'_i] + [0 ; log M_i]) [V_i ; V'_i]
 
-`sinkhorn` normalises the columns and the rows of exp(x) in turn, in log space, and ends with the rows. Blocks are b x b
-tiles of the grid, p is a place in a tile and m_jp is 0 where the place p of tile j lies beyond the grid, else 1: a
-sorted token is the mean of the tokens that were sorted into its place and counts as much as they weigh (M = 1 where no
-tile is cut); below 1e-3 it is masked. The paper's sorting network maps a block to one logit per block and so is bound
-to the length; here the projections q and k take its place, for each head. A block that is sorted beside itself counts
+`sinkhorn` normalises the columns and the rows of exp(x) alternately, in log space, and ends with the rows. Blocks are b
+x b tiles of the grid, p is a position in a tile and m_jp is 0 if position p of tile j is outside the grid, else 1: a
+sorted token is the weighted mean of the tokens sorted into its position and counts with their total weight (M = 1
+without partial tiles); below 1e-3 it is masked. The paper's sorting network maps a block to one logit per block and so
+depends on the length; here the projections q and k replace it, for each head. A block that is assigned itself counts
 twice, as in the paper. With one block it is softmax attention in which the tokens of the grid count twice. Gumbel noise
-is drawn in training only. Prefix tokens are global and not sorted. Cost: O(N (2 b^2 + N / b^2 + P) dim), the second
-term for moving the sorted blocks, so N^1.5 where b^2 grows with sqrt(N). Sparse Sinkhorn Attention, section 3,
+is added in training only. Prefix tokens are global and not sorted. Cost: O(N (2 b^2 + N / b^2 + P) dim), the second
+term for moving the sorted blocks, so N^1.5 if b^2 grows with sqrt(N). Sparse Sinkhorn Attention, section 3,
 https://arxiv.org/abs/2002.11296
 """
 
@@ -23,13 +22,13 @@ from ._window import halo_mask, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
-__all__ = ['Sinkhorn', 'log_sinkhorn', 'sinkhorn_attention', 'sinkhorn_naive']
+__all__ = ['Sinkhorn', 'block_sort', 'log_sinkhorn', 'sinkhorn_attention', 'sinkhorn_naive']
 
-MIN_MASS = 1e-3
+_MIN_MASS = 1e-3
 
 
 def log_sinkhorn(logits: torch.Tensor, num_iterations: int) -> torch.Tensor:
-    """Logarithm of the nearly doubly stochastic matrices of logits (..., T, T); rows sum to one exactly."""
+    """Logarithm of nearly doubly stochastic matrices from logits (..., T, T); rows sum to one exactly."""
     for _ in range(num_iterations):
         logits = logits - logits.logsumexp(dim=-2, keepdim=True)
         logits = logits - logits.logsumexp(dim=-1, keepdim=True)
@@ -48,12 +47,12 @@ def sinkhorn_naive(
     scale: float,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """Block by block and place by place; arguments as `sinkhorn_attention`."""
+    """Block by block and position by position; arguments as `sinkhorn_attention`."""
     (H, W), b = grid_size, block_size
     P = q.shape[2] - H * W
     corners = [(y, x) for y in range(0, H, b) for x in range(0, W, b)]
     places = [(y, x) for y in range(b) for x in range(b)]
-    # token of each block at each place, where there is one
+    # index of the token at each position of each block, without positions outside the grid
     blocks = [{(y, x): P + (y0 + y) * W + x0 + x for y, x in places if y0 + y < H and x0 + x < W} for y0, x0 in corners]
     means_q, means_k = (
         torch.stack([x[:, :, list(block.values())].mean(dim=2) for block in blocks], dim=2) for x in (q, k)
@@ -78,7 +77,7 @@ def sinkhorn_naive(
             weights, tokens = (weights / mass).unsqueeze(2), [token for _, token in sources]
             keys.append(weights @ k[:, :, tokens])
             values.append(weights @ v[:, :, tokens])
-            bias.append(mass.log().masked_fill(mass <= MIN_MASS, float('-inf')))
+            bias.append(mass.log().masked_fill(mass <= _MIN_MASS, float('-inf')))
         keys, values, bias = torch.cat(keys, dim=2), torch.cat(values, dim=2), torch.cat(bias, dim=2).unsqueeze(2)
         rows = list(block.values())
         out[:, :, rows] = softmax_naive(q[:, :, rows], keys, values, scale, bias, dropout_p)
@@ -97,8 +96,10 @@ def sinkhorn_attention(
     scale: float,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """q, k, v (B, heads, P + H*W, d), the first P tokens global, noise (B, heads, T, T) for T blocks or none ->
-    (B, heads, P + H*W, d)."""
+    """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d).
+
+    `noise` (B, heads, T, T) is added to the logits of the T blocks.
+    """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     window = (block_size, block_size)
     inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
@@ -106,7 +107,7 @@ def sinkhorn_attention(
     k_tiles, v_tiles = (tile(x[:, :, P:], grid_size, window).masked_fill(~inside.unsqueeze(-1), 0) for x in (k, v))
     sort = block_sort(q_tiles, k_tiles, inside, noise, num_iterations, temperature)  # (B, heads, T, T)
     mass = sort @ inside.to(sort.dtype)  # (B, heads, T, b*b)
-    present = mass > MIN_MASS
+    present = mass > _MIN_MASS
     mass = mass.masked_fill(~present, 1)
     k_sorted, v_sorted = (_sorted_tiles(sort, x, mass, present) for x in (k_tiles, v_tiles))
 
@@ -132,7 +133,7 @@ def block_sort(
     num_iterations: int,
     temperature: float,
 ) -> torch.Tensor:
-    """The sort of blocks (B, heads, T, T), float32 or wider: row i says where the tokens beside block i come from."""
+    """S of the formula, (B, heads, T, T), float32 or wider: row i weights the blocks sorted to block i."""
     dtype = torch.promote_types(q_tiles.dtype, torch.float32)
     with no_autocast(q_tiles):
         share = inside.to(dtype).unsqueeze(1)  # (T, 1, b*b)
@@ -146,8 +147,8 @@ def block_sort(
 
 
 def _sorted_tiles(sort: torch.Tensor, tiles: torch.Tensor, mass: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """What is sorted into each place of each block, (B, heads, T, b*b, d); zeros where nothing is."""
-    # dividing by a small mass multiplies gradients beyond the range of float16
+    """K' or V' of the formula, (B, heads, T, b*b, d); zero where M is too small."""
+    # gradients divided by a small mass exceed the range of float16
     with no_autocast(tiles):
         moved = (sort @ tiles.to(sort.dtype).flatten(3)).unflatten(3, tiles.shape[3:])
         return (moved / mass.unsqueeze(-1)).masked_fill(~present.unsqueeze(-1), 0).to(tiles.dtype)
@@ -155,10 +156,9 @@ def _sorted_tiles(sort: torch.Tensor, tiles: torch.Tensor, mass: torch.Tensor, p
 
 @register_mixer('sinkhorn')
 class Sinkhorn(QKVMixer):
-    """Sinkhorn attention in `block_size` x `block_size` blocks, sorted by `num_iterations` Sinkhorn steps at
-    `temperature`.
+    """Sinkhorn attention in `block_size` x `block_size` blocks, sorted by `num_iterations` steps at `temperature`.
 
-    The Gumbel noise of training comes from torch's generator of the device.
+    The Gumbel noise in training is drawn from torch's default generator of the device.
     """
 
     attn_weights = True

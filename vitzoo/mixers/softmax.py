@@ -1,4 +1,4 @@
-"""Softmax attention, the reference point of every other mixer.
+"""Softmax attention, the reference for every other mixer.
 
     out_i = sum_j softmax_j(scale * q_i . k_j + bias_ij) v_j
 
@@ -42,9 +42,9 @@ def softmax_attention(
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """Queries (B, heads, N, d), keys and values (B, heads, M, d), bias (heads, N, M) -> (B, heads, N, d)."""
-    # exported, sdpa with a bias is taken apart, into pieces whose strides no longer fit what follows
+    # torch.export decomposes sdpa with a bias into operations whose output strides do not match
     if use_fused_attn() and not (bias is not None and is_exporting()):
-        # sdpa wants the bias in the queries' dtype, and autocast does not see to it
+        # sdpa requires the bias in the dtype of the queries, which autocast does not ensure
         bias = None if bias is None else bias.to(q.dtype).unsqueeze(0)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     scores = (scale * q) @ k.transpose(-2, -1)
@@ -56,7 +56,7 @@ def softmax_attention(
 
 @register_mixer('softmax')
 class Softmax(QKVMixer):
-    """Softmax attention, by PyTorch's fused kernel where timm's switch allows it.
+    """Softmax attention, with PyTorch's fused kernel if timm's `use_fused_attn` allows it.
 
     `rel_bias` is 'none' or 'table' (a learned bias per head for each 2-D offset, and for pairs with prefix tokens).
     """

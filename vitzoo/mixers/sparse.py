@@ -1,17 +1,17 @@
-"""Sparse Transformer attention: every token attends its neighbourhood and a thin set of tokens that reaches everywhere.
+"""Sparse Transformer attention: every token attends its neighbourhood and a sparse set of tokens of the whole grid.
 
     out_i = sum_{j in near(i) + far(i)} softmax_j(scale * q_i . k_j) v_j
 
     strided:  near(i) = {|i - j| < l},         far(i) = {j : j = i mod l}
     fixed:    near(i) = {j // l = i // l},     far(i) = {j : j mod l >= l - c}   (the last c tokens of each block)
 
-i and j count grid tokens in raster order, and l is `stride`. Without a stride the pattern lies on the grid: l is its
-width W and near(i) the row of i, so that strided attends the row and the column, fixed the row and the last c columns.
-Nothing is causal: the paper's sets of earlier tokens are extended to later ones. Of the paper's ways to combine the two
-sets this is the merged one, one softmax over both in every head, a token in both counting once. Prefix tokens are
-global. With a stride of N it is softmax attention. Cost: strided O(N (2l + N/l) dim), fixed O(N (l + c N/l) dim), so
-N^1.5 where l grows with sqrt(N), as W does. Generating Long Sequences with Sparse Transformers, sections 4.2 and 4.3,
-https://arxiv.org/abs/1904.10509
+i and j are indices of grid tokens in raster order, and l is `stride`. Without a stride the pattern follows the grid: l
+is its width W and near(i) the row of i, so that strided attends the row and the column, fixed the row and the last c
+columns. Nothing is causal: the paper's sets of earlier tokens are extended to later ones. Of the paper's ways to
+combine the two sets this is the merged one: one softmax over both in every head, in which a token in both counts once.
+Prefix tokens are global. With a stride of N it is softmax attention. Cost: strided O(N (2l + N/l) dim), fixed O(N (l +
+c N/l) dim), so N^1.5 if l grows with sqrt(N), as W does. Generating Long Sequences with Sparse Transformers, sections
+4.2 and 4.3, https://arxiv.org/abs/1904.10509
 """
 
 import torch
@@ -63,21 +63,21 @@ def sparse_attention(
     N = grid_size[0] * grid_size[1]
     P, l = q.shape[2] - N, min(stride or grid_size[1], N)
     q_blocks, k_blocks, v_blocks = (_blocks(x[:, :, P:], l) for x in (scale * q, k, v))  # (B, heads, T, l, d)
-    # the neighbourhood is the own block, or the band that reaches into the blocks on both sides of it
-    reach = int(pattern == 'strided' and stride is not None)
+    # the neighbourhood is the token's block, or a band that extends into the blocks before and after it
+    num_neighbours = int(pattern == 'strided' and stride is not None)
     far_scores, far_values = (_column_scores, _column_values) if pattern == 'strided' else (_last_scores, _last_values)
     c = min(num_summaries, l)
-    near_mask, far_mask = _masks(N, l, reach, pattern, c, q.device)
+    near_mask, far_mask = _masks(N, l, num_neighbours, pattern, c, q.device)
     scores = [
         q_blocks @ k[:, :, None, :P].mT,
-        (q_blocks @ _with_neighbours(k_blocks, reach).mT).masked_fill(~near_mask, float('-inf')),
+        (q_blocks @ _with_neighbours(k_blocks, num_neighbours).mT).masked_fill(~near_mask, float('-inf')),
         far_scores(q_blocks, k_blocks, c).masked_fill(~far_mask, float('-inf')),
     ]
     sizes = [part.shape[-1] for part in scores]
     scores = torch.cat(scores, dim=-1)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     prefix, near, far = F.dropout(attn, dropout_p).split(sizes, dim=-1)
-    out = prefix @ v[:, :, None, :P] + near @ _with_neighbours(v_blocks, reach) + far_values(far, v_blocks, c)
+    out = prefix @ v[:, :, None, :P] + near @ _with_neighbours(v_blocks, num_neighbours) + far_values(far, v_blocks, c)
     out = out.flatten(2, 3)[:, :, :N]
     if P == 0:
         return out
@@ -85,18 +85,18 @@ def sparse_attention(
 
 
 def _blocks(x: torch.Tensor, l: int) -> torch.Tensor:
-    """Tokens (B, heads, N, d) -> consecutive blocks (B, heads, T, l, d), zeros beyond the last token."""
+    """Tokens (B, heads, N, d) -> consecutive blocks (B, heads, T, l, d), zero-padded at the end."""
     return F.pad(x, (0, 0, 0, -x.shape[2] % l)).unflatten(2, (-1, l))
 
 
-def _with_neighbours(blocks: torch.Tensor, reach: int) -> torch.Tensor:
-    """(B, heads, T, l, d) -> each block with `reach` blocks before and after, (B, heads, T, (1 + 2 reach) * l, d)."""
-    blocks = F.pad(blocks, (0, 0, 0, 0, reach, reach)).unfold(2, 1 + 2 * reach, 1)  # (B, heads, T, l, d, 1 + 2 reach)
+def _with_neighbours(blocks: torch.Tensor, n: int) -> torch.Tensor:
+    """(B, heads, T, l, d) -> each block with `n` blocks before and after it, (B, heads, T, (1 + 2n) * l, d)."""
+    blocks = F.pad(blocks, (0, 0, 0, 0, n, n)).unfold(2, 1 + 2 * n, 1)  # (B, heads, T, l, d, 1 + 2n)
     return blocks.permute(0, 1, 2, 5, 3, 4).flatten(3, 4)
 
 
 def _column_scores(q_blocks: torch.Tensor, k_blocks: torch.Tensor, c: int) -> torch.Tensor:
-    """Scores with the tokens at the same place of all blocks, (B, heads, T, l, T)."""
+    """Scores with the tokens at the same position in all blocks, (B, heads, T, l, T)."""
     return (q_blocks.transpose(2, 3) @ k_blocks.transpose(2, 3).mT).transpose(2, 3)
 
 
@@ -115,13 +115,15 @@ def _last_values(attn: torch.Tensor, v_blocks: torch.Tensor, c: int) -> torch.Te
     return (attn.flatten(2, 3) @ last).unflatten(2, v_blocks.shape[2:4])
 
 
-def _masks(N: int, l: int, reach: int, pattern: str, c: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which keys of the neighbourhood and which far keys are tokens that count, (T, l, keys) each."""
-    places = torch.arange(-(-N // l) * l, device=device).unflatten(0, (-1, l))  # (T, l)
-    block, query = places[:, :1, None] // l, places.unsqueeze(2)
-    near = (block - reach) * l + torch.arange((1 + 2 * reach) * l, device=device)
-    far = places.T if pattern == 'strided' else places[:, -c:].reshape(1, -1)
-    # what lies in the own block is near already; the blocks beside it are out of the band at the same place
+def _masks(
+    N: int, l: int, num_neighbours: int, pattern: str, c: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks, (T, l, keys) each, of the near keys and of the far keys that are not near already."""
+    index = torch.arange(-(-N // l) * l, device=device).unflatten(0, (-1, l))  # (T, l)
+    block, query = index[:, :1, None] // l, index.unsqueeze(2)
+    near = (block - num_neighbours) * l + torch.arange((1 + 2 * num_neighbours) * l, device=device)
+    far = index.T if pattern == 'strided' else index[:, -c:].reshape(1, -1)
+    # far keys in the token's block are near already; in the next blocks the same position is outside the band
     return (near >= 0) & (near < N) & ((near - query).abs() < l), (far < N) & (far // l != block)
 
 
@@ -129,8 +131,8 @@ def _masks(N: int, l: int, reach: int, pattern: str, c: int, device: torch.devic
 class Sparse(QKVMixer):
     """Sparse Transformer attention with `pattern` 'strided' or 'fixed'.
 
-    `stride` is the paper's l in raster order; None lays the pattern on the grid, along its rows and columns.
-    `num_summaries` is the paper's c, the tokens of each block (columns of the grid) that all see in 'fixed'.
+    `stride` is the paper's l in raster order; None uses the rows and columns of the grid. `num_summaries` is the
+    paper's c, the number of tokens of each block (columns of the grid) that all tokens attend in 'fixed'.
     """
 
     attn_weights = True
@@ -154,7 +156,7 @@ class Sparse(QKVMixer):
             raise ValueError(f"pattern of sparse is 'strided' or 'fixed', not {pattern!r}.")
         if (stride is not None and stride < 1) or num_summaries < 1:
             raise ValueError(
-                f'sparse needs a stride of at least 1 or none and num_summaries >= 1, not {stride} and {num_summaries}.'
+                f'sparse needs a stride of at least 1 or None and num_summaries >= 1, not {stride} and {num_summaries}.'
             )
         self.pattern = pattern
         self.stride = stride

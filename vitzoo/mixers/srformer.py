@@ -87,7 +87,7 @@ def spatial_reduction(x: torch.Tensor, sr: nn.Conv2d, norm: nn.Module, grid_size
     return torch.cat([prefix.to(reduced.dtype), reduced], dim=1)
 
 
-class TokenNorm(nn.Module):
+class _TokenNorm(nn.Module):
     """ViL's InstanceNorm: mean 0 and variance 1 in every channel over the tokens, without parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class SRFormer(TokenMixer):
         self.sr = self.norm = None
         if sr_ratio > 1:
             self.sr = nn.Conv2d(dim, dim, sr_ratio, stride=sr_ratio, bias=norm == 'layer', **dd)
-            self.norm = nn.LayerNorm(dim, **dd) if norm == 'layer' else TokenNorm()
+            self.norm = nn.LayerNorm(dim, **dd) if norm == 'layer' else _TokenNorm()
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)

@@ -35,11 +35,11 @@ def synthesizer_naive(x: torch.Tensor, v: torch.Tensor, scores: nn.Module, dropo
         columns = [(hidden * keys[:, j]).sum(dim=-1) + bias[:, j, 0] for j in range(keys.shape[1])]  # (B, N, heads)
         return torch.stack(columns, dim=-1).transpose(1, 2)
 
-    if isinstance(scores, RandomScores):
+    if isinstance(scores, _RandomScores):
         s = scores.table
-    elif isinstance(scores, FactorizedRandomScores):
+    elif isinstance(scores, _FactorizedRandomScores):
         s = torch.einsum('hir,hjr->hij', scores.queries, scores.keys)
-    elif isinstance(scores, DenseScores):
+    elif isinstance(scores, _DenseScores):
         s = synthesize(scores.keys, scores.bias)
     else:
         row, column = synthesize(scores.row, scores.row_bias), synthesize(scores.column, scores.column_bias)
@@ -58,7 +58,7 @@ def synthesizer(x: torch.Tensor, v: torch.Tensor, scores: nn.Module, dropout_p: 
     return F.dropout(attn, dropout_p) @ v
 
 
-class DenseScores(nn.Module):
+class _DenseScores(nn.Module):
     """Scores from each token alone, (B, heads, N, N)."""
 
     def __init__(
@@ -84,7 +84,7 @@ class DenseScores(nn.Module):
             setattr(self, name, resample_rows(getattr(self, name), new_size, old_size, self.num_prefix_tokens))
 
 
-class FactorizedDenseScores(nn.Module):
+class _FactorizedDenseScores(nn.Module):
     """Products of a row's and a column's score, both from each token alone, (B, heads, N, N)."""
 
     def __init__(
@@ -119,7 +119,7 @@ class FactorizedDenseScores(nn.Module):
                 setattr(self, name, nn.Parameter(new.contiguous(), requires_grad=old.requires_grad))
 
 
-class RandomScores(nn.Module):
+class _RandomScores(nn.Module):
     """Scores that are parameters, (heads, N, N)."""
 
     def __init__(
@@ -141,7 +141,7 @@ class RandomScores(nn.Module):
             self.table = nn.Parameter(table.data.mT.contiguous(), requires_grad=table.requires_grad)
 
 
-class FactorizedRandomScores(nn.Module):
+class _FactorizedRandomScores(nn.Module):
     """Scores that are parameters of low rank, (heads, N, N)."""
 
     def __init__(
@@ -172,10 +172,10 @@ class FactorizedRandomScores(nn.Module):
 
 
 _SCORES = {
-    'dense': DenseScores,
-    'random': RandomScores,
-    'factorized_dense': FactorizedDenseScores,
-    'factorized_random': FactorizedRandomScores,
+    'dense': _DenseScores,
+    'random': _RandomScores,
+    'factorized_dense': _FactorizedDenseScores,
+    'factorized_random': _FactorizedRandomScores,
 }
 
 

@@ -1,12 +1,12 @@
-"""Cross-covariance attention: attention between channels, with the tokens as the features that are compared.
+"""Cross-covariance attention: attention between channels, each described by its values at all tokens.
 
     out_c = sum_e softmax_e(tau * q^_c . k^_e) v_e
 
 for the channels c, e of a head, where q^ and k^ are a channel's values at all tokens, scaled to length 1, and tau is
-learned per head. Linear in the number of tokens: O(N dim head_dim). The products have no order, so a grid needs no
-translation, and prefix tokens are ordinary tokens. XCiT's local patch interaction, a convolution next to the attention,
-is no part of it. The paper divides by its tau; as in its code, ours multiplies. XCiT, section 3.2,
-https://arxiv.org/abs/2106.09681
+learned per head. Linear in the number of tokens: O(N dim head_dim). The products do not depend on the order of tokens,
+so the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. XCiT's local patch interaction, a
+separate convolution, is not part of it. The paper divides by tau; this multiplies by it, as the official code does.
+XCiT, section 3.2, https://arxiv.org/abs/2106.09681
 """
 
 import torch
