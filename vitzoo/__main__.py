@@ -1,4 +1,4 @@
-"""`python -m vitzoo <command>` is `vitzoo <command>`."""
+"""`python -m vitzoo <command>`, the same as `vitzoo <command>`."""
 
 from vitzoo.cli import main
 

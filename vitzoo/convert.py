@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def convert(argv: list[str] | None = None) -> None:
-    """Convert as the command line says.
+    """Run `vitzoo convert` with these arguments.
 
     Raises:
         UserError: The model does not exist, the checkpoint cannot be read or does not fit, or there already is a model

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def explain_files(argv: list[str] | None = None) -> list[str]:
-    """Explain images as the command line says, and return the names of those that could not be read.
+    """Run `vitzoo explain` with these arguments, and return the names of images that could not be read.
 
     Raises:
         UserError: There are no images, or the model, the class or another option is not valid.

@@ -227,7 +227,7 @@ def _expand(pattern: str) -> list[str]:
     architecture, _, tag = pattern.partition('.')
     tags = timm.list_models(f'{architecture}.*', include_tags=True)
     if tag and pattern not in tags:
-        raise UserError(f"{architecture} has no weights '{tag}'; it has {', '.join(tags) or 'none'}")
+        raise UserError(f"{architecture} has no weights '{tag}', it has {', '.join(tags) or 'none'}")
     return [pattern]
 
 

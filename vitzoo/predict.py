@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def predict(argv: list[str] | None = None) -> list[str]:
-    """Predict as the command line says, and return the names of images that could not be read.
+    """Run `vitzoo predict` with these arguments, and return the names of images that could not be read.
 
     Raises:
         UserError: There are no images, or the model or another option is not valid.

@@ -1,0 +1,54 @@
+"""Creating models by name, and the messages for wrong arguments."""
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+
+from vitzoo.errors import UserError
+from vitzoo.load import create_model
+
+
+@pytest.mark.parametrize('img_size', [48, [48, 32]])
+def test_an_image_size_goes_to_the_models_that_take_one(img_size):
+    size = (48, 48) if img_size == 48 else (48, 32)
+    assert create_model('test_vit', img_size=img_size).patch_embed.img_size == size
+    assert create_model('aft_conv_tiny', img_size=img_size, depth=1).patch_embed.img_size == size
+    assert create_model('test_resnet', img_size=img_size, num_classes=3).num_classes == 3
+
+
+def test_arguments_of_the_user_override_the_others():
+    model = create_model('test_vit', model_kwargs={'num_classes': 5}, num_classes=3)
+    assert model.num_classes == 5
+
+
+def test_a_folder_is_created_with_its_own_arguments_and_weights(tmp_path):
+    model = timm.create_model('deit_ls_tiny', depth=1, img_size=32, num_classes=3)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    loaded = create_model(str(tmp_path), pretrained=True)
+    assert torch.equal(loaded.head.weight, model.head.weight) and len(loaded.blocks) == 1
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'message'),
+    [
+        ('test_vit', dict(model_kwargs={'dept': 3}), "test_vit has no argument 'dept', did you mean depth"),
+        ('test_resnet', dict(model_kwargs={'img_size': 32}), "test_resnet has no argument 'img_size'"),
+        ('test_resnet', dict(img_size=32, model_kwargs={'dept': 3}), "test_resnet has no argument 'dept'"),
+        ('deit_ls_tiny', dict(img_size=8), 'deit_ls_tiny cannot be made with img_size=8: .*smaller than a patch'),
+        ('deit_ls_tiny', dict(model_kwargs={'mixer': 'lss'}), 'deit_ls_tiny cannot be made with mixer=lss: .*mean ls'),
+        ('test_vit', dict(model_kwargs={'depth': 'two'}), 'test_vit cannot be made with depth=two'),
+    ],
+)
+def test_a_wrong_argument_is_named(name, kwargs, message):
+    with pytest.raises(UserError, match=message):
+        create_model(name, **kwargs)
+
+
+def test_weights_that_cannot_be_fetched_are_reported(monkeypatch):
+    def no_answer(*args, **kwargs):
+        raise OSError('no answer')
+
+    monkeypatch.setattr('vitzoo.models._register.download_url_to_file', no_answer)
+    with pytest.raises(UserError, match=r'cannot fetch the weights of vil_tiny .*no answer.*as a checkpoint file'):
+        create_model('vil_tiny', pretrained=True, cache_dir='/nonexistent')
