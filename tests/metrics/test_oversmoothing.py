@@ -123,7 +123,7 @@ def test_a_model_without_blocks_says_so():
     with pytest.raises(UserError, match='cannot read the tokens of Flatten'):
         OversmoothingProbe(nn.Flatten())
     model = timm.create_model('pit_ti_224')
-    with pytest.raises(UserError, match='no single feature map'):
+    with pytest.raises(UserError, match='does not return a single feature map'):
         oversmoothing(model, torch.randn(1, 3, 224, 224))
 
 

@@ -16,7 +16,7 @@ from timm.models import save_for_hf
 from vitzoo.errors import UserError
 from vitzoo.validate import main
 from vitzoo.validate.evaluation import validate
-from vitzoo.validate.predictions import read_predictions
+from vitzoo.validate.predictions import read_predictions, write_predictions
 
 NAMES = [f'class {i}' for i in range(7)]
 
@@ -111,24 +111,24 @@ def test_several_labels_for_an_image(data, trained, tmp_path, capsys):
         validate([*argv, str(tmp_path / 'predictions.csv')])
 
 
-@pytest.mark.parametrize('suffix', ('csv', 'npz'))
-def test_mistakes_of_predictions_are_those_of_the_model(suffix, data, trained, tmp_path, capsys):
-    file, argv = tmp_path / f'predictions.{suffix}', [trained, '--data-dir', data, '--batch-size', 4, '--workers', 0]
-    (record,) = validate([*map(str, argv), '--save-predictions', str(file), '--errors', str(tmp_path / 'model')])
+def test_the_error_analysis_of_predictions_is_that_of_the_model(data, trained, tmp_path, capsys):
+    npz, table = tmp_path / 'predictions.npz', tmp_path / 'predictions.csv'
+    argv = [trained, '--data-dir', data, '--batch-size', 4, '--workers', 0, '--save-predictions', npz]
+    (record,) = validate([*map(str, argv), '--errors', str(tmp_path / 'model')])
+    write_predictions(table, read_predictions(npz))
     capsys.readouterr()
-    argv = ['--from-predictions', str(file), '--errors']
-    (again,) = validate([*argv, str(tmp_path / 'again'), '--data-dir', str(data)])
+    argv = ['--from-predictions', table, '--errors', tmp_path / 'again', '--data-dir', data]
+    (again,) = validate([*map(str, argv)])
     assert again['ece'] == record['ece'] and f'{record["ece"]:.2f} %' in capsys.readouterr().out
-    names = {path.name for path in (tmp_path / 'model').iterdir()}
-    assert len(names) == 7 and names == {path.name for path in (tmp_path / 'again').iterdir()}
-    for name in names:
-        assert (tmp_path / 'again' / name).read_bytes() == (tmp_path / 'model' / name).read_bytes()
-    # without the images everything but their pictures
-    validate([*argv, str(tmp_path / 'blind')])
-    assert {path.name for path in (tmp_path / 'blind').iterdir()} == names - {'confused.png'}
+    files = {path.name: path.read_bytes() for path in (tmp_path / 'model').iterdir()}
+    assert len(files) == 7 and files == {path.name: path.read_bytes() for path in (tmp_path / 'again').iterdir()}
+    # without --data-dir, everything but the images
+    validate(['--from-predictions', str(npz), '--errors', str(tmp_path / 'blind')])
+    del files['confused.png']
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / 'blind').iterdir()}
 
 
-def test_mistakes_are_shown_of_the_images_that_were_predicted(data, trained, tmp_path):
+def test_the_images_to_show_are_those_of_the_predictions(data, trained, tmp_path):
     save(data, trained, tmp_path / 'predictions.csv')
     other = shutil.copytree(data, tmp_path / 'other')
     (other / 'val' / NAMES[0] / '6.png').unlink()
