@@ -390,10 +390,10 @@ def test_both_loops_train_the_same_weights(quick):
     batches = [[torch.randn(2, 3, 32, 32), torch.tensor([number, 2])] for number in range(2)]
     model = copy.deepcopy(run.bare)
     ours = trainer.vitzoo_step(run, batches)
-    plain = trainer.plain_step(run.recipe, model, run.plan.steps_per_epoch, batches)
+    bare = trainer.plain_step(run.recipe, model, run.plan.steps_per_epoch, batches)
     for number in range(3):
         ours(number)
-        plain(number)
+        bare(number)
     before = run.bare.state_dict()
     assert all(torch.equal(own, before[key]) for key, own in model.state_dict().items())
     assert run.step == 3
