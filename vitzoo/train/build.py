@@ -86,7 +86,7 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
     name = find_model(recipe.model)
     name = f'local-dir:{name}' if Path(name).is_dir() else name
     if recipe.pretrained and ':' not in name and not timm.is_model_pretrained(name):
-        raise UserError(f'there are no published weights of {name}; remove pretrained')
+        raise UserError(f'there are no published weights of {name}; leave out pretrained')
     model = _create(name, recipe, num_classes)
     pretrained_classes = model.pretrained_cfg.get('num_classes')
     if (recipe.pretrained or name.startswith('local-dir:')) and pretrained_classes != num_classes:
