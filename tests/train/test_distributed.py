@@ -150,7 +150,7 @@ def kill_if_sharded(run) -> None:
 
 def test_fsdp_gives_the_numbers_and_the_checkpoint_files_of_one_process(images, single, tmp_path):
     arguments = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--checkpoint-every', '2']
-    outcome = start_processes(2, train_sharded, arguments, str(tmp_path / 'log'), kill_if_sharded, 7)
+    outcome = start_processes(2, train_sharded, arguments, str(tmp_path / 'log'), kill_if_sharded, 3)
     assert -signal.SIGKILL in outcome.codes, outcome.err
     again = ['--resume', 'auto', '--output', str(tmp_path / 'run')]
     outcome = start_processes(2, train_sharded, again, str(tmp_path / 'log'))

@@ -84,7 +84,7 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
     name = find_model(recipe.model)
     is_folder = is_trained_folder(name)
     if recipe.pretrained and not is_folder and ':' not in name and not timm.is_model_pretrained(name):
-        raise UserError(f'there are no published weights of {name}; remove pretrained')
+        raise UserError(f'there are no published weights of {name}; leave out pretrained')
     is_pretrained = recipe.pretrained or is_folder or name.startswith('local-dir:')
     model = create_model(
         name,
