@@ -10,7 +10,7 @@ from toys import make_images
 
 
 def pytest_configure() -> None:
-    # the tensors of the tests are small, and pytest runs one process per core already
+    # the tensors are small, and pytest runs one process per core
     torch.set_num_threads(1)
 
 
@@ -32,7 +32,7 @@ def quick_timing(monkeypatch) -> None:
 
 @pytest.fixture
 def fresh_accelerate() -> None:
-    """Accelerate keeps its state for the life of a process; let it forget, as in a new one."""
+    """Reset the state of Accelerate, which is global to the process."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -40,7 +40,7 @@ def fresh_accelerate() -> None:
 
 @pytest.fixture
 def triton_interpreter() -> None:
-    """Skips where Triton's interpreter itself fails: that of 3.2 turns arrays into numbers as NumPy 2.4 forbids."""
+    """Skip if Triton's interpreter fails: version 3.2 converts arrays to scalars in a way that NumPy 2.4 forbids."""
     triton, numpy = (Version(importlib.metadata.version(name)) for name in ('triton', 'numpy'))
     if triton < Version('3.3') and numpy >= Version('2.4'):
-        pytest.skip(f'the interpreter of Triton {triton} does not run with NumPy {numpy}')
+        pytest.skip(f'the interpreter of Triton {triton} does not work with NumPy {numpy}')

@@ -284,7 +284,7 @@ def unclear_prose(path: Path) -> list[str]:
     faults = {(line, match[0]) for line, words in openings if (match := RELATIVES.match(words))}
     for line, passage in passages:
         for pattern in UNCLEAR:
-            for match in re.finditer(rf'\b{pattern}\b'.replace(' ', r'\s+'), passage, re.IGNORECASE):
+            for match in re.finditer(rf'(?<![\w-]){pattern}(?![\w-])'.replace(' ', r'\s+'), passage, re.IGNORECASE):
                 faults.add((line + passage.count('\n', 0, match.start()), ' '.join(match[0].split())))
     return [f'{line}: {words}' for line, words in sorted(faults)]
 
@@ -312,7 +312,7 @@ def f(so_many, x):
     # which is
     # why
     print('which of these?')  # there is no image
-    return f'{x} is no image; the blest are unlike others'  # alike
+    return f'{x} is no image; the blest are unlike alike-within'  # alike
 '''
 
 
