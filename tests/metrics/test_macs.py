@@ -30,8 +30,8 @@ CASES = {
     'sparse_fixed': ('sparse', dict(pattern='fixed')),
     'srformer_4': ('srformer', dict(sr_ratio=4)),
     'synthesizer_random': ('synthesizer', dict(variant='random')),
-    'synthesizer_factorized_dense': ('synthesizer', dict(variant='factorised_dense')),
-    'synthesizer_factorized_random': ('synthesizer', dict(variant='factorised_random')),
+    'synthesizer_factorized_dense': ('synthesizer', dict(variant='factorized_dense')),
+    'synthesizer_factorized_random': ('synthesizer', dict(variant='factorized_random')),
 }
 
 

@@ -5,22 +5,6 @@ import torch
 from helpers import DIM, GRID, HEADS, build, recorded_call, tokens
 
 from vitzoo import create_mixer
-from vitzoo.mixers.aft import aft_conv, aft_full_naive
-
-
-@pytest.mark.parametrize('num_prefix_tokens', [0, 1])
-def test_aft_conv_is_aft_full_with_the_dense_bias_of_its_kernel(num_prefix_tokens):
-    mixer = build('aft_conv', (4, 5), num_prefix_tokens, kernel_size=5)
-    q, k, v, kernel, _ = recorded_call(mixer, tokens(mixer))
-    P, (H, W) = num_prefix_tokens, GRID
-    bias = torch.zeros(HEADS, P + H * W, P + H * W, dtype=torch.float64)
-    for i in range(H * W):
-        for j in range(H * W):
-            dy, dx = j // W - i // W + 2, j % W - i % W + 2
-            if 0 <= dy < 5 and 0 <= dx < 5:
-                bias[:, P + i, P + j] = kernel[:, dy, dx]
-    expected = aft_full_naive(q, k, v, bias)
-    torch.testing.assert_close(aft_conv(q, k, v, kernel, GRID), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_new_aft_conv_starts_without_positions():

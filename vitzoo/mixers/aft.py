@@ -56,22 +56,16 @@ def aft_local_naive(
 def aft_conv_naive(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
 ) -> torch.Tensor:
-    """The formula with the convolution written out, offset by offset; arguments as `aft_conv`."""
-    (H, W), size = grid_size, kernel.shape[-1]
-    P = q.shape[2] - H * W
-    numerator = (k.exp() * v).sum(dim=2, keepdim=True) * torch.ones_like(v)
-    denominator = k.exp().sum(dim=2, keepdim=True) * torch.ones_like(v)
-    for i in range(P, P + H * W):
-        y, x = divmod(i - P, W)
-        for dy in range(size):
-            for dx in range(size):
-                row, column = y + dy - size // 2, x + dx - size // 2
-                if 0 <= row < H and 0 <= column < W:
-                    j = P + row * W + column
-                    weight = (kernel[:, dy, dx, None].exp() - 1) * k[:, :, j].exp()
-                    numerator[:, :, i] += weight * v[:, :, j]
-                    denominator[:, :, i] += weight
-    return q.sigmoid() * numerator / denominator
+    """AFT-full with the bias of the kernel written out; arguments as `aft_conv`."""
+    N, size = q.shape[2], kernel.shape[-1]
+    P = N - grid_size[0] * grid_size[1]
+    y, x = (place.flatten() for place in torch.meshgrid(*map(torch.arange, grid_size), indexing='ij'))
+    # offset of each key from each query, counted from the corner of the kernel
+    dy, dx = y - y[:, None] + size // 2, x - x[:, None] + size // 2
+    i, j = ((dy >= 0) & (dy < size) & (dx >= 0) & (dx < size)).nonzero(as_tuple=True)
+    bias = kernel.new_zeros(kernel.shape[0], N, N)
+    bias[:, P + i, P + j] = kernel[:, dy[i, j], dx[i, j]]
+    return aft_full_naive(q, k, v, bias)
 
 
 def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
