@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from test_models import COMBINATIONS, build, images
+from small_models import COMBINATIONS, build, images
 from torch import nn
 
 import vitzoo

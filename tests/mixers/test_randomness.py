@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import timm
 import torch
+from small_models import SMALL, blocks, images
+from small_models import build as build_model
 from test_mixers import DIM, GRID, HEADS, SETTINGS, tokens
-from test_models import SMALL, blocks, images
-from test_models import build as build_model
 from timm.utils import ModelEmaV3
 from torch._dynamo.testing import CompileCounter
 

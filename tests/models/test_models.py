@@ -6,42 +6,12 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from small_models import COMBINATIONS, blocks, build, images, mixers_of_ours
 from timm.models._manipulate import group_parameters
 
 import vitzoo
-from vitzoo.mixers import mixer_class
 from vitzoo.models import aft, cvt, deit, vil
-from vitzoo.models._block import Block
 from vitzoo.models._quick_gelu import quick_gelu
-
-SMALL = {
-    'aft': dict(embed_dim=24, num_heads=2, depth=2),
-    'cvt': dict(embed_dims=(16, 24, 32), num_heads=(1, 2, 2), depths=(1, 1, 1)),
-    'deit': dict(embed_dim=24, num_heads=2, depth=2),
-    'vil': dict(embed_dims=(16, 24, 24, 32), num_heads=(1, 2, 2, 2), depths=(1, 1, 1, 1)),
-}
-SMALLEST = {'aft': 'tiny', 'cvt': '13', 'deit': 'tiny', 'vil': 'tiny'}
-COMBINATIONS = [
-    f'{backbone}_{mixer.removeprefix(backbone + "_")}_{size}'
-    for backbone, size in SMALLEST.items()
-    for mixer in vitzoo.list_mixers()
-    if f'{backbone}_{mixer}' not in vitzoo.list_mixers()
-]
-
-
-def build(name, img_size=64, **kwargs):
-    torch.manual_seed(0)
-    kwargs = {**SMALL[name.split('_')[0]], 'num_classes': 5, **kwargs}
-    return timm.create_model(name, img_size=img_size, **kwargs).eval()
-
-
-def images(*size, batch_size=2, in_chans=3):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch_size, in_chans, *(size or (64, 64)), generator=generator)
-
-
-def blocks(model):
-    return [module for module in model.modules() if isinstance(module, Block)]
 
 
 def is_bound_to_the_grid(model):
@@ -49,11 +19,6 @@ def is_bound_to_the_grid(model):
     mixers = [block.attn for block in blocks(model)]
     softmax_bias = any(type(m).__name__ == 'Softmax' and m.rel_bias is not None for m in mixers)
     return softmax_bias or any(m.grid_bound for m in mixers) or getattr(model, 'pos_embed', None) is not None
-
-
-def mixers_of_ours():
-    """The mixers of vitzoo itself, without those of installed plugins."""
-    return [name for name in vitzoo.list_mixers() if mixer_class(name).__module__.startswith('vitzoo.')]
 
 
 def mixers_in(args):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_models import build, images, mixers_of_ours
+from small_models import build, images, mixers_of_ours
 
 import vitzoo
 
