@@ -45,7 +45,7 @@ def find_model(name: str) -> str:
 
 
 def is_trained_folder(name: str | Path) -> bool:
-    """Whether a name is a folder with a config.json, as training and `vitzoo convert` write it."""
+    """Return True for a folder with a config.json, as training and `vitzoo convert` write it."""
     return (Path(name) / 'config.json').is_file()
 
 

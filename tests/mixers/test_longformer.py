@@ -29,7 +29,7 @@ def test_longformer_with_every_token_in_its_window_is_softmax(kwargs):
 
 
 def longformer_reach(grid_size, window_size, **kwargs):
-    """Which grid tokens each grid token attends, (H*W, H*W)."""
+    """Mask of the grid tokens that each grid token attends, (H*W, H*W)."""
     N = grid_size[0] * grid_size[1]
     q, k = torch.randn(2, 1, 1, N, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weights = torch.eye(N, dtype=torch.float64)[None, None]

@@ -76,7 +76,7 @@ def golden(name):
 
 
 def official_layout(weights):
-    """What the training scripts of ViL and DeiT save beside the weights."""
+    """A checkpoint as the training scripts of ViL and DeiT save it."""
     return {
         'net': {f'module.{name}': tensor for name, tensor in weights.items()},
         'args': argparse.Namespace(lr=1e-3, output='run', sizes=[1, 2]),
@@ -93,7 +93,7 @@ def small(name, seed=0, **kwargs):
 
 
 def folder_of(model, folder):
-    """What training writes."""
+    """A folder as training writes it."""
     save_for_hf(model, str(folder), safe_serialization=True, data_config=dict(img_size=64))
     return str(folder)
 
@@ -309,9 +309,9 @@ def test_every_mixer_inherits_70_percent_and_lists_the_rest(backbone, mixer):
     inheritance = vitzoo.inherit_weights(model, weights)
     assert inheritance.share >= 0.7
     own = model.state_dict()
-    assert sorted(inheritance.copied + inheritance.fitted + inheritance.initialised) == sorted(own)
+    assert sorted(inheritance.copied + inheritance.fitted + inheritance.initialized) == sorted(own)
     assert all(torch.equal(own[name], weights[name]) for name in inheritance.copied)
-    assert all(torch.equal(own[name], before[name]) for name in inheritance.initialised)
+    assert all(torch.equal(own[name], before[name]) for name in inheritance.initialized)
     assert set(inheritance.dropped) == set(weights) - set(inheritance.copied) - set(inheritance.fitted)
     same = {name for name in own if name in weights and own[name].shape == weights[name].shape}
     assert set(inheritance.copied) == same
@@ -334,8 +334,8 @@ def test_the_share_counts_parameters_of_the_parent():
     total = sum(parameter.numel() for parameter in parent.parameters())
     keys, head = 2 * (24 * 24 + 24), 3 * 24 + 3
     assert inheritance.share == pytest.approx((total - keys - head) / total)
-    assert {'head.weight', 'head.bias'} <= set(inheritance.dropped) & set(inheritance.initialised)
-    assert 'initialised 8: blocks.*.attn.kernel (2)' in str(inheritance)
+    assert {'head.weight', 'head.bias'} <= set(inheritance.dropped) & set(inheritance.initialized)
+    assert 'initialized 8: blocks.*.attn.kernel (2)' in str(inheritance)
 
 
 def test_narrower_keys_leave_queries_and_values_inherited():
@@ -389,7 +389,7 @@ def test_biases_of_relative_position_keep_their_offsets(child, size):
 def test_a_table_with_shared_rows_is_not_resampled():
     parent, model = small('vil_tiny'), small('vil_ls_medium')
     inheritance = vitzoo.inherit_weights(model, parent.state_dict())
-    assert 'stages.0.blocks.0.attn.rel_bias.table' in inheritance.initialised
+    assert 'stages.0.blocks.0.attn.rel_bias.table' in inheritance.initialized
 
 
 @pytest.mark.parametrize('backbone', PARENTS)

@@ -16,7 +16,7 @@ from vitzoo.models._quick_gelu import quick_gelu
 
 
 def is_bound_to_the_grid(model):
-    """Whether a position anywhere in the model belongs to one place of one grid."""
+    """Return True if any parameter of the model belongs to one place of one grid."""
     mixers = [block.attn for block in blocks(model)]
     softmax_bias = any(type(m).__name__ == 'Softmax' and m.rel_bias is not None for m in mixers)
     return softmax_bias or any(m.grid_bound for m in mixers) or getattr(model, 'pos_embed', None) is not None

@@ -105,7 +105,7 @@ def test_parameters_and_macs_are_those_of_the_official_code(name, kwargs, params
         assert (count_macs(model) + projected_twice(model)) / 1e9 == pytest.approx(gmacs, rel=0.01)
 
 
-# what the ViL paper's repository reports for them
+# as reported by the repository of the ViL paper
 @pytest.mark.parametrize(
     'name, gmacs', [('vil_tiny', 1.43), ('vil_small', 5.12), ('vil_medium_deep', 9.1), ('vil_medium_wide', 11.3)]
 )

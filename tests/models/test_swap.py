@@ -238,7 +238,7 @@ def test_what_no_mixer_fits_into_is_refused_by_name(name, kwargs, what):
 
 
 def attention_with(**options):
-    """What timm's `attn_layer` takes, a class, that makes plain attention with these options."""
+    """A class for timm's `attn_layer`: plain attention with these options."""
 
     class Layer(timm.layers.Attention):
         def __new__(cls, *args, **kwargs):
@@ -268,7 +268,7 @@ def test_a_mixer_that_cannot_normalise_its_keys_says_so(mixer):
 
 
 def outputs_as_queries_and_keys_grow(mixer, qk_norm):
-    """What a mixer gives before and after its queries and keys, large already, become four times as large."""
+    """Outputs of a mixer before and after its queries and keys, already large, are multiplied by four."""
     x = torch.randn(2, 17, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     layer = create_mixer(

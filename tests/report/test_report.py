@@ -435,7 +435,7 @@ def test_colours_can_be_seen(theme):
     assert len(set(marks)) == 8
     for name in ('ink', 'soft', 'heat', 'wrong'):
         assert contrast(colours[name], colours['paper']) >= 4.5, name
-    # what WCAG asks of graphics
+    # the contrast that WCAG requires of graphics
     assert all(contrast(mark, colours['paper']) >= 3 for mark in marks)
     assert contrast(colours['ink'], colours['raised']) >= 4.5
 

@@ -139,7 +139,7 @@ def make_in9(folder: Path, answers: dict[str, list[int]]) -> Path:
 
 
 KINDS = list(range(9))
-# what is made, and the columns that must be 100 %
+# the sets to make, and the columns that must be 100 %
 LAYOUTS = {
     'imagenet/val': (partial(make_val, labels=[1, 2, 300, 999]), ['imagenet', 'imagenet_real', 'imagenet_r_clean']),
     'val': (partial(make_val, labels=[6, 11]), ['imagenet', 'imagenet_a_clean', 'imagenet_r_clean']),

@@ -90,7 +90,7 @@ class Splits:
 
     @property
     def has_val(self) -> bool:
-        """Whether the data has a validation split of its own."""
+        """True if the data has a validation split of its own."""
         val = self._find('val')
         return val is not None and not val.is_whole
 
@@ -146,7 +146,7 @@ class Images(Dataset):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether images were held out, so that this is a subset of the images found."""
+        """True if this is a subset of the images found: those held out, or the others."""
         return isinstance(self.reader, Subset)
 
     @property

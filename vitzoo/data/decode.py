@@ -76,7 +76,7 @@ def read_crop(
 
 
 def _is_plain_jpeg(image: Image.Image) -> bool:
-    """Whether a file is an upright RGB JPEG, which needs no conversion; reads the header only."""
+    """Return True for an upright RGB JPEG, which needs no conversion; reads the header only."""
     is_jpeg = image.format in ('JPEG', 'MPO') and image.mode == 'RGB'
     return is_jpeg and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
 

@@ -38,12 +38,12 @@ def split_names(split: str) -> tuple[str, ...]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether any component of a path is hidden."""
+    """Return True if any component of a path is hidden."""
     return any(part.startswith('.') or part == '__MACOSX' for part in name.split('/'))
 
 
 def is_image(name: str) -> bool:
-    """Whether a path is that of a visible file in a supported image format."""
+    """Return True for the path of a visible file in a supported image format."""
     return os.path.splitext(name)[1].lower() in SUFFIXES and not is_hidden(name)
 
 

@@ -77,8 +77,8 @@ def _relu_attention(
     # without 1 / sqrt(m), which cancels in the ratio
     q, k = (F.relu(scale**0.5 * x @ features.T) + _RELU_EPS for x in (q, k))  # (B, heads, N, m)
     context = k.mT @ v  # (B, heads, m, d)
-    normaliser = q @ k.sum(dim=2).unsqueeze(-1)  # (B, heads, N, 1)
-    return q @ context / normaliser
+    normalizer = q @ k.sum(dim=2).unsqueeze(-1)  # (B, heads, N, 1)
+    return q @ context / normalizer
 
 
 class _SoftmaxFeatures:

@@ -6,7 +6,7 @@
 phi(q) . phi(k) estimates exp(-|sigma (q^ - k^)|^2 / 2), which for equal sigmas is exp(sigma^2 q^ . k^) up to a
 constant. Linear in the number of tokens: O(N m dim) for m directions. Without the gate w_ij = 1: the sums do not depend
 on the order of tokens, the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. The kernel is at
-least exp(-2 sigma^2) = 0.14 at sigma = 1, but its estimate can be negative: eps keeps the normaliser positive. There is
+least exp(-2 sigma^2) = 0.14 at sigma = 1, but its estimate can be negative: eps keeps the normalizer positive. There is
 no scale of the scores. In the limit of many directions, with equal sigmas and no gate, it is softmax attention of unit
 queries and keys.
 
@@ -53,8 +53,8 @@ def rfa_naive(
                 between = g[:, :, j - P + 1 : i - P + 1] if j < i else g[:, :, i - P : j - P]
                 w[:, :, i, j] = (1 - g[:, :, j - P]) * (between.prod(dim=2) if i >= P else 1)
     attn = w * (phi(q) @ phi(k).mT)
-    normaliser = torch.maximum(attn.sum(dim=-1, keepdim=True), _EPS * w.sum(dim=-1, keepdim=True))
-    return attn @ v / normaliser
+    normalizer = torch.maximum(attn.sum(dim=-1, keepdim=True), _EPS * w.sum(dim=-1, keepdim=True))
+    return attn @ v / normalizer
 
 
 def rfa(
@@ -70,7 +70,7 @@ def rfa(
         dtype = torch.promote_types(q.dtype, torch.float32)
         directions = sigma.unsqueeze(1).to(dtype) * directions.to(dtype)
         q_features, k_features = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
-        # the normaliser is one more channel
+        # the normalizer is one more channel
         values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)
         if gate is None:
             sums = q_features @ (k_features.mT @ values)
@@ -176,7 +176,7 @@ class RFA(RandomFeatureMixer):
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
     ) -> dict[str, torch.Tensor]:
-        """Adds `normalisers_at_floor`, the share of queries whose normaliser is at the floor of eps per key."""
+        """Adds `normalisers_at_floor`, the share of queries whose normalizer is at the floor of eps per key."""
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
             dtype = torch.promote_types(q.dtype, torch.float32)

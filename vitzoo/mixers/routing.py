@@ -91,13 +91,13 @@ def routing_attention(
     largest = largest.scatter_reduce(2, place, scores.detach().amax(dim=-1).flatten(2), 'amax')
     weights = (scores - largest.gather(2, place).view_as(in_q).unsqueeze(-1)).exp()
     always = (always - largest.unsqueeze(-1)).exp()
-    normaliser = always.sum(dim=-1).scatter_add(2, place, weights.sum(dim=-1).flatten(2))
+    normalizer = always.sum(dim=-1).scatter_add(2, place, weights.sum(dim=-1).flatten(2))
 
     weights, always = F.dropout(weights, dropout_p).to(v.dtype), F.dropout(always, dropout_p).to(v.dtype)
     out = (always[..., :1] * v_grid + always[..., 1:] @ v[:, :, :P]).to(dtype)
     routed = (weights @ _take(v_grid, in_k)).to(dtype).flatten(2, 3)
     out = out.scatter_add(2, place.unsqueeze(-1).expand_as(routed), routed)
-    out = (out / normaliser.unsqueeze(-1)).to(v.dtype)
+    out = (out / normalizer.unsqueeze(-1)).to(v.dtype)
     if P == 0:
         return out
     return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)

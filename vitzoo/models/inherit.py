@@ -26,20 +26,20 @@ class Inheritance:
     Attributes:
         copied: Tensors equal to the parent's.
         fitted: Tensors resampled or inherited in part.
-        initialised: Tensors of the model that are not inherited.
+        initialized: Tensors of the model that are not inherited.
         dropped: Tensors of the parent that the model does not have.
         share: Fraction of the parent's parameters that are inherited.
     """
 
     copied: list[str]
     fitted: list[str]
-    initialised: list[str]
+    initialized: list[str]
     dropped: list[str]
     share: float
 
     def __str__(self) -> str:
         lines = [f"inherited {self.share:.2%} of the parent's parameters, {len(self.copied)} tensors as they are"]
-        for label in ('fitted', 'initialised', 'dropped'):
+        for label in ('fitted', 'initialized', 'dropped'):
             names = getattr(self, label)
             lines.append(f'{label} {len(names)}: {summarize_names(names)}' if names else f'{label} none')
         return '\n'.join(lines)
@@ -79,7 +79,7 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
     return Inheritance(
         copied=[name for name in own if name in inherited and name not in fitted],
         fitted=[name for name in own if name in fitted],
-        initialised=[name for name in own if name not in inherited],
+        initialized=[name for name in own if name not in inherited],
         dropped=[name for name in parent if name not in inherited],
         share=num_inherited / max(1, num_parent),
     )

@@ -183,7 +183,7 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) 
 
 
 def _is_redundant(name: str, state_dict: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
-    """Whether a tensor is empty, computed by our code, or a copy of another one.
+    """Return True if a tensor is empty, computed by our code, or a copy of another one.
 
     The official code stores the projections of global tokens twice (`sharew`), and those of Linformer's keys and values
     (`share_kv`).

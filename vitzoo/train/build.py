@@ -98,7 +98,7 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
     )
     pretrained_classes = model.pretrained_cfg.get('num_classes')
     if is_pretrained and pretrained_classes != num_classes:
-        _say_new_head(name, pretrained_classes, num_classes)
+        _note_new_head(name, pretrained_classes, num_classes)
     if recipe.initial_checkpoint:
         _start_from(model, recipe.initial_checkpoint)
     if recipe.grad_checkpointing:
@@ -116,12 +116,12 @@ def _start_from(model: nn.Module, path: str) -> None:
         model.reset_classifier(checkpoint_classes)
         load_weights(model, path)
         model.reset_classifier(num_classes)
-        _say_new_head(path, checkpoint_classes, num_classes)
+        _note_new_head(path, checkpoint_classes, num_classes)
     else:
         load_weights(model, path)
 
 
-def _say_new_head(source: str, old: int, new: int) -> None:
+def _note_new_head(source: str, old: int, new: int) -> None:
     PartialState().print(f'note   {source} has a head for {old} classes; using a new head for {new}')
 
 
