@@ -212,7 +212,7 @@ def _dkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of a tile of keys, from the rectangle of all windows that attend the tile."""
-    # tiles begin where the halo of a window ends
+    # tiles start at the end of a window's halo
     BACK_H: tl.constexpr = (HALO_H + WINDOW_H - 1) // WINDOW_H
     BACK_W: tl.constexpr = (HALO_W + WINDOW_W - 1) // WINDOW_W
     ROWS: tl.constexpr = (1 + (2 * HALO_H + WINDOW_H - 1) // WINDOW_H) * WINDOW_H
@@ -381,7 +381,7 @@ def backward_op(
             q, k, v, k_shared, v_shared, bias, bias_shared, out, lse, do, dq, delta, *strides,
             *grid_size, scale, **sizes, S=S, **blocks,
         )  # fmt: skip
-        # tiles of keys begin where the halo of a window ends
+        # tiles of keys start at the end of a window's halo
         tiles = _num_windows([n + -h % w for n, w, h in zip(grid_size, window_size, halo)], window_size)
         blocks = _block_sizes(q, BLOCK_M=32, BLOCK_N=queries)
         grid = tiles * triton.cdiv(queries, blocks['BLOCK_N']), heads, B
