@@ -1,4 +1,4 @@
-"""Errors of users, reported by a command as one sentence with exit code 2 and no traceback."""
+"""User errors, which a command reports as one sentence with exit code 2 and no traceback."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """An error of the user; the message says what was wrong, with which value, and what to do."""
+    """A user error; the message states what was wrong, with which value, and what to do."""
 
     def __str__(self) -> str:
         # a DataLoader worker re-raises with its traceback in the message, followed by the original sentence

@@ -28,8 +28,8 @@ COLOURS = dict(red=(200, 60, 60), green=(60, 200, 60), blue=(60, 60, 200))
 
 
 @pytest.fixture(autouse=True)
-def fresh_and_quick(fresh_accelerate, monkeypatch):
-    """Reset Accelerate, and shorten the measurement of speed."""
+def alone_and_quick(fresh_accelerate, monkeypatch):
+    """A process of its own for Accelerate, and speed that is not measured at length."""
     monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', partial(images_per_second, seconds=0.01))
 
 
