@@ -130,16 +130,16 @@ def train_sharded(argv: list[str], log: str, event=None, at: int = -1) -> None:
 
     from vitzoo.train import loop as train_module
 
-    start_processes = train_module.start_processes
+    create_accelerator = train_module.create_accelerator
 
-    def start_sharded(recipe, folder):
-        accelerator = start_processes(recipe, folder)
+    def create_sharded(recipe, folder):
+        accelerator = create_accelerator(recipe, folder)
         wrap = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block'])
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
         accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
         return accelerator
 
-    train_module.start_processes = start_sharded
+    train_module.create_accelerator = create_sharded
     train_and_log(argv, log, event, at)
 
 

@@ -51,7 +51,7 @@ def train(argv: list[str] | None = None) -> dict | None:
     """
     recipe = load_recipe(argv)
     folder, checkpoints = choose_folder(recipe)
-    accelerator = start_processes(recipe, folder)
+    accelerator = create_accelerator(recipe, folder)
     run = set_up(recipe, accelerator, folder)
     open_folder(run, is_new=not checkpoints)
     if checkpoints:
@@ -87,7 +87,7 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self.previous)
 
 
-def start_processes(recipe: Recipe, folder: Path) -> Accelerator:
+def create_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     """Create the Accelerator, which joins the processes started by `accelerate launch`.
 
     Raises:
