@@ -1,16 +1,12 @@
-"""Mixers, small models, inputs and comparisons that several test files share."""
+"""Mixers, their inputs, and comparisons that several test files share."""
 
 import copy
 
-import timm
 import torch
 from torch import nn
 
-import vitzoo
-from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
-from vitzoo.models._block import Block
+from vitzoo.mixers import TokenMixer, create_mixer
 
-# mixers: DIM channels, HEADS heads, on a rectangular grid
 DIM, HEADS, GRID = 12, 3, (4, 5)
 # small enough that a small grid has several windows, landmarks and features; mixers not listed have their defaults
 SETTINGS = {
@@ -152,42 +148,3 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """|got - expected| / |expected|."""
     return ((got - expected).norm() / expected.norm()).item()
-
-
-# models: one small size of each backbone
-SMALL = {
-    'aft': dict(embed_dim=24, num_heads=2, depth=2),
-    'cvt': dict(embed_dims=(16, 24, 32), num_heads=(1, 2, 2), depths=(1, 1, 1)),
-    'deit': dict(embed_dim=24, num_heads=2, depth=2),
-    'vil': dict(embed_dims=(16, 24, 24, 32), num_heads=(1, 2, 2, 2), depths=(1, 1, 1, 1)),
-}
-SMALLEST = {'aft': 'tiny', 'cvt': '13', 'deit': 'tiny', 'vil': 'tiny'}
-COMBINATIONS = [
-    f'{backbone}_{mixer.removeprefix(backbone + "_")}_{size}'
-    for backbone, size in SMALLEST.items()
-    for mixer in vitzoo.list_mixers()
-    if f'{backbone}_{mixer}' not in vitzoo.list_mixers()
-]
-
-
-def build_model(name: str, img_size: int = 64, **kwargs) -> nn.Module:
-    """The small size of a backbone, in evaluation mode."""
-    torch.manual_seed(0)
-    kwargs = {**SMALL[name.split('_')[0]], 'num_classes': 5, **kwargs}
-    return timm.create_model(name, img_size=img_size, **kwargs).eval()
-
-
-def images(*size: int, batch_size: int = 2, in_chans: int = 3) -> torch.Tensor:
-    """Random images, 64 x 64 by default."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch_size, in_chans, *(size or (64, 64)), generator=generator)
-
-
-def blocks(model: nn.Module) -> list[Block]:
-    """The transformer blocks of a model."""
-    return [module for module in model.modules() if isinstance(module, Block)]
-
-
-def mixers_of_ours() -> list[str]:
-    """The mixers of vitzoo itself, without those of installed plugins."""
-    return [name for name in vitzoo.list_mixers() if mixer_class(name).__module__.startswith('vitzoo.')]

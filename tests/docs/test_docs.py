@@ -5,7 +5,7 @@ from pathlib import Path
 
 import docs_mixers
 import pytest
-from helpers import mixers_of_ours
+from small_models import mixers_of_ours
 
 DOCS = Path(__file__).parents[2] / 'docs'
 PAGE = DOCS / 'mixers.md'

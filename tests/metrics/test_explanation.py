@@ -3,8 +3,7 @@
 import pytest
 import timm
 import torch
-from helpers import COMBINATIONS, images
-from helpers import build_model as build
+from small_models import COMBINATIONS, build, images
 from torch import nn
 
 import vitzoo

@@ -5,7 +5,7 @@ import json
 import pytest
 import timm
 import torch
-from helpers import mixers_of_ours
+from small_models import mixers_of_ours
 from torch.utils.data import DataLoader, TensorDataset
 
 import vitzoo

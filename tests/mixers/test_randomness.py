@@ -7,7 +7,9 @@ from itertools import pairwise
 import pytest
 import timm
 import torch
-from helpers import DIM, GRID, HEADS, SETTINGS, SMALL, blocks, build_model, images, tokens
+from helpers import DIM, GRID, HEADS, SETTINGS, tokens
+from small_models import SMALL, blocks, images
+from small_models import build as build_model
 from timm.utils import ModelEmaV3
 from torch._dynamo.testing import CompileCounter
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import COMBINATIONS, blocks, images, mixers_of_ours
-from helpers import build_model as build
+from small_models import COMBINATIONS, blocks, build, images, mixers_of_ours
 from timm.models._manipulate import group_parameters
 
 import vitzoo

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import build_model as build
-from helpers import images, mixers_of_ours
+from small_models import build, images, mixers_of_ours
 
 import vitzoo
 

@@ -3,8 +3,7 @@
 import pytest
 import timm
 import torch
-from helpers import COMBINATIONS, SMALL, images
-from helpers import build_model as build
+from small_models import COMBINATIONS, SMALL, build, images
 from timm.models import save_for_hf
 from timm.models._features_fx import create_feature_extractor, get_graph_node_names
 from torch._dynamo.testing import CompileCounter
