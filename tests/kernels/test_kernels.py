@@ -254,7 +254,7 @@ def bench_args(monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize('name', [task.name for task in contenders.KERNELS])
-def test_the_benchmark_reports_time_and_work_of_a_kernel(name, bench_args, calls):
+def test_a_kernel_is_measured_beside_its_work(name, bench_args, calls):
     (task,) = (task for task in contenders.KERNELS if task.name == name)
     rows = bench.measure(task, 16, bench_args)
     assert len(calls) > 1
@@ -270,7 +270,7 @@ def test_the_benchmark_reports_time_and_work_of_a_kernel(name, bench_args, calls
 
 
 @needs_kernels
-def test_the_benchmark_refuses_a_wrong_kernel(bench_args, monkeypatch, capsys):
+def test_a_kernel_that_is_wrong_gets_no_ratio(bench_args, monkeypatch, capsys):
     (task,) = (task for task in contenders.KERNELS if task.name == 'performer')
     monkeypatch.setattr(bench, 'with_kernel', lambda op: lambda *args: 1.1 * op(*args))
     assert bench.measure(task, 16, bench_args) == []
