@@ -257,3 +257,19 @@ def test_every_parameter_has_a_layer_and_no_weight_decay_names_exist(name):
 def test_images_too_small_or_positions_of_another_grid_name_the_remedy():
     with pytest.raises(ValueError, match='set_input_size'):
         build('vil_tiny')(images(96, 96))
+
+
+@pytest.mark.parametrize('name', ['cvt_13', 'cvt_softmax_13', 'cvt_ls_13', 'cvt_routing_13'])
+def test_recomputed_activations_update_buffers_once(name):
+    kept, recomputed = (build(name).train() for _ in range(2))
+    recomputed.load_state_dict(kept.state_dict())
+    recomputed.set_grad_checkpointing()
+    for model in (kept, recomputed):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            model(images(64, 64, batch_size=3)).square().sum().backward()
+    assert any('num_batches_tracked' in key for key, _ in kept.named_buffers())
+    for (key, buffer), other in zip(kept.named_buffers(), recomputed.buffers()):
+        assert torch.equal(buffer, other), key
+    for parameter, other in zip(kept.parameters(), recomputed.parameters()):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)

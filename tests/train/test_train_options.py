@@ -95,6 +95,19 @@ def test_a_frozen_module_stays_in_evaluation_mode():
     assert not any(module.training for block in model.blocks[:2] for module in block.modules())
 
 
+@pytest.mark.parametrize('names', ['patch_embed', 'blocks.0', 'blocks.1.mlp', 'backbone'])
+def test_freezing_leaves_dropout_of_trained_modules_active(names):
+    model = timm.create_model('deit_softmax_tiny', **DEIT, drop_rate=0.5, proj_drop_rate=0.5, drop_path_rate=0.5)
+    frozen = freeze(model, names)
+    model.train()
+    for module in frozen:
+        module.eval()
+    assert model.head_drop.training
+    inactive = [number for number, block in enumerate(model.blocks) if not block.drop_path1.training]
+    assert inactive == {'blocks.0': [0], 'backbone': [0, 1, 2, 3]}.get(names, [])
+    assert [block.mlp.drop1.training for block in model.blocks][1] == (names in ('patch_embed', 'blocks.0'))
+
+
 def test_a_compiled_run_equals_the_eager_run(images, tmp_path):
     options = ['--model-ema', '--epochs', '2', '--model-kwargs', 'depth=1']
     eager = run_once(images, tmp_path / 'eager', *options)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from timm.layers import get_device_dtype, global_pool_nlc, to_2tuple
-from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
 from torch import nn
 
 from ._block import Block
+from ._recompute import recompute_block
 
 __all__ = ['Pyramid', 'Stage', 'build_stages', 'per_stage_mixers']
 
@@ -73,7 +73,7 @@ class Stage(nn.Module):
             x = self.pos_embed(x, (H, W))
         x = self.pos_drop(x)
         for block in self.blocks:
-            x = checkpoint(block, x, (H, W)) if self.grad_checkpointing else block(x, (H, W))
+            x = recompute_block(block, x, (H, W)) if self.grad_checkpointing else block(x, (H, W))
         return x, (H, W)
 
     def to_map(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -6,7 +6,6 @@ https://arxiv.org/abs/2012.12877
 
 import torch
 from timm.layers import LayerNorm, PatchEmbed, calculate_drop_path_rates, to_2tuple
-from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
@@ -14,6 +13,7 @@ from torch import nn
 
 from ._block import Block
 from ._official import unwrap
+from ._recompute import recompute_block
 from ._register import cfg, register_variants, swapped
 
 __all__ = ['DeiT', 'checkpoint_filter_fn']
@@ -149,7 +149,7 @@ class DeiT(VisionTransformer):
         intermediates, P = [], self.num_prefix_tokens
         x, grid_size = self.embed(x)
         for i, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
-            x = checkpoint(block, x, grid_size) if self.grad_checkpointing else block(x, grid_size)
+            x = recompute_block(block, x, grid_size) if self.grad_checkpointing else block(x, grid_size)
             if i in take_indices:
                 tokens = self.norm(x) if norm else x
                 grid = tokens[:, P:]
@@ -167,7 +167,7 @@ class DeiT(VisionTransformer):
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
         x, grid_size = self.embed(x)
         for block in self.blocks:
-            x = checkpoint(block, x, grid_size) if self.grad_checkpointing else block(x, grid_size)
+            x = recompute_block(block, x, grid_size) if self.grad_checkpointing else block(x, grid_size)
         return self.norm(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

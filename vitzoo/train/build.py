@@ -132,7 +132,10 @@ def _num_classes_in(model: nn.Module, path: str) -> int | None:
 
 
 def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:
-    """Freeze parameters, and return the modules without trainable parameters, which belong in eval mode.
+    """Freeze parameters, and return the frozen modules, which belong in eval mode.
+
+    A module is frozen if it has parameters and all of them are. Its submodules go into eval mode with it; dropout and
+    stochastic depth of a module that is trained at least in part stay active.
 
     Args:
         names: Names of modules or parameters, separated by commas, or 'backbone' for all but the classifier.
@@ -147,7 +150,13 @@ def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"freeze '{names}' leaves nothing to train")
-    return [module for module in model.modules() if not any(p.requires_grad for p in module.parameters())]
+    # modules without parameters, such as dropout, are frozen only as part of a module that is
+    return [module for module in model.modules() if _is_frozen(module)]
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def _backbone_parameters(model: nn.Module) -> list[nn.Parameter]:

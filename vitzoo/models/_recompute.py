@@ -1,0 +1,40 @@
+"""Gradient checkpointing of a block: its activations are recomputed in the backward pass, its statistics are not."""
+
+from contextlib import nullcontext
+
+import torch
+from timm.models import checkpoint
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def recompute_block(block: nn.Module, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Call `block(x, grid_size)` and recompute its activations in the backward pass.
+
+    BatchNorm updates its running statistics once, as without checkpointing.
+    """
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    # torch.compile takes no such context and needs none: it does not repeat the update of a buffer
+    if not norms or torch.compiler.is_compiling():
+        return checkpoint(block, x, grid_size)
+    contexts = nullcontext(), _KeepStatistics(norms)
+    return checkpoint(block, x, grid_size, use_reentrant=False, context_fn=lambda: contexts)
+
+
+class _KeepStatistics:
+    """A context in which BatchNorm in training mode leaves its buffers as they are; can be entered again."""
+
+    def __init__(self, norms: list[_BatchNorm]) -> None:
+        self.norms = norms
+
+    def __enter__(self) -> None:
+        self.momenta = [norm.momentum for norm in self.norms]
+        self.counts = [norm.num_batches_tracked for norm in self.norms]
+        for norm in self.norms:
+            norm.momentum = 0.0
+            # None, as in a BatchNorm without statistics, is not counted up
+            norm.num_batches_tracked = None
+
+    def __exit__(self, *exc_info) -> None:
+        for norm, momentum, count in zip(self.norms, self.momenta, self.counts):
+            norm.momentum, norm.num_batches_tracked = momentum, count
