@@ -442,3 +442,10 @@ def test_a_fast_path_is_counted_by_its_plain_form():
     model = Switched()
     assert count_macs(model, 8) == 3 * 8 * 8 * 8
     assert model.fused_attn
+
+
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+def test_every_mixer_can_be_counted(mixer):
+    # those of plugins too, which have no closed form here
+    model = timm.create_model(f'deit_{mixer}_tiny', img_size=64, depth=1)
+    assert count_macs(model) > 16 * 192 * 192 * 8
