@@ -257,6 +257,16 @@ def test_shards_in_folders_of_parts_take_their_class_names_from_a_file(tmp_path)
     assert open_dataset(f'wds/{tmp_path}', 'val').targets == [2]
 
 
+@pytest.mark.parametrize('place', ['{}-{}.tar', 'test-set-{}-{}.tar', '{}/{}.tar'])
+def test_of_val_and_test_shards_the_former_are_the_validation_split(tmp_path, place):
+    for part in ('test', 'train', 'val'):
+        for i in range(2):
+            files = {f'{part}{i}.png': picture(part, i), f'{part}{i}.cls': b'0'}
+            write_tar(tmp_path / place.format(part, i), files)
+    for split in ('train', 'val'):
+        assert [Path(name).stem for name, _, _ in contents(f'wds/{tmp_path}', split)] == [f'{split}0', f'{split}1']
+
+
 def test_shards_without_a_validation_part_are_divided(tmp_path):
     data_dir = make_shards(tmp_path, {'all': ['cat', 'dog'] * 5})
     parts = [open_dataset(data_dir, split, val_fraction=0.2, seed=1) for split in ('train', 'val')]

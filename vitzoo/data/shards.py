@@ -28,8 +28,8 @@ JSON_KEYS = ('label', 'cls', 'class')
 def find_shards(folder: str, split: str) -> Split | None:
     """Find a split of the shards in a folder; None if there are only other splits.
 
-    The shards of a split are in a subfolder (train/…, val/…) or have its name in theirs (imagenet-train-000.tar). If
-    there are no splits, all shards are used.
+    The shards of a split are in a subfolder (train/…, val/…) or have its name in theirs (imagenet-train-000.tar). Of
+    val and test, 'val' is the former. If there are no splits, all shards are used.
 
     Raises:
         UserError: There are no shards. On opening the split: they contain no images, or images without labels.
@@ -93,13 +93,21 @@ def _show_progress(shards: list[Path]) -> Iterable[Path]:
 
 
 def _shards_of(root: Path, split: str) -> list[Path]:
-    """The shards in a subfolder named after the split, or else those with its name as a word of theirs."""
-    words = split_names(split)
-    folders = [folder for folder in root.iterdir() if folder.is_dir() and folder.name.lower() in words]
-    shards = [shard for folder in folders[:1] for shard in folder.glob('*.tar')]
-    if not shards:
-        shards = [shard for shard in root.glob('*.tar') if set(words) & set(re.split(r'[\W_]+', shard.stem.lower()))]
-    return _in_natural_order(shards)
+    """The shards of the first name of the split that has any, in a subfolder of that name or with it in theirs."""
+    folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
+    named = [(_split_word(shard), shard) for shard in root.glob('*.tar')]
+    for word in split_names(split):
+        shards = [shard for folder in folders if folder.name.lower() == word for shard in folder.glob('*.tar')]
+        shards = shards or [shard for name, shard in named if name == word]
+        if shards:
+            return _in_natural_order(shards)
+    return []
+
+
+def _split_word(shard: Path) -> str | None:
+    """The last word of a shard's name that is the name of a split, so that no shard is in two of them."""
+    words = re.split(r'[\W_]+', shard.stem.lower())
+    return next((word for word in reversed(words) if any(word in split_names(split) for split in SPLIT_NAMES)), None)
 
 
 def _in_natural_order(shards: Iterable[Path]) -> list[Path]:

@@ -178,13 +178,21 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
     options = dict(multi_label=recipe.multi_label, val_fraction=recipe.val_fraction, seed=recipe.seed)
     train_set = open_dataset(recipe.data_dir, 'train', **options)
     val_set = open_dataset(recipe.data_dir, 'val', class_to_idx=train_set.class_to_idx, **options)
-    if train_set.root == val_set.root and not val_set.is_held_out:
+    if _share_images(train_set, val_set):
         raise UserError(
             f"'{recipe.data_dir}' has no validation images; move the class folders to '{recipe.data_dir}/train' and"
             f" some images of each class to '{recipe.data_dir}/val/<class>', or use --val-fraction 0.2"
         )
     _check_targets(recipe, train_set)
     return train_set, val_set
+
+
+def _share_images(train_set: Images, val_set: Images) -> bool:
+    """Whether an image is in both sets; sets with different roots are different splits."""
+    if train_set.root != val_set.root:
+        return False
+    names = set(val_set.reader.filenames())
+    return any(name in names for name in train_set.reader.filenames())
 
 
 def _check_targets(recipe: Recipe, train_set: Images) -> None:
