@@ -461,37 +461,6 @@ def test_only_files_have_a_table_of_labels():
         open_dataset('torch/cifar10', 'train', multi_label=True)
 
 
-class FakeHuggingFace:
-    """The interface of timm's reader of a Hugging Face dataset."""
-
-    class_to_idx = {'cat': 0, 'dog': 1}
-
-    def iter_targets(self):
-        return iter([0, 1] * 5)
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        return io.BytesIO(picture('hf', index)), index % 2
-
-
-@pytest.mark.parametrize(('splits', 'sizes'), [(('train',), (8, 2)), (('train', 'test'), (10, 10))])
-def test_a_hugging_face_dataset_without_a_validation_split_is_divided(monkeypatch, splits, sizes):
-    def create_dataset(name, split, root):
-        if split not in splits:
-            raise ValueError(f'Unknown split "{split}". Should be one of {splits}.')
-        return type('Dataset', (), {'reader': FakeHuggingFace()})()
-
-    monkeypatch.setattr('vitzoo.data.third_party.create_dataset', create_dataset)
-    parts = [open_dataset('hfds/me/pets', split, val_fraction=0.2) for split in ('train', 'val')]
-    assert tuple(map(len, parts)) == sizes
-    assert parts[1][0][0].size == (8, 6) and parts[1].class_names == ['cat', 'dog']
-    if len(splits) == 1:
-        with pytest.raises(UserError, match='has a train split but no split named val, validation'):
-            open_dataset('hfds/me/pets', 'val')
-
-
 def test_holding_out_takes_any_reader_of_labelled_images():
     val_set = hold_out(open_dataset('sample', 'train').reader, 'val', 0.1, seed=3)
     assert Counter(val_set.labels) == dict.fromkeys(range(10), 20)

@@ -24,7 +24,8 @@ from vitzoo.data.layout import (
     match_split,
     split_names,
 )
-from vitzoo.data.third_party import find_third_party
+from vitzoo.data.options import NO_OPTIONS, DataOptions
+from vitzoo.data.third_party import check_options, find_third_party
 from vitzoo.errors import UserError, did_you_mean
 
 SAMPLE = Path(__file__).parent / 'sample'
@@ -41,6 +42,7 @@ def open_dataset(
     val_fraction: float = 0,
     seed: int = 0,
     held_out: Path | None = None,
+    options: DataOptions = NO_OPTIONS,
 ) -> 'Images':
     """Open one split of a dataset.
 
@@ -58,12 +60,13 @@ def open_dataset(
             excluded from 'train'; 0 holds out nothing.
         seed: Together with the names of the images determines which ones are held out.
         held_out: A file written by `write_held_out`; if the data contains any of the images in it, 'val' is these.
+        options: The names of splits, columns and classes, if they are not the usual ones.
 
     Raises:
         UserError: The data does not exist, contains no images, or has a class that is not in `class_to_idx`. On
             indexing: an image cannot be read.
     """
-    splits = Splits(data_dir, multi_label)
+    splits = Splits(data_dir, multi_label, options)
     reader = splits.open(split, or_train=bool(val_fraction or held_out))
     if held_out is not None:
         # without any of these images it is other data, which is evaluated as it is
@@ -80,13 +83,15 @@ class Splits:
     Args:
         data_dir: As in `open_dataset`.
         multi_label: Read labels from labels.csv; None reads them from it if it exists.
+        options: As in `open_dataset`.
 
     Raises:
-        UserError: The data does not exist, or `multi_label` is set for data other than a folder or an archive.
+        UserError: The data does not exist, or `multi_label` or an option is set for data that does not have it.
     """
 
-    def __init__(self, data_dir: str, multi_label: bool | None = False):
-        self.data_dir, self._find = data_dir, cache(_split_finder(str(data_dir), multi_label))
+    def __init__(self, data_dir: str, multi_label: bool | None = False, options: DataOptions = NO_OPTIONS):
+        self.data_dir, self.multi_label = data_dir, multi_label
+        self._find = cache(_split_finder(str(data_dir), multi_label, options))
 
     @property
     def has_val(self) -> bool:
@@ -113,7 +118,11 @@ class Splits:
                 f"the data '{self.data_dir}' has {other}no split named {', '.join(split_names(split))}; move part of "
                 f'the images of each class into one'
             )
-        return found.open()
+        reader = found.open()
+        if self.multi_label is not None and reader.is_multi_label != self.multi_label:
+            has, flag = ('several labels', 'add') if reader.is_multi_label else ('one label', 'remove')
+            raise UserError(f'{reader.root} has {has} per image; {flag} --multi-label')
+        return reader
 
 
 class Images(Dataset):
@@ -209,13 +218,14 @@ class FolderReader(ArchiveReader):
         super().__init__(archive, prefix, labels, list(classes))
 
 
-def _split_finder(data_dir: str, multi_label: bool | None) -> Callable[[str], Split | None]:
+def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions) -> Callable[[str], Split | None]:
     """A function of the name of a split that finds it in a dataset, or returns None."""
     scheme, _, name = data_dir.partition('/')
     if name and scheme.lower() in SCHEMES and not Path(data_dir).exists():
-        if multi_label:
+        if multi_label and scheme.lower() != 'hfds':
             raise UserError(f"multi_label reads labels.csv from a folder, a tar or a zip file, not from '{data_dir}'")
-        return partial(find_third_party, data_dir)
+        return partial(find_third_party, data_dir, options)
+    check_options(data_dir, options, ('train_split', 'val_split'))
     root = SAMPLE if data_dir == 'sample' else Path(data_dir).expanduser()
     if not root.exists():
         raise UserError(f"the data folder '{root}' does not exist")
