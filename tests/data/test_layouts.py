@@ -18,6 +18,7 @@ from vitzoo.data.archives import open_archive
 from vitzoo.data.dataset import Splits
 from vitzoo.data.held_out import hold_out, write_held_out
 from vitzoo.data.layout import common_folder, match_split
+from vitzoo.data.options import DataOptions
 from vitzoo.errors import UserError
 
 
@@ -217,6 +218,89 @@ def test_the_name_of_a_split_is_found_in_a_fixed_order_whatever_its_case():
     assert match_split(['test', 'TRAIN.ZIP'], 'train') == 'TRAIN.ZIP'
     assert match_split(['training_set', 'val.txt'], 'train') is None
     assert match_split(['extra'], 'extra') == 'extra'
+
+
+STEAM = pictures('bus/1.png', 'car/1.png', 'train/steam/1.png', 'train/electric/1.png')
+
+
+@pytest.mark.parametrize('kind', WRITERS)
+@pytest.mark.parametrize(
+    ('names', 'options', 'classes'),
+    [
+        (('bus/1.png', 'car/1.png', 'train/1.png'), {}, ['bus', 'car', 'train']),
+        (('control/1.png', 'test/1.png', 'train/1.png'), {}, ['control', 'test', 'train']),
+        (tuple(STEAM), dict(train_split='.'), ['bus', 'car', 'train']),
+        (tuple(STEAM), dict(val_split='.'), ['bus', 'car', 'train']),
+        (tuple(STEAM), dict(train_split='train'), ['electric', 'steam']),
+        (('train/a/1.png', 'val/a/1.png', 'other/1.png'), {}, ['a']),
+        (('day/a/1.png', 'day/b/1.png', 'night/a/1.png'), dict(train_split='Day'), ['a', 'b']),
+        (('train/a/1.png', 'previews/notes.txt'), {}, ['a']),
+    ],
+)
+def test_a_folder_called_train_may_be_a_class(tmp_path, kind, names, options, classes):
+    data_dir = write(kind, tmp_path, pictures(*names))
+    assert open_dataset(data_dir, 'train', options=DataOptions(**options)).class_names == classes
+
+
+@pytest.mark.parametrize('kind', WRITERS)
+@pytest.mark.parametrize(
+    ('files', 'options', 'sentence'),
+    [
+        (STEAM, {}, "'train' may be a split or a class, next to bus, car; choose with --train-split train, or --train"),
+        (pictures('a/1.png', 'test/x/1.png'), {}, "'test' may be a split or a class, next to a; choose with --val-spl"),
+        (
+            PARTS,
+            dict(train_split='trian'),
+            "no folder or archive 'trian', did you mean train\\?; correct --train-split",
+        ),
+        (PARTS, dict(input_key='img'), "has no input key 'img': remove --input-key"),
+    ],
+)
+def test_a_layout_that_is_not_clear_gets_one_sentence(tmp_path, kind, files, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        open_dataset(write(kind, tmp_path, files), 'train', options=DataOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ('options', 'sentence'),
+    [
+        (dict(train_split='.', val_split='test'), "'.' stands for data that is not divided"),
+        (dict(train_split='a', val_split='a'), "train_split and val_split are both 'a'"),
+    ],
+)
+def test_names_of_splits_that_contradict_each_other_get_one_sentence(options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        DataOptions(**options)
+
+
+@pytest.mark.parametrize('kind', ['folder', 'tar', 'zip'])
+def test_splits_have_the_names_in_the_options(tmp_path, kind):
+    names = ('day/a/1.png', 'day/b/1.png', 'night/a/2.png', 'val/b/3.png')
+    data_dir, options = write(kind, tmp_path, pictures(*names)), DataOptions(train_split='day', val_split='night')
+    assert [name for name, _, _ in contents(data_dir, 'val', options=options)] == ['a/2.png']
+    assert [name for name, _, _ in contents(data_dir, 'val', options=DataOptions(train_split='day'))] == ['b/3.png']
+    assert Splits(data_dir, options=options).has_val
+    assert not Splits(write(kind, tmp_path / 'day', pictures('day/a/1.png')), options=DataOptions('day')).has_val
+
+
+def test_an_archive_of_a_split_may_hold_a_class_with_the_name_of_the_split(tmp_path):
+    write_tar(tmp_path / 'train.tar', pictures('bus/1.png', 'train/1.png'))
+    assert open_dataset(str(tmp_path), 'train').class_names == ['bus', 'train']
+    write_tar(tmp_path / 'day' / 'day.tar', pictures('day/bus/1.png', 'day/car/1.png'))
+    assert open_dataset(str(tmp_path / 'day'), 'train', options=DataOptions('day')).class_names == ['bus', 'car']
+
+
+def test_a_link_to_a_folder_around_it_is_not_followed(tmp_path):
+    root = write_files(tmp_path / 'photos', pictures('cat/1.png', 'dog/1.png', 'dog/more/2.png'))
+    (root / 'cat' / 'loop').symlink_to(root)
+    (root / 'dog' / 'more' / 'up').symlink_to('..')
+    (root / 'dog' / 'far').symlink_to(tmp_path)
+    # other links are followed, also one below another
+    write_files(tmp_path / 'elsewhere', pictures('3.png'))
+    (root / 'dog' / 'linked').symlink_to(tmp_path / 'elsewhere')
+    (tmp_path / 'elsewhere' / 'back').symlink_to(root / 'dog')
+    names = ['cat/1.png', 'dog/1.png', 'dog/linked/3.png', 'dog/more/2.png']
+    assert open_dataset(str(root), 'train').reader.filenames() == names
 
 
 def make_shards(root: Path, parts: dict[str, list[str]], side: str = 'cls') -> str:

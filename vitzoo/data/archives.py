@@ -8,6 +8,7 @@ import os
 import struct
 import tarfile
 import zlib
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from zipfile import BadZipFile, ZipExtFile, ZipFile
@@ -22,15 +23,7 @@ class Folder:
     """A folder on disk; `names` lists all visible files below it, and hidden or empty folders with a trailing '/'."""
 
     def __init__(self, root: Path):
-        self.root, self.names = root, []
-        for parent, folders, files in os.walk(root, followlinks=True):
-            below = os.path.relpath(parent, root).replace(os.sep, '/')
-            prefix = '' if below == '.' else f'{below}/'
-            self.names += [prefix + name for name in files]
-            self.names += [f'{prefix}{name}/' for name in folders if is_hidden(name)]
-            if prefix and not files and not folders:
-                self.names.append(prefix)
-            folders[:] = [name for name in folders if not is_hidden(name)]
+        self.root, self.names = root, list(list_files(root))
 
     def read(self, name: str) -> bytes:
         """Read a file."""
@@ -92,6 +85,32 @@ class Zip:
 
 
 Archive = Folder | Tar | Zip
+
+
+def list_files(root: Path) -> Iterator[str]:
+    """Yield all visible files below a folder, and hidden or empty folders with a trailing '/'.
+
+    Symbolic links are followed, except those to a folder around them, which would be followed in a circle.
+    """
+    home = root.resolve()
+    # the resolved path of each folder, after those of the folders around it
+    chains = {str(root): (*map(str, home.parents), str(home))}
+    for parent, folders, files in os.walk(root, followlinks=True):
+        below = os.path.relpath(parent, root).replace(os.sep, '/')
+        prefix, chain = '' if below == '.' else f'{below}/', chains.pop(parent)
+        yield from (prefix + name for name in files)
+        if prefix and not files and not folders:
+            yield prefix
+        visible = []
+        for name in folders:
+            path = os.path.join(parent, name)
+            place = os.path.realpath(path) if os.path.islink(path) else os.path.join(chain[-1], name)
+            if is_hidden(name) or place in chain:
+                yield f'{prefix}{name}/'
+            else:
+                visible.append(name)
+                chains[path] = (*chain, place)
+        folders[:] = visible
 
 
 def open_archive(path: Path) -> Archive:

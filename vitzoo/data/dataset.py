@@ -1,6 +1,6 @@
 """Labelled images from folders, tar and zip files, WebDataset shards, torchvision and Hugging Face."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -8,12 +8,13 @@ from timm.data import MultiLabelTarget
 from timm.data.readers.reader import Reader
 from torch.utils.data import Dataset
 
-from vitzoo.data.archives import Archive, ArchiveReader, Folder, open_archive
+from vitzoo.data.archives import Archive, ArchiveReader, Folder, list_files, open_archive
 from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error, read_rgb
 from vitzoo.data.held_out import Subset, find_held_out, hold_out
-from vitzoo.data.label_table import LABEL_TABLE, LabelTableReader
+from vitzoo.data.label_table import LabelTableReader
 from vitzoo.data.layout import (
     ARCHIVES,
+    LABEL_TABLE,
     SPLIT_NAMES,
     SUFFIXES,
     Split,
@@ -21,6 +22,7 @@ from vitzoo.data.layout import (
     common_folder,
     group_by_class,
     is_hidden,
+    is_image,
     match_split,
     split_names,
 )
@@ -230,14 +232,18 @@ def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions)
     if not root.exists():
         raise UserError(f"the data folder '{root}' does not exist")
     if root.is_dir():
-        return partial(_find_in_folder, root, multi_label)
-    return partial(_find_in_archive, open_archive(root), multi_label)
+        return partial(_find_in_folder, root, multi_label, options)
+    return partial(_find_in_archive, open_archive(root), multi_label, options)
 
 
-def _find_in_folder(root: Path, multi_label: bool | None, split: str) -> Split | None:
+def _find_in_folder(root: Path, multi_label: bool | None, options: DataOptions, split: str) -> Split | None:
     """Find a split among the folders and archives in a folder."""
     names = [path.name for path in root.iterdir() if path.is_dir() or path.suffix.lower() in ARCHIVES]
-    part = choose_split(names, split)
+
+    def images_in(name: str) -> Iterator[str]:
+        return filter(_is_listed, list_files(root / name))
+
+    part = choose_split(names, split, images_in, options)
     if part is None:
         return None
 
@@ -245,26 +251,47 @@ def _find_in_folder(root: Path, multi_label: bool | None, split: str) -> Split |
         archive = open_archive(root / part)
         if isinstance(archive, Folder):
             return _read_labelled(archive, '', multi_label)
-        # train.tar may contain train/
-        prefix = common_folder(archive.names)
-        inner = match_split(_top_folders(archive, prefix), split)
-        return _read_labelled(archive, f'{prefix}{inner}/' if inner else prefix, multi_label)
+        return _read_labelled(archive, _inner_folder(archive, split, options), multi_label)
 
     return Split(open_part, is_whole=not part)
 
 
-def _find_in_archive(archive: Archive, multi_label: bool | None, split: str) -> Split | None:
+def _inner_folder(archive: Archive, split: str, options: DataOptions) -> str:
+    """The folder of the images in the archive of a split: train.tar may contain train/, or a class called train."""
+    prefix = common_folder(archive.names, options)
+    folders = _top_folders(archive, prefix)
+    inner = match_split(folders, split, options)
+    others = [name for name in folders if not any(match_split([name], other, options) for other in SPLIT_NAMES)]
+    has_other_classes = any(is_image(name) for other in others for name in _below(archive, f'{prefix}{other}/'))
+    return prefix if inner is None or has_other_classes else f'{prefix}{inner}/'
+
+
+def _find_in_archive(archive: Archive, multi_label: bool | None, options: DataOptions, split: str) -> Split | None:
     """Find a split among the folders in an archive."""
-    prefix = common_folder(archive.names)
-    part = choose_split(_top_folders(archive, prefix), split)
+    prefix = common_folder(archive.names, options)
+
+    def images_in(folder: str) -> Iterator[str]:
+        return filter(_is_listed, _below(archive, f'{prefix}{folder}/'))
+
+    part = choose_split(_top_folders(archive, prefix), split, images_in, options)
     if part is None:
         return None
     path = f'{prefix}{part}/' if part else prefix
     return Split(partial(_read_labelled, archive, path, multi_label), is_whole=not part)
 
 
+def _below(archive: Archive, prefix: str) -> Iterator[str]:
+    """The files below a folder of an archive, relative to it."""
+    return (name.removeprefix(prefix) for name in archive.names if name.startswith(prefix))
+
+
+def _is_listed(name: str) -> bool:
+    """Whether a file is an image or a table of labels."""
+    return is_image(name) or name == LABEL_TABLE
+
+
 def _top_folders(archive: Archive, prefix: str) -> list[str]:
-    below = [name.removeprefix(prefix).partition('/') for name in archive.names if name.startswith(prefix)]
+    below = (name.partition('/') for name in _below(archive, prefix))
     return list(dict.fromkeys(folder for folder, slash, _ in below if slash))
 
 

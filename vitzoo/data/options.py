@@ -36,8 +36,8 @@ class DataOptions:
         names = [name for name in (self.train_split, self.val_split) if name is not None]
         if UNDIVIDED in names and set(names) != {UNDIVIDED}:
             raise UserError(
-                f"train_split '{self.train_split}' and val_split '{self.val_split}' contradict each other: '{UNDIVIDED}'"
-                ' stands for data that is not divided; give one of them'
+                f"train_split '{self.train_split}' and val_split '{self.val_split}' contradict each other:"
+                f" '{UNDIVIDED}' stands for data that is not divided; give one of them"
             )
         if len(names) == 2 and names[0] == names[1] != UNDIVIDED:
             raise UserError(f"train_split and val_split are both '{names[0]}'; validate on other images")

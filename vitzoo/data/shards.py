@@ -30,11 +30,12 @@ def find_shards(folder: str, split: str, options: DataOptions) -> Split | None:
     """Find a split of the shards in a folder; None if there are only other splits.
 
     The shards of a split are in a subfolder (train/…, val/…) or have its name in theirs (imagenet-train-000.tar). Of
-    val and test, 'val' is the former. If there are no splits, all shards are used. A name in the options is looked up in
-    the same way, anywhere in the names of the shards.
+    val and test, 'val' is the former. If there are no splits, all shards are used. A name in the options is looked up
+    in the same way, anywhere in the names of the shards.
 
     Raises:
-        UserError: There are no shards, or none of the name in the options. On opening the split: they contain no images, or images without labels.
+        UserError: There are no shards, or none of the name in the options. On opening the split: they contain no
+            images, or images without labels.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():

@@ -14,7 +14,6 @@ from vitzoo.data.options import UNDIVIDED, DataOptions
 from vitzoo.data.shards import find_shards
 from vitzoo.errors import UserError
 
-
 # the options that a kind of dataset has, besides a class map
 _OPTIONS = {
     'hfds': ('train_split', 'val_split', 'input_key', 'target_key', 'data_subset'),

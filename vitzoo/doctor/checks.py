@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitzoo.data.dataset import Images
-from vitzoo.data.label_table import LABEL_TABLE
-from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, is_hidden, is_image, match_split, natural_order
+from vitzoo.data.layout import LABEL_TABLE, SPLIT_NAMES, SUFFIXES, is_hidden, is_image, match_split, natural_order
 from vitzoo.doctor.facts import Facts, find_near_duplicates
 
 FINDING_SEVERITIES = ('error', 'warning', 'note')
