@@ -1,6 +1,7 @@
 """Labelled images from folders, tar and zip files, WebDataset shards, torchvision and Hugging Face."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from timm.data.readers.reader import Reader
 from torch.utils.data import Dataset
 
 from vitzoo.data.archives import Archive, ArchiveReader, Folder, list_files, open_archive
+from vitzoo.data.class_map import ClassMapReader, read_class_map
 from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error, read_rgb
 from vitzoo.data.held_out import Subset, find_held_out, hold_out
 from vitzoo.data.label_table import LabelTableReader
@@ -26,7 +28,7 @@ from vitzoo.data.layout import (
     match_split,
     split_names,
 )
-from vitzoo.data.options import NO_OPTIONS, DataOptions
+from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
 from vitzoo.data.third_party import check_options, find_third_party
 from vitzoo.errors import UserError, did_you_mean
 
@@ -76,7 +78,27 @@ def open_dataset(
         reader = splits.open(split) if subset is None else subset
     elif val_fraction and not splits.has_val:
         reader = hold_out(reader, split, val_fraction, seed)
-    return Images(reader, transform, class_to_idx)
+    images = Images(reader, transform, class_to_idx)
+    # with the content of the class map, which a run records
+    images.options = replace(options, class_map=splits.class_map)
+    return images
+
+
+def merge_options(given: DataOptions, about: dict, data_dir: str) -> DataOptions:
+    """Complete options with those that a training run recorded, as far as they suit another kind of dataset.
+
+    Args:
+        given: The options that take precedence.
+        about: What the run recorded about its data.
+        data_dir: The dataset that is going to be opened.
+    """
+    recorded = {name: about[name] for name in DATA_OPTIONS if name in about}
+    if _scheme(data_dir) != _scheme(str(about.get('data_dir', data_dir))):
+        # a column of a Hugging Face dataset, for example, has no meaning for folders
+        recorded = {name: value for name, value in recorded.items() if name == 'class_map'}
+    if given.val_split is not None:
+        recorded.pop('train_split', None)
+    return DataOptions(**{**recorded, **given.given()})
 
 
 class Splits:
@@ -93,6 +115,7 @@ class Splits:
 
     def __init__(self, data_dir: str, multi_label: bool | None = False, options: DataOptions = NO_OPTIONS):
         self.data_dir, self.multi_label = data_dir, multi_label
+        self.class_map = None if options.class_map is None else read_class_map(options.class_map)
         self._find = cache(_split_finder(str(data_dir), multi_label, options))
 
     @property
@@ -124,7 +147,7 @@ class Splits:
         if self.multi_label is not None and reader.is_multi_label != self.multi_label:
             has, flag = ('several labels', 'add') if reader.is_multi_label else ('one label', 'remove')
             raise UserError(f'{reader.root} has {has} per image; {flag} --multi-label')
-        return reader
+        return reader if self.class_map is None else ClassMapReader(reader, self.class_map)
 
 
 class Images(Dataset):
@@ -132,6 +155,8 @@ class Images(Dataset):
 
     A label is a class index, or in a multi-label dataset a multi-hot float tensor (num_classes,).
     """
+
+    options = NO_OPTIONS
 
     def __init__(self, reader: Reader, transform: Callable | None = None, class_to_idx: dict[str, int] | None = None):
         self.reader, self.transform = reader, transform
@@ -159,6 +184,20 @@ class Images(Dataset):
     def is_held_out(self) -> bool:
         """Whether images were held out, so that this is a subset of the images found."""
         return isinstance(self.reader, Subset)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The classes of the data that are not in the class map, so that their images are not used."""
+        reader = self.reader.reader if self.is_held_out else self.reader
+        return getattr(reader, 'left_out', [])
+
+    def describe_left_out(self) -> str:
+        """Describe in one sentence the classes of `left_out`."""
+        more = ', …' if self.left_out[3:] else ''
+        return (
+            f'{len(self.left_out)} classes of {self.root} are not in the class map and not used:'
+            f' {", ".join(self.left_out[:3])}{more}'
+        )
 
     @property
     def class_to_idx(self) -> dict[str, int]:
@@ -222,9 +261,9 @@ class FolderReader(ArchiveReader):
 
 def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions) -> Callable[[str], Split | None]:
     """A function of the name of a split that finds it in a dataset, or returns None."""
-    scheme, _, name = data_dir.partition('/')
-    if name and scheme.lower() in SCHEMES and not Path(data_dir).exists():
-        if multi_label and scheme.lower() != 'hfds':
+    scheme = _scheme(data_dir)
+    if scheme:
+        if multi_label and scheme != 'hfds':
             raise UserError(f"multi_label reads labels.csv from a folder, a tar or a zip file, not from '{data_dir}'")
         return partial(find_third_party, data_dir, options)
     check_options(data_dir, options, ('train_split', 'val_split'))
@@ -234,6 +273,12 @@ def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions)
     if root.is_dir():
         return partial(_find_in_folder, root, multi_label, options)
     return partial(_find_in_archive, open_archive(root), multi_label, options)
+
+
+def _scheme(data_dir: str) -> str:
+    """The scheme of a dataset such as 'hfds/uoft-cs/cifar10', '' for a path."""
+    scheme, _, name = data_dir.partition('/')
+    return scheme.lower() if name and scheme.lower() in SCHEMES and not Path(data_dir).exists() else ''
 
 
 def _find_in_folder(root: Path, multi_label: bool | None, options: DataOptions, split: str) -> Split | None:
@@ -311,6 +356,7 @@ def _explain_no_images(root: Path, names: list[str]) -> str:
         return (
             f"the data folder '{root}' has {len(images)} images but no class folders; move the images of each class"
             f' into a folder with its name'
+            + (f', or use {LABEL_TABLE} with --multi-label' if LABEL_TABLE in visible else '')
         )
     shards = [name for name in visible if name.endswith('.tar')]
     hint = f'; open WebDataset shards as wds/{root}' if shards else ''
