@@ -303,6 +303,61 @@ def test_a_link_to_a_folder_around_it_is_not_followed(tmp_path):
     assert open_dataset(str(root), 'train').reader.filenames() == names
 
 
+def write_linked(path: Path, files: dict[str, bytes], symbolic: dict[str, str], hard: dict[str, str]) -> Path:
+    """An archive with links; a zip file has no hard links."""
+    if path.suffix == '.zip':
+        write_zip(path, files)
+        with zipfile.ZipFile(path, 'a') as archive:
+            for name, target in symbolic.items():
+                info = zipfile.ZipInfo(name)
+                info.external_attr = 0o120777 << 16
+                archive.writestr(info, target)
+        return path
+    write_tar(path, files)
+    with tarfile.open(path, 'a') as tar:
+        for kind, links in {tarfile.SYMTYPE: symbolic, tarfile.LNKTYPE: hard}.items():
+            for name, target in links.items():
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = kind, target
+                tar.addfile(info)
+    return path
+
+
+@pytest.mark.parametrize('kind', ['tar', 'zip'])
+@pytest.mark.parametrize('below', ['', 'photos/'])
+def test_links_in_an_archive_lead_to_files_and_folders_of_it(tmp_path, kind, below):
+    files = {below + name: picture(name) for name in ('cat/1.png', 'cat/2.png', 'dog/1.png')}
+    symbolic = {'dog/2.png': '../cat/2.png', 'dog/3.png': '2.png', 'cow': 'dog', 'cat/up': '..', 'dog/notes.txt': 'x'}
+    # links may come before links that they lead to
+    symbolic = {below + name: target for name, target in reversed(symbolic.items())}
+    hard = {f'{below}cat/4.png': f'{below}cat/1.png', f'{below}emu/5.png': f'{below}cat/4.png'} if kind == 'tar' else {}
+    found = contents(str(write_linked(tmp_path / f'a.{kind}', files, symbolic, hard)), 'train')
+    dogs = {'1.png': 'dog/1.png', '2.png': 'cat/2.png', '3.png': 'cat/2.png'}
+    expected = {'cat/1.png': 'cat/1.png', 'cat/2.png': 'cat/2.png'}
+    expected |= {f'{folder}/{name}': source for folder in ('dog', 'cow') for name, source in dogs.items()}
+    expected |= {'cat/4.png': 'cat/1.png', 'emu/5.png': 'cat/1.png'} if hard else {}
+    pixels = {name: Image.open(io.BytesIO(picture(name))).tobytes() for name in set(expected.values())}
+    assert {name: content for name, _, content in found} == {name: pixels[to] for name, to in expected.items()}
+
+
+@pytest.mark.parametrize('kind', ['tar', 'zip'])
+@pytest.mark.parametrize('links', [{'dog/2.png': '/data/2.png'}, {'dog': '../dogs'}, {'a': 'b', 'b': 'a'}])
+def test_a_link_out_of_an_archive_gets_one_sentence(tmp_path, kind, links):
+    path = write_linked(tmp_path / f'a.{kind}', pictures('cat/1.png'), links, {})
+    with pytest.raises(UserError, match=f"the link '{next(iter(links))}' in .* leads to .* not in the archive; make"):
+        open_dataset(str(path), 'train')
+
+
+def test_a_zip_file_may_be_written_by_windows(tmp_path):
+    names = [name.replace('/', '\\') for name in PARTS]
+    archive = write_zip(tmp_path / 'windows.zip', dict(zip(names, PARTS.values(), strict=True)))
+    with zipfile.ZipFile(archive) as zip_file:
+        assert zip_file.namelist() == names
+    dotted = write_zip(tmp_path / 'dotted.zip', {f'./{name}': content for name, content in PARTS.items()})
+    for path in (archive, dotted):
+        assert contents(str(path), 'train') == contents(write('folder', tmp_path, PARTS), 'train')
+
+
 def make_shards(root: Path, parts: dict[str, list[str]], side: str = 'cls') -> str:
     """Shards of two samples each with the labels of each part."""
     for part, labels in parts.items():
