@@ -24,6 +24,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass (default: float32)')
 
 
+def add_data_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a dataset is laid out; see `vitzoo.data.DataOptions`."""
+    add = parser.add_argument
+    add('--train-split', metavar='NAME', help="name of the training split; '.' if the data is not divided into splits")
+    add('--val-split', '--split', metavar='NAME', help='name of the validation split')
+    add('--input-key', metavar='NAME', help='column of the images in hfds/…, or their suffix in wds/…')
+    add('--target-key', metavar='NAME', help='column of the labels in hfds/…; suffix or .json key in wds/…')
+    add('--data-subset', metavar='NAME', help='subset (configuration) of hfds/…')
+    add('--class-map', metavar='FILE', help='classes in label order (.txt), or name to label (.json, .pkl)')
+
+
 def autocast(device: torch.device, amp_dtype: str) -> AbstractContextManager:
     """Autocast to the dtype given by --amp-dtype; a null context for float32."""
     dtype = AMP_DTYPES[amp_dtype]

@@ -18,6 +18,7 @@ from vitzoo.data.archives import open_archive
 from vitzoo.data.dataset import Splits
 from vitzoo.data.held_out import hold_out, write_held_out
 from vitzoo.data.layout import common_folder, match_split
+from vitzoo.data.options import DataOptions
 from vitzoo.errors import UserError
 
 
@@ -219,6 +220,144 @@ def test_the_name_of_a_split_is_found_in_a_fixed_order_whatever_its_case():
     assert match_split(['extra'], 'extra') == 'extra'
 
 
+STEAM = pictures('bus/1.png', 'car/1.png', 'train/steam/1.png', 'train/electric/1.png')
+
+
+@pytest.mark.parametrize('kind', WRITERS)
+@pytest.mark.parametrize(
+    ('names', 'options', 'classes'),
+    [
+        (('bus/1.png', 'car/1.png', 'train/1.png'), {}, ['bus', 'car', 'train']),
+        (('control/1.png', 'test/1.png', 'train/1.png'), {}, ['control', 'test', 'train']),
+        (tuple(STEAM), dict(train_split='.'), ['bus', 'car', 'train']),
+        (tuple(STEAM), dict(val_split='.'), ['bus', 'car', 'train']),
+        (tuple(STEAM), dict(train_split='train'), ['electric', 'steam']),
+        (('train/a/1.png', 'val/a/1.png', 'other/1.png'), {}, ['a']),
+        (('day/a/1.png', 'day/b/1.png', 'night/a/1.png'), dict(train_split='Day'), ['a', 'b']),
+        (('train/a/1.png', 'previews/notes.txt'), {}, ['a']),
+    ],
+)
+def test_a_folder_called_train_may_be_a_class(tmp_path, kind, names, options, classes):
+    data_dir = write(kind, tmp_path, pictures(*names))
+    assert open_dataset(data_dir, 'train', options=DataOptions(**options)).class_names == classes
+
+
+@pytest.mark.parametrize('kind', WRITERS)
+@pytest.mark.parametrize(
+    ('files', 'options', 'sentence'),
+    [
+        (STEAM, {}, "'train' may be a split or a class, next to bus, car; choose with --train-split train, or --train"),
+        (pictures('a/1.png', 'test/x/1.png'), {}, "'test' may be a split or a class, next to a; choose with --val-spl"),
+        (
+            PARTS,
+            dict(train_split='trian'),
+            "no folder or archive 'trian', did you mean train\\?; correct --train-split",
+        ),
+        (PARTS, dict(input_key='img'), "has no input key 'img': remove --input-key"),
+    ],
+)
+def test_a_layout_that_is_not_clear_gets_one_sentence(tmp_path, kind, files, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        open_dataset(write(kind, tmp_path, files), 'train', options=DataOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ('options', 'sentence'),
+    [
+        (dict(train_split='.', val_split='test'), "'.' stands for data that is not divided"),
+        (dict(train_split='a', val_split='a'), "train_split and val_split are both 'a'"),
+    ],
+)
+def test_names_of_splits_that_contradict_each_other_get_one_sentence(options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        DataOptions(**options)
+
+
+@pytest.mark.parametrize('kind', ['folder', 'tar', 'zip'])
+def test_splits_have_the_names_in_the_options(tmp_path, kind):
+    names = ('day/a/1.png', 'day/b/1.png', 'night/a/2.png', 'val/b/3.png')
+    data_dir, options = write(kind, tmp_path, pictures(*names)), DataOptions(train_split='day', val_split='night')
+    assert [name for name, _, _ in contents(data_dir, 'val', options=options)] == ['a/2.png']
+    assert [name for name, _, _ in contents(data_dir, 'val', options=DataOptions(train_split='day'))] == ['b/3.png']
+    assert Splits(data_dir, options=options).has_val
+    assert not Splits(write(kind, tmp_path / 'day', pictures('day/a/1.png')), options=DataOptions('day')).has_val
+
+
+def test_an_archive_of_a_split_may_hold_a_class_with_the_name_of_the_split(tmp_path):
+    write_tar(tmp_path / 'train.tar', pictures('bus/1.png', 'train/1.png'))
+    assert open_dataset(str(tmp_path), 'train').class_names == ['bus', 'train']
+    write_tar(tmp_path / 'day' / 'day.tar', pictures('day/bus/1.png', 'day/car/1.png'))
+    assert open_dataset(str(tmp_path / 'day'), 'train', options=DataOptions('day')).class_names == ['bus', 'car']
+
+
+def test_a_link_to_a_folder_around_it_is_not_followed(tmp_path):
+    root = write_files(tmp_path / 'photos', pictures('cat/1.png', 'dog/1.png', 'dog/more/2.png'))
+    (root / 'cat' / 'loop').symlink_to(root)
+    (root / 'dog' / 'more' / 'up').symlink_to('..')
+    (root / 'dog' / 'far').symlink_to(tmp_path)
+    # other links are followed, also one below another
+    write_files(tmp_path / 'elsewhere', pictures('3.png'))
+    (root / 'dog' / 'linked').symlink_to(tmp_path / 'elsewhere')
+    (tmp_path / 'elsewhere' / 'back').symlink_to(root / 'dog')
+    names = ['cat/1.png', 'dog/1.png', 'dog/linked/3.png', 'dog/more/2.png']
+    assert open_dataset(str(root), 'train').reader.filenames() == names
+
+
+def write_linked(path: Path, files: dict[str, bytes], symbolic: dict[str, str], hard: dict[str, str]) -> Path:
+    """An archive with links; a zip file has no hard links."""
+    if path.suffix == '.zip':
+        write_zip(path, files)
+        with zipfile.ZipFile(path, 'a') as archive:
+            for name, target in symbolic.items():
+                info = zipfile.ZipInfo(name)
+                info.external_attr = 0o120777 << 16
+                archive.writestr(info, target)
+        return path
+    write_tar(path, files)
+    with tarfile.open(path, 'a') as tar:
+        for kind, links in {tarfile.SYMTYPE: symbolic, tarfile.LNKTYPE: hard}.items():
+            for name, target in links.items():
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = kind, target
+                tar.addfile(info)
+    return path
+
+
+@pytest.mark.parametrize('kind', ['tar', 'zip'])
+@pytest.mark.parametrize('below', ['', 'photos/'])
+def test_links_in_an_archive_lead_to_files_and_folders_of_it(tmp_path, kind, below):
+    files = {below + name: picture(name) for name in ('cat/1.png', 'cat/2.png', 'dog/1.png')}
+    symbolic = {'dog/2.png': '../cat/2.png', 'dog/3.png': '2.png', 'cow': 'dog', 'cat/up': '..', 'dog/notes.txt': 'x'}
+    # links may come before links that they lead to
+    symbolic = {below + name: target for name, target in reversed(symbolic.items())}
+    hard = {f'{below}cat/4.png': f'{below}cat/1.png', f'{below}emu/5.png': f'{below}cat/4.png'} if kind == 'tar' else {}
+    found = contents(str(write_linked(tmp_path / f'a.{kind}', files, symbolic, hard)), 'train')
+    dogs = {'1.png': 'dog/1.png', '2.png': 'cat/2.png', '3.png': 'cat/2.png'}
+    expected = {'cat/1.png': 'cat/1.png', 'cat/2.png': 'cat/2.png'}
+    expected |= {f'{folder}/{name}': source for folder in ('dog', 'cow') for name, source in dogs.items()}
+    expected |= {'cat/4.png': 'cat/1.png', 'emu/5.png': 'cat/1.png'} if hard else {}
+    pixels = {name: Image.open(io.BytesIO(picture(name))).tobytes() for name in set(expected.values())}
+    assert {name: content for name, _, content in found} == {name: pixels[to] for name, to in expected.items()}
+
+
+@pytest.mark.parametrize('kind', ['tar', 'zip'])
+@pytest.mark.parametrize('links', [{'dog/2.png': '/data/2.png'}, {'dog': '../dogs'}, {'a': 'b', 'b': 'a'}])
+def test_a_link_out_of_an_archive_gets_one_sentence(tmp_path, kind, links):
+    path = write_linked(tmp_path / f'a.{kind}', pictures('cat/1.png'), links, {})
+    with pytest.raises(UserError, match=f"the link '{next(iter(links))}' in .* leads to .* not in the archive; make"):
+        open_dataset(str(path), 'train')
+
+
+def test_a_zip_file_may_be_written_by_windows(tmp_path):
+    names = [name.replace('/', '\\') for name in PARTS]
+    archive = write_zip(tmp_path / 'windows.zip', dict(zip(names, PARTS.values(), strict=True)))
+    with zipfile.ZipFile(archive) as zip_file:
+        assert zip_file.namelist() == names
+    dotted = write_zip(tmp_path / 'dotted.zip', {f'./{name}': content for name, content in PARTS.items()})
+    for path in (archive, dotted):
+        assert contents(str(path), 'train') == contents(write('folder', tmp_path, PARTS), 'train')
+
+
 def make_shards(root: Path, parts: dict[str, list[str]], side: str = 'cls') -> str:
     """Shards of two samples each with the labels of each part."""
     for part, labels in parts.items():
@@ -255,6 +394,16 @@ def test_shards_in_folders_of_parts_take_their_class_names_from_a_file(tmp_path)
     assert dataset.class_names == ['tench', 'goldfish', 'bee']
     assert dataset.targets == [2, 0]
     assert open_dataset(f'wds/{tmp_path}', 'val').targets == [2]
+
+
+@pytest.mark.parametrize('place', ['{}-{}.tar', 'test-set-{}-{}.tar', '{}/{}.tar'])
+def test_of_val_and_test_shards_the_former_are_the_validation_split(tmp_path, place):
+    for part in ('test', 'train', 'val'):
+        for i in range(2):
+            files = {f'{part}{i}.png': picture(part, i), f'{part}{i}.cls': b'0'}
+            write_tar(tmp_path / place.format(part, i), files)
+    for split in ('train', 'val'):
+        assert [Path(name).stem for name, _, _ in contents(f'wds/{tmp_path}', split)] == [f'{split}0', f'{split}1']
 
 
 def test_shards_without_a_validation_part_are_divided(tmp_path):
@@ -449,37 +598,6 @@ def test_a_label_that_was_not_trained_on_is_named(tmp_path):
 def test_only_files_have_a_table_of_labels():
     with pytest.raises(UserError, match='multi_label reads labels.csv from a folder'):
         open_dataset('torch/cifar10', 'train', multi_label=True)
-
-
-class FakeHuggingFace:
-    """The interface of timm's reader of a Hugging Face dataset."""
-
-    class_to_idx = {'cat': 0, 'dog': 1}
-
-    def iter_targets(self):
-        return iter([0, 1] * 5)
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        return io.BytesIO(picture('hf', index)), index % 2
-
-
-@pytest.mark.parametrize(('splits', 'sizes'), [(('train',), (8, 2)), (('train', 'test'), (10, 10))])
-def test_a_hugging_face_dataset_without_a_validation_split_is_divided(monkeypatch, splits, sizes):
-    def create_dataset(name, split, root):
-        if split not in splits:
-            raise ValueError(f'Unknown split "{split}". Should be one of {splits}.')
-        return type('Dataset', (), {'reader': FakeHuggingFace()})()
-
-    monkeypatch.setattr('vitzoo.data.third_party.create_dataset', create_dataset)
-    parts = [open_dataset('hfds/me/pets', split, val_fraction=0.2) for split in ('train', 'val')]
-    assert tuple(map(len, parts)) == sizes
-    assert parts[1][0][0].size == (8, 6) and parts[1].class_names == ['cat', 'dog']
-    if len(splits) == 1:
-        with pytest.raises(UserError, match='has a train split but no split named val, validation'):
-            open_dataset('hfds/me/pets', 'val')
 
 
 def test_holding_out_takes_any_reader_of_labelled_images():

@@ -300,6 +300,22 @@ def test_what_nobody_divided_is_examined_too(tmp_path):
     }
 
 
+def test_doctor_reads_the_data_with_the_options_of_train(tmp_path):
+    save_new(tmp_path, *(f'{name}/{i}.png' for name in ('bus/x', 'car/y', 'train/z') for i in range(2)))
+    assert list(found(tmp_path)) == ['unusable']
+    assert found(tmp_path, '--train-split', '.') == {'no-validation': [str(tmp_path)]}
+    day = found(tmp_path, '--train-split', 'bus', '--val-split', 'car')
+    assert day == {
+        'one-class': ['x'],
+        'missing-in-train': ['y'],
+        'missing-in-val': ['x'],
+        'unused-folder': ['train/'],
+    }
+    (tmp_path / 'map.txt').write_text('car\nbus\n')
+    mapped = found(tmp_path, '--train-split', '.', '--class-map', str(tmp_path / 'map.txt'))
+    assert mapped == {'no-validation': [str(tmp_path)], 'left-out': ['train: train'], 'not-images': ['train/map.txt']}
+
+
 def test_parts_with_names_of_their_own_are_no_classes(tmp_path):
     save_new(tmp_path, *(f'seg_{part}/{name}/{i}.png' for part in ('train', 'test') for name in 'ab' for i in '01'))
     assert found(tmp_path)['nested-classes'] == ['train/seg_test/', 'train/seg_train/']
@@ -312,10 +328,12 @@ def test_images_with_several_labels_are_examined_by_their_table(tmp_path):
     for part, labels in dict(train='sea;dog', val='dog').items():
         lines = ''.join(f'{i}.png,{labels if i else "dog;sea"}\n' for i in range(3))
         (tmp_path / part / 'labels.csv').write_text(f'file,labels\n{lines}')
-    assert found(tmp_path) == {}
+    assert found(tmp_path, '--multi-label') == {}
+    # without the option, training does not read the table either
+    assert list(found(tmp_path)) == ['unusable']
     save_new(tmp_path, 'train/x/new.png')
     (tmp_path / 'val' / 'labels.csv').write_text('file,labels\n0.png,cat\n1.png,dog\n2.png,\n')
-    assert found(tmp_path) == {
+    assert found(tmp_path, '--multi-label') == {
         'unlisted': ['train/x/new.png'],
         'missing-in-train': ['cat'],
         'missing-in-val': ['sea'],

@@ -2,6 +2,7 @@
 
 from vitzoo.data.dataset import Images, open_dataset
 from vitzoo.data.loader import eval_loader, train_loader
+from vitzoo.data.options import DataOptions
 from vitzoo.data.transforms import (
     Normalize,
     eval_transform,
@@ -11,6 +12,7 @@ from vitzoo.data.transforms import (
 )
 
 __all__ = [
+    'DataOptions',
     'Images',
     'Normalize',
     'eval_loader',

@@ -5,16 +5,20 @@ that stays open.
 """
 
 import os
+import posixpath
+import stat
 import struct
 import tarfile
 import zlib
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from zipfile import BadZipFile, ZipExtFile, ZipFile
+from typing import Any
+from zipfile import BadZipFile, ZipExtFile, ZipFile, ZipInfo
 
 from timm.data.readers.reader import Reader
 
-from vitzoo.data.layout import is_hidden
+from vitzoo.data.layout import is_hidden, is_image
 from vitzoo.errors import UserError
 
 
@@ -22,15 +26,7 @@ class Folder:
     """A folder on disk; `names` lists all visible files below it, and hidden or empty folders with a trailing '/'."""
 
     def __init__(self, root: Path):
-        self.root, self.names = root, []
-        for parent, folders, files in os.walk(root, followlinks=True):
-            below = os.path.relpath(parent, root).replace(os.sep, '/')
-            prefix = '' if below == '.' else f'{below}/'
-            self.names += [prefix + name for name in files]
-            self.names += [f'{prefix}{name}/' for name in folders if is_hidden(name)]
-            if prefix and not files and not folders:
-                self.names.append(prefix)
-            folders[:] = [name for name in folders if not is_hidden(name)]
+        self.root, self.names = root, list(list_files(root))
 
     def read(self, name: str) -> bytes:
         """Read a file."""
@@ -65,11 +61,19 @@ class Zip:
         self.root = root
         try:
             with ZipFile(root) as archive:
-                self.members = {info.filename: info for info in archive.infolist()}
+                infos = _clean_names(archive.infolist())
+                if any(info.flag_bits & 1 for info in infos.values()):
+                    raise UserError(f'the zip file {root} is password-protected; unpack it')
+                # the content of a symbolic link is its target
+                links = {
+                    name: _resolve(name, archive.read(info).decode(errors='surrogateescape'))
+                    for name, info in infos.items()
+                    if stat.S_ISLNK(info.external_attr >> 16)
+                }
         except (BadZipFile, OSError) as error:
             raise UserError(f'cannot read the zip file {root} ({error}); make it again') from error
-        if any(info.flag_bits & 1 for info in self.members.values()):
-            raise UserError(f'the zip file {root} is password-protected; unpack it')
+        files = {name: info for name, info in infos.items() if name not in links}
+        self.members = _follow_links(str(root), files, links)
         self.names = list(self.members)
 
     def read(self, name: str) -> bytes:
@@ -92,6 +96,32 @@ class Zip:
 
 
 Archive = Folder | Tar | Zip
+
+
+def list_files(root: Path) -> Iterator[str]:
+    """Yield all visible files below a folder, and hidden or empty folders with a trailing '/'.
+
+    Symbolic links are followed, except those to a folder around them, which would be followed in a circle.
+    """
+    home = root.resolve()
+    # the resolved path of each folder, after those of the folders around it
+    chains = {str(root): (*map(str, home.parents), str(home))}
+    for parent, folders, files in os.walk(root, followlinks=True):
+        below = os.path.relpath(parent, root).replace(os.sep, '/')
+        prefix, chain = '' if below == '.' else f'{below}/', chains.pop(parent)
+        yield from (prefix + name for name in files)
+        if prefix and not files and not folders:
+            yield prefix
+        visible = []
+        for name in folders:
+            path = os.path.join(parent, name)
+            place = os.path.realpath(path) if os.path.islink(path) else os.path.join(chain[-1], name)
+            if is_hidden(name) or place in chain:
+                yield f'{prefix}{name}/'
+            else:
+                visible.append(name)
+                chains[path] = (*chain, place)
+        folders[:] = visible
 
 
 def open_archive(path: Path) -> Archive:
@@ -140,7 +170,7 @@ class ArchiveReader(Reader):
 
 def _list_members(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dict[str, tuple[int, int]]:
     """Offset and size of the content of each file; offsets count from the start of the outermost tar."""
-    places = {}
+    places, links = {}, {}
     for member in tar:
         name = prefix + member.name.removeprefix('./')
         if member.isfile() and name.lower().endswith('.tar') and not prefix:
@@ -148,4 +178,57 @@ def _list_members(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dic
                 places |= _list_members(inner, member.offset_data, f'{name[:-4]}/')
         elif member.isfile():
             places[name] = start + member.offset_data, member.size
-    return places
+        elif member.islnk():
+            links[name] = prefix + member.linkname.removeprefix('./')
+        elif member.issym():
+            links[name] = _resolve(name, member.linkname)
+    return _follow_links(tar.name, places, links)
+
+
+def _clean_names(infos: list[ZipInfo]) -> dict[str, ZipInfo]:
+    """The members of a zip file by name, with / between folders."""
+    # some programs for Windows write \\ instead
+    is_windows = not any('/' in info.filename for info in infos)
+    names = [info.filename.replace('\\', '/') if is_windows else info.filename for info in infos]
+    return {name.removeprefix('./'): info for name, info in zip(names, infos, strict=True)}
+
+
+def _resolve(name: str, target: str) -> str:
+    """The path that a symbolic link leads to, in the archive."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
+
+
+def _follow_links(archive: str, members: dict[str, Any], links: dict[str, str]) -> dict[str, Any]:
+    """The members of an archive with those that links lead to, which may be files, folders, or links.
+
+    Raises:
+        UserError: A link to an image or to a folder leads to nothing in the archive.
+    """
+    # a link to a folder around it would be followed in a circle
+    found, pending = dict(members), {name: to for name, to in links.items() if to != '.' and not _is_below(name, to)}
+    waits = True
+    while pending:
+        followed = []
+        for name, target in pending.items():
+            new = {name: found[target]} if target in found else {}
+            # a folder after the links in it, unless they lead nowhere
+            if not new and not (waits and any(_is_below(other, target) for other in pending)):
+                new = {name + other.removeprefix(target): found[other] for other in found if _is_below(other, target)}
+            if new:
+                found.update(new)
+                followed.append(name)
+        if not followed and not waits:
+            break
+        pending = {name: target for name, target in pending.items() if name not in followed}
+        waits = bool(followed)
+    names = [name for name in pending if not is_hidden(name) and (is_image(name) or not os.path.splitext(name)[1])]
+    if names:
+        raise UserError(
+            f"the link '{names[0]}' in {archive} leads to '{pending[names[0]]}', which is not in the archive; make it"
+            ' again with the files in place of links (tar --dereference, zip without --symlinks)'
+        )
+    return found
+
+
+def _is_below(name: str, folder: str) -> bool:
+    return name.startswith(f'{folder}/')

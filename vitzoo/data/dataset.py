@@ -1,6 +1,7 @@
 """Labelled images from folders, tar and zip files, WebDataset shards, torchvision and Hugging Face."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -8,12 +9,14 @@ from timm.data import MultiLabelTarget
 from timm.data.readers.reader import Reader
 from torch.utils.data import Dataset
 
-from vitzoo.data.archives import Archive, ArchiveReader, Folder, open_archive
+from vitzoo.data.archives import Archive, ArchiveReader, Folder, list_files, open_archive
+from vitzoo.data.class_map import ClassMapReader, read_class_map
 from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error, read_rgb
 from vitzoo.data.held_out import Subset, find_held_out, hold_out
-from vitzoo.data.label_table import LABEL_TABLE, LabelTableReader
+from vitzoo.data.label_table import LabelTableReader
 from vitzoo.data.layout import (
     ARCHIVES,
+    LABEL_TABLE,
     SPLIT_NAMES,
     SUFFIXES,
     Split,
@@ -21,10 +24,12 @@ from vitzoo.data.layout import (
     common_folder,
     group_by_class,
     is_hidden,
+    is_image,
     match_split,
     split_names,
 )
-from vitzoo.data.third_party import find_third_party
+from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
+from vitzoo.data.third_party import check_options, find_third_party
 from vitzoo.errors import UserError, did_you_mean
 
 SAMPLE = Path(__file__).parent / 'sample'
@@ -41,6 +46,7 @@ def open_dataset(
     val_fraction: float = 0,
     seed: int = 0,
     held_out: Path | None = None,
+    options: DataOptions = NO_OPTIONS,
 ) -> 'Images':
     """Open one split of a dataset.
 
@@ -58,12 +64,13 @@ def open_dataset(
             excluded from 'train'; 0 holds out nothing.
         seed: Together with the names of the images determines which ones are held out.
         held_out: A file written by `write_held_out`; if the data contains any of the images in it, 'val' is these.
+        options: The names of splits, columns and classes, if they are not the usual ones.
 
     Raises:
         UserError: The data does not exist, contains no images, or has a class that is not in `class_to_idx`. On
             indexing: an image cannot be read.
     """
-    splits = Splits(data_dir, multi_label)
+    splits = Splits(data_dir, multi_label, options)
     reader = splits.open(split, or_train=bool(val_fraction or held_out))
     if held_out is not None:
         # without any of these images it is other data, which is evaluated as it is
@@ -71,7 +78,27 @@ def open_dataset(
         reader = splits.open(split) if subset is None else subset
     elif val_fraction and not splits.has_val:
         reader = hold_out(reader, split, val_fraction, seed)
-    return Images(reader, transform, class_to_idx)
+    images = Images(reader, transform, class_to_idx)
+    # with the content of the class map, which a run records
+    images.options = replace(options, class_map=splits.class_map)
+    return images
+
+
+def merge_options(given: DataOptions, about: dict, data_dir: str) -> DataOptions:
+    """Complete options with those that a training run recorded, as far as they suit another kind of dataset.
+
+    Args:
+        given: The options that take precedence.
+        about: What the run recorded about its data.
+        data_dir: The dataset that is going to be opened.
+    """
+    recorded = {name: about[name] for name in DATA_OPTIONS if name in about}
+    if _scheme(data_dir) != _scheme(str(about.get('data_dir', data_dir))):
+        # a column of a Hugging Face dataset, for example, has no meaning for folders
+        recorded = {name: value for name, value in recorded.items() if name == 'class_map'}
+    if given.val_split is not None:
+        recorded.pop('train_split', None)
+    return DataOptions(**{**recorded, **given.given()})
 
 
 class Splits:
@@ -80,13 +107,16 @@ class Splits:
     Args:
         data_dir: As in `open_dataset`.
         multi_label: Read labels from labels.csv; None reads them from it if it exists.
+        options: As in `open_dataset`.
 
     Raises:
-        UserError: The data does not exist, or `multi_label` is set for data other than a folder or an archive.
+        UserError: The data does not exist, or `multi_label` or an option is set for data that does not have it.
     """
 
-    def __init__(self, data_dir: str, multi_label: bool | None = False):
-        self.data_dir, self._find = data_dir, cache(_split_finder(str(data_dir), multi_label))
+    def __init__(self, data_dir: str, multi_label: bool | None = False, options: DataOptions = NO_OPTIONS):
+        self.data_dir, self.multi_label = data_dir, multi_label
+        self.class_map = None if options.class_map is None else read_class_map(options.class_map)
+        self._find = cache(_split_finder(str(data_dir), multi_label, options))
 
     @property
     def has_val(self) -> bool:
@@ -113,7 +143,11 @@ class Splits:
                 f"the data '{self.data_dir}' has {other}no split named {', '.join(split_names(split))}; move part of "
                 f'the images of each class into one'
             )
-        return found.open()
+        reader = found.open()
+        if self.multi_label is not None and reader.is_multi_label != self.multi_label:
+            has, flag = ('several labels', 'add') if reader.is_multi_label else ('one label', 'remove')
+            raise UserError(f'{reader.root} has {has} per image; {flag} --multi-label')
+        return reader if self.class_map is None else ClassMapReader(reader, self.class_map)
 
 
 class Images(Dataset):
@@ -121,6 +155,8 @@ class Images(Dataset):
 
     A label is a class index, or in a multi-label dataset a multi-hot float tensor (num_classes,).
     """
+
+    options = NO_OPTIONS
 
     def __init__(self, reader: Reader, transform: Callable | None = None, class_to_idx: dict[str, int] | None = None):
         self.reader, self.transform = reader, transform
@@ -148,6 +184,20 @@ class Images(Dataset):
     def is_held_out(self) -> bool:
         """True if this is a subset of the images found: those held out, or the others."""
         return isinstance(self.reader, Subset)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The classes of the data that are not in the class map, so that their images are not used."""
+        reader = self.reader.reader if self.is_held_out else self.reader
+        return getattr(reader, 'left_out', [])
+
+    def describe_left_out(self) -> str:
+        """Describe in one sentence the classes of `left_out`."""
+        more = ', …' if self.left_out[3:] else ''
+        return (
+            f'{len(self.left_out)} classes of {self.root} are not in the class map and not used:'
+            f' {", ".join(self.left_out[:3])}{more}'
+        )
 
     @property
     def class_to_idx(self) -> dict[str, int]:
@@ -209,25 +259,36 @@ class FolderReader(ArchiveReader):
         super().__init__(archive, prefix, labels, list(classes))
 
 
-def _split_finder(data_dir: str, multi_label: bool | None) -> Callable[[str], Split | None]:
+def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions) -> Callable[[str], Split | None]:
     """A function of the name of a split that finds it in a dataset, or returns None."""
-    scheme, _, name = data_dir.partition('/')
-    if name and scheme.lower() in SCHEMES and not Path(data_dir).exists():
-        if multi_label:
+    scheme = _scheme(data_dir)
+    if scheme:
+        if multi_label and scheme != 'hfds':
             raise UserError(f"multi_label reads labels.csv from a folder, a tar or a zip file, not from '{data_dir}'")
-        return partial(find_third_party, data_dir)
+        return partial(find_third_party, data_dir, options)
+    check_options(data_dir, options, ('train_split', 'val_split'))
     root = SAMPLE if data_dir == 'sample' else Path(data_dir).expanduser()
     if not root.exists():
         raise UserError(f"the data folder '{root}' does not exist")
     if root.is_dir():
-        return partial(_find_in_folder, root, multi_label)
-    return partial(_find_in_archive, open_archive(root), multi_label)
+        return partial(_find_in_folder, root, multi_label, options)
+    return partial(_find_in_archive, open_archive(root), multi_label, options)
 
 
-def _find_in_folder(root: Path, multi_label: bool | None, split: str) -> Split | None:
+def _scheme(data_dir: str) -> str:
+    """The scheme of a dataset such as 'hfds/uoft-cs/cifar10', '' for a path."""
+    scheme, _, name = data_dir.partition('/')
+    return scheme.lower() if name and scheme.lower() in SCHEMES and not Path(data_dir).exists() else ''
+
+
+def _find_in_folder(root: Path, multi_label: bool | None, options: DataOptions, split: str) -> Split | None:
     """Find a split among the folders and archives in a folder."""
     names = [path.name for path in root.iterdir() if path.is_dir() or path.suffix.lower() in ARCHIVES]
-    part = choose_split(names, split)
+
+    def images_in(name: str) -> Iterator[str]:
+        return filter(_is_listed, list_files(root / name))
+
+    part = choose_split(names, split, images_in, options)
     if part is None:
         return None
 
@@ -235,26 +296,47 @@ def _find_in_folder(root: Path, multi_label: bool | None, split: str) -> Split |
         archive = open_archive(root / part)
         if isinstance(archive, Folder):
             return _read_labelled(archive, '', multi_label)
-        # train.tar may contain train/
-        prefix = common_folder(archive.names)
-        inner = match_split(_top_folders(archive, prefix), split)
-        return _read_labelled(archive, f'{prefix}{inner}/' if inner else prefix, multi_label)
+        return _read_labelled(archive, _inner_folder(archive, split, options), multi_label)
 
     return Split(open_part, is_whole=not part)
 
 
-def _find_in_archive(archive: Archive, multi_label: bool | None, split: str) -> Split | None:
+def _inner_folder(archive: Archive, split: str, options: DataOptions) -> str:
+    """The folder of the images in the archive of a split: train.tar may contain train/, or a class called train."""
+    prefix = common_folder(archive.names, options)
+    folders = _top_folders(archive, prefix)
+    inner = match_split(folders, split, options)
+    others = [name for name in folders if not any(match_split([name], other, options) for other in SPLIT_NAMES)]
+    has_other_classes = any(is_image(name) for other in others for name in _below(archive, f'{prefix}{other}/'))
+    return prefix if inner is None or has_other_classes else f'{prefix}{inner}/'
+
+
+def _find_in_archive(archive: Archive, multi_label: bool | None, options: DataOptions, split: str) -> Split | None:
     """Find a split among the folders in an archive."""
-    prefix = common_folder(archive.names)
-    part = choose_split(_top_folders(archive, prefix), split)
+    prefix = common_folder(archive.names, options)
+
+    def images_in(folder: str) -> Iterator[str]:
+        return filter(_is_listed, _below(archive, f'{prefix}{folder}/'))
+
+    part = choose_split(_top_folders(archive, prefix), split, images_in, options)
     if part is None:
         return None
     path = f'{prefix}{part}/' if part else prefix
     return Split(partial(_read_labelled, archive, path, multi_label), is_whole=not part)
 
 
+def _below(archive: Archive, prefix: str) -> Iterator[str]:
+    """The files below a folder of an archive, relative to it."""
+    return (name.removeprefix(prefix) for name in archive.names if name.startswith(prefix))
+
+
+def _is_listed(name: str) -> bool:
+    """Whether a file is an image or a table of labels."""
+    return is_image(name) or name == LABEL_TABLE
+
+
 def _top_folders(archive: Archive, prefix: str) -> list[str]:
-    below = [name.removeprefix(prefix).partition('/') for name in archive.names if name.startswith(prefix)]
+    below = (name.partition('/') for name in _below(archive, prefix))
     return list(dict.fromkeys(folder for folder, slash, _ in below if slash))
 
 
@@ -274,6 +356,7 @@ def _explain_no_images(root: Path, names: list[str]) -> str:
         return (
             f"the data folder '{root}' has {len(images)} images but no class folders; move the images of each class"
             f' into a folder with its name'
+            + (f', or use {LABEL_TABLE} with --multi-label' if LABEL_TABLE in visible else '')
         )
     shards = [name for name in visible if name.endswith('.tar')]
     hint = f'; open WebDataset shards as wds/{root}' if shards else ''

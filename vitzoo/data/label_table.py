@@ -10,10 +10,10 @@ import csv
 from io import StringIO
 
 from vitzoo.data.archives import Archive, ArchiveReader
-from vitzoo.data.layout import natural_order
+from vitzoo.data.layout import LABEL_TABLE, natural_order
 from vitzoo.errors import UserError
 
-LABEL_TABLE, SEPARATOR = 'labels.csv', ';'
+SEPARATOR = ';'
 
 
 class LabelTableReader(ArchiveReader):

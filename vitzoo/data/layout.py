@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from timm.data.readers.reader import Reader
 from timm.utils import natural_key
 
+from vitzoo.data.options import NO_OPTIONS, UNDIVIDED, DataOptions
+from vitzoo.errors import UserError, did_you_mean
+
 SUFFIXES = {'.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff', '.ppm', '.pgm'}
 ARCHIVES = ('.tar', '.zip')
+LABEL_TABLE = 'labels.csv'
 SPLIT_NAMES = {'train': ('train', 'training'), 'val': ('val', 'validation', 'valid', 'eval', 'test')}
 
 
@@ -52,30 +56,83 @@ def natural_order(name: str) -> tuple:
     return natural_key(name), name
 
 
-def match_split(names: Iterable[str], split: str) -> str | None:
+def match_split(names: Iterable[str], split: str, options: DataOptions = NO_OPTIONS) -> str | None:
     """The folder or archive of a split, if any: that of 'val' may be named val, Validation, test.tar, …"""
-    ranks = {f'{word}{suffix}': rank for rank, word in enumerate(split_names(split)) for suffix in ('', *ARCHIVES)}
+    given = options.split_name(split)
+    words = split_names(split) if given is None else (given.strip('/').lower(),)
+    ranks = {f'{word}{suffix}': rank for rank, word in enumerate(words) for suffix in ('', *ARCHIVES)}
     found = [name for name in names if name.lower() in ranks]
     return min(found, key=lambda name: (ranks[name.lower()], name), default=None)
 
 
-def choose_split(names: Iterable[str], split: str) -> str | None:
-    """The folder or archive of a split, '' if none of the names is a split, None if only others are."""
+def choose_split(
+    names: Iterable[str],
+    split: str,
+    images_in: Callable[[str], Iterable[str]],
+    options: DataOptions = NO_OPTIONS,
+) -> str | None:
+    """The folder or archive of a split, '' if the data is not divided into splits, None if only others exist.
+
+    Args:
+        names: The folders and archives of the dataset.
+        split: 'train' or 'val'.
+        images_in: Lists the images and label tables at any depth in one of the folders, relative to it.
+        options: The names of the splits.
+
+    Raises:
+        UserError: The name in the options does not exist, or a folder may be a split as well as a class.
+    """
+    if options.is_undivided:
+        return ''
     visible = [name for name in names if not is_hidden(name)]
-    found = match_split(visible, split)
-    if found is None and not any(match_split(visible, other) for other in SPLIT_NAMES):
+    found = match_split(visible, split, options)
+    if found is None and options.split_name(split) is not None:
+        name = options.split_name(split)
+        hint = did_you_mean(name, visible) or f', only {", ".join(sorted(visible, key=natural_order)[:5]) or "nothing"}'
+        raise UserError(f"the data has no folder or archive '{name}'{hint}; correct --{split}-split")
+    matches = {other: match_split(visible, other, options) for other in SPLIT_NAMES}
+    if not any(matches.values()) or _are_classes(visible, matches, images_in, options):
         return ''
     return found
 
 
-def common_folder(names: Iterable[str]) -> str:
+def _are_classes(
+    names: list[str],
+    matches: dict[str, str | None],
+    images_in: Callable[[str], Iterable[str]],
+    options: DataOptions,
+) -> bool:
+    """Whether folders that are named like splits are classes, as in bus/, car/, train/.
+
+    Raises:
+        UserError: It cannot be told, because they contain folders of images themselves.
+    """
+    if options.train_split or options.val_split:
+        return False
+    matched = [name for name in names if any(match_split([name], split) for split in SPLIT_NAMES)]
+    others = [name for name in names if name not in matched and any(map(is_image, images_in(name)))]
+    # an archive is not a class
+    if not others or any(name.lower().endswith(ARCHIVES) for name in matched):
+        return False
+    if not any('/' in name or name == LABEL_TABLE for match in matched for name in images_in(match)):
+        return True
+    if all(matches.values()):
+        return False
+    split = next(split for split, name in matches.items() if name)
+    raise UserError(
+        f"the folder '{matches[split]}' may be a split or a class, next to {', '.join(sorted(others)[:3])}; choose with"
+        f' --{split}-split {matches[split]}, or --{split}-split {UNDIVIDED} if all folders are classes'
+    )
+
+
+def common_folder(names: Iterable[str], options: DataOptions = NO_OPTIONS) -> str:
     """The folder, such as 'photos/', around all splits or classes of an archive; '' if there is none."""
     folders = [name.split('/')[:-1] for name in names if is_image(name)]
     prefix = ''
     for depth in range(max(map(len, folders), default=0) - 1):
         # images higher up are outside of the class folders in any case
         here = {folder[depth] for folder in folders if len(folder) > depth}
-        if len(here) > 1 or any(match_split(here, split) for split in SPLIT_NAMES):
+        if len(here) > 1 or any(match_split(here, split, options) for split in SPLIT_NAMES):
             break
         prefix += f'{here.pop()}/'
     return prefix

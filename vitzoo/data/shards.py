@@ -18,53 +18,61 @@ from rich.progress import track
 from timm.data.readers.reader import Reader
 
 from vitzoo.data.archives import Tar
-from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, Split, is_image, natural_order, split_names
+from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, Split, is_hidden, is_image, natural_order, split_names
+from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.errors import UserError
 
 # keys of a .json file that may hold the label
 JSON_KEYS = ('label', 'cls', 'class')
 
 
-def find_shards(folder: str, split: str) -> Split | None:
+def find_shards(folder: str, split: str, options: DataOptions) -> Split | None:
     """Find a split of the shards in a folder; None if there are only other splits.
 
-    The shards of a split are in a subfolder (train/…, val/…) or have its name in theirs (imagenet-train-000.tar). If
-    there are no splits, all shards are used.
+    The shards of a split are in a subfolder (train/…, val/…) or have its name in theirs (imagenet-train-000.tar). Of
+    val and test, 'val' is the former. If there are no splits, all shards are used. A name in the options is looked up
+    in the same way, anywhere in the names of the shards.
 
     Raises:
-        UserError: There are no shards. On opening the split: they contain no images, or images without labels.
+        UserError: There are no shards, or none of the name in the options. On opening the split: they contain no
+            images, or images without labels.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise UserError(f"the folder of shards '{root}' does not exist")
-    if shards := _shards_of(root, split):
-        return Split(partial(ShardReader, root, shards))
-    if any(_shards_of(root, other) for other in SPLIT_NAMES):
-        return None
-    shards = _in_natural_order(root.glob('*.tar'))
-    if not shards:
+    everything = _in_natural_order(root.glob('*.tar'))
+    if not options.is_undivided:
+        if shards := _shards_of(root, split, options):
+            return Split(partial(ShardReader, root, shards, options))
+        if name := options.split_name(split):
+            raise UserError(f"no shard (.tar) in '{root}' has '{name}' in its name; correct --{split}-split")
+        if any(_shards_of(root, other, options) for other in SPLIT_NAMES):
+            return None
+    if not everything:
         raise UserError(f"there are no shards (.tar) in '{root}'")
-    return Split(partial(ShardReader, root, shards), is_whole=True)
+    return Split(partial(ShardReader, root, everything, options), is_whole=True)
 
 
 class ShardReader(Reader):
     """The images of shards, labelled by the .cls (a number or a name) or .json (`label`) file of the same key.
 
-    Numbers are looked up in classnames.txt (one name per line) if it exists in the folder of the shards.
+    Numbers are looked up in classnames.txt (one name per line) if it exists in the folder of the shards. `input_key` in
+    the options is the suffix of the images, and `target_key` that of their labels, or their key in the .json file.
     """
 
     is_multi_label = False
 
-    def __init__(self, root: Path, shards: list[Path]):
+    def __init__(self, root: Path, shards: list[Path], options: DataOptions = NO_OPTIONS):
         super().__init__()
         self.root, self.tars, self.places, names = root, [], [], []
         for number, shard in enumerate(_show_progress(shards)):
             self.tars.append(Tar(shard))
-            found = _find_samples(self.tars[-1])
+            found = _find_samples(self.tars[-1], options)
             self.places += [(number, image) for image in found]
             names += found.values()
         if not names:
-            raise UserError(f"the shards in '{root}' contain no images ({', '.join(sorted(SUFFIXES))})")
+            suffixes = options.input_key or ', '.join(sorted(SUFFIXES))
+            raise UserError(f"the shards in '{root}' contain no images ({suffixes})")
         listed = {str(number): name for number, name in enumerate(_read_class_names(root))}
         names = [listed.get(name, name) for name in names]
         self.class_names = list(dict.fromkeys([*listed.values(), *sorted(set(names), key=natural_order)]))
@@ -92,21 +100,33 @@ def _show_progress(shards: list[Path]) -> Iterable[Path]:
     return track(shards, 'reading the shards', transient=True, console=Console(stderr=True), disable=hidden)
 
 
-def _shards_of(root: Path, split: str) -> list[Path]:
-    """The shards in a subfolder named after the split, or else those with its name as a word of theirs."""
-    words = split_names(split)
-    folders = [folder for folder in root.iterdir() if folder.is_dir() and folder.name.lower() in words]
-    shards = [shard for folder in folders[:1] for shard in folder.glob('*.tar')]
-    if not shards:
-        shards = [shard for shard in root.glob('*.tar') if set(words) & set(re.split(r'[\W_]+', shard.stem.lower()))]
-    return _in_natural_order(shards)
+def _shards_of(root: Path, split: str, options: DataOptions) -> list[Path]:
+    """The shards of the first name of the split that has any, in a subfolder of that name or with it in theirs."""
+    given = options.split_name(split)
+    folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
+    for word in split_names(split) if given is None else (given.lower(),):
+        shards = [shard for folder in folders if folder.name.lower() == word for shard in folder.glob('*.tar')]
+        if not shards and given is None:
+            shards = [shard for shard in root.glob('*.tar') if _split_word(shard) == word]
+        elif not shards:
+            whole_word = re.compile(rf'(?<![^\W_]){re.escape(word)}(?![^\W_])')
+            shards = [shard for shard in root.glob('*.tar') if whole_word.search(shard.stem.lower())]
+        if shards:
+            return _in_natural_order(shards)
+    return []
+
+
+def _split_word(shard: Path) -> str | None:
+    """The last word of a shard's name that is the name of a split, so that no shard is in two of them."""
+    words = re.split(r'[\W_]+', shard.stem.lower())
+    return next((word for word in reversed(words) if any(word in split_names(split) for split in SPLIT_NAMES)), None)
 
 
 def _in_natural_order(shards: Iterable[Path]) -> list[Path]:
     return sorted(shards, key=lambda path: natural_order(path.name))
 
 
-def _find_samples(tar: Tar) -> dict[str, str]:
+def _find_samples(tar: Tar, options: DataOptions) -> dict[str, str]:
     """The label of each image of a shard."""
     images, labels = {}, {}
     for name in tar.names:
@@ -114,27 +134,34 @@ def _find_samples(tar: Tar) -> dict[str, str]:
         folder, slash, file = name.rpartition('/')
         stem, _, suffix = file.partition('.')
         key, suffix = f'{folder}{slash}{stem}', suffix.lower()
-        if suffix in ('cls', 'json'):
-            labels[key] = name if suffix == 'cls' else labels.get(key, name)
-        elif '.' not in suffix and is_image(name):
+        if suffix in ('json', (options.target_key or 'cls').lower()):
+            labels[key] = name if suffix != 'json' else labels.get(key, name)
+        elif _is_input(name, suffix, options.input_key):
             images[name] = key
-    samples = {}
+    samples, kinds = {}, f'.{options.target_key or "cls"} or .json'
     for name, key in images.items():
         if key not in labels:
-            raise UserError(f"the image '{name}' of the shard {tar.root} has no .cls or .json file")
-        samples[name] = _read_label(tar, labels[key])
+            raise UserError(f"the image '{name}' of the shard {tar.root} has no {kinds} file; correct --target-key")
+        samples[name] = _read_label(tar, labels[key], (options.target_key,) if options.target_key else JSON_KEYS)
     return samples
 
 
-def _read_label(tar: Tar, name: str) -> str:
+def _is_input(name: str, suffix: str, input_key: str | None) -> bool:
+    if is_hidden(name):
+        return False
+    # timm separates alternatives by ;
+    return suffix in input_key.lower().split(';') if input_key else '.' not in suffix and is_image(name)
+
+
+def _read_label(tar: Tar, name: str, keys: tuple[str, ...]) -> str:
     text = tar.read(name).decode(errors='replace').strip()
-    if name.lower().endswith('.cls'):
+    if not name.lower().endswith('.json'):
         return text
     try:
         content = json.loads(text)
-        return str(next(content[key] for key in JSON_KEYS if key in content))
+        return str(next(content[key] for key in keys if key in content))
     except (ValueError, TypeError, StopIteration) as error:
-        raise UserError(f"'{name}' of the shard {tar.root} has no {', '.join(JSON_KEYS)}") from error
+        raise UserError(f"'{name}' of the shard {tar.root} has no {', '.join(keys)}; see --target-key") from error
 
 
 def _read_class_names(folder: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """Datasets opened by scheme and name: torchvision, Hugging Face, and WebDataset shards."""
 
 import os
-from functools import partial
 
 import torch
 from PIL import Image
@@ -9,12 +8,20 @@ from timm.data import create_dataset
 from timm.data.readers.reader import Reader
 from torch.utils.data import Dataset, IterableDataset
 
-from vitzoo.data.layout import Split, split_names
+from vitzoo.data.hugging_face import find_hugging_face
+from vitzoo.data.layout import Split
+from vitzoo.data.options import UNDIVIDED, DataOptions
 from vitzoo.data.shards import find_shards
 from vitzoo.errors import UserError
 
+# the options that a kind of dataset has, besides a class map
+_OPTIONS = {
+    'hfds': ('train_split', 'val_split', 'input_key', 'target_key', 'data_subset'),
+    'wds': ('train_split', 'val_split', 'input_key', 'target_key'),
+}
 
-def find_third_party(data_dir: str, split: str) -> Split | None:
+
+def find_third_party(data_dir: str, options: DataOptions, split: str) -> Split | None:
     """Find a split of a dataset such as 'torch/cifar10'; None if it has no such split.
 
     Raises:
@@ -23,12 +30,24 @@ def find_third_party(data_dir: str, split: str) -> Split | None:
     """
     scheme, _, name = data_dir.partition('/')
     scheme = scheme.lower()
+    check_options(data_dir, options, _OPTIONS.get(scheme, ()))
     if scheme == 'wds':
-        return find_shards(name, split)
+        return find_shards(name, split, options)
     if scheme == 'hfds':
-        return _find_hugging_face(data_dir, split)
+        return find_hugging_face(data_dir, split, options)
     # timm only streams the other schemes, which _create rejects
     return Split(lambda: TorchReader(_create(data_dir, split), f'{data_dir} ({split})'))
+
+
+def check_options(data_dir: str, options: DataOptions, allowed: tuple[str, ...]) -> None:
+    """Raise UserError for an option that this kind of dataset does not have."""
+    for name, value in options.given().items():
+        if name not in (*allowed, 'class_map'):
+            raise UserError(
+                f"'{data_dir}' has no {name.replace('_', ' ')} '{value}': remove --{name.replace('_', '-')}"
+            )
+    if options.is_undivided and data_dir.lower().startswith('hfds/'):
+        raise UserError(f"'{data_dir}' has named splits, not '{UNDIVIDED}'; remove --train-split and --val-split")
 
 
 class TorchReader(Reader):
@@ -57,44 +76,6 @@ class TorchReader(Reader):
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         return f'{index:08d}'
-
-
-class HuggingFaceReader(Reader):
-    """timm's reader of a Hugging Face dataset, with `root`, `class_names` and `labels`; images are named by index."""
-
-    is_multi_label = False
-
-    def __init__(self, reader: Reader, root: str):
-        super().__init__()
-        self.reader, self.root = reader, root
-        self.class_names = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
-
-    @property
-    def labels(self) -> list[int]:
-        """The label of each image; does not read images."""
-        return list(self.reader.iter_targets())
-
-    def __len__(self) -> int:
-        return len(self.reader)
-
-    def __getitem__(self, index: int) -> tuple:
-        return self.reader[index]
-
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        # reading the original file name would read the whole image
-        return f'{index:08d}'
-
-
-def _find_hugging_face(data_dir: str, split: str) -> Split | None:
-    for name in split_names(split):
-        try:
-            dataset = _create(data_dir, name)
-        except UserError as error:
-            if 'Unknown split' not in str(error):
-                raise
-        else:
-            return Split(partial(HuggingFaceReader, dataset.reader, f'{data_dir} ({name})'))
-    return None
 
 
 def _create(data_dir: str, split: str) -> Dataset:

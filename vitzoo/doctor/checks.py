@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vitzoo.data.archives import list_files
 from vitzoo.data.dataset import Images
-from vitzoo.data.label_table import LABEL_TABLE
-from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, is_hidden, is_image, match_split, natural_order
+from vitzoo.data.layout import LABEL_TABLE, SPLIT_NAMES, SUFFIXES, is_hidden, is_image, match_split, natural_order
+from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.doctor.facts import Facts, find_near_duplicates
 
 FINDING_SEVERITIES = ('error', 'warning', 'note')
@@ -97,7 +98,11 @@ class Sample:
 
 
 def check(
-    train: ExaminedSplit, val: ExaminedSplit | None, root: Path | None = None, img_size: int = 224
+    train: ExaminedSplit,
+    val: ExaminedSplit | None,
+    root: Path | None = None,
+    img_size: int = 224,
+    options: DataOptions = NO_OPTIONS,
 ) -> list[Finding]:
     """Run all checks; errors come first.
 
@@ -106,11 +111,12 @@ def check(
         val: The validation split, if there is one; its classes may differ from those of `train`.
         root: The folder that contains the splits, if there is one.
         img_size: The size that images are going to be resized to.
+        options: The names of the splits.
     """
     splits = [train] if val is None else [train, val]
     samples = [sample for split in splits for sample in split.samples()]
     readable = [sample for sample in samples if not sample.facts.error]
-    findings = [*check_files(splits), *check_unused_images(splits, root)]
+    findings = [*check_files(splits), *check_unused_images(splits, root, options)]
     findings += [*check_class_folders(splits), *check_splits(train, val)]
     findings += [*check_decoding(samples), *check_sizes(readable, img_size), *check_duplicates(readable)]
     return sorted((one for one in findings if one.where), key=lambda one: FINDING_SEVERITIES.index(one.severity))
@@ -145,14 +151,18 @@ def check_files(splits: list[ExaminedSplit]) -> Iterator[Finding]:
     )
 
 
-def check_unused_images(splits: list[ExaminedSplit], root: Path | None) -> Iterator[Finding]:
+def check_unused_images(
+    splits: list[ExaminedSplit], root: Path | None, options: DataOptions = NO_OPTIONS
+) -> Iterator[Finding]:
     """Find images that are not used because of their location."""
     is_listed = splits[0].images.is_multi_label
     unused = []
     for split in splits:
         used = {split.images.filename(index) for index in range(len(split.images))}
+        used.update(name for name in split.names if name.partition('/')[0] in split.images.left_out)
         unused += [f'{split.name}/{name}' for name in split.names if is_image(name) and name not in used]
-    others = [] if root is None else [path for path in sorted(root.iterdir()) if not _is_split_or_hidden(path.name)]
+    paths = [] if root is None else sorted(root.iterdir())
+    others = [path for path in paths if not _is_split_or_hidden(path.name, options)]
     # if the folder itself is a split, the loop above has its content
     others = [] if str(root) == splits[0].images.root else others
     unused += [path.name for path in others if path.is_file() and is_image(path.name)]
@@ -172,6 +182,13 @@ def check_unused_images(splits: list[ExaminedSplit], root: Path | None) -> Itera
             'move each into the folder of its class, or remove it',
             unused,
         )
+    yield Finding(
+        'left-out',
+        'note',
+        f'{"labels" if is_listed else "classes"} are not in the class map and not used',
+        'add them to the class map if they are to be learned',
+        [f'{split.name}: {name}' for split in splits for name in split.images.left_out],
+    )
     yield Finding(
         'unused-folder',
         'warning',
@@ -212,6 +229,13 @@ def check_class_folders(splits: list[ExaminedSplit]) -> Iterator[Finding]:
         'class folders contain subfolders of the same names, as if they were splits and the subfolders the classes',
         'name the folder of the training images train, and that of the validation images val',
         [] if is_listed else _look_like_splits(train),
+    )
+    yield Finding(
+        'one-class',
+        'error',
+        'there is only one class, so training does not start',
+        'add images of other classes; if the folder is not a class, see --train-split',
+        list(counts) if len(counts) == 1 and not is_listed else [],
     )
     most = max(counts.values())
     yield Finding(
@@ -344,17 +368,17 @@ def _suffix(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
-def _is_split_or_hidden(name: str) -> bool:
-    return is_hidden(name) or any(match_split([name], split) for split in SPLIT_NAMES)
+def _is_split_or_hidden(name: str, options: DataOptions) -> bool:
+    return is_hidden(name) or any(match_split([name], split, options) for split in SPLIT_NAMES)
 
 
 def _contains_images(folder: Path) -> bool:
-    return any(is_image(name) for _, _, names in os.walk(folder) for name in names)
+    return any(map(is_image, list_files(folder)))
 
 
 def _empty_classes(split: ExaminedSplit) -> list[str]:
     folders = {name.split('/')[0] for name in split.names if '/' in name and not is_hidden(name)}
-    return sorted(folders - set(split.images.class_names), key=natural_order)
+    return sorted(folders - {name.split('/')[0] for name in split.names if is_image(name)}, key=natural_order)
 
 
 def _differ_in_case(split: ExaminedSplit) -> list[str]:

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch.utils.data import DataLoader, Dataset
 
+from vitzoo.data.class_map import ClassMapReader
 from vitzoo.data.dataset import SAMPLE, Images, Splits
+from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
 from vitzoo.doctor.checks import FINDING_SEVERITIES, ExaminedSplit, Finding, check
 from vitzoo.doctor.facts import Facts, inspect_image
 from vitzoo.errors import UserError
-from vitzoo.options import check_output
+from vitzoo.options import add_data_options, check_output
 
 _COLORS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan'}
 _MAX_NAMES = 4
@@ -39,9 +41,11 @@ def examine(argv: list[str] | None = None) -> list[Finding]:
     root = SAMPLE if args.data_dir == 'sample' else Path(args.data_dir).expanduser()
     splits = []
     try:
-        splits = open_splits(args.data_dir)
+        options = DataOptions(**{name: getattr(args, name) for name in DATA_OPTIONS})
+        splits = open_splits(args.data_dir, args.multi_label, options)
         inspect_images(splits, args.workers)
-        findings = check(splits[0], splits[1] if splits[1:] else None, root if root.is_dir() else None, args.img_size)
+        val, folder = splits[1] if splits[1:] else None, root if root.is_dir() else None
+        findings = check(splits[0], val, folder, args.img_size, options)
     except UserError as error:
         if not root.exists():
             raise
@@ -59,22 +63,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add('data_dir', metavar='DATA_DIR', help='dataset, as --data-dir of train: a folder, .tar or .zip, wds/FOLDER, …')
+    add('--multi-label', action='store_true', help='read labels.csv (columns file, labels) instead of class folders')
+    add_data_options(parser)
     add('--img-size', type=int, default=224, metavar='N', help='image size for training (default: 224)')
     add('--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N', help='worker processes')
     add('--json', metavar='FILE', help='write all findings with all file names, .json')
     return parser.parse_args(argv)
 
 
-def open_splits(data_dir: str) -> list[ExaminedSplit]:
-    """Open the training split and the validation split if there is one; labels are from labels.csv if it exists."""
-    found = Splits(data_dir, multi_label=None)
+def open_splits(data_dir: str, multi_label: bool = False, options: DataOptions = NO_OPTIONS) -> list[ExaminedSplit]:
+    """Open the training split and the validation split if there is one, as training does."""
+    found = Splits(data_dir, multi_label, options)
     readers = dict(train=found.open('train'))
     if found.has_val:
-        readers['val'] = Splits(data_dir, readers['train'].is_multi_label).open('val')
+        readers['val'] = found.open('val')
     splits = []
     for split, reader in readers.items():
         # only folders and archives have other files next to the images
-        prefix, names = getattr(reader, 'prefix', ''), reader.archive.names if hasattr(reader, 'archive') else []
+        files = reader.reader if isinstance(reader, ClassMapReader) else reader
+        prefix, names = getattr(files, 'prefix', ''), files.archive.names if hasattr(files, 'archive') else []
         names = [name.removeprefix(prefix) for name in names if name.startswith(prefix) and name != prefix]
         splits.append(ExaminedSplit(split, Images(reader), names))
     return splits

@@ -85,7 +85,7 @@ def describe_model(name: str, options: EvalOptions) -> dict:
     config = resolve_data_config(model, options.img_size)
     about = find_origin(name)
     if options.has_data:
-        images = open_validation_data(options.data_dir, model, eval_transform(config), run=name)
+        images = open_validation_data(options.data_dir, model, eval_transform(config), name, options.data_options)
         if not images.is_multi_label:
             about['explanations'] = explain_some(model.to(options.device), images, config)
     return about | dict(scaling=dict(gmacs=measure_scaling(name, model, config['input_size'][1])))

@@ -12,9 +12,18 @@ from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, g
 from rich.console import Console
 from torch import nn
 
-from vitzoo.data import Images, Normalize, eval_transform, open_dataset, resolve_data_config, train_transform
+from vitzoo.data import (
+    DataOptions,
+    Images,
+    Normalize,
+    eval_transform,
+    open_dataset,
+    resolve_data_config,
+    train_transform,
+)
 from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.data.loader import seed_everything
+from vitzoo.data.options import DATA_OPTIONS, UNDIVIDED
 from vitzoo.data.transforms import expand_pipeline
 from vitzoo.errors import UserError
 from vitzoo.metrics import evaluate
@@ -175,16 +184,34 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
     Raises:
         UserError: The dataset cannot be read, has no validation images, or does not suit the recipe.
     """
-    options = dict(multi_label=recipe.multi_label, val_fraction=recipe.val_fraction, seed=recipe.seed)
+    options = dict(
+        multi_label=recipe.multi_label,
+        val_fraction=recipe.val_fraction,
+        seed=recipe.seed,
+        options=DataOptions(**{name: getattr(recipe, name) for name in DATA_OPTIONS}),
+    )
     train_set = open_dataset(recipe.data_dir, 'train', **options)
     val_set = open_dataset(recipe.data_dir, 'val', class_to_idx=train_set.class_to_idx, **options)
-    if train_set.root == val_set.root and not val_set.is_held_out:
+    shares_images = _share_images(train_set, val_set)
+    if shares_images and val_set.options.val_split not in (None, UNDIVIDED):
+        raise UserError(
+            f"the split '{recipe.val_split}' of '{recipe.data_dir}' has training images; correct --val-split"
+        )
+    if shares_images:
         raise UserError(
             f"'{recipe.data_dir}' has no validation images; move the class folders to '{recipe.data_dir}/train' and"
             f" some images of each class to '{recipe.data_dir}/val/<class>', or use --val-fraction 0.2"
         )
     _check_targets(recipe, train_set)
     return train_set, val_set
+
+
+def _share_images(train_set: Images, val_set: Images) -> bool:
+    """Whether an image is in both sets; sets with different roots are different splits."""
+    if train_set.root != val_set.root:
+        return False
+    names = set(val_set.reader.filenames())
+    return any(name in names for name in train_set.reader.filenames())
 
 
 def _check_targets(recipe: Recipe, train_set: Images) -> None:
@@ -303,6 +330,8 @@ def export(run: Run, folder: Path) -> str:
     info = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
     if run.recipe.multi_label:
         info['multi_label'] = True
+    # `vitzoo validate` opens the data with the same options
+    info |= run.train_set.options.given()
 
     def write() -> None:
         export_model(folder, model, run.train_set.class_names, run.data_config, info)

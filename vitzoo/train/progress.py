@@ -46,6 +46,7 @@ def _notes(run: Run) -> list[str]:
     if run.val_set.is_held_out:
         share = f'{100 * recipe.val_fraction:g} % of each class is held out'
         notes.append(f'no validation split: {share} (seed {recipe.seed}, listed in {HELD_OUT})')
+    notes += [images.describe_left_out() for images in (run.train_set, run.val_set) if images.left_out]
     if plan.batch_size < recipe.batch_size:
         notes.append(f'batch_size {recipe.batch_size} is reduced to {plan.batch_size}: there are no more images')
     if dropped and recipe.balance != 'sampler':

@@ -75,6 +75,14 @@ class Recipe:
     val_fraction: float = _data(
         0.2, 'fraction of each class held out for validation if data_dir has no validation split', low=0, high=0.9
     )
+    train_split: str | None = _data(None, "name of the training split; '.' if data_dir is not divided into splits")
+    val_split: str | None = _data(None, 'name of the validation split')
+    input_key: str | None = _data(None, 'column of the images in hfds/…, or their suffix in wds/…')
+    target_key: str | None = _data(None, 'column of the labels in hfds/…; suffix of their file, or .json key, in wds/…')
+    data_subset: str | None = _data(None, 'subset (configuration) of hfds/…')
+    class_map: str | None = _data(
+        None, 'classes in label order (.txt), or name to label (.json, .pkl); others are left out'
+    )
     multi_label: bool = _data(False, 'multi-label classification, with labels.csv (columns file, labels)')
     workers: int = _data(4, 'data loader workers per process', low=0)
     validation_batch_size: int | None = _data(

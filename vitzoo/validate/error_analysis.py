@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitzoo.data.dataset import Images, Splits
+from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.errors import UserError
 from vitzoo.load import readable
 from vitzoo.metrics.confusion import (
@@ -83,13 +84,13 @@ def count_confusions(predictions: Predictions) -> tuple[Tensor, list[str], list[
     return matrix[present][:, present], readable([predictions.class_names[i] for i in present]), present
 
 
-def open_predicted(data_dir: str, files: list[str]) -> Callable[[int], Image.Image]:
+def open_predicted(data_dir: str, files: list[str], options: DataOptions = NO_OPTIONS) -> Callable[[int], Image.Image]:
     """Find the images of a file of predictions by their names, and return a function from index to image.
 
     Raises:
         UserError: The data does not exist, or an image is not in it.
     """
-    reader = Splits(data_dir, multi_label=None).open('val', or_train=True)
+    reader = Splits(data_dir, multi_label=None, options=options).open('val', or_train=True)
     images = Images(reader)
     place = {images.filename(index): index for index in range(len(images))}
     missing = next((name for name in files if name not in place), None)

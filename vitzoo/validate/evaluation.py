@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from vitzoo.data import Images, eval_transform, open_dataset
+from vitzoo.data.dataset import merge_options
+from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
@@ -100,10 +102,13 @@ def validate_model(name: str, options: EvalOptions, accelerator=None, suite: Seq
     return record | scores
 
 
-def open_validation_data(data_dir: str, model: nn.Module, transform=None, run: str | None = None) -> Images:
+def open_validation_data(
+    data_dir: str, model: nn.Module, transform=None, run: str | None = None, options: DataOptions = NO_OPTIONS
+) -> Images:
     """Open the validation split, with the model's class indices as labels.
 
-    If `run` is the folder of a training run that held out images of this dataset, these are the validation split.
+    If `run` is the folder of a training run that held out images of this dataset, these are the validation split. Its
+    data options are used if `options` does not have others.
 
     Classes are matched by name if the model knows its class names: those it was trained on, or ImageNet's WordNet ids,
     of which the data may have a subset. Otherwise the class folders in natural order are the classes.
@@ -113,7 +118,8 @@ def open_validation_data(data_dir: str, model: nn.Module, transform=None, run: s
     """
     about = {} if run is None else read_about(run)
     settings = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
-    dataset = open_dataset(data_dir, 'val', transform, **settings)
+    options = merge_options(options, about, data_dir)
+    dataset = open_dataset(data_dir, 'val', transform, options=options, **settings)
     class_names = label_names(model)
     if not class_names:
         subset = infer_imagenet_subset(model)
@@ -138,7 +144,11 @@ def _validate_predictions(options: EvalOptions) -> dict:
     record = dict.fromkeys(RECORD_KEYS) | {key: scores.get(key) for key in ACCURACY_KEYS}
     record |= dict(model=options.from_predictions, weights='predictions')
     if options.errors:
-        load_image = None if options.data_dir is None else open_predicted(options.data_dir, predictions.files)
+        load_image = (
+            None
+            if options.data_dir is None
+            else open_predicted(options.data_dir, predictions.files, options.data_options)
+        )
         record |= write_error_analysis(options.errors, predictions, load_image)
     if options.results_file:
         write_results(options.results_file, [record])
@@ -184,7 +194,7 @@ def _open_images(name: str, model: nn.Module, transform: Callable, options: Eval
     """Open the validation images, or with --ignore-labels all images."""
     if options.ignore_labels:
         return UnlabelledImages(find_files([options.data_dir]), transform)
-    images = open_validation_data(options.data_dir, model, transform, run=name)
+    images = open_validation_data(options.data_dir, model, transform, name, options.data_options)
     if images.is_multi_label and (options.save_predictions or '').lower().endswith('.csv'):
         raise UserError(f'{options.data_dir} has several labels per image: save the predictions as .npz')
     if images.is_multi_label and options.errors:
@@ -199,6 +209,8 @@ def _score(name: str, model: nn.Module, images: Dataset, probe, options: EvalOpt
             f'vitzoo: evaluating the {len(images)} images of {options.data_dir} that {name} held out for validation',
             file=sys.stderr,
         )
+    if getattr(images, 'left_out', []) and (accelerator is None or accelerator.is_main_process):
+        print(f'vitzoo: {images.describe_left_out()}', file=sys.stderr)
     score = partial(rank_classes, keep_logits=(options.save_predictions or '').lower().endswith('.npz'))
     with probe or nullcontext():
         return score_dataset(name, model, images, score, options, accelerator, probe)
@@ -254,7 +266,9 @@ def _measure_health(
         # one image, so that the probe knows its columns even in a process without a share of the data
         model(torch.zeros(1, *data_config['input_size'], device=next(model.parameters()).device))
     probe.per_image()
-    images = open_validation_data(options.data_dir, model, eval_transform(data_config), run=name)
+    images = open_validation_data(
+        options.data_dir, model, eval_transform(data_config), run=name, options=options.data_options
+    )
     return probe.report(summarize(_score(name, model, images, probe, options, accelerator))[probe.key])
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from vitzoo.data.options import DATA_OPTIONS, DataOptions
 from vitzoo.errors import UserError
 from vitzoo.metrics.oversmoothing import MEASURES
-from vitzoo.options import add_model_options, check_output
+from vitzoo.options import add_data_options, add_model_options, check_output
 from vitzoo.validate.predictions import FORMATS
 
 _DESCRIPTION = 'accuracy, size, speed, oversmoothing and health of models, as a table, a file and a figure'
@@ -28,6 +29,12 @@ class EvalOptions:
     workers: int
     models: Sequence[str] = ()
     data_dir: str | None = None
+    train_split: str | None = None
+    val_split: str | None = None
+    input_key: str | None = None
+    target_key: str | None = None
+    data_subset: str | None = None
+    class_map: str | None = None
     ignore_labels: bool = False
     no_data: bool = False
     random_weights: bool = False
@@ -55,6 +62,11 @@ class EvalOptions:
         return self.data_dir is not None and not self.no_data
 
     @property
+    def data_options(self) -> DataOptions:
+        """The options that say how `data_dir` is laid out."""
+        return DataOptions(**{name: getattr(self, name) for name in DATA_OPTIONS})
+
+    @property
     def pretrained(self) -> bool:
         """True if published weights are downloaded."""
         return not (self.no_data or self.random_weights)
@@ -67,6 +79,7 @@ def parse_args(argv: list[str] | None = None) -> EvalOptions:
     add = parser.add_argument
     add('models', nargs='*', metavar='MODEL', help='a timm name, a wildcard in quotes, or a folder of a training run')
     add('--data-dir', '--dataset', metavar='DIR', help=_DATA_DIR_HELP)
+    add_data_options(parser)
     add('--ignore-labels', action='store_true', help='use all images in --data-dir, labelled or not; no accuracy')
     add('--no-data', action='store_true', help='only report what needs no images')
     add('--random-weights', action='store_true', help='do not download pretrained weights')
@@ -121,10 +134,10 @@ def _check_options(parser: argparse.ArgumentParser, options: EvalOptions) -> Non
         parser.error('--suite needs images: drop --no-data')
     if options.ignore_labels and options.data_dir in (None, 'sample'):
         parser.error('--ignore-labels needs --data-dir')
-    for name in ('health', 'save_predictions', 'errors', 'corrupt'):
+    for name in ('health', 'save_predictions', 'errors', 'corrupt', *DATA_OPTIONS):
         if getattr(options, name) and options.ignore_labels:
             parser.error(f'{_flag(name)} needs labels: drop --ignore-labels')
-    for name in ('plot', 'health', 'save_predictions', 'errors', 'corrupt'):
+    for name in ('plot', 'health', 'save_predictions', 'errors', 'corrupt', *DATA_OPTIONS):
         if getattr(options, name) and not options.has_data:
             remedy = 'drop --no-data' if options.no_data else 'give --data-dir'
             parser.error(f'{_flag(name)} needs images: {remedy}')
@@ -134,9 +147,12 @@ def _check_predictions_options(parser: argparse.ArgumentParser, options: EvalOpt
     """Reject options that need a model."""
     default = EvalOptions(**vars(parser.parse_args([])))
     for name in (field.name for field in fields(options)):
-        is_allowed = name in ('from_predictions', 'results_file', 'errors', 'data_dir')
+        is_allowed = name in ('from_predictions', 'results_file', 'errors', 'data_dir', *DATA_OPTIONS)
         if not is_allowed and getattr(options, name) != getattr(default, name):
             parser.error(f'{_flag(name)} needs a MODEL; --from-predictions has none')
+    for name in DATA_OPTIONS:
+        if getattr(options, name) and not options.data_dir:
+            parser.error(f'{_flag(name)} needs --data-dir')
     if options.data_dir and not options.errors:
         parser.error('--from-predictions needs --data-dir only for the images that --errors shows')
 

@@ -1,0 +1,93 @@
+"""Class maps: files, orders, and labels that are merged, renamed or left out."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from timm.data.readers.reader import Reader
+
+from vitzoo.data.class_map import ClassMapReader, read_class_map
+from vitzoo.errors import UserError
+
+
+class FewImages(Reader):
+    """A reader of labels."""
+
+    root = 'photos'
+
+    def __init__(self, class_names: list[str], labels: list):
+        super().__init__()
+        self.class_names, self.labels = class_names, labels
+        self.is_multi_label = any(isinstance(label, list) for label in labels)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return f'image {index}', self.labels[index]
+
+    def _filename(self, index, basename=False, absolute=False):
+        return f'{index}.jpg'
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'expected'),
+    [
+        ('a.txt', b'\xef\xbb\xbfdog\n\ncat \n', {'dog': 'dog', 'cat': 'cat'}),
+        ('a.json', b'{"dog": 1, "cat": 0, "kitten": 0}', {'cat': 'cat', 'kitten': 'cat', 'dog': 'dog'}),
+        ('a.json', b'{"n2": "dog", "n1": "cat", "n3": "cat"}', {'n1': 'cat', 'n3': 'cat', 'n2': 'dog'}),
+        ('a.pkl', pickle.dumps({7: 1, 3: 0}), {'3': '3', '7': '7'}),
+    ],
+)
+def test_a_class_map_lists_names_in_label_order(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    found = read_class_map(str(tmp_path / name))
+    assert list(found.items()) == list(expected.items())
+    # as a run records it
+    assert read_class_map(json.loads(json.dumps(found))) == found
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'sentence'),
+    [
+        ('a.csv', b'', 'must be a .txt, .json or .pkl file'),
+        ('a.txt', None, 'cannot read the class map .*No such file'),
+        ('a.txt', b'', 'must map names of classes to labels'),
+        ('a.json', b'{"a": 0', 'cannot read the class map'),
+        ('a.json', b'["a"]', 'must map names of classes to labels'),
+        ('a.json', b'{"a": true}', 'must map names of classes to labels'),
+        ('a.json', b'{"a": 1, "b": 2}', 'must be 0, 1, 2, …, not 1, 2'),
+        ('a.pkl', pickle.dumps(Path('a')), 'cannot read the class map .*not permitted'),
+    ],
+)
+def test_a_class_map_that_cannot_be_used_gets_one_sentence(tmp_path, name, content, sentence):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=sentence):
+        read_class_map(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ('names', 'labels', 'new_labels', 'left_out'),
+    [
+        (['cat', 'cow', 'dog'], [0, 1, 2, 0], [1, 0, 1], ['cow']),
+        (['cat', 'cow', 'kitten'], [[0, 2], [1], [], [2]], [[1], [], [], [1]], ['cow']),
+        # numbers are positions in the map
+        (['0', '1'], [0, 1, 1], [0, 1, 1], []),
+        (['1', '5'], [0, 1, 0], [1, 1], ['5']),
+    ],
+)
+def test_labels_are_those_of_the_map(names, labels, new_labels, left_out):
+    reader = ClassMapReader(FewImages(names, labels), {'dog': 'dog', 'cat': 'cat', 'kitten': 'cat', 'emu': 'emu'})
+    assert reader.class_names == ['dog', 'cat', 'emu']
+    assert (reader.labels, reader.left_out) == (new_labels, left_out)
+    assert [reader[i][1] for i in range(len(reader))] == new_labels
+    kept = [i for i, label in enumerate(labels) if isinstance(label, list) or names[label] not in left_out]
+    assert [reader[i][0] for i in range(len(reader))] == [f'image {i}' for i in kept]
+    assert reader.filenames() == [f'{i}.jpg' for i in kept]
+
+
+def test_a_map_without_any_class_of_the_data_gets_one_sentence():
+    with pytest.raises(UserError, match='none of the classes of photos \\(cat, …\\) is in the class map \\(dog, …\\)'):
+        ClassMapReader(FewImages(['cat'], [0]), {'dog': 'dog'})

@@ -1,0 +1,101 @@
+"""Class maps: the classes of a run, their order, and the names that they have in a dataset."""
+
+import json
+import pickle
+from pathlib import Path
+
+from timm.data.readers.class_map import load_class_map
+from timm.data.readers.reader import Reader
+
+from vitzoo.data.layout import natural_order
+from vitzoo.errors import UserError
+
+
+class ClassMapReader(Reader):
+    """A reader with the classes of a class map; images of other classes are left out, as are other labels of an image.
+
+    If all classes of the reader are whole numbers that the map does not contain, they are positions in the map.
+
+    Attributes:
+        left_out: The names of the classes that are not in the map.
+
+    Raises:
+        UserError: None of the classes is in the map.
+    """
+
+    def __init__(self, reader: Reader, class_map: dict[str, str]):
+        super().__init__()
+        self.reader, self.root, self.is_multi_label = reader, reader.root, reader.is_multi_label
+        self.class_map, self.class_names = class_map, list(dict.fromkeys(class_map.values()))
+        label_of = {name: label for label, name in enumerate(self.class_names)}
+        if not set(reader.class_names) & set(class_map) and all(map(str.isdecimal, reader.class_names)):
+            new = {i: int(name) for i, name in enumerate(reader.class_names) if int(name) < len(self.class_names)}
+        else:
+            names = enumerate(reader.class_names)
+            new = {i: label_of[class_map[name]] for i, name in names if name in class_map}
+        if not new:
+            raise UserError(
+                f'none of the classes of {reader.root} ({", ".join(reader.class_names[:3])}, …) is in the class map'
+                f' ({", ".join(list(class_map)[:3])}, …)'
+            )
+        self.left_out = [name for i, name in enumerate(reader.class_names) if i not in new]
+        self.indices = [i for i, label in enumerate(reader.labels) if self.is_multi_label or label in new]
+        self.labels = [_relabel(reader.labels[i], new) for i in self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple:
+        return self.reader[self.indices[index]][0], self.labels[index]
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return self.reader.filename(self.indices[index], basename, absolute)
+
+
+def read_class_map(source: str | dict[str, str]) -> dict[str, str]:
+    """The class of each name in the data, in label order.
+
+    Args:
+        source: A .txt file with a class per line; a .json or .pkl file (of built-in types only) that maps names to
+            labels from 0 or, if .json, to names of classes; or the result of an earlier call.
+
+    Raises:
+        UserError: The file cannot be read, or has the wrong content.
+    """
+    if isinstance(source, dict):
+        return source
+    suffix = Path(source).suffix.lower()
+    if suffix not in ('.txt', '.json', '.pkl'):
+        raise UserError(f"the class map '{source}' must be a .txt, .json or .pkl file")
+    try:
+        if suffix == '.txt':
+            lines = Path(source).expanduser().read_text(encoding='utf-8-sig').splitlines()
+            content = {name: label for label, name in enumerate(filter(None, map(str.strip, lines)))}
+        elif suffix == '.json':
+            content = json.loads(Path(source).expanduser().read_text(encoding='utf-8'))
+        else:
+            content = load_class_map(str(Path(source).expanduser()))
+    except (OSError, AssertionError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"cannot read the class map '{source}': {error}") from error
+    return _to_names(source, content)
+
+
+def _to_names(source: str, content) -> dict[str, str]:
+    """Convert names or labels to names of classes, in label order."""
+    is_mapping = isinstance(content, dict) and content
+    if is_mapping and all(isinstance(name, str) for name in content.values()):
+        return dict(sorted(content.items(), key=lambda item: natural_order(item[1])))
+    if not is_mapping or not all(type(label) is int for label in content.values()):
+        raise UserError(f"the class map '{source}' must map names of classes to labels from 0, or to names of classes")
+    labels = sorted(set(content.values()))
+    if labels != list(range(len(labels))):
+        raise UserError(f"the labels of the class map '{source}' must be 0, 1, 2, …, not {str(labels[:5])[1:-1]}")
+    # the first name of a label is that of the class
+    first = {label: str(name) for name, label in reversed(content.items())}
+    return {str(name): first[label] for name, label in sorted(content.items(), key=lambda item: item[1])}
+
+
+def _relabel(label: int | list[int], new: dict[int, int]) -> int | list[int]:
+    if isinstance(label, list):
+        return list(dict.fromkeys(new[item] for item in label if item in new))
+    return new[label]
