@@ -92,6 +92,9 @@ def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
     official = unwrap(read_checkpoint(path))
     model = create_model(find_model(name), model_kwargs=model_kwargs)
     filter_fn = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', lambda weights, model: weights)
+    if 'img_size' in model_kwargs:
+        # that of the weights too, if they fit
+        model.pretrained_model_args = {'img_size': model_kwargs['img_size']}
     try:
         ours = filter_fn(dict(official), model)
     except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
@@ -117,17 +120,23 @@ def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
 def trace_names(filter_fn: Callable[..., dict], official: dict[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
     """The names of the official tensors that each converted tensor is made of.
 
-    Every official tensor is filled with its index, which is then looked up in the output of the filter.
+    Every official tensor is filled with its index, which is then looked up in the output of the filter. The filter may
+    also scale values, so it is called a second time with indices that are larger by their number.
     """
     names = list(official)
-    numbered = {name: torch.tensor(float(i)).expand(official[name].shape) for i, name in enumerate(names)}
-    converted = filter_fn(dict(numbered), model)
+    numbered, shifted = (
+        {name: torch.tensor(float(start + i)).expand(official[name].shape) for i, name in enumerate(names)}
+        for start in (0, len(names))
+    )
+    converted, converted_shifted = filter_fn(dict(numbered), model), filter_fn(dict(shifted), model)
     # most are only renamed, so their values need not be searched
     same = {id(tensor): name for name, tensor in numbered.items()}
-    return {
-        name: [same[id(tensor)]] if id(tensor) in same else [names[int(i)] for i in tensor.round().unique()]
-        for name, tensor in converted.items()
-    }
+    sources = {}
+    for name, tensor in converted.items():
+        scale = (converted_shifted[name] - tensor) / len(names)
+        indices = [] if id(tensor) in same else (tensor / scale).round().unique()
+        sources[name] = [names[int(i)] for i in indices] or [same[id(tensor)]]
+    return sources
 
 
 def _print_mapping(sources: dict[str, list[str]], official: dict[str, Tensor], own: dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import timm
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
+from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.models._official import read_checkpoint, unwrap
+from vitzoo.models._resample import resample_checkpoint
 
 SOURCES = ('local-dir:', 'hf-hub:')
 
@@ -120,6 +122,9 @@ def create_model(
             raise
         raise UserError(_cannot_be_made(name, chosen, error)) from error
     except (AssertionError, RuntimeError, ValueError, ZeroDivisionError) as error:
+        summary, *problems = str(error).split('\n\t')
+        if summary.startswith('Error(s) in loading state_dict'):
+            raise UserError(_describe_misfit(name, chosen, problems)) from error
         if not chosen:
             raise
         raise UserError(_cannot_be_made(name, chosen, error)) from error
@@ -190,13 +195,18 @@ def load_weights(model: nn.Module, path: str) -> None:
     """Load a checkpoint that fits the model exactly, EMA weights first.
 
     Wrappers such as {'model': …} and prefixes such as `module.` are removed. A checkpoint in the layout of the official
-    release is converted by the model's `checkpoint_filter_fn`.
+    release is converted by the model's `checkpoint_filter_fn`. Weights for another image size are resampled.
 
     Raises:
-        UserError: The file cannot be read, or keys are missing, unexpected or of another shape.
+        UserError: The file cannot be read, keys are missing, unexpected or of another shape, or the weights fit at
+            several image sizes and nothing in the file's folder tells which they are for.
     """
     state_dict = unwrap(read_checkpoint(path))
-    misfit = _load_if_fits(model, state_dict)
+    try:
+        resampled = resample_checkpoint(state_dict, model, _read_img_size(path))
+    except ValueError as error:
+        raise UserError(f'the checkpoint {path} is ambiguous: {error}') from error
+    misfit = _load_if_fits(model, resampled)
     convert = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
     if misfit and convert is not None:
         # given the weights of another model, a converter may fail in any way: then they do not fit
@@ -250,6 +260,13 @@ def _cannot_be_made(name: str, chosen: dict, error: Exception) -> str:
     return f'{name} cannot be made with {arguments}: {error}'
 
 
+def _describe_misfit(name: str, chosen: dict, problems: list[str]) -> str:
+    """One sentence for the error of load_state_dict, whose message has a line for each problem."""
+    arguments = f' made with {", ".join(f"{key}={value}" for key, value in chosen.items())}' if chosen else ''
+    others = f', and {len(problems) - 1} more' if len(problems) > 1 else ''
+    return f'the weights of {name} do not fit the model{arguments}: {problems[0].rstrip(". ")}{others}'
+
+
 @torch.no_grad()
 def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]) -> None:
     image = torch.zeros(1, *input_size, device=next(model.parameters()).device)
@@ -257,6 +274,22 @@ def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]
         model.eval()(image)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise UserError(f'{name} cannot take images of {input_size[1]} x {input_size[2]}: {error}') from error
+
+
+def _read_img_size(path: str) -> tuple[int, int] | None:
+    """The image size of the weights in a file, from the config.json of the folder that training wrote them to."""
+    folder = Path(path).resolve().parent
+    folders = [folder]
+    if folder.parent.name == 'checkpoints':
+        # <run>/checkpoints/step-00001250; a run that has not ended has a config of its best epoch only
+        run = folder.parents[1]
+        folders += [run, run / 'best']
+    for folder in folders:
+        if is_trained_folder(folder):
+            config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+            size = config.get('model_args', {}).get('img_size') or config.get('pretrained_cfg', {}).get('input_size')
+            return to_2tuple(size)[-2:] if size else None
+    return None
 
 
 def _load_if_fits(model: nn.Module, state_dict: dict[str, Tensor]) -> str:

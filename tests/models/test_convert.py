@@ -312,7 +312,10 @@ def test_every_mixer_inherits_70_percent_and_lists_the_rest(backbone, mixer):
     assert sorted(inheritance.copied + inheritance.fitted + inheritance.initialized) == sorted(own)
     assert all(torch.equal(own[name], weights[name]) for name in inheritance.copied)
     assert all(torch.equal(own[name], before[name]) for name in inheritance.initialized)
-    assert set(inheritance.dropped) == set(weights) - set(inheritance.copied) - set(inheritance.fitted)
+    # these two have layers of their own in place of the fused one
+    is_split = mixer in ('srformer', 'synthesizer')
+    used = {name for name in weights if '.attn.qkv.' in name and name not in own and is_split and backbone != 'cvt'}
+    assert set(inheritance.dropped) == set(weights) - set(inheritance.copied) - set(inheritance.fitted) - used
     same = {name for name in own if name in weights and own[name].shape == weights[name].shape}
     assert set(inheritance.copied) == same
     assert model(torch.ones(1, 3, 64, 64)).isfinite().all()
@@ -449,3 +452,18 @@ def test_a_parent_of_another_size_is_refused(tmp_path, capsys):
     error = fails(capsys, '--from', source, '--to', 'deit_ls_tiny', '--out', tmp_path / 'out')
     assert 'same backbone and size' in error
     assert not (tmp_path / 'out').exists()
+
+
+def test_separate_layers_of_queries_keys_and_values_are_inherited_as_a_fused_one():
+    parent, model = small('deit_srformer_tiny', mixer_kwargs={'sr_ratio': 1}), small('deit_softmax_tiny', seed=1)
+    assert vitzoo.inherit_weights(model, parent.state_dict()).lost == []
+    x = torch.ones(1, 3, 64, 64)
+    torch.testing.assert_close(model(x), parent(x))
+
+
+def test_an_official_last_stage_of_srformer_keeps_its_reduction_of_1():
+    own = [{'sr_ratio': ratio, 'norm': 'instance', 'reduce_at_1': True} for ratio in (4, 2, 2, 1)]
+    model = small('vil_tiny_abs', mixer='srformer', mixer_kwargs=tuple(own))
+    sr = model.stages[3].blocks[0].attn.sr
+    assert sr.kernel_size == (1, 1) and sr.bias is None
+    assert model(torch.rand(1, 3, 64, 64)).isfinite().all()

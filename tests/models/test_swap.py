@@ -296,3 +296,53 @@ def test_qk_norm_runs_in_half_precision(mixer):
     model = vitzoo.swap_mixer(build('qk_norm'), mixer)
     with torch.autocast('cpu', dtype=torch.bfloat16):
         assert logits(model).isfinite().all()
+
+
+@pytest.mark.parametrize('variant', ['augreg', 'no biases', 'qk_norm'])
+def test_srformer_without_reduction_gives_the_old_logits(variant):
+    model = build(variant)
+    before = logits(model)
+    vitzoo.swap_mixer(model, 'srformer', sr_ratio=1)
+    assert torch.equal(logits(model), before)
+    assert all(report.share == 1 and not report.lost for report in model.inheritance.values())
+
+
+def test_synthesizer_inherits_the_values_and_the_rest_is_named(caplog):
+    model = build()
+    values = [block.attn.qkv.weight[-48:].clone() for block in model.blocks]
+    vitzoo.swap_mixer(model, 'synthesizer')
+    assert all(torch.equal(block.attn.v.weight, v) for block, v in zip(model.blocks, values, strict=True))
+    assert model.inheritance[0].lost == ['qkv.weight', 'qkv.bias']
+    assert 'synthesizer does not inherit all weights of the attention, in blocks.*.attn.qkv.weight (2)' in caplog.text
+
+
+@pytest.mark.parametrize('mixer, lost', [('performer', False), ('aft_conv', True), ('pool', True), ('fourier', True)])
+def test_a_warning_names_the_weights_that_a_mixer_loses(mixer, lost, caplog):
+    vitzoo.swap_mixer(build(), mixer)
+    assert ('does not inherit all weights' in caplog.text) is lost
+
+
+@pytest.mark.parametrize('mixer', ['performer', 'rfa', 'reformer', 'routing', 'bigbird'])
+def test_a_second_swap_draws_with_its_own_seed(mixer):
+    twice = vitzoo.swap_mixer(vitzoo.swap_mixer(build(), mixer, seed=0), mixer, seed=7)
+    once = vitzoo.swap_mixer(build(), mixer, seed=7)
+    assert all(torch.equal(tensor, once.state_dict()[name]) for name, tensor in twice.state_dict().items())
+
+
+@pytest.mark.parametrize('mixer', ['fourier', 'pool', 'srformer', 'synthesizer'])
+def test_other_mixers_take_the_place_of_attention_with_qk_norm(mixer):
+    assert logits(vitzoo.swap_mixer(build('qk_norm'), mixer)).isfinite().all()
+
+
+def test_prefix_tokens_of_longformer_start_with_copies_of_the_local_projections():
+    model = build()
+    attn = copy.deepcopy(model.blocks[0].attn)
+    mixer = vitzoo.swap_mixer(model, 'longformer', global_proj=True).blocks[0].attn
+    assert torch.equal(torch.cat([mixer.q_global.weight, mixer.kv_global.weight]), attn.qkv.weight)
+    assert torch.equal(mixer.proj_global.bias, attn.proj.bias)
+    assert model.inheritance[0].share == 1
+
+
+def test_the_refusal_of_eva_says_that_its_positions_are_rotary():
+    with pytest.raises(ValueError, match='does not support Eva.*DINOv3'):
+        vitzoo.swap_mixer(timm.create_model('vit_small_patch16_dinov3', device='meta', depth=1), 'softmax')

@@ -9,13 +9,31 @@ import torch
 from timm.layers import ConvNormAct
 from torch import nn
 
-__all__ = ['ConvQKV', 'LinearQKV', 'split_heads']
+__all__ = ['ConvQKV', 'LinearQKV', 'split_heads', 'split_qkv']
 
 
 def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """(B, N, heads * d) -> (B, heads, N, d)."""
     B, N, C = x.shape
     return x.reshape(B, N, num_heads, C // num_heads).transpose(1, 2)
+
+
+def split_qkv(
+    parent: dict[str, torch.Tensor], dim: int, **layers: slice
+) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+    """Layers of some of the queries, keys and values from the fused layer `qkv` of an attention of width `dim`.
+
+    `layers` has the part of each layer in units of `dim`. Empty if the parent has no such layer.
+    """
+    weight = parent.get('qkv.weight')
+    if weight is None or weight.shape != (3 * dim, dim):
+        return {}
+    return {
+        f'{layer}.{kind}': (parent[f'qkv.{kind}'][dim * part.start : dim * part.stop], (f'qkv.{kind}',))
+        for layer, part in layers.items()
+        for kind in ('weight', 'bias')
+        if f'qkv.{kind}' in parent
+    }
 
 
 class LinearQKV(nn.Linear):

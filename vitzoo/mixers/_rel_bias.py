@@ -54,11 +54,14 @@ class OffsetBias(nn.Module):
         return self.table[self.index].permute(2, 0, 1)
 
     def set_query_size(self, query_size: tuple[int, int]) -> None:
-        """Resample the table to the offsets of a new block of queries by bicubic interpolation; requires `halo` 0."""
+        """Resample the table to the offsets of a new block of queries by bilinear interpolation; requires `halo` 0.
+
+        As ViL's code loads tables of another image size.
+        """
         old_size, self.query_size = self.query_size, tuple(query_size)
         num_old, num_new = (tuple(2 * size - 1 for size in sizes) for sizes in (old_size, self.query_size))
         table = self.table.data.T.unflatten(1, num_old).unsqueeze(0)  # (1, heads, dy, dx)
-        table = F.interpolate(table.float(), size=num_new, mode='bicubic').to(table.dtype)
+        table = F.interpolate(table.float(), size=num_new, mode='bilinear').to(table.dtype)
         self.table = nn.Parameter(table.squeeze(0).flatten(1).T.contiguous(), requires_grad=self.table.requires_grad)
         self.index = self._offset_index().to(self.index.device)
 

@@ -92,6 +92,7 @@ class TokenMixer(nn.Module):
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
     * `has_rel_bias`: takes `rel_bias='table'`, a learned relative position bias;
     * `grid_bound`: has parameters for one grid size with any options, which `set_input_size` resamples;
+    * `has_qk_norm`: takes `qk_norm` and `norm_layer`, which normalize queries and keys;
     * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare.
 
     Backbones build every mixer with the same keywords: those of this class and `qkv_bias`, `proj_drop`, `device` and
@@ -105,6 +106,7 @@ class TokenMixer(nn.Module):
     subsampled_kv = False
     has_rel_bias = False
     grid_bound = False
+    has_qk_norm = False
     approximates_softmax = False
 
     op: Callable[..., torch.Tensor]
@@ -145,6 +147,14 @@ class TokenMixer(nn.Module):
     def set_step(self, step: int) -> None:
         """Adapt to the index of the next optimizer step; does nothing by default."""
 
+    def inherit_from(self, parent: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+        """Parameters taken from others of the parent, the state dict of attention or of another mixer.
+
+        Returns tensors and the names in `parent` that they come from, by name in this mixer. Parameters of the same
+        name and shape are inherited without it. None by default.
+        """
+        return {}
+
     def check_grid(self, grid_size: tuple[int, int]) -> None:
         """Raise ValueError unless `grid_size` is the one the parameters are made for."""
         check_grid(type(self).__name__, self.grid_size, grid_size)
@@ -181,6 +191,8 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
     normalizes the queries and keys of each head with `norm_layer(head_dim)`, as timm's attention does; raises
     ValueError for a mixer with narrower keys.
     """
+
+    has_qk_norm = True
 
     def __init__(
         self,
@@ -223,6 +235,15 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def inherit_from(self, parent: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+        """The fused layer of queries, keys and values from separate layers q and kv, as spatial reduction has."""
+        names = {kind: (f'q.{kind}', f'kv.{kind}') for kind in ('weight', 'bias')}
+        return {
+            f'qkv.{kind}': (torch.cat([parent[q], parent[kv]]), (q, kv))
+            for kind, (q, kv) in names.items()
+            if q in parent and kv in parent
+        }
 
     @property
     def dropout_p(self) -> float:

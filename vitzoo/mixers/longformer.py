@@ -15,7 +15,7 @@ projections of global tokens: Longformer, https://arxiv.org/abs/2004.05150
 import torch
 from torch import nn
 
-from ._qkv import split_heads
+from ._qkv import split_heads, split_qkv
 from ._random_shift import draw_neighbour, shifted_attention
 from ._rel_bias import OffsetBias, PrefixBias
 from ._window import window_attention
@@ -211,6 +211,20 @@ class Longformer(QKVMixer):
         x = x.transpose(1, 2).flatten(2)
         prefix, grid = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         return self.proj_drop(torch.cat([self.proj_global(prefix), self.proj(grid)], dim=1))
+
+    def inherit_from(self, parent: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+        """The projections of prefix tokens, which start as copies of the others (Longformer, section 3.1)."""
+        inherited = super().inherit_from(parent)
+        copied = (
+            {} if self.q_global is None else split_qkv(parent, self.dim, q_global=slice(0, 1), kv_global=slice(1, 3))
+        )
+        if copied:
+            copied |= {
+                f'proj_global.{kind}': (parent[name], (name,))
+                for kind in ('weight', 'bias')
+                if (name := f'proj.{kind}') in parent
+            }
+        return {**inherited, **copied}
 
     def set_step(self, step: int) -> None:
         if self.shift_steps is not None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ._grid import resample_rows
-from ._qkv import split_heads
+from ._qkv import split_heads, split_qkv
 from .base import TokenMixer, register_mixer
 
 __all__ = ['Synthesizer', 'synthesizer', 'synthesizer_naive']
@@ -225,6 +225,10 @@ class Synthesizer(TokenMixer):
         v = split_heads(self.v(x), self.num_heads)
         x = self.op(x, v, self.scores, self.attn_drop.p if self.training else 0.0)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
+
+    def inherit_from(self, parent: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+        """The layer of values; there are no queries and keys."""
+        return split_qkv(parent, self.dim, v=slice(2, 3))
 
     def set_input_size(self, grid_size: tuple[int, int]) -> None:
         old_size = self.grid_size

@@ -37,7 +37,7 @@ class AFT(DeiT):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Resample the position embedding to the model's grid."""
+    """Unwrap checkpoints, and resample positions to the model's grid."""
     return deit_checkpoint_filter_fn(state_dict, model)
 
 

@@ -19,6 +19,7 @@ from ._official import unwrap
 from ._pyramid import Pyramid, build_stages, per_stage_mixers
 from ._quick_gelu import QuickGELU
 from ._register import cfg, register_variants, swapped
+from ._resample import resample_weights
 
 __all__ = ['CvT', 'checkpoint_filter_fn']
 
@@ -140,13 +141,14 @@ def _with_cvt_defaults(
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Convert checkpoints of Microsoft's CvT and of transformers' CvtForImageClassification; leave ours as they are."""
+    """Convert checkpoints of Microsoft's CvT and of transformers' CvtForImageClassification, and resample parameters of
+    mixers to the model's grid."""
     state_dict = unwrap(state_dict)
     if any(name.startswith('cvt.encoder.') for name in state_dict):
-        return {_rename(name, TRANSFORMERS_RENAMES): tensor for name, tensor in state_dict.items()}
-    if any(name.startswith('stage0.') for name in state_dict):
-        return {_rename(name, MICROSOFT_RENAMES): tensor for name, tensor in state_dict.items()}
-    return state_dict
+        state_dict = {_rename(name, TRANSFORMERS_RENAMES): tensor for name, tensor in state_dict.items()}
+    elif any(name.startswith('stage0.') for name in state_dict):
+        state_dict = {_rename(name, MICROSOFT_RENAMES): tensor for name, tensor in state_dict.items()}
+    return resample_weights(state_dict, model)
 
 
 MICROSOFT_RENAMES = (

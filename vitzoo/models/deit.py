@@ -15,6 +15,7 @@ from ._block import Block
 from ._official import unwrap
 from ._recompute import recompute_block
 from ._register import cfg, register_variants, swapped
+from ._resample import resample_weights
 
 __all__ = ['DeiT', 'checkpoint_filter_fn']
 
@@ -175,8 +176,13 @@ class DeiT(VisionTransformer):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Unwrap checkpoints of Facebook's DeiT and of timm, and resample the position embedding to the model's grid."""
-    return vit_checkpoint_filter_fn(unwrap(state_dict), model)
+    """Unwrap checkpoints of Facebook's DeiT and of timm, and resample positions to the model's grid."""
+    resampled = resample_weights(unwrap(state_dict), model)
+    converted = vit_checkpoint_filter_fn(resampled, model)
+    if 'pos_embed' in resampled and 'pos_embed' in converted:
+        # timm may have resampled it a second time
+        converted['pos_embed'] = resampled['pos_embed']
+    return converted
 
 
 SIZES = {

@@ -5,16 +5,20 @@ owns it, if that has a method
 
     fit_from(name, parent) -> (tensor, number of values inherited) | None
 
-where `parent` is the state dict of the same module in the other model. Everything else stays as initialised.
+where `parent` is the state dict of the same module in the other model. A mixer's `inherit_from` gives the tensors that
+have another name in the parent, such as layers that are fused there. Everything else stays as initialised.
 """
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+
+from vitzoo.mixers import TokenMixer
 
 __all__ = ['Inheritance', 'inherit_weights', 'summarize_names']
 
@@ -25,9 +29,10 @@ class Inheritance:
 
     Attributes:
         copied: Tensors equal to the parent's.
-        fitted: Tensors resampled or inherited in part.
+        fitted: Tensors resampled, inherited in part, or from tensors of another name.
         initialized: Tensors of the model that are not inherited.
-        dropped: Tensors of the parent that the model does not have.
+        dropped: Tensors of the parent that no tensor of the model comes from.
+        lost: Tensors of the parent of which not all values are inherited, those dropped included.
         share: Fraction of the parent's parameters that are inherited.
     """
 
@@ -35,6 +40,7 @@ class Inheritance:
     fitted: list[str]
     initialized: list[str]
     dropped: list[str]
+    lost: list[str]
     share: float
 
     def __str__(self) -> str:
@@ -64,7 +70,7 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
     """
     own = model.state_dict()
     buffers = {name for name, _ in model.named_buffers()}
-    inherited, fitted, num_inherited = {}, [], 0
+    inherited, fitted, num_fitted, num_inherited = {}, [], {}, 0
     for name in parent.keys() & own.keys():
         fit = (parent[name], own[name].numel()) if parent[name].shape == own[name].shape else _fit(model, name, parent)
         if fit is None:
@@ -74,15 +80,41 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
             num_inherited += num_values
         if parent[name].shape != own[name].shape:
             fitted.append(name)
+            num_fitted[name] = num_values
+    num_used = Counter({name: parent[name].numel() if name not in fitted else num_fitted[name] for name in inherited})
+    same_name = set(inherited)
+    for name, (tensor, sources) in _from_other_names(model, parent).items():
+        if name in own and name not in inherited and own[name].shape == tensor.shape:
+            inherited[name] = tensor
+            fitted.append(name)
+            # a copy of a tensor that is inherited anyway does not count
+            if same_name.isdisjoint(sources):
+                num_inherited += tensor.numel()
+                # a tensor made of several ones has all their values
+                for source in sources:
+                    num_used[source] += min(tensor.numel(), parent[source].numel())
     model.load_state_dict({**own, **inherited})
     num_parent = sum(tensor.numel() for name, tensor in parent.items() if name not in buffers)
     return Inheritance(
         copied=[name for name in own if name in inherited and name not in fitted],
         fitted=[name for name in own if name in fitted],
         initialized=[name for name in own if name not in inherited],
-        dropped=[name for name in parent if name not in inherited],
+        dropped=[name for name in parent if name not in num_used],
+        lost=[name for name, tensor in parent.items() if num_used[name] < tensor.numel()],
         share=num_inherited / max(1, num_parent),
     )
+
+
+def _from_other_names(model: nn.Module, parent: dict[str, Tensor]) -> dict[str, tuple[Tensor, list[str]]]:
+    """Tensors that mixers take from tensors of other names in the parent, and those names."""
+    found = {}
+    for path, mixer in model.named_modules():
+        if isinstance(mixer, TokenMixer):
+            prefix = f'{path}.' if path else ''
+            own = {name.removeprefix(prefix): tensor for name, tensor in parent.items() if name.startswith(prefix)}
+            for name, (tensor, sources) in mixer.inherit_from(own).items():
+                found[prefix + name] = tensor, [prefix + source for source in sources]
+    return found
 
 
 def _fit(model: nn.Module, name: str, parent: dict[str, Tensor]) -> tuple[Tensor, int] | None:

@@ -1,5 +1,6 @@
 """In-place replacement of the attention of a timm VisionTransformer by a token mixer that inherits its weights."""
 
+import logging
 from copy import deepcopy
 
 import torch
@@ -9,11 +10,13 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from vitzoo.mixers import QKVMixer, TokenMixer, create_mixer
+from vitzoo.mixers import QKVMixer, TokenMixer, create_mixer, mixer_class
 from vitzoo.mixers._grid import check_grid
-from vitzoo.models.inherit import inherit_weights
+from vitzoo.models.inherit import Inheritance, inherit_weights, summarize_names
 
 __all__ = ['SwappedBlock', 'SwappedDistilledViT', 'SwappedViT', 'swap_mixer']
+
+_logger = logging.getLogger(__name__)
 
 
 def swap_mixer(model: VisionTransformer, mixer: str, blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
@@ -21,6 +24,8 @@ def swap_mixer(model: VisionTransformer, mixer: str, blocks: list[int] | None = 
 
     The model is changed in place and returned. The mixer inherits the settings and weights of the attention under the
     same parameter names (`blocks.0.attn.qkv.weight`, …); parameters that attention does not have are initialised.
+    The `Inheritance` of each new mixer, by block, is in `model.inheritance`, and a warning names the weights of the
+    attention that are lost. Random values of mixers are drawn from their `seed`, and are never inherited.
     `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the model's image
     size, and follows `model.set_input_size()`. To load a checkpoint of the swapped model, repeat the swap first.
 
@@ -32,11 +37,15 @@ def swap_mixer(model: VisionTransformer, mixer: str, blocks: list[int] | None = 
     _check_model(model)
     indices = _block_indices(model, blocks)
     mixers = {i: _mixer_for(model, i, mixer, mixer_kwargs) for i in indices}
-    for i, new in mixers.items():
+    for i, (new, _) in mixers.items():
         # change the class in place so that weights, hooks and references to the modules survive
         model.blocks[i].__class__ = SwappedBlock
         model.blocks[i].attn = new
     model.__class__ = SwappedDistilledViT if isinstance(model, VisionTransformerDistilled) else SwappedViT
+    model.inheritance = {**getattr(model, 'inheritance', {}), **{i: report for i, (_, report) in mixers.items()}}
+    lost = [f'blocks.{i}.attn.{name}' for i in indices for name in model.inheritance[i].lost]
+    if lost:
+        _logger.warning('%s does not inherit all weights of the attention, in %s', mixer, summarize_names(lost))
     # recorded in an exported config, which then does not load as the model without the swap
     swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
     update_model_args(model, swap_mixer=[*swaps, {'mixer': mixer, 'blocks': indices, **mixer_kwargs}])
@@ -98,8 +107,9 @@ class SwappedDistilledViT(_Swapped, VisionTransformerDistilled):
 def _check_model(model: nn.Module) -> None:
     if type(model) not in (VisionTransformer, VisionTransformerDistilled, SwappedViT, SwappedDistilledViT):
         raise ValueError(
-            f"swap_mixer does not support {type(model).__name__}: it takes timm's VisionTransformer models (vit_*, "
-            f'deit_*, deit3_*, including those with CLIP and DINOv2 weights).'
+            f"swap_mixer does not support {type(model).__name__}: it takes timm's VisionTransformer and "
+            f'VisionTransformerDistilled models, such as deit3_small_patch16_224 and vit_small_patch14_dinov2, not '
+            f'those with rotary positions (DINOv3, EVA-02, PE).'
         )
     if not isinstance(model.patch_drop, nn.Identity):
         raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; build the model without it.')
@@ -139,8 +149,8 @@ def _unsupported(block: nn.Module) -> str | None:
     return None
 
 
-def _mixer_for(model: VisionTransformer, index: int, name: str, mixer_kwargs: dict) -> TokenMixer:
-    """A mixer with the settings and weights of a block's attention."""
+def _mixer_for(model: VisionTransformer, index: int, name: str, mixer_kwargs: dict) -> tuple[TokenMixer, Inheritance]:
+    """A mixer with the settings and weights of a block's attention, and what it inherited."""
     attn = model.blocks[index].attn
     settings = dict(
         dim=attn.qkv.in_features,
@@ -154,11 +164,13 @@ def _mixer_for(model: VisionTransformer, index: int, name: str, mixer_kwargs: di
         device=attn.qkv.weight.device,
         dtype=attn.qkv.weight.dtype,
     )
-    if not isinstance(attn.q_norm, nn.Identity):
+    # mixers without queries and keys have nothing to normalize
+    if not isinstance(attn.q_norm, nn.Identity) and mixer_class(name).has_qk_norm:
         settings.update(qk_norm=True, norm_layer=lambda *args, **kwargs: deepcopy(attn.q_norm))
     new = create_mixer(name, **{**settings, **mixer_kwargs})
     new.apply(model._init_weights)
-    if attn.proj.bias is None and isinstance(new, QKVMixer):
+    if attn.proj.bias is None and isinstance(getattr(new, 'proj', None), nn.Linear):
         new.proj.register_parameter('bias', None)
-    inherit_weights(new, attn.state_dict())
-    return new.train(attn.training)
+    parameters = dict(attn.named_parameters())
+    report = inherit_weights(new, {name: tensor.detach() for name, tensor in parameters.items()})
+    return new.train(attn.training), report

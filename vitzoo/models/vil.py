@@ -17,6 +17,7 @@ from vitzoo.mixers._grid import check_grid
 from ._official import unwrap
 from ._pyramid import Pyramid, build_stages, per_stage_mixers
 from ._register import cfg, register_variants, swapped
+from ._resample import resample_weights
 
 __all__ = ['ViL', 'checkpoint_filter_fn']
 
@@ -173,13 +174,13 @@ class ViL(Pyramid):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Convert checkpoints of Microsoft's ViL and of NVIDIA's ViL-LS; leave ours as they are."""
+    """Convert checkpoints of Microsoft's ViL and of NVIDIA's ViL-LS, and resample positions to the model's grid."""
     state_dict = unwrap(state_dict)
-    if not any(name.startswith('layer1.') for name in state_dict):
-        return state_dict
-    own = model.state_dict()
-    kept = {name: tensor for name, tensor in state_dict.items() if not _is_redundant(name, state_dict, own)}
-    return {_rename(name): tensor for name, tensor in _fuse_qkv(kept).items()}
+    if any(name.startswith('layer1.') for name in state_dict):
+        own = model.state_dict()
+        kept = {name: tensor for name, tensor in state_dict.items() if not _is_redundant(name, state_dict, own)}
+        state_dict = {_rename(name): tensor for name, tensor in _fuse_qkv(kept).items()}
+    return resample_weights(state_dict, model)
 
 
 def _is_redundant(name: str, state_dict: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
