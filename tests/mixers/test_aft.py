@@ -5,6 +5,7 @@ import torch
 from helpers import DIM, GRID, HEADS, build, recorded_call, tokens
 
 from vitzoo import create_mixer
+from vitzoo.mixers.aft import aft_local, aft_local_naive
 
 
 def test_a_new_aft_conv_starts_without_positions():
@@ -26,3 +27,19 @@ def test_aft_is_finite_if_exp_of_the_keys_overflows(name):
     q, k, v, *rest = recorded_call(mixer, tokens(mixer, dtype=torch.float32))
     out = mixer.op(q, 100 * k / k.std(), v, *rest)
     assert out.isfinite().all() and out.std() > 0
+
+
+@pytest.mark.parametrize('sign', [-1, 1], ids=['negative', 'both'])
+@pytest.mark.parametrize('grid_size, window_size', [((6, 7), 2), ((4, 5), 5), ((4, 9), 4)], ids=str)
+def test_aft_local_is_right_for_biases_of_any_size(grid_size, window_size, sign):
+    mixer = build('aft_local', grid_size, num_prefix_tokens=1, window_size=window_size, bias_dim=6)
+    q, k, v, u_query, u_key, *rest = recorded_call(mixer, tokens(mixer))
+    if sign < 0:
+        u_query, u_key = u_query.abs(), -u_key.abs()
+    factor = (300 / (u_query @ u_key.T).abs().max()).sqrt()
+    u_query, u_key, k = factor * u_query, factor * u_key, 5 * k
+    expected = aft_local_naive(q, k, v, u_query, u_key, *rest)
+    got = aft_local(*(x.float() for x in (q, k, v, u_query, u_key)), *rest)
+    assert expected.isfinite().all()
+    # the products of the factors, up to 300, are rounded to float32
+    torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)

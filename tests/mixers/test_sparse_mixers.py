@@ -322,6 +322,30 @@ def test_a_routing_centroid_without_nearest_tokens_does_not_move():
     assert not torch.equal(mixer.centroids[:, :2], before[:, :2])
 
 
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_a_routing_token_that_is_not_finite_leaves_the_centroids_of_its_head(value):
+    mixer = build('routing', num_clusters=3, decay=0.5).train()
+    before = mixer.centroids.clone()
+    q, k, _ = mixer.qkv(tokens(mixer), GRID)
+    bad = q.clone()
+    bad[0, 1, 3] = value
+    mixer.update_centroids(mixer.statistics(bad, k))
+    assert torch.equal(mixer.centroids[1], before[1])
+    assert not torch.equal(mixer.centroids[::2], before[::2])
+    mixer.update_centroids(mixer.statistics(q, k))
+    assert mixer.centroids.isfinite().all() and not torch.equal(mixer.centroids[1], before[1])
+
+
+def test_routing_centroids_survive_a_step_of_tokens_that_are_not_finite():
+    mixer = build('routing', num_clusters=3, decay=0.5).train()
+    x, before = tokens(mixer), mixer.centroids.clone()
+    bad = x.clone()
+    bad[0, 3] = float('nan')
+    assert torch.equal(routing_step(mixer, bad), before)
+    after = routing_step(mixer, x)
+    assert after.isfinite().all() and not torch.equal(after, before)
+
+
 def routing_rank(rank, folder):
     torch.set_num_threads(1)
     options = dict(init_method=f'file://{folder}/store', world_size=2, timeout=timedelta(minutes=5))

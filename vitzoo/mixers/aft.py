@@ -87,22 +87,25 @@ def aft_local(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    """q, k, v (B, heads, P + H*W, d) and factors (P + H*W, rank) of the bias -> (B, heads, P + H*W, d).
-
-    exp(w) = 1 + (exp(w) - 1): the sum over all tokens plus the contribution of the window.
-    """
+    """q, k, v (B, heads, P + H*W, d) and factors (P + H*W, rank) of the bias -> (B, heads, P + H*W, d)."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
+    size, halo = _tile_and_halo(window_size)
     with no_autocast(q):
         terms = _terms(k, v)
         u_query, u_key = u_query.to(terms.dtype), u_key.to(terms.dtype)
         prefix_keys, grid = terms.split([P, terms.shape[2] - P], dim=2)
         window = _window_bias(u_query[P:], u_key[P:], grid_size, window_size)  # (T, w*w, side*side)
         to_prefix = u_query[P:] @ u_key[:P].T  # (H*W, P)
-        # one shift for all rows: exp(w - shift) - exp(-shift) stays in range for any w
-        shift = torch.cat([window.flatten(), to_prefix.flatten()]).detach().amax(dim=0).clamp(min=0)
-        added = (window - shift).exp() - (-shift).exp()
-        near = added @ tile_with_halo(grid, grid_size, *_tile_and_halo(window_size))
-        out = untile(near, grid_size, _tile_and_halo(window_size)[0]) + (-shift).exp() * grid.sum(dim=2, keepdim=True)
+        # a factor per row cancels in the ratio; the largest of the row, the 0 of the far tokens included, keeps exp in
+        # range for any w
+        largest = untile(window.detach().amax(dim=-1, keepdim=True)[None, None], grid_size, size)[0, 0]
+        largest = torch.cat([largest, to_prefix.detach()], dim=1).amax(dim=1, keepdim=True)  # (H*W, 1)
+        has_far = _sum_far(grid.new_ones(1, 1, grid.shape[2], 1), grid_size, window_size)[0, 0] > 0
+        shift = torch.where(has_far, largest.clamp(min=0), largest)
+        near = (window - tile(shift[None, None], grid_size, size)[0, 0]).exp()
+        out = untile(near @ tile_with_halo(grid, grid_size, size, halo), grid_size, size)
+        far_weight = torch.where(has_far, -shift, 0.0).exp()
+        out = out + far_weight * _sum_far(grid, grid_size, window_size)
         out = out + _weighted_sum((to_prefix - shift).exp(), prefix_keys)
         from_prefix = u_query[:P] @ u_key.T  # (P, P + H*W)
         from_prefix = (from_prefix - from_prefix.detach().amax(dim=-1, keepdim=True)).exp()
@@ -160,15 +163,38 @@ def _gated_ratio(q: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 def _window_bias(
     u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int
 ) -> torch.Tensor:
-    """Bias between the queries of each tile and the keys around it, 0 outside the window: (T, w*w, (3w - 2)^2)."""
+    """Bias between the queries of each tile and the keys around it, -inf outside the window: (T, w*w, (3w - 2)^2)."""
     window, halo = _tile_and_halo(window_size)
     bias = tile(u_query[None, None], grid_size, window) @ tile_with_halo(u_key[None, None], grid_size, window, halo).mT
     place_q = torch.arange(window_size, device=bias.device)
     place_k = torch.arange(1 - window_size, 2 * window_size - 1, device=bias.device)
     near = (place_q[:, None] - place_k).abs() < window_size
     near = (near[:, None, :, None] & near[None, :, None, :]).flatten(2).flatten(0, 1)  # (w*w, side*side)
-    queries, keys = (halo_mask(grid_size, window, size, bias.device) for size in ((0, 0), halo))
-    return bias[0, 0] * (near & queries.unsqueeze(2) & keys.unsqueeze(1))
+    keys = halo_mask(grid_size, window, halo, bias.device)
+    return bias[0, 0].masked_fill(~(near & keys.unsqueeze(1)), float('-inf'))
+
+
+def _sum_far(x: torch.Tensor, grid_size: tuple[int, int], window_size: int) -> torch.Tensor:
+    """For each token of (B, heads, H*W, c), the sum of those outside its window.
+
+    Adds the rows above and below and the ends of the rows between. The total minus the window would cancel if the
+    window has most of the sum.
+    """
+    x = x.unflatten(2, grid_size)
+    ends = F.pad(_sum_beyond(x, 3, window_size), (0, 0, 0, 0, window_size - 1, window_size - 1))
+    between = ends.unfold(2, 2 * window_size - 1, 1).sum(dim=-1)
+    return (_sum_beyond(x.sum(dim=3), 2, window_size).unsqueeze(3) + between).flatten(2, 3)
+
+
+def _sum_beyond(x: torch.Tensor, dim: int, distance: int) -> torch.Tensor:
+    """For each position along `dim`, the sum of those at least `distance` before or after it."""
+    length = x.shape[dim]
+    if distance >= length:
+        return torch.zeros_like(x)
+    none = torch.zeros_like(x.narrow(dim, 0, distance))
+    before = x.narrow(dim, 0, length - distance).cumsum(dim)
+    after = x.narrow(dim, distance, length - distance).flip(dim).cumsum(dim).flip(dim)
+    return torch.cat([none, before], dim=dim) + torch.cat([after, none], dim=dim)
 
 
 def _tile_and_halo(window_size: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -173,10 +173,15 @@ class Routing(QKVMixer):
 
     @torch.no_grad()
     def update_centroids(self, statistics: torch.Tensor) -> None:
-        """Move each centroid towards the mean of its nearest tokens, if any, over the batches of all processes."""
+        """Move each centroid towards the mean of its nearest tokens, if any, over the batches of all processes.
+
+        A head with a token that is not finite, on any process, keeps its centroids.
+        """
         if distributed.is_available() and distributed.is_initialized():
             statistics = statistics.clone()
             distributed.all_reduce(statistics)
         sums, counts = statistics[..., :-1], statistics[..., -1:]
         moved = self.decay * self.centroids + (1 - self.decay) * sums / counts.clamp(min=1)
-        self.centroids.copy_(torch.where(counts > 0, F.normalize(moved, dim=-1), self.centroids))
+        # summed over the processes, so that all of them agree; counts are always finite
+        finite = sums.isfinite().flatten(1).all(dim=1)[:, None, None]
+        self.centroids.copy_(torch.where((counts > 0) & finite, F.normalize(moved, dim=-1), self.centroids))
