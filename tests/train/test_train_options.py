@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from toys import read_metrics
 
+from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.train.build import build_ema, build_optimizer, build_scheduler, build_task, compile_model, freeze
 from vitzoo.train.loop import train
@@ -162,7 +163,8 @@ def test_the_distillation_loss_is_a_weighted_sum(teacher, kind):
     recipe = make_recipe(values | dict(task_loss_weight=0.2, kd_token_distill_type=token or None))
     name = 'deit_tiny_distilled_patch16_224' if token else 'deit_softmax_tiny'
     student = timm.create_model(name, **DEIT)
-    task = build_task(recipe, student, nn.CrossEntropyLoss(), ['blue', 'green', 'red'], 'cpu').train()
+    data_config = resolve_data_config(student)
+    task = build_task(recipe, student, nn.CrossEntropyLoss(), ['blue', 'green', 'red'], data_config, 'cpu').train()
     images, target = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 1])
     loss = task(images, target)['loss']
     own, from_teacher = student(images) if token else [student(images)] * 2
@@ -185,6 +187,27 @@ def test_a_student_is_exported_without_the_weights_of_its_teacher(images, teache
     )
 
 
+@pytest.mark.parametrize('kind', ['logit', 'hard'])
+def test_a_teacher_of_another_size_is_resized_to_the_student(images, teacher, tmp_path, kind):
+    options = ['--kd-model-name', teacher, '--kd-distill-type', kind, '--img-size', '48', '32']
+    assert run_once(images, tmp_path / 'run', *options)['n'] == 11
+
+
+def test_a_grey_teacher_gets_grey_images(images, tmp_path):
+    run_once(images, tmp_path / 'teacher', '--in-chans', '1')
+    options = ['--in-chans', '1', '--kd-model-name', str(tmp_path / 'teacher')]
+    assert run_once(images, tmp_path / 'run', *options)['n'] == 11
+
+
+def test_a_distilled_checkpoint_gets_new_heads_for_other_classes(images, tmp_path, capsys):
+    model = 'deit_tiny_distilled_patch16_224'
+    source = timm.create_model(model, num_classes=5, img_size=32, depth=1, embed_dim=24, num_heads=2)
+    torch.save(source.state_dict(), tmp_path / 'start.pth')
+    kwargs = ['--model-kwargs', 'depth=1', 'embed_dim=24', 'num_heads=2']
+    run_once(images, tmp_path / 'run', '--model', model, '--initial-checkpoint', str(tmp_path / 'start.pth'), *kwargs)
+    assert 'has a head for 5 classes; using a new head for 3' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ('options', 'words'),
     [
@@ -195,6 +218,8 @@ def test_a_student_is_exported_without_the_weights_of_its_teacher(images, teache
             '--kd-model-name TEACHER --data-dir sample --img-size 32',
             'the 3 classes of .* are not the 10 of sample',
         ),
+        ('--kd-model-name TEACHER --num-classes 5', 'has 3 outputs and the student 5'),
+        ('--kd-model-name TEACHER --in-chans 1', 'takes images of 3 channels and the student of 1'),
         ('--log-with tensorbord', "unknown tracker 'tensorbord' in log_with, did you mean tensorboard"),
         ('--log-with dvclive', "log_with 'dvclive' needs its package: pip install dvclive"),
         ('--torchcompile inducktor', "torch.compile has no backend 'inducktor'"),

@@ -127,7 +127,10 @@ def _note_new_head(source: str, old: int, new: int) -> None:
 
 def _num_classes_in(model: nn.Module, path: str) -> int | None:
     """The number of classes of a checkpoint's head; None if it has no head of the model's name."""
-    head = unwrap(read_checkpoint(path)).get(f'{model.pretrained_cfg.get("classifier")}.weight')
+    names = model.pretrained_cfg.get('classifier')
+    # distilled models have a head for each token
+    name = names[0] if isinstance(names, tuple | list) else names
+    head = unwrap(read_checkpoint(path)).get(f'{name}.weight')
     return None if head is None else len(head)
 
 
@@ -281,7 +284,7 @@ def build_loss(recipe: Recipe, mixup: Mixup | None, train_set: Images, num_class
 
 
 def build_task(
-    recipe: Recipe, model: nn.Module, loss: nn.Module, class_names: list[str], device: torch.device
+    recipe: Recipe, model: nn.Module, loss: nn.Module, class_names: list[str], data_config: dict, device: torch.device
 ) -> TrainingTask:
     """The timm task that maps images and targets to the loss, with a teacher if the recipe has one.
 
@@ -289,5 +292,5 @@ def build_task(
         UserError: The teacher does not suit the data or the model.
     """
     if recipe.kd_model_name is not None:
-        return distillation_task(recipe, model, loss, class_names, device).to(device)
+        return distillation_task(recipe, model, loss, class_names, data_config, device).to(device)
     return ClassificationTask(model, loss, device=device, verbose=False).to(device)

@@ -153,7 +153,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
     compile_model(raw_model, recipe.torchcompile)
     full_model = FullModel(accelerator, raw_model)
     model, optimizer = accelerator.prepare(raw_model, optimizer)
-    task = build_task(recipe, model, loss, train_set.class_names, accelerator.device)
+    task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator.device)
     return Run(
         recipe=recipe,
         plan=plan,
