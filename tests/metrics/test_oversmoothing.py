@@ -353,3 +353,13 @@ def test_frequencies_need_a_grid():
     with pytest.raises(UserError, match='13 patch tokens .* do not lie on a grid'):
         token_statistics(Dropping(), torch.randn(1, 3, 4, 4), ['high_frequency_energy'])
     assert len(oversmoothing(Dropping(), torch.randn(1, 3, 4, 4))) == 1
+
+
+@pytest.mark.parametrize('include_self', [False, True])
+def test_absolute_cosines_are_float32_under_autocast(include_self):
+    tokens = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(0))
+    expected = mean_cosine(tokens, absolute=True, include_self=include_self)
+    with torch.autocast('cpu', torch.bfloat16):
+        found = mean_cosine(tokens, absolute=True, include_self=include_self)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)

@@ -60,7 +60,8 @@ def mean_cosine(tokens: Tensor, absolute: bool = False, include_self: bool = Fal
     N = unit.shape[1]
     if absolute:
         # absolute values do not factor into a sum: N x N, one image at a time
-        total = torch.stack([(u @ u.T).abs().sum() for u in unit])
+        with torch.autocast(unit.device.type, enabled=False):
+            total = torch.stack([(u @ u.T).abs().sum() for u in unit])
     else:
         total = unit.sum(dim=1).square().sum(dim=-1)
     if include_self:
