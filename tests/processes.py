@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 def start_processes(world: int, target: Callable, *args) -> Outcome:
     """Run `target(*args)`, a function of a module, in `world` processes; one that fails takes the others with it."""
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['vitzoo.train.loop', 'albumentations', 'torchvision'])
+    context.set_forkserver_preload(['vitzoo.train.loop', 'albumentations', 'torchvision', 'matplotlib.figure'])
     port = free_port()
     folder = Path(tempfile.mkdtemp())
     arguments = (world, port, str(folder), target, args)
