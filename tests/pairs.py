@@ -18,13 +18,13 @@ CANDIDATES = 4
 
 
 class Forbidden(NamedTuple):
-    """Values of two factors that the program refuses to combine, and why it is right to."""
+    """Values of two factors that the program is right to refuse together, and how its sentence begins."""
 
     factor: str
     values: Sequence[str]
     other: str
     other_values: Sequence[str]
-    reason: str
+    sentence: str
 
 
 def covering_array(factors: Factors, forbidden: Sequence[Forbidden] = (), seed: int = 0) -> list[Row]:

@@ -1,18 +1,77 @@
-"""The same few small pictures as every kind of data that the commands read."""
+"""Tiny models, and a few small pictures as every kind of data that the commands read."""
 
 import csv
 import io
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import timm
+import torch
 from PIL import Image
+from timm.models import save_for_hf
 from toys import make_images
+
+import vitzoo  # noqa: F401  registers the models
+
+DEIT = dict(depth=2, embed_dim=24, num_heads=2, patch_size=8)
+VIL = dict(depths=[1, 1, 1, 1], embed_dims=[16, 16, 16, 32], num_heads=[1, 2, 2, 2])
+CVT = dict(depths=[1, 1, 1], embed_dims=[16, 16, 32], num_heads=[1, 2, 2])
+SHIFT = [dict(random_shift=True, shift_steps=3), dict(random_shift=True), {}, {}]
+# timm's name and the arguments that make it tiny
+MODELS = {
+    'deit_softmax': ('deit_softmax_tiny', DEIT),
+    'deit_linformer': ('deit_linformer_tiny', DEIT),
+    'deit_performer': ('deit_performer_tiny', DEIT | dict(mixer_kwargs=dict(redraw_every=2))),
+    'deit_routing': ('deit_routing_tiny', DEIT),
+    'deit_sinkhorn': ('deit_sinkhorn_tiny', DEIT),
+    'deit_reformer': ('deit_reformer_tiny', DEIT),
+    'aft_full': ('aft_full_tiny', DEIT),
+    'cvt': ('cvt_13', CVT),
+    'cvt_ls': ('cvt_ls_13', CVT),
+    'vil': ('vil_tiny', VIL | dict(mixer_kwargs=SHIFT)),
+    'vit': ('test_vit', {}),
+    'resnet': ('test_resnet', {}),
+    'distilled': ('deit_tiny_distilled_patch16_224', DEIT),
+}
+CLASSES = ['blue', 'green', 'red']
 
 COUNTS = dict(train_red=13, train_green=10, train_blue=5, val_red=4, val_green=3, val_blue=2)
 UNDIVIDED = dict(all_red=16, all_green=12, all_blue=7)
+
+
+class MakeOnce:
+    """Calls `make(*args, folder)` once for the same arguments, each time with a folder of its own below `root`."""
+
+    def __init__(self, root: Path):
+        self.root, self.made = root, {}
+
+    def __call__(self, make: Callable, *args):
+        key = (make, args)
+        if key not in self.made:
+            folder = self.root / str(len(self.made))
+            folder.mkdir()
+            self.made[key] = make(*args, folder)
+        return self.made[key]
+
+
+def make_model(name: str, class_names: tuple[str, ...], in_chans: int, multi_label: bool, folder: Path) -> Path:
+    """A model for images of 32 x 32 as training writes it, with random weights."""
+    architecture, kwargs = MODELS[name]
+    torch.manual_seed(0)
+    size = {} if name == 'resnet' else dict(img_size=32)
+    model = timm.create_model(architecture, num_classes=len(class_names), in_chans=in_chans, **kwargs, **size)
+    heads = model.get_classifier()
+    for head in heads if isinstance(heads, tuple) else [heads]:
+        # so that classes differ in their scores
+        torch.nn.init.normal_(head.weight)
+    data_config = dict(input_size=(in_chans, 32, 32), mean=(0.5,) * in_chans, std=(0.3,) * in_chans, crop_pct=0.9)
+    about = dict(label_names=list(class_names), vitzoo=dict(multi_label=multi_label))
+    save_for_hf(model, str(folder), model_config=about, safe_serialization=True, data_config=data_config)
+    return folder
 
 
 def make_data(kind: str, root: Path) -> str:
