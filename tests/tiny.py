@@ -4,6 +4,7 @@ import csv
 import io
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -52,9 +53,7 @@ class MakeOnce:
     def __call__(self, make: Callable, *args):
         key = (make, args)
         if key not in self.made:
-            folder = self.root / str(len(self.made))
-            folder.mkdir()
-            self.made[key] = make(*args, folder)
+            self.made[key] = make(*args, Path(tempfile.mkdtemp(dir=self.root)))
         return self.made[key]
 
 

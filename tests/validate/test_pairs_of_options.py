@@ -1,7 +1,6 @@
 """Every two values of two options of `vitzoo validate` in one evaluation, which gives the scores of a plain one."""
 
 import csv
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +11,8 @@ from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
 from processes import start_processes
 from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model
 
+from vitzoo.data import open_dataset
+from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.validate import evaluation, main
 
 pytestmark = pytest.mark.slow
@@ -85,14 +86,12 @@ def make_once(tmp_path_factory) -> MakeOnce:
 
 
 def make_run(model: str, channels: str, data: str, data_dir: str, folder: Path) -> Path:
-    """A trained model, with the list of what it held out of class folders."""
+    """A trained model, with the list of what it held out of undivided data."""
     names = ('blue', 'first', 'green', 'red') if data == 'labels' else tuple(CLASSES)
     make_model(model, names, 1 if channels == 'grey' else 3, data == 'labels', folder)
-    if data == 'folder undivided':
-        files = sorted(Path(data_dir).rglob('*.jpg'))[::4]
-        rows = [[path.relative_to(data_dir), hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
-        with (folder / 'held_out.csv').open('w', newline='') as file:
-            csv.writer(file).writerows([['file', 'sha256'], *rows])
+    images = open_dataset(data_dir, 'val', multi_label=data == 'labels', val_fraction=0.2)
+    if images.is_held_out:
+        write_held_out(folder / HELD_OUT, images.reader)
     return folder
 
 
