@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -137,6 +138,8 @@ def train_tiny(runs: list[list[str]], scores: str, kill_at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     register_optimizer_step_post_hook(count_step)
+    # a child of the fork server would start another one for the workers of its loaders
+    multiprocessing.set_start_method('fork', force=True)
     # drawing the curves takes longer than training
     Figure.savefig = lambda figure, path, **kwargs: Path(path).touch()
     install_datasets()
@@ -148,6 +151,7 @@ def train_tiny(runs: list[list[str]], scores: str, kill_at: int) -> None:
 
 
 def validate_tiny(arguments: list[str]) -> None:
+    multiprocessing.set_start_method('fork', force=True)
     evaluation.images_per_second = lambda *args: 1.0
     install_datasets()
     evaluation.validate(arguments)

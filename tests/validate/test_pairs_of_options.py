@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import shutil
 from pathlib import Path
 from shlex import split
@@ -118,6 +119,8 @@ def command_line(row: dict[str, str], run: Path, data_dir: str, folder: Path) ->
 
 
 def validate_tiny(arguments: list[str]) -> None:
+    # a child of the fork server would start another one for the workers of its loader
+    multiprocessing.set_start_method('fork', force=True)
     evaluation.images_per_second = lambda *args: 1.0
     install_datasets()
     evaluation.validate(arguments)
