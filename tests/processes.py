@@ -30,7 +30,7 @@ def start_processes(world_size: int, target: Callable, *args, machines: int = 1)
         machines: Number of machines that the processes appear to be on.
     """
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['vitzoo.train.loop', 'albumentations', 'torchvision'])
+    context.set_forkserver_preload(['vitzoo.train.loop', 'albumentations', 'torchvision', 'matplotlib.figure'])
     port = free_port()
     folder = Path(tempfile.mkdtemp())
     processes = []
