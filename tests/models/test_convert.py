@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -467,3 +468,66 @@ def test_an_official_last_stage_of_srformer_keeps_its_reduction_of_1():
     sr = model.stages[3].blocks[0].attn.sr
     assert sr.kernel_size == (1, 1) and sr.bias is None
     assert model(torch.rand(1, 3, 64, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize('size', [64, 96])
+def test_positions_of_a_distilled_parent_are_inherited(size):
+    parent = small('deit_tiny_distilled_patch16_224')
+    model = small('deit_performer_tiny', seed=1, img_size=size)
+    assert 'pos_embed' in vitzoo.inherit_weights(model, parent.state_dict()).fitted
+    assert torch.equal(model.pos_embed[:, 0], parent.pos_embed[:, 0])
+    expected = small('deit_tiny_patch16_224')
+    expected.pos_embed = torch.nn.Parameter(torch.cat([parent.pos_embed[:, :1], parent.pos_embed[:, 2:]], dim=1))
+    expected.set_input_size(size)
+    assert torch.equal(model.pos_embed, expected.pos_embed)
+
+
+@pytest.mark.parametrize('name, size', [('cvt_w24', 384), ('cvt_13.msft_in1k_384', 384), ('cvt_13', 224)])
+def test_a_model_is_built_for_the_image_size_of_its_config(name, size):
+    with torch.device('meta'):
+        model = timm.create_model(name)
+    assert model.img_size == (size, size) == tuple(model.pretrained_cfg['input_size'][1:])
+
+
+def official_names(weights):
+    """The names of ViL's code."""
+    renames = [
+        (r'stages\.(\d)\.embed\.norm', lambda m: f'layer{int(m[1]) + 1}.0.norm_embed'),
+        (r'stages\.(\d)\.(?:embed\.)?(?=proj|cls_token|pos_embed)', lambda m: f'layer{int(m[1]) + 1}.0.'),
+        (r'pos_embed\.prefix', 'cls_pos_embed'),
+        (r'pos_embed\.row', 'x_pos_embed'),
+        (r'pos_embed\.column', 'y_pos_embed'),
+        (r'stages\.(\d)\.blocks\.(\d+)\.(?=norm1|attn)', lambda m: f'layer{int(m[1]) + 1}.{2 * int(m[2]) + 1}.'),
+        (r'stages\.(\d)\.blocks\.(\d+)\.', lambda m: f'layer{int(m[1]) + 1}.{2 * int(m[2]) + 2}.'),
+        (r'norm[12]\.', 'norm.'),
+        (r'attn\.features', 'attn.fast_attention.projection_matrix'),
+    ]
+    named = {}
+    for name, tensor in weights.items():
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        named[name] = tensor
+    return named
+
+
+def test_published_layout_of_performer_is_loaded():
+    parent, model = (small('vil_small_abs', seed=seed, mixer='performer') for seed in (0, 1))
+    for block in parent.stages[0].blocks:
+        block.attn.features += 1
+    official = {**official_names(parent.state_dict()), 'calls_since_last_redraw': torch.tensor(1)}
+    assert 'layer1.1.attn.fast_attention.projection_matrix' in official
+    model.load_state_dict(vil.checkpoint_filter_fn(official, model), strict=True)
+    x = torch.rand(1, 3, 64, 64)
+    assert torch.equal(model(x), parent(x))
+
+
+def test_published_model_with_global_tokens_averages_them_too():
+    kwargs = dict(mixer='global', mixer_kwargs={'num_global': 0}, num_prefix_tokens=(4, 4, 2, 3))
+    model = small('vil_small_abs', pool_include_prefix=True, **kwargs)
+    x = torch.rand(2, 3, 64, 64)
+    tokens = model.forward_features(x)
+    assert tokens.shape[1] == 3 + 2 * 2
+    torch.testing.assert_close(model(x), tokens.mean(dim=1) @ model.head.weight.T + model.head.bias)
+    assert not torch.allclose(model(x), small('vil_small_abs', **kwargs)(x))
+    with pytest.raises(ValueError, match='pool_include_prefix'):
+        small('vil_small_abs', pool_include_prefix=True)

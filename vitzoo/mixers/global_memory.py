@@ -5,11 +5,11 @@
 
 This is ViL's attention without its windows. There the memory is the class tokens of a stage, up to 256, which pass
 through its layers: grid tokens read in one layer what the memory collected in the layer before. Prefix tokens work in
-the same way, and with `num_global=0` this is the published model (of ViL-Small: `num_prefix_tokens=(256, 256, 64,
-16)`). As backbones have one prefix token or none, a layer adds `num_global` memory tokens: learned, projected as any
-token, and not passed on to the next layer, so grid tokens read what they collected in the same layer. Linear in the
-number of tokens: O(N G dim) for G global tokens. Multi-Scale Vision Longformer and its official code (`only_glo`),
-https://arxiv.org/abs/2103.15358
+the same way, and with `num_global=0` this is the published model (of ViL-Small: `num_prefix_tokens=(256, 256, 64, 16)`,
+averaged with the other tokens by `pool_include_prefix=True`). As backbones have one prefix token or none, a layer adds
+`num_global` memory tokens: learned, projected as any token, and not passed on to the next layer, so grid tokens read
+what they collected in the same layer. Linear in the number of tokens: O(N G dim) for G global tokens. Multi-Scale
+Vision Longformer and its official code (`only_glo`), https://arxiv.org/abs/2103.15358
 """
 
 import torch

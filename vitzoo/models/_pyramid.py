@@ -156,6 +156,7 @@ class Pyramid(nn.Module):
         in_chans: int,
         num_classes: int,
         global_pool: str,
+        pool_include_prefix: bool = False,
         drop_rate: float,
         norm_layer: Callable[..., nn.Module],
         device=None,
@@ -170,6 +171,12 @@ class Pyramid(nn.Module):
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dims[-1]
         self.num_prefix_tokens = stages[-1].num_prefix_tokens
         self.global_pool = self._checked_pool(global_pool)
+        if pool_include_prefix and (global_pool != 'avg' or not self.num_prefix_tokens):
+            raise ValueError(
+                "pool_include_prefix averages the prefix tokens of the last stage: use it with global_pool='avg' and "
+                'num_prefix_tokens of at least 1 there.'
+            )
+        self.pool_include_prefix = pool_include_prefix
         self.stages = nn.ModuleList(stages)
         self.feature_info = [
             {'module': f'stages.{i}', 'num_chs': dim, 'reduction': reduction}
@@ -288,7 +295,12 @@ class Pyramid(nn.Module):
 
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
         """Tokens -> logits (B, num_classes), or the pooled features before the head."""
-        x = global_pool_nlc(x, pool_type=self.global_pool, num_prefix_tokens=self.num_prefix_tokens)
+        x = global_pool_nlc(
+            x,
+            pool_type=self.global_pool,
+            num_prefix_tokens=self.num_prefix_tokens,
+            reduce_include_prefix=self.pool_include_prefix,
+        )
         x = self.head_drop(x)
         return x if pre_logits else self.head(x)
 

@@ -76,6 +76,9 @@ def register_variants(
     )
 
     def create(name: str, pretrained: bool, *, out_indices=out_indices, **kwargs) -> nn.Module:
+        # timm does this only for models of a fixed size
+        config = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay'))
+        kwargs.setdefault('img_size', config.input_size[-2:])
         if pretrained:
             kwargs['pretrained_cfg_overlay'] = _fetch_official(name, kwargs)
         return build_model_with_cfg(

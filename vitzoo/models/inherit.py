@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -126,15 +127,41 @@ def _fit(model: nn.Module, name: str, parent: dict[str, Tensor]) -> tuple[Tensor
     if hasattr(owner, 'fit_from'):
         return owner.fit_from(leaf, siblings)
     if isinstance(owner, VisionTransformer) and leaf == 'pos_embed':
-        return _fit_pos_embed(owner, siblings['pos_embed'])
+        return _fit_pos_embed(owner, siblings)
     return None
 
 
-def _fit_pos_embed(model: VisionTransformer, old: Tensor) -> tuple[Tensor, int] | None:
-    """The position embedding of a ViT with a square grid and as many prefix tokens, resampled to the model's grid."""
-    num_prefix_tokens = 0 if model.no_embed_class else model.num_prefix_tokens
-    side = math.isqrt(max(0, old.shape[1] - num_prefix_tokens))
-    if old.shape[2] != model.pos_embed.shape[2] or side == 0 or side**2 != old.shape[1] - num_prefix_tokens:
+def _fit_pos_embed(model: VisionTransformer, parent: dict[str, Tensor]) -> tuple[Tensor, int] | None:
+    """The position embedding of a ViT with a square grid, resampled to the model's grid.
+
+    Positions of prefix tokens that only the parent has, such as DeiT's distillation token, are left out. None if the
+    model has other prefix tokens.
+    """
+    old, own = parent['pos_embed'], model.state_dict()
+    old_prefix, new_prefix = (
+        [] if model.no_embed_class else [name for name in _PREFIX for _ in range(_num_tokens(state, name))]
+        for state in (parent, own)
+    )
+    num_patches = old.shape[1] - len(old_prefix)
+    side = math.isqrt(max(0, num_patches))
+    kept = _positions(old_prefix, new_prefix)
+    if old.shape[2] != model.pos_embed.shape[2] or side == 0 or side**2 != num_patches or kept is None:
         return None
-    new = resample_abs_pos_embed(old, model.patch_embed.grid_size, (side, side), num_prefix_tokens=num_prefix_tokens)
+    old = torch.cat([old[:, kept], old[:, len(old_prefix) :]], dim=1)
+    new = resample_abs_pos_embed(old, model.patch_embed.grid_size, (side, side), num_prefix_tokens=len(kept))
     return new, min(old.numel(), new.numel())
+
+
+# prefix tokens of timm's ViT and DeiT, in order
+_PREFIX = ('cls_token', 'dist_token', 'reg_token')
+
+
+def _num_tokens(state_dict: dict[str, Tensor], name: str) -> int:
+    return state_dict[name].shape[1] if name in state_dict else 0
+
+
+def _positions(names: list[str], wanted: list[str]) -> list[int] | None:
+    """The place of each wanted token among `names`; None if there are too few of one."""
+    if any(names.count(name) < wanted.count(name) for name in wanted):
+        return None
+    return [names.index(name) + number for name in dict.fromkeys(wanted) for number in range(wanted.count(name))]

@@ -90,7 +90,9 @@ class ViL(Pyramid):
 
     `mixer` is one name, or one per stage. With `pos_embed='rel'` mixers that support it learn a relative position bias,
     and the others have no positions; with 'abs' every stage adds an absolute position embedding. The stages divide the
-    grid by 4, 2, 2 and 2, rounding down. Raises ValueError if an image is too small to leave a token.
+    grid by 4, 2, 2 and 2, rounding down. With `pool_include_prefix` the average includes the prefix tokens
+    of the last stage, as in the authors' models with global tokens there. Raises ValueError if an image is too small to
+    leave a token.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ViL(Pyramid):
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = 'avg',
+        pool_include_prefix: bool = False,
         embed_dims: tuple[int, ...] = (48, 96, 192, 384),
         num_heads: tuple[int, ...] = (1, 3, 3, 6),
         depths: tuple[int, ...] = (1, 1, 9, 1),
@@ -154,6 +157,7 @@ class ViL(Pyramid):
             in_chans=in_chans,
             num_classes=num_classes,
             global_pool=global_pool,
+            pool_include_prefix=pool_include_prefix,
             drop_rate=drop_rate,
             norm_layer=LayerNorm,
             **dd,
@@ -189,7 +193,7 @@ def _is_redundant(name: str, state_dict: dict[str, torch.Tensor], own: dict[str,
     The official code stores the projections of global tokens twice (`sharew`), and those of Linformer's keys and values
     (`share_kv`).
     """
-    if name.endswith('relative_position_index') or not state_dict[name].numel():
+    if name.endswith(('relative_position_index', 'calls_since_last_redraw')) or not state_dict[name].numel():
         return True
     if '_global.' in name:
         return _rename(name) not in own
@@ -223,6 +227,7 @@ _RENAMES = {
     'local_relative_position_bias_table': 'rel_bias.table',
     'g2g_relative_position_bias': 'prefix_bias.prefix_prefix',
     'g2l_relative_position_bias': 'prefix_bias.prefix_grid',
+    'projection_matrix': 'features',
     'to_dynamic_projection': 'dynamic_proj',
     'dual_ln_full': 'norm_full',
     'dual_ln_dp': 'norm_landmarks',
@@ -234,7 +239,7 @@ def _rename(name: str) -> str:
     layer, *rest = name.split('.')
     if not layer.startswith('layer'):
         return name
-    place, rest = int(rest[0]), [_RENAMES.get(part, part) for part in rest[1:]]
+    place, rest = int(rest[0]), [_RENAMES.get(part, part) for part in rest[1:] if part != 'fast_attention']
     stage = f'stages.{int(layer.removeprefix("layer")) - 1}'
     if place == 0:
         inside = 'embed.' if rest[0] in ('proj', 'norm') else ''

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from vitzoo.data import Images, eval_loader, train_loader
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.load import create_model, find_model, fit_data_config, is_trained_folder, load_weights
+from vitzoo.load import create_model, find_model, fit_data_config, is_trained_folder, label_names, load_weights
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.train.distill import distillation_task
 from vitzoo.train.loss import BalancedLoss, count_labels
@@ -75,8 +75,10 @@ def build_val_loader(recipe: Recipe, plan: Plan, val_set: Images, rank: int) -> 
     return eval_loader(val_set, batch_size, recipe.workers, rank=rank, world=plan.world_size)
 
 
-def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
+def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None = None) -> nn.Module:
     """The recipe's model, with its initial weights.
+
+    `class_names` are those of the data, for a note if the model was trained on others.
 
     Raises:
         UserError: The model, its weights, an argument or the image size does not exist.
@@ -99,6 +101,9 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
     pretrained_classes = model.pretrained_cfg.get('num_classes')
     if is_pretrained and pretrained_classes != num_classes:
         _note_new_head(name, pretrained_classes, num_classes)
+    elif is_pretrained and class_names and label_names(model) not in ([], class_names):
+        old, new = (', '.join(names[:3]) + ', …' * (len(names) > 3) for names in (label_names(model), class_names))
+        PartialState().print(f'note   {name} has a head for the classes {old}; it is kept for the classes {new}')
     if recipe.initial_checkpoint:
         _start_from(model, recipe.initial_checkpoint)
     if recipe.grad_checkpointing:

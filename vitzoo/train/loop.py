@@ -138,7 +138,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
 
     # the same initial weights on all processes
     seed_everything(recipe.seed)
-    raw_model = build_model(recipe, num_classes).to(accelerator.device)
+    raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
     frozen = freeze(raw_model, recipe.freeze)
     data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
     train_set.transform = train_transform(recipe, data_config)
