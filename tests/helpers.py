@@ -1,7 +1,12 @@
 """Mixers, small models, inputs and comparisons that several test files share."""
 
 import copy
+import functools
+import tarfile
+from pathlib import Path
 
+import pytest
+import safetensors.torch
 import timm
 import torch
 from torch import nn
@@ -191,3 +196,20 @@ def blocks(model: nn.Module) -> list[Block]:
 def mixers_of_ours() -> list[str]:
     """The mixers of vitzoo itself, without those of installed plugins."""
     return [name for name in vitzoo.list_mixers() if mixer_class(name).__module__.startswith('vitzoo.')]
+
+
+@functools.cache
+def _official_recordings() -> dict[str, bytes]:
+    """Contents of the safetensors files of tests/golden, by name."""
+    with tarfile.open(Path(__file__).parent / 'golden' / 'official.tar.xz') as archive:
+        return {Path(member.name).stem: archive.extractfile(member).read() for member in archive}
+
+
+def golden(name: str) -> dict[str, torch.Tensor]:
+    """Tensors recorded from the official code, from tests/golden or, for further recordings, ../shared/golden."""
+    if name in _official_recordings():
+        return safetensors.torch.load(_official_recordings()[name])
+    path = Path(__file__).resolve().parents[2] / 'shared' / 'golden' / f'{name}.safetensors'
+    if not path.exists():
+        pytest.skip(f'{name}.safetensors is neither in tests/golden nor in ../shared/golden')
+    return safetensors.torch.load_file(path)

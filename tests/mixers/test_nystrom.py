@@ -1,6 +1,7 @@
 """Nystrom attention: its landmarks, its pseudo-inverse and its limit."""
 
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,15 +21,27 @@ def test_nystrom_with_a_landmark_per_token_is_softmax(num_landmarks, grid_size):
 @pytest.mark.parametrize('N', [49, 50, 196, 197, 257])
 def test_nystrom_segments_are_even_and_cover_all_tokens(N):
     x = torch.randn(1, 1, N, 3, dtype=torch.float64)
-    sizes = torch.tensor([N // 16 + (i < N % 16) for i in range(16)], dtype=torch.float64)
+    sizes = torch.tensor([(N + i) // 16 for i in range(16)], dtype=torch.float64)
     total = (segment_means(x, 16) * sizes[:, None]).sum(dim=2)
     torch.testing.assert_close(total, x.sum(dim=2))
 
 
+@pytest.mark.parametrize('N, num_landmarks', [(196, 64), (197, 64), (10, 4), (12, 4), (5, 5)])
+def test_the_shorter_nystrom_segments_come_first_as_in_the_authors_vision_code(N, num_landmarks):
+    # token_nystromformer.py: the first `num_landmarks - N % num_landmarks` segments have N // num_landmarks tokens
+    x, size = torch.randn(1, 1, N, 3, dtype=torch.float64), N // num_landmarks
+    starts = [0]
+    for i in range(num_landmarks):
+        starts.append(starts[-1] + size + (i >= num_landmarks - N % num_landmarks))
+    assert starts[-1] == N
+    expected = torch.stack([x[0, 0, a:b].mean(dim=0) for a, b in pairwise(starts)])
+    torch.testing.assert_close(segment_means(x, num_landmarks)[0, 0], expected)
+
+
 def test_nystrom_landmarks_on_the_grid_are_means_of_cells():
     grid, prefix = torch.arange(7.0 * 5).reshape(7, 5), torch.tensor([-1.0, -2.0])
-    # 7 rows in 3 and 5 columns in 2, the longer ones first; prefix tokens are unchanged
-    cells = [cell.mean() for rows in grid.split([3, 2, 2]) for cell in rows.split([3, 2], dim=1)]
+    # 7 rows in 3 and 5 columns in 2, the shorter ones first; prefix tokens are unchanged
+    cells = [cell.mean() for rows in grid.split([2, 2, 3]) for cell in rows.split([2, 3], dim=1)]
     got = grid_means(torch.cat([prefix, grid.flatten()])[None, None, :, None], (7, 5), 6)
     torch.testing.assert_close(got.flatten(), torch.tensor([*prefix, *cells]))
 

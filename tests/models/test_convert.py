@@ -5,13 +5,12 @@ import json
 import os
 import pickle
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
-from safetensors import safe_open
+from helpers import golden
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
@@ -63,17 +62,6 @@ SMALL = {
 }
 PARENTS = {'cvt': 'cvt_13', 'deit': 'deit_tiny_patch16_224', 'vil': 'vil_tiny'}
 CHILDREN = {'cvt': 'cvt_{}_13', 'deit': 'deit_{}_tiny', 'vil': 'vil_{}_tiny'}
-
-
-def golden(name):
-    """Tensors recorded from the official code."""
-    root = Path(__file__).resolve().parents[2]
-    for folder in (root / 'tests' / 'golden', root.parent / 'shared' / 'golden'):
-        path = folder / f'{name}.safetensors'
-        if path.exists():
-            with safe_open(path, 'pt') as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
-    pytest.skip(f'{name}.safetensors is neither in tests/golden nor in ../shared/golden')
 
 
 def official_layout(weights):

@@ -1,11 +1,9 @@
 """The published models, exactly: parameters, MACs, and the outputs of the official implementations."""
 
-from pathlib import Path
-
 import pytest
 import timm
 import torch
-from safetensors import safe_open
+from helpers import golden
 
 from vitzoo.metrics import count_macs
 from vitzoo.mixers import TokenMixer
@@ -158,17 +156,6 @@ OFFICIAL = {
 }
 
 
-def golden(name):
-    """Tensors recorded from the official code: from the copies in tests/golden, else from ../shared/golden."""
-    root = Path(__file__).resolve().parents[2]
-    for folder in (root / 'tests' / 'golden', root.parent / 'shared' / 'golden'):
-        path = folder / f'{name}.safetensors'
-        if path.exists():
-            with safe_open(path, 'pt') as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
-    pytest.skip(f'{name}.safetensors is neither in tests/golden nor in ../shared/golden')
-
-
 @pytest.mark.parametrize('name', OFFICIAL)
 def test_official_weights_give_the_official_logits(name):
     assert_official_logits(OFFICIAL[name]().eval(), name)
@@ -184,8 +171,8 @@ def test_official_weights_give_the_official_logits_with_naive_forms(name):
 
 
 def test_official_projections_of_global_tokens_load_where_the_model_has_such():
-    model = vit((1, 2, 4, 4), (1, 2, 2, 1), img_size=112, mixer_kwargs={'global_proj': True}).eval()
-    assert_official_logits(model, 'vil_rpe_112')
+    model = vit((1, 2, 4, 4), (1, 1, 1, 1), img_size=160, mixer_kwargs={'global_proj': True}).eval()
+    assert_official_logits(model, 'vil_rpe_padded_160')
 
 
 def assert_official_logits(model, name):

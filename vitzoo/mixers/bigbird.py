@@ -94,15 +94,21 @@ def _attended_blocks(
 ) -> torch.Tensor:
     """Indices of the blocks that each block attends (9 near, then global, then random), (heads, T, K); -1 is none."""
     heads, T, _ = random_blocks.shape
-    rows, columns = (-(-size // block_size) for size in grid_size)
-    block, offset = torch.arange(T, device=random_blocks.device), torch.arange(-1, 2, device=random_blocks.device)
-    y = (block // columns)[:, None, None] + offset[:, None]
-    x = (block % columns)[:, None, None] + offset
-    near = (y * columns + x).flatten(1)  # (T, 9)
-    exists = ((y >= 0) & (y < rows) & (x >= 0) & (x < columns)).flatten(1)
-    near = near.masked_fill(~exists | (near < num_global_blocks), -1)
+    near = _near_blocks(grid_size, block_size, random_blocks.device)
+    near = near.masked_fill(near < num_global_blocks, -1)
+    block = torch.arange(T, device=random_blocks.device)
     shared = block[:num_global_blocks].expand(T, -1)
     return torch.cat([torch.cat([near, shared], dim=1).expand(heads, -1, -1), random_blocks], dim=2)
+
+
+def _near_blocks(grid_size: tuple[int, int], block_size: int, device: torch.device) -> torch.Tensor:
+    """Indices of each block and the 8 around it, (T, 9); -1 is beyond the grid."""
+    rows, columns = (-(-size // block_size) for size in grid_size)
+    block, offset = torch.arange(rows * columns, device=device), torch.arange(-1, 2, device=device)
+    y = (block // columns)[:, None, None] + offset[:, None]
+    x = (block % columns)[:, None, None] + offset
+    exists = (y >= 0) & (y < rows) & (x >= 0) & (x < columns)
+    return (y * columns + x).masked_fill(~exists, -1).flatten(1)
 
 
 def _gather(tiles: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -115,7 +121,8 @@ def _global_rows(P: int, grid_size: tuple[int, int], block_size: int, num_global
     """Indices of the global tokens: the prefix and the tokens of the first blocks."""
     (H, W), b = grid_size, block_size
     columns = -(-W // b)
-    tokens = [y * W + x for y in range(H) for x in range(W) if y // b * columns + x // b < num_global_blocks]
+    rows = min(H, -(-num_global_blocks // columns) * b)
+    tokens = [y * W + x for y in range(rows) for x in range(W) if y // b * columns + x // b < num_global_blocks]
     return list(range(P)) + [P + token for token in tokens]
 
 
@@ -125,21 +132,37 @@ def draw_blocks(
     """Random blocks of each block, neither near nor global, from a seed per head (heads,): (heads, T, r), padded with
     -1 if there are fewer.
 
-    A pure function of integers, so the result is the same on every device, in every process and after resuming.
+    A pure function of integers, so the result is the same on every device, in every process and after resuming. Linear
+    in the number of blocks: the j-th block is drawn by its rank among those that are neither excluded nor drawn yet.
     """
-    rows, columns = (-(-size // block_size) for size in grid_size)
-    block = torch.arange(rows * columns, device=seeds.device)
-    y, x = block // columns, block % columns
-    taken = ((y[:, None] - y).abs() <= 1) & ((x[:, None] - x).abs() <= 1) | (block < num_global_blocks)
-    priority = (seeds[:, None, None] + block[:, None] * 73_856_093 + block * 19_349_663) % _PRIME
+    near = _near_blocks(grid_size, block_size, seeds.device)  # (T, 9)
+    T, absent = len(near), torch.iinfo(near.dtype).max
+    excluded = (near - num_global_blocks).masked_fill(near < num_global_blocks, absent).sort(dim=-1).values
+    available = T - num_global_blocks - (excluded < absent).sum(dim=-1)  # (T,)
+    block = torch.arange(T, device=seeds.device)
+    ranks = seeds.new_empty(*seeds.shape, T, 0)
+    for j in range(min(num_random_blocks, T)):
+        rank = _hash(seeds[:, None] + block * 73_856_093 + j * 19_349_663) % (available - j).clamp(min=1)
+        rank = _skip(rank.unsqueeze(-1), ranks.sort(dim=-1).values)
+        ranks = torch.cat([ranks, rank], dim=-1)
+    drawn = num_global_blocks + _skip(ranks, excluded)
+    return drawn.masked_fill(torch.arange(ranks.shape[-1], device=seeds.device) >= available[:, None], -1)
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """Integers to random ones below 2^31, the same for the same input."""
+    x = x % _PRIME
     # a multiplicative generator with its high bits mixed into the low ones; no product exceeds 63 bits
     for multiplier in (48_271, 69_621, 16_807):
-        priority = priority * multiplier % _PRIME
-        priority = priority ^ (priority >> 15)
-    # ties are broken by the block's index, because topk breaks them differently on each device
-    priority = (priority * len(block) + block).masked_fill(taken, -1)
-    best = priority.topk(min(num_random_blocks, len(block)), dim=-1)
-    return best.indices.masked_fill(best.values < 0, -1)
+        x = x * multiplier % _PRIME
+        x = x ^ (x >> 15)
+    return x
+
+
+def _skip(ranks: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
+    """Ranks (..., r) among the integers that are not in `excluded` (..., K), ascending -> those integers."""
+    before = excluded - torch.arange(excluded.shape[-1], device=excluded.device)
+    return ranks + (ranks.unsqueeze(-1) >= before.unsqueeze(-2)).sum(dim=-1)
 
 
 @register_mixer('bigbird')

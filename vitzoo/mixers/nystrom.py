@@ -13,8 +13,8 @@ attention. The landmarks are
 * grid: the means of h x w cells of the grid, h w <= m, as nearly square as possible, and each prefix token. On an image
   a segment is a strip, part of a row or several rows; a cell is a neighbourhood in both dimensions.
 
-Lengths of segments, and sides of cells, differ by at most one, so there is no padding. Nystromformer,
-https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-Penrose inverse computation"
+Lengths of segments, and sides of cells, differ by at most one, the shorter first, so there is no padding.
+Nystromformer, https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-Penrose inverse computation"
 """
 
 import warnings
@@ -30,11 +30,16 @@ __all__ = [
 
 
 def segment_means(x: torch.Tensor, num_segments: int, dim: int = 2) -> torch.Tensor:
-    """Means of consecutive segments along a dimension, the longer segments first: (..., N, ...) -> (..., m, ...)."""
+    """Means of consecutive segments along a dimension, the shorter segments first: (..., N, ...) -> (..., m, ...).
+
+    The order is that of the authors' vision code, ImageNet/T2T-ViT/models/token_nystromformer.py of
+    https://github.com/mlpen/Nystromformer.
+    """
     size, longer = divmod(x.shape[dim], num_segments)
-    head, tail = x.split([longer * (size + 1), (num_segments - longer) * size], dim=dim)
-    head = head.unflatten(dim, (longer, size + 1)).mean(dim=dim + 1)
-    tail = tail.unflatten(dim, (num_segments - longer, size)).mean(dim=dim + 1)
+    shorter = num_segments - longer
+    head, tail = x.split([shorter * size, longer * (size + 1)], dim=dim)
+    head = head.unflatten(dim, (shorter, size)).mean(dim=dim + 1)
+    tail = tail.unflatten(dim, (longer, size + 1)).mean(dim=dim + 1)
     return torch.cat([head, tail], dim=dim)
 
 
@@ -91,7 +96,7 @@ def nystrom_naive(
     """The whole N x N approximation, then the values; arguments as `nystrom_attention`."""
 
     def cut(length, pieces):
-        return torch.arange(length).split([length // pieces + (i < length % pieces) for i in range(pieces)])
+        return torch.arange(length).split([(length + i) // pieces for i in range(pieces)])
 
     def aspect_ratio(cells):
         sides = grid_size[0] * cells[1], grid_size[1] * cells[0]
