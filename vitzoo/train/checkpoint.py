@@ -62,14 +62,12 @@ def save_checkpoint(
 
 def load_checkpoint(
     accelerator: Accelerator, checkpoint: Path, full_model: FullModel, ema: nn.Module | None, optimizer: Optimizer
-) -> dict:
-    """Load a checkpoint into the model, its moving average and the optimizer, and return its state.
+) -> None:
+    """Load an intact checkpoint into the model, its moving average and the optimizer.
 
     Raises:
-        DamagedCheckpoint: A file is missing or damaged; nothing was loaded.
-        UserError: The weights do not fit the model.
+        UserError: The weights or the optimizer state do not fit.
     """
-    state = _read_state(checkpoint)
     try:
         full_model.module.load_state_dict(load_file(checkpoint / 'model.safetensors'))
         full_model.scatter()
@@ -77,7 +75,8 @@ def load_checkpoint(
             ema.load_state_dict(load_file(checkpoint / 'ema.safetensors'))
         optimizer_state = torch.load(checkpoint / 'optimizer.pt', map_location='cpu', weights_only=True)
         full_model.load_optimizer_state(optimizer, optimizer_state)
-        if accelerator.scaler is not None:
+        # a run that continues in float16 starts with a new scaler
+        if accelerator.scaler is not None and (checkpoint / 'scaler.pt').is_file():
             accelerator.scaler.load_state_dict(torch.load(checkpoint / 'scaler.pt', weights_only=True))
     except UnpicklingError as error:
         raise UserError(
@@ -85,6 +84,21 @@ def load_checkpoint(
         ) from error
     except FILE_ERRORS as error:
         raise UserError(f'cannot resume from {checkpoint}: {error}') from error
+
+
+def read_state(checkpoint: Path) -> dict:
+    """The state of a checkpoint, after comparing all files with their checksums.
+
+    Raises:
+        DamagedCheckpoint: A file is missing or damaged.
+    """
+    try:
+        state = json.loads((checkpoint / 'state.json').read_text())
+        changed = [name for name, written in state['files'].items() if _fingerprint(checkpoint / name) != written]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f'{checkpoint} is damaged: {error}') from error
+    if changed:
+        raise DamagedCheckpoint(f'{checkpoint} is damaged: {changed[0]} does not match its checksum')
     return state
 
 
@@ -118,18 +132,6 @@ def _write(
         torch.save(accelerator.scaler.state_dict(), folder / 'scaler.pt')
     files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
     (folder / 'state.json').write_text(json.dumps(dict(state, files=files)))
-
-
-def _read_state(checkpoint: Path) -> dict:
-    """The state of a checkpoint, after comparing all files with their checksums."""
-    try:
-        state = json.loads((checkpoint / 'state.json').read_text())
-        changed = [name for name, written in state['files'].items() if _fingerprint(checkpoint / name) != written]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f'{checkpoint} is damaged: {error}') from error
-    if changed:
-        raise DamagedCheckpoint(f'{checkpoint} is damaged: {changed[0]} does not match its checksum')
-    return state
 
 
 def _fingerprint(path: Path) -> list[int]:

@@ -53,9 +53,10 @@ def train(argv: list[str] | None = None) -> dict | None:
     folder, checkpoints = choose_folder(recipe)
     accelerator = create_accelerator(recipe, folder)
     run = set_up(recipe, accelerator, folder)
-    open_folder(run, is_new=not checkpoints)
     if checkpoints:
+        # before anything is written, so that a run that cannot resume leaves the folder as it was
         resume_run(run, checkpoints)
+    open_folder(run, is_new=not checkpoints)
     with StopSignal() as stop, Display(run) as display:
         while len(run.history) < run.plan.epochs:
             if not train_one_epoch(run, display, stop):
