@@ -36,9 +36,9 @@ from vitzoo.train.full_model import FullModel
 from vitzoo.train.progress import Display, describe_run, learning_rate, parse_trackers, report_epoch, start_trackers
 from vitzoo.train.recipe import Recipe, save_recipe
 from vitzoo.train.recipe_cli import load_recipe
-from vitzoo.train.resume import choose_folder, resume_run, save_run
+from vitzoo.train.resume import choose_folder, contains_checkpoint, resume_run, save_run
 from vitzoo.train.run import Run
-from vitzoo.train.run_folder import export_model, prepare_folder, write_on_main
+from vitzoo.train.run_folder import export_model, prepare_folder, set_aside, write_on_main
 from vitzoo.train.step import train_step
 
 
@@ -56,7 +56,11 @@ def train(argv: list[str] | None = None) -> dict | None:
     if checkpoints:
         # before anything is written, so that a run that cannot resume leaves the folder as it was
         resume_run(run, checkpoints)
-    open_folder(run, is_new=not checkpoints)
+    is_elsewhere = bool(checkpoints) and not contains_checkpoint(folder, checkpoints[0])
+    open_folder(run, is_new=not checkpoints or is_elsewhere)
+    if is_elsewhere:
+        # so that --resume auto finds where this run began
+        save_run(run)
     with StopSignal() as stop, Display(run) as display:
         while len(run.history) < run.plan.epochs:
             if not train_one_epoch(run, display, stop):
@@ -219,6 +223,9 @@ def open_folder(run: Run, is_new: bool) -> None:
 
     def write() -> None:
         prepare_folder(run.folder, is_new)
+        if run.later and not is_new:
+            aside = set_aside(run.folder, run.later, len(run.history))
+            run.console.print(f'note   later checkpoints and their models are now in {aside}')
         save_recipe(run.recipe, run.folder / 'recipe.yaml', lines)
         if run.val_set.is_held_out:
             write_held_out(run.folder / HELD_OUT, run.val_set.reader)
@@ -290,8 +297,8 @@ def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
 
 
 def export_best(run: Run) -> None:
-    """Export the model to best/ if its top-1 is higher than that of every epoch before."""
-    best_top1 = [max(row['top1'], row.get('ema_top1', 0.0)) for row in run.history]
+    """Export the model to best/ if its top-1 is higher than that of every epoch before in this branch."""
+    best_top1 = [max(row['top1'], row.get('ema_top1', 0.0)) for row in run.history[run.best_from :]]
     if best_top1[-1] > max(best_top1[:-1], default=-1.0):
         export(run, run.folder / 'best')
 

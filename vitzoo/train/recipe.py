@@ -265,7 +265,9 @@ def save_recipe(recipe: Recipe, path: Path, header: list[str]) -> None:
     """Write all keys, so that `--config` replays the run even if a default changes later."""
     values = {name: value for name, value in asdict(recipe).items() if name not in NOT_SAVED}
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-    path.write_text(''.join(f'# {line}\n' for line in header) + text, encoding='utf-8')
+    partial = path.with_name(f'.{path.name}')
+    partial.write_text(''.join(f'# {line}\n' for line in header) + text, encoding='utf-8')
+    partial.replace(path)
 
 
 def option_types(name: str) -> tuple[type, ...]:

@@ -5,10 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from vitzoo.errors import UserError
-from vitzoo.train.checkpoint import DamagedCheckpoint, find_checkpoints, load_checkpoint, read_state, save_checkpoint
+from vitzoo.train.checkpoint import (
+    DamagedCheckpoint,
+    find_checkpoints,
+    list_checkpoints,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from vitzoo.train.recipe import FIXED_KEYS, NOT_SAVED, Recipe
 from vitzoo.train.run import Run
-from vitzoo.train.run_folder import new_folder
+from vitzoo.train.run_folder import best_epoch, check_free, check_restart, new_folder
 
 
 def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
@@ -21,8 +28,18 @@ def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
     """
     if recipe.resume is None:
         return new_folder(recipe), []
-    folder, checkpoints = find_run(recipe.resume, recipe.output)
-    return Path(recipe.output or folder), checkpoints
+    source, checkpoints = find_run(recipe.resume, recipe.output)
+    folder = Path(recipe.output or source)
+    if not checkpoints:
+        check_restart(folder, recipe.overwrite)
+    elif not contains_checkpoint(folder, checkpoints[0]):
+        check_free(folder, recipe.overwrite)
+    return folder, checkpoints
+
+
+def contains_checkpoint(folder: Path, checkpoint: Path) -> bool:
+    """Return True if a checkpoint is one of the run in a folder."""
+    return checkpoint.resolve().parent == (folder / 'checkpoints').resolve()
 
 
 def find_run(resume: str, output: str | None) -> tuple[Path, list[Path]]:
@@ -32,7 +49,7 @@ def find_run(resume: str, output: str | None) -> tuple[Path, list[Path]]:
         resume: A run folder, a checkpoint, or 'auto' for the run in `output`, which may not have begun.
 
     Raises:
-        UserError: 'auto' without `output`, or there is no checkpoint.
+        UserError: 'auto' or a checkpoint outside a run folder without `output`, or there is no checkpoint.
     """
     if resume == 'auto':
         if output is None:
@@ -41,14 +58,19 @@ def find_run(resume: str, output: str | None) -> tuple[Path, list[Path]]:
     checkpoints = find_checkpoints(Path(resume))
     if not checkpoints:
         raise UserError(f"there is no checkpoint in '{resume}' to resume from")
-    # <run>/checkpoints/<checkpoint>
-    return checkpoints[0].resolve().parent.parent, checkpoints
+    parent = checkpoints[0].resolve().parent
+    if parent.name == 'checkpoints':
+        return parent.parent, checkpoints
+    if output is None:
+        raise UserError(f"'{resume}' is not in the folder checkpoints/ of a run; add --output FOLDER")
+    return parent, checkpoints
 
 
 def save_run(run: Run) -> None:
     """Write a checkpoint of the current step."""
     recipe = {name: value for name, value in asdict(run.recipe).items() if name not in NOT_SAVED}
     state = dict(recipe=recipe, data=data_facts(run), step=run.step, losses=run.losses, history=run.history)
+    state['best_from'] = run.best_from
     ema = None if run.ema is None else run.ema.module
     folder, keep = run.folder / 'checkpoints', run.recipe.checkpoint_hist
     save_checkpoint(run.accelerator, folder, state, run.full_model, ema, run.optimizer, keep)
@@ -69,6 +91,11 @@ def resume_run(run: Run, checkpoints: list[Path]) -> None:
     ema = None if run.ema is None else run.ema.module
     load_checkpoint(run.accelerator, checkpoint, run.full_model, ema, run.optimizer)
     run.step, run.losses, run.history = state['step'], state['losses'], state['history']
+    run.later = [path for path in list_checkpoints(run.folder / 'checkpoints') if path.name > f'step-{run.step:08d}']
+    is_branch = not contains_checkpoint(run.folder, checkpoint) or bool(
+        run.later and best_epoch(run.folder) > len(run.history)
+    )
+    run.best_from = len(run.history) if is_branch else state['best_from']
     run.console.print(f'resumed from {checkpoint} at step {run.step} of {run.plan.steps}')
 
 
