@@ -28,6 +28,10 @@ class DamagedCheckpoint(UserError):
     """A file of a checkpoint is missing or has changed since it was written."""
 
 
+class NonFiniteWeights(UserError):
+    """Training made a weight infinite or NaN."""
+
+
 def save_checkpoint(
     accelerator: Accelerator,
     folder: Path,
@@ -40,7 +44,8 @@ def save_checkpoint(
     """Write a checkpoint of step `state['step']` to `folder`, and delete all but the last `keep`.
 
     Raises:
-        UserError: On every process, if the main process could not write. Earlier checkpoints are not touched.
+        UserError: On every process, if a weight is not finite, or the main process could not write. Earlier checkpoints
+            are not touched.
     """
     final = folder / f'step-{state["step"]:08d}'
     partial = folder / f'.partial-{final.name}'
@@ -48,6 +53,7 @@ def save_checkpoint(
     model, optimizer_state = full_model.gather(), full_model.optimizer_state(optimizer)
 
     def write() -> None:
+        _check_finite(state['step'], model, ema)
         try:
             _write(partial, accelerator, state, model, ema, optimizer_state)
             shutil.rmtree(final, ignore_errors=True)
@@ -102,6 +108,27 @@ def read_state(checkpoint: Path) -> dict:
     return state
 
 
+def check_weights(checkpoint: Path) -> None:
+    """Check that the weights in a checkpoint are finite.
+
+    Raises:
+        DamagedCheckpoint: One is not.
+    """
+    for file in sorted(checkpoint.glob('*.safetensors')):
+        try:
+            name = first_non_finite(load_file(file))
+        except FILE_ERRORS:
+            # left to `load_checkpoint`, which explains it
+            continue
+        if name:
+            raise DamagedCheckpoint(f'{checkpoint} cannot be used: {name} in {file.name} is not finite')
+
+
+def first_non_finite(tensors: dict[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor with an infinite or NaN element."""
+    return next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+
+
 def find_checkpoints(source: Path) -> list[Path]:
     """The checkpoints of a run folder or checkpoints folder, newest first, or `source` if it is itself a checkpoint."""
     if (source / 'state.json').is_file():
@@ -143,9 +170,19 @@ def _fingerprint(path: Path) -> list[int]:
     return [size, checksum]
 
 
+def _check_finite(step: int, model: nn.Module, ema: nn.Module | None) -> None:
+    for kind, module in {'weights': model, 'averaged weights': ema}.items():
+        name = first_non_finite({} if module is None else module.state_dict())
+        if name:
+            raise NonFiniteWeights(f'the {kind} {name} are not finite after step {step}')
+
+
 def _explain_failure(folder: Path, error: Exception) -> str:
     last = list_checkpoints(folder)
     intact = f'{last[-1]} is intact' if last else 'there is no earlier checkpoint'
+    if isinstance(error, NonFiniteWeights):
+        again = 'continue from it with --resume' if last else 'start again'
+        return f'{error}; {intact}; {again}, with half the lr, --clip-grad 1 or a longer warm-up'
     # torch's errors do not mention a full disk
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
     return (

@@ -1,5 +1,6 @@
 """The training loop: set up a run, train and evaluate it epoch by epoch, and export the model."""
 
+import math
 import signal
 import threading
 import time
@@ -39,7 +40,7 @@ from vitzoo.train.recipe_cli import load_recipe
 from vitzoo.train.resume import choose_folder, contains_checkpoint, resume_run, save_run
 from vitzoo.train.run import Run
 from vitzoo.train.run_folder import export_model, prepare_folder, set_aside, write_on_main
-from vitzoo.train.step import train_step
+from vitzoo.train.step import explain_evaluation, train_step
 
 
 def train(argv: list[str] | None = None) -> dict | None:
@@ -281,6 +282,8 @@ def evaluate_epoch(run: Run, display: Display) -> dict:
 def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str) -> dict:
     with run.accelerator.autocast(), display.evaluation() as advance:
         scores = evaluate_shared(run, model, advance)
+        if not math.isfinite(scores['loss']):
+            raise UserError(explain_evaluation(run, model, scores['loss']))
     columns = {f'{prefix}eval_loss': scores['loss'], f'{prefix}top1': scores['top1'], f'{prefix}top5': scores['top5']}
     if 'map' in scores:
         columns[f'{prefix}map'] = scores['map']

@@ -7,6 +7,7 @@ from typing import Any
 from vitzoo.errors import UserError
 from vitzoo.train.checkpoint import (
     DamagedCheckpoint,
+    check_weights,
     find_checkpoints,
     list_checkpoints,
     load_checkpoint,
@@ -148,10 +149,12 @@ def data_facts(run: Run) -> dict:
 
 
 def _find_intact(run: Run, checkpoints: list[Path]) -> tuple[Path, dict]:
-    """The first checkpoint without damage, and its state."""
+    """The first checkpoint without damage whose weights are finite, and its state."""
     for checkpoint in checkpoints:
         try:
-            return checkpoint, read_state(checkpoint)
+            state = read_state(checkpoint)
+            check_weights(checkpoint)
+            return checkpoint, state
         except DamagedCheckpoint as error:
             run.console.print(f'note   {error}')
     raise UserError(
