@@ -1,5 +1,6 @@
 """Training never replaces, mixes or deletes what is in a folder unless it wrote it and was told to."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from shlex import split
 import pytest
 
 from vitzoo.errors import UserError
-from vitzoo.train.checkpoint import list_checkpoints
+from vitzoo.train.checkpoint import _explain_failure, list_checkpoints
 from vitzoo.train.loop import train
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
@@ -106,3 +107,19 @@ def test_a_checkpoint_outside_a_run_needs_an_output(run, tmp_path):
     lone = shutil.move(run / 'checkpoints' / 'step-00000005', tmp_path / 'step-00000005')
     with pytest.raises(UserError, match='is not in the folder checkpoints/ of a run; add --output FOLDER'):
         train(['--resume', str(lone)])
+
+
+def test_an_epoch_whose_evaluation_is_repeated_keeps_its_speed(images, tmp_path):
+    arguments = [*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1']
+    train(arguments)
+    (written,) = csv.DictReader((tmp_path / 'metrics.csv').open())
+    train([*arguments, '--resume', 'auto'])
+    (again,) = csv.DictReader((tmp_path / 'metrics.csv').open())
+    assert float(again['images_per_second']) == float(written['images_per_second']) > 0
+
+
+def test_a_full_disk_before_the_first_checkpoint_leaves_nothing_to_resume(tmp_path):
+    assert _explain_failure(tmp_path, OSError('No space left')).endswith('another --output, and start again')
+    (tmp_path / 'step-00000005').mkdir()
+    (tmp_path / 'step-00000005' / 'state.json').touch()
+    assert _explain_failure(tmp_path, OSError('No space left')).endswith('and continue with --resume')

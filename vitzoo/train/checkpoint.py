@@ -185,9 +185,10 @@ def _explain_failure(folder: Path, error: Exception) -> str:
         return f'{error}; {intact}; {again}, with half the lr, --clip-grad 1 or a longer warm-up'
     # torch's errors do not mention a full disk
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
+    again = 'continue with --resume' if last else 'start again'
     return (
         f'cannot write a checkpoint to {folder} ({error}; {free:.0f} MB free); {intact}; free some space or choose'
-        f' another --output, and continue with --resume'
+        f' another --output, and {again}'
     )
 
 

@@ -248,12 +248,12 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
     run.task.train()
     for module in run.frozen:
         module.eval()
-    start, saved_at, speed = time.perf_counter(), time.monotonic(), 0.0
+    start, saved_at = time.perf_counter(), time.monotonic()
     while run.step < last_step:
         is_overdue = 0 < recipe.checkpoint_minutes <= (time.monotonic() - saved_at) / 60
         status = train_step(run, micro_batches, stop=stop.received, save=is_overdue)
-        speed = (run.step - first_step) * plan.batch_size / (time.perf_counter() - start)
-        display.show_step(speed)
+        run.speed = (run.step - first_step) * plan.batch_size / (time.perf_counter() - start)
+        display.show_step(run.speed)
         is_scheduled = recipe.checkpoint_every > 0 and run.step % recipe.checkpoint_every == 0
         if status.stop or status.save or is_scheduled or run.step == last_step:
             # before the evaluation, which is repeated if the run resumes here
@@ -263,7 +263,7 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
             run.console.print(f'stopped by SIGTERM after step {run.step}; continue with --resume {run.folder}')
             return False
     row = dict(epoch=epoch + 1, step=run.step, lr=learning_rate(run), train_loss=sum(run.losses) / len(run.losses))
-    row |= dict(images_per_second=round(speed, 1), **evaluate_epoch(run, display))
+    row |= dict(images_per_second=round(run.speed, 1), **evaluate_epoch(run, display))
     run.history.append(row)
     run.losses = []
     report_epoch(run)

@@ -71,7 +71,7 @@ def save_run(run: Run) -> None:
     """Write a checkpoint of the current step."""
     recipe = {name: value for name, value in asdict(run.recipe).items() if name not in NOT_SAVED}
     state = dict(recipe=recipe, data=data_facts(run), step=run.step, losses=run.losses, history=run.history)
-    state['best_from'] = run.best_from
+    state |= dict(best_from=run.best_from, speed=run.speed)
     ema = None if run.ema is None else run.ema.module
     folder, keep = run.folder / 'checkpoints', run.recipe.checkpoint_hist
     save_checkpoint(run.accelerator, folder, state, run.full_model, ema, run.optimizer, keep)
@@ -91,7 +91,7 @@ def resume_run(run: Run, checkpoints: list[Path]) -> None:
     check_resumable(run, checkpoint, state)
     ema = None if run.ema is None else run.ema.module
     load_checkpoint(run.accelerator, checkpoint, run.full_model, ema, run.optimizer)
-    run.step, run.losses, run.history = state['step'], state['losses'], state['history']
+    run.step, run.losses, run.history, run.speed = (state[name] for name in ('step', 'losses', 'history', 'speed'))
     run.later = [path for path in list_checkpoints(run.folder / 'checkpoints') if path.name > f'step-{run.step:08d}']
     is_branch = not contains_checkpoint(run.folder, checkpoint) or bool(
         run.later and best_epoch(run.folder) > len(run.history)
