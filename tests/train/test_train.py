@@ -316,7 +316,8 @@ def bad(tmp_path, images):
     (tmp_path / 'no_split').symlink_to(tmp_path / 'no_val' / 'train')
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'run').mkdir()
-    (tmp_path / 'run' / 'metrics.csv').write_text('epoch\n')
+    (tmp_path / 'run' / 'recipe.yaml').write_text('# model  test_vit\n')
+    (tmp_path / 'photos' / 'best').mkdir(parents=True)
     save_file({'head.weight': torch.zeros(3, 3), 'lost': torch.zeros(1)}, tmp_path / 'other.safetensors')
     return tmp_path
 
@@ -346,6 +347,8 @@ def bad(tmp_path, images):
         ('--sched wsd --decay-epochs 9', 'sched wsd'),
         ('--aa best', "unknown aa 'best'"),
         ('--output run', "there is a run in"),
+        ('--output photos', "'photos' contains best, which is not of a training run"),
+        ('--output photos --overwrite', "'photos' contains best, which is not of a training run"),
         ('--resume auto --data-dir empty --output empty', 'is empty'),
         ('--resume empty', 'there is no checkpoint in'),
         ('--resume auto', 'needs the folder of the run'),

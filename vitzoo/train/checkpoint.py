@@ -28,6 +28,10 @@ class DamagedCheckpoint(UserError):
     """A file of a checkpoint is missing or has changed since it was written."""
 
 
+class NonFiniteWeights(UserError):
+    """Training made a weight infinite or NaN."""
+
+
 def save_checkpoint(
     accelerator: Accelerator,
     folder: Path,
@@ -40,7 +44,8 @@ def save_checkpoint(
     """Write a checkpoint of step `state['step']` to `folder`, and delete all but the last `keep`.
 
     Raises:
-        UserError: On every process, if the main process could not write. Earlier checkpoints are not touched.
+        UserError: On every process, if a weight is not finite, or the main process could not write. Earlier checkpoints
+            are not touched.
     """
     final = folder / f'step-{state["step"]:08d}'
     partial = folder / f'.partial-{final.name}'
@@ -48,6 +53,7 @@ def save_checkpoint(
     model, optimizer_state = full_model.gather(), full_model.optimizer_state(optimizer)
 
     def write() -> None:
+        _check_finite(state['step'], model, ema)
         try:
             _write(partial, accelerator, state, model, ema, optimizer_state)
             shutil.rmtree(final, ignore_errors=True)
@@ -62,14 +68,12 @@ def save_checkpoint(
 
 def load_checkpoint(
     accelerator: Accelerator, checkpoint: Path, full_model: FullModel, ema: nn.Module | None, optimizer: Optimizer
-) -> dict:
-    """Load a checkpoint into the model, its moving average and the optimizer, and return its state.
+) -> None:
+    """Load an intact checkpoint into the model, its moving average and the optimizer.
 
     Raises:
-        DamagedCheckpoint: A file is missing or damaged; nothing was loaded.
-        UserError: The weights do not fit the model.
+        UserError: The weights or the optimizer state do not fit.
     """
-    state = _read_state(checkpoint)
     try:
         full_model.module.load_state_dict(load_file(checkpoint / 'model.safetensors'))
         full_model.scatter()
@@ -77,7 +81,8 @@ def load_checkpoint(
             ema.load_state_dict(load_file(checkpoint / 'ema.safetensors'))
         optimizer_state = torch.load(checkpoint / 'optimizer.pt', map_location='cpu', weights_only=True)
         full_model.load_optimizer_state(optimizer, optimizer_state)
-        if accelerator.scaler is not None:
+        # a run that continues in float16 starts with a new scaler
+        if accelerator.scaler is not None and (checkpoint / 'scaler.pt').is_file():
             accelerator.scaler.load_state_dict(torch.load(checkpoint / 'scaler.pt', weights_only=True))
     except UnpicklingError as error:
         raise UserError(
@@ -85,7 +90,43 @@ def load_checkpoint(
         ) from error
     except FILE_ERRORS as error:
         raise UserError(f'cannot resume from {checkpoint}: {error}') from error
+
+
+def read_state(checkpoint: Path) -> dict:
+    """The state of a checkpoint, after comparing all files with their checksums.
+
+    Raises:
+        DamagedCheckpoint: A file is missing or damaged.
+    """
+    try:
+        state = json.loads((checkpoint / 'state.json').read_text())
+        changed = [name for name, written in state['files'].items() if _fingerprint(checkpoint / name) != written]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f'{checkpoint} is damaged: {error}') from error
+    if changed:
+        raise DamagedCheckpoint(f'{checkpoint} is damaged: {changed[0]} does not match its checksum')
     return state
+
+
+def check_weights(checkpoint: Path) -> None:
+    """Check that the weights in a checkpoint are finite.
+
+    Raises:
+        DamagedCheckpoint: One is not.
+    """
+    for file in sorted(checkpoint.glob('*.safetensors')):
+        try:
+            name = first_non_finite(load_file(file))
+        except FILE_ERRORS:
+            # left to `load_checkpoint`, which explains it
+            continue
+        if name:
+            raise DamagedCheckpoint(f'{checkpoint} cannot be used: {name} in {file.name} is not finite')
+
+
+def first_non_finite(tensors: dict[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor with an infinite or NaN element."""
+    return next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
 
 
 def find_checkpoints(source: Path) -> list[Path]:
@@ -120,18 +161,6 @@ def _write(
     (folder / 'state.json').write_text(json.dumps(dict(state, files=files)))
 
 
-def _read_state(checkpoint: Path) -> dict:
-    """The state of a checkpoint, after comparing all files with their checksums."""
-    try:
-        state = json.loads((checkpoint / 'state.json').read_text())
-        changed = [name for name, written in state['files'].items() if _fingerprint(checkpoint / name) != written]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f'{checkpoint} is damaged: {error}') from error
-    if changed:
-        raise DamagedCheckpoint(f'{checkpoint} is damaged: {changed[0]} does not match its checksum')
-    return state
-
-
 def _fingerprint(path: Path) -> list[int]:
     """Size and CRC-32 of a file, which detect accidents but not forgery."""
     size = checksum = 0
@@ -141,14 +170,25 @@ def _fingerprint(path: Path) -> list[int]:
     return [size, checksum]
 
 
+def _check_finite(step: int, model: nn.Module, ema: nn.Module | None) -> None:
+    for kind, module in {'weights': model, 'averaged weights': ema}.items():
+        name = first_non_finite({} if module is None else module.state_dict())
+        if name:
+            raise NonFiniteWeights(f'the {kind} {name} are not finite after step {step}')
+
+
 def _explain_failure(folder: Path, error: Exception) -> str:
     last = list_checkpoints(folder)
     intact = f'{last[-1]} is intact' if last else 'there is no earlier checkpoint'
+    if isinstance(error, NonFiniteWeights):
+        again = 'continue from it with --resume' if last else 'start again'
+        return f'{error}; {intact}; {again}, with half the lr, --clip-grad 1 or a longer warm-up'
     # torch's errors do not mention a full disk
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
+    again = 'continue with --resume' if last else 'start again'
     return (
         f'cannot write a checkpoint to {folder} ({error}; {free:.0f} MB free); {intact}; free some space or choose'
-        f' another --output, and continue with --resume'
+        f' another --output, and {again}'
     )
 
 

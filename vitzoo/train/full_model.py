@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 _FULL = StateDictOptions(full_state_dict=True)
+# entries of timm's parameter groups that follow from the recipe; others, such as Prodigy's d, change during training
+_SETTINGS = ('weight_decay', 'momentum', 'eps', 'betas', 'beta1', 'betas_1d')
 
 
 class FullModel:
@@ -51,7 +53,12 @@ class FullModel:
         return dict(state={index_of[name]: state for name, state in named['state'].items()}, param_groups=groups)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict) -> None:
-        """The inverse of `optimizer_state`."""
+        """The inverse of `optimizer_state`, except that weight decay, momentum, eps and betas stay the recipe's."""
+        groups = [
+            dict(saved, **{name: group[name] for name in _SETTINGS if name in saved and name in group})
+            for saved, group in zip(state['param_groups'], optimizer.param_groups, strict=True)
+        ]
+        state = dict(state, param_groups=groups)
         if not self.is_sharded:
             optimizer.load_state_dict(state)
             return

@@ -1,5 +1,6 @@
 """The training loop: set up a run, train and evaluate it epoch by epoch, and export the model."""
 
+import math
 import signal
 import threading
 import time
@@ -45,10 +46,10 @@ from vitzoo.train.full_model import FullModel
 from vitzoo.train.progress import Display, describe_run, learning_rate, parse_trackers, report_epoch, start_trackers
 from vitzoo.train.recipe import Recipe, save_recipe
 from vitzoo.train.recipe_cli import load_recipe
-from vitzoo.train.resume import choose_folder, resume_run, save_run
+from vitzoo.train.resume import choose_folder, contains_checkpoint, resume_run, save_run
 from vitzoo.train.run import Run
-from vitzoo.train.run_folder import export_model, prepare_folder, write_on_main
-from vitzoo.train.step import train_step
+from vitzoo.train.run_folder import export_model, prepare_folder, set_aside, write_on_main
+from vitzoo.train.step import explain_evaluation, train_step
 
 
 def train(argv: list[str] | None = None) -> dict | None:
@@ -62,9 +63,14 @@ def train(argv: list[str] | None = None) -> dict | None:
     folder, checkpoints = choose_folder(recipe)
     accelerator = create_accelerator(recipe, folder)
     run = set_up(recipe, accelerator, folder)
-    open_folder(run, is_new=not checkpoints)
     if checkpoints:
+        # before anything is written, so that a run that cannot resume leaves the folder as it was
         resume_run(run, checkpoints)
+    is_elsewhere = bool(checkpoints) and not contains_checkpoint(folder, checkpoints[0])
+    open_folder(run, is_new=not checkpoints or is_elsewhere)
+    if is_elsewhere:
+        # so that --resume auto finds where this run began
+        save_run(run)
     with StopSignal() as stop, Display(run) as display:
         while len(run.history) < run.plan.epochs:
             if not train_one_epoch(run, display, stop):
@@ -245,6 +251,9 @@ def open_folder(run: Run, is_new: bool) -> None:
 
     def write() -> None:
         prepare_folder(run.folder, is_new)
+        if run.later and not is_new:
+            aside = set_aside(run.folder, run.later, len(run.history))
+            run.console.print(f'note   later checkpoints and their models are now in {aside}')
         save_recipe(run.recipe, run.folder / 'recipe.yaml', lines)
         if run.val_set.is_held_out:
             write_held_out(run.folder / HELD_OUT, run.val_set.reader)
@@ -266,12 +275,12 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
     run.task.train()
     for module in run.frozen:
         module.eval()
-    start, saved_at, speed = time.perf_counter(), time.monotonic(), 0.0
+    start, saved_at = time.perf_counter(), time.monotonic()
     while run.step < last_step:
         is_overdue = 0 < recipe.checkpoint_minutes <= (time.monotonic() - saved_at) / 60
         status = train_step(run, micro_batches, stop=stop.received, save=is_overdue)
-        speed = (run.step - first_step) * plan.batch_size / (time.perf_counter() - start)
-        display.show_step(speed)
+        run.speed = (run.step - first_step) * plan.batch_size / (time.perf_counter() - start)
+        display.show_step(run.speed)
         is_scheduled = recipe.checkpoint_every > 0 and run.step % recipe.checkpoint_every == 0
         if status.stop or status.save or is_scheduled or run.step == last_step:
             # before the evaluation, which is repeated if the run resumes here
@@ -281,7 +290,7 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
             run.console.print(f'stopped by SIGTERM after step {run.step}; continue with --resume {run.folder}')
             return False
     row = dict(epoch=epoch + 1, step=run.step, lr=learning_rate(run), train_loss=sum(run.losses) / len(run.losses))
-    row |= dict(images_per_second=round(speed, 1), **evaluate_epoch(run, display))
+    row |= dict(images_per_second=round(run.speed, 1), **evaluate_epoch(run, display))
     run.history.append(row)
     run.losses = []
     report_epoch(run)
@@ -300,6 +309,8 @@ def evaluate_epoch(run: Run, display: Display) -> dict:
 def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str) -> dict:
     with run.accelerator.autocast(), display.evaluation() as advance:
         scores = evaluate_shared(run, model, advance)
+        if not math.isfinite(scores['loss']):
+            raise UserError(explain_evaluation(run, model, scores['loss']))
     columns = {f'{prefix}eval_loss': scores['loss'], f'{prefix}top1': scores['top1'], f'{prefix}top5': scores['top5']}
     if 'map' in scores:
         columns[f'{prefix}map'] = scores['map']
@@ -316,8 +327,8 @@ def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
 
 
 def export_best(run: Run) -> None:
-    """Export the model to best/ if its top-1 is higher than that of every epoch before."""
-    best_top1 = [max(row['top1'], row.get('ema_top1', 0.0)) for row in run.history]
+    """Export the model to best/ if its top-1 is higher than that of every epoch before in this branch."""
+    best_top1 = [max(row['top1'], row.get('ema_top1', 0.0)) for row in run.history[run.best_from :]]
     if best_top1[-1] > max(best_top1[:-1], default=-1.0):
         export(run, run.folder / 'best')
 

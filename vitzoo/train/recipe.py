@@ -25,6 +25,7 @@ def option(
     low: float = -math.inf,
     high: float = math.inf,
     lengths: tuple[int, ...] = (),
+    on_resume: str,
 ):
     """A recipe key: its default, help text, group in `--help`, and allowed values.
 
@@ -32,22 +33,28 @@ def option(
         low: Smallest number, also of a list.
         high: Largest number, also of a list.
         lengths: Allowed lengths of a list.
+        on_resume: FIXED for what the weights, the optimizer state, the order of the images or the scores of earlier
+            epochs depend on; CHANGES for a key whose new value takes effect from the next step; NEUTRAL for one that
+            does not influence the weights.
     """
-    metadata = dict(help=help, group=group, choices=choices, low=low, high=high, lengths=lengths)
+    metadata = dict(help=help, group=group, choices=choices, low=low, high=high, lengths=lengths, on_resume=on_resume)
     if isinstance(default, dict | list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-_model = partial(option, group='model')
-_data = partial(option, group='data')
-_augmentation = partial(option, group='augmentation')
-_loss = partial(option, group='loss')
-_distillation = partial(option, group='distillation')
-_optimizer = partial(option, group='optimizer')
-_schedule = partial(option, group='schedule, by optimizer step')
-_precision = partial(option, group='precision and averaging')
-_run = partial(option, group='run')
+FIXED, CHANGES, NEUTRAL = 'fixed', 'changes', 'neutral'
+
+# each group with what most of its keys do on resume
+_model = partial(option, group='model', on_resume=FIXED)
+_data = partial(option, group='data', on_resume=FIXED)
+_augmentation = partial(option, group='augmentation', on_resume=CHANGES)
+_loss = partial(option, group='loss', on_resume=CHANGES)
+_distillation = partial(option, group='distillation', on_resume=CHANGES)
+_optimizer = partial(option, group='optimizer', on_resume=CHANGES)
+_schedule = partial(option, group='schedule, by optimizer step', on_resume=CHANGES)
+_precision = partial(option, group='precision and averaging', on_resume=CHANGES)
+_run = partial(option, group='run', on_resume=NEUTRAL)
 
 
 @dataclass
@@ -60,17 +67,27 @@ class Recipe:
     num_classes: int | None = _model(None, 'number of classes; by default that of the dataset', low=2)
     in_chans: int = _model(3, 'image channels: 3 for RGB, 1 for greyscale', choices=(1, 3))
     img_size: int | list | None = _model(None, "image size, or height and width; by default the model's", lengths=(2,))
-    drop: float | None = _model(None, "dropout rate of the classifier; by default the model's", low=0, high=1)
-    drop_path: float | None = _model(None, "stochastic depth rate; by default the model's", low=0, high=1)
+    drop: float | None = _model(
+        None, "dropout rate of the classifier; by default the model's", low=0, high=1, on_resume=CHANGES
+    )
+    drop_path: float | None = _model(
+        None, "stochastic depth rate; by default the model's", low=0, high=1, on_resume=CHANGES
+    )
     model_kwargs: dict = _model({}, 'further model arguments, as YAML or name=value …')
-    grad_checkpointing: bool = _model(False, 'recompute activations in the backward pass to save memory')
+    grad_checkpointing: bool = _model(
+        False, 'recompute activations in the backward pass to save memory', on_resume=NEUTRAL
+    )
     freeze: str | None = _model(
         None, "modules to freeze, such as patch_embed,blocks.0, or 'backbone' for all but the classifier"
     )
-    torchcompile: str | None = _model(None, 'compile the model with this torch.compile backend, such as inductor')
+    torchcompile: str | None = _model(
+        None, 'compile the model with this torch.compile backend, such as inductor', on_resume=NEUTRAL
+    )
 
     data_dir: str = _data(
-        'sample', "folder, .tar or .zip of class folders, or of train/ and val/; 'sample', wds/…, torch/… or hfds/…"
+        'sample',
+        "folder, .tar or .zip of class folders, or of train/ and val/; 'sample', wds/…, torch/… or hfds/…",
+        on_resume=NEUTRAL,
     )
     val_fraction: float = _data(
         0.2, 'fraction of each class held out for validation if data_dir has no validation split', low=0, high=0.9
@@ -84,9 +101,9 @@ class Recipe:
         None, 'classes in label order (.txt), or name to label (.json, .pkl); others are left out'
     )
     multi_label: bool = _data(False, 'multi-label classification, with labels.csv (columns file, labels)')
-    workers: int = _data(4, 'data loader workers per process', low=0)
+    workers: int = _data(4, 'data loader workers per process', low=0, on_resume=NEUTRAL)
     validation_batch_size: int | None = _data(
-        None, 'validation batch size per process; by default batch_size, at most 256', low=1
+        None, 'validation batch size per process; by default batch_size, at most 256', low=1, on_resume=NEUTRAL
     )
     crop_pct: float | None = _data(
         None, "center-crop fraction for evaluation; by default the model's", low=0.01, high=1
@@ -111,7 +128,10 @@ class Recipe:
     remode: str = _augmentation('pixel', 'fill of erased regions', choices=('const', 'rand', 'pixel'))
     recount: int = _augmentation(1, 'maximum number of erased regions per image', low=1)
     aug_repeats: int = _augmentation(
-        1, 'repeated augmentation: copies of an image in an epoch, which then has fewer distinct images', low=1
+        1,
+        'repeated augmentation: copies of an image in an epoch, which then has fewer distinct images',
+        low=1,
+        on_resume=FIXED,
     )
     mixup: float = _augmentation(0.0, 'mixup alpha (0 disables mixup)', low=0)
     cutmix: float = _augmentation(0.0, 'cutmix alpha (0 disables cutmix)', low=0)
@@ -132,6 +152,7 @@ class Recipe:
         'none',
         'compensate for class imbalance by weights in the loss, or by sampling all classes equally often',
         choices=('none', 'loss', 'sampler'),
+        on_resume=FIXED,
     )
 
     kd_model_name: str | None = _distillation(None, 'teacher: a pretrained timm model, or the folder of a training run')
@@ -150,14 +171,14 @@ class Recipe:
     task_loss_weight: float | None = _distillation(None, 'weight of the classification loss; by default 1', low=0)
 
     epochs: int = _optimizer(100, 'number of epochs', low=1)
-    batch_size: int = _optimizer(128, 'images per optimizer step, over all processes', low=1)
-    grad_accum_steps: int = _optimizer(1, 'gradient accumulation steps', low=1)
-    opt: str = _optimizer('adamw', 'optimizer, any of timm')
+    batch_size: int = _optimizer(128, 'images per optimizer step, over all processes', low=1, on_resume=FIXED)
+    grad_accum_steps: int = _optimizer(1, 'gradient accumulation steps', low=1, on_resume=NEUTRAL)
+    opt: str = _optimizer('adamw', 'optimizer, any of timm', on_resume=FIXED)
     opt_eps: float | None = _optimizer(None, "optimizer epsilon; by default the optimizer's", low=0)
     opt_betas: list | None = _optimizer(None, "optimizer betas; by default the optimizer's", low=0, high=1)
     momentum: float = _optimizer(0.9, 'momentum, of optimizers that have one', low=0, high=1)
     weight_decay: float = _optimizer(0.05, 'weight decay, not applied to biases and norms', low=0)
-    layer_decay: float | None = _optimizer(None, 'layer-wise learning-rate decay', low=0, high=1)
+    layer_decay: float | None = _optimizer(None, 'layer-wise learning-rate decay', low=0, high=1, on_resume=FIXED)
     lr: float | None = _optimizer(None, 'learning rate; by default scaled from lr_base', low=0)
     lr_base: float = _optimizer(5e-4, 'learning rate at a batch size of lr_base_size', low=0)
     lr_base_size: int = _optimizer(512, 'batch size that lr_base refers to', low=1)
@@ -184,11 +205,13 @@ class Recipe:
 
     amp: bool | None = _precision(None, 'mixed precision; by default as configured in accelerate launch, else float32')
     amp_dtype: str = _precision('bfloat16', 'dtype for mixed precision', choices=('bfloat16', 'float16'))
-    model_ema: bool = _precision(False, 'exponential moving average (EMA) of the weights, evaluated too')
+    model_ema: bool = _precision(
+        False, 'exponential moving average (EMA) of the weights, evaluated too', on_resume=FIXED
+    )
     model_ema_decay: float = _precision(0.9998, 'EMA decay', low=0, high=1)
     model_ema_warmup: bool = _precision(False, 'increase the EMA decay from 0, for short runs')
 
-    seed: int = _run(42, 'random seed of initial weights, data order and augmentation', low=0)
+    seed: int = _run(42, 'random seed of initial weights, data order and augmentation', low=0, on_resume=FIXED)
     output: str | None = _run(None, 'run folder; by default runs/<model>')
     overwrite: bool = _run(False, 'replace the run in the output folder')
     resume: str | None = _run(None, "'auto' (newest checkpoint in the output folder), or a run or checkpoint folder")
@@ -200,6 +223,7 @@ class Recipe:
 
 
 FIELDS = {f.name: f for f in fields(Recipe)}
+FIXED_KEYS = tuple(name for name, spec in FIELDS.items() if spec.metadata['on_resume'] == FIXED)
 _HINTS = get_type_hints(Recipe)
 # settings of one launch; a replayed recipe must not write to the folder of the first run
 NOT_SAVED = ('output', 'overwrite', 'resume')
@@ -249,7 +273,9 @@ def save_recipe(recipe: Recipe, path: Path, header: list[str]) -> None:
     """Write all keys, so that `--config` replays the run even if a default changes later."""
     values = {name: value for name, value in asdict(recipe).items() if name not in NOT_SAVED}
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-    path.write_text(''.join(f'# {line}\n' for line in header) + text, encoding='utf-8')
+    partial = path.with_name(f'.{path.name}')
+    partial.write_text(''.join(f'# {line}\n' for line in header) + text, encoding='utf-8')
+    partial.replace(path)
 
 
 def option_types(name: str) -> tuple[type, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.train.recipe import FIELDS, Recipe, make_recipe, option_types, read_recipe_file
+from vitzoo.train.recipe import FIELDS, FIXED_KEYS, Recipe, make_recipe, option_types, read_recipe_file
 from vitzoo.train.resume import find_run
 
 _METAVARS = {bool: 'yes|no', int: 'N', float: 'X', str: 'NAME', list: 'LIST', dict: 'YAML'}
@@ -68,7 +68,8 @@ def _build_parser() -> argparse.ArgumentParser:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         default = '' if defaults[name] in (None, {}) else f' [{_format_default(defaults[name])}]'
-        text = (spec.metadata['help'] + default).replace('%', '%%')
+        fixed = ' (cannot change on resume)' if name in FIXED_KEYS else ''
+        text = (spec.metadata['help'] + default + fixed).replace('%', '%%')
         groups[title].add_argument(_flag(name), dest=name, nargs='*', metavar=_metavar(name), help=text)
     return parser
 

@@ -1,12 +1,22 @@
 """Saving and resuming: the run that `--resume` names, its newest intact checkpoint, and what must not have changed."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from vitzoo.errors import UserError
-from vitzoo.train.checkpoint import DamagedCheckpoint, find_checkpoints, load_checkpoint, save_checkpoint
-from vitzoo.train.recipe import Recipe
+from vitzoo.train.checkpoint import (
+    DamagedCheckpoint,
+    check_weights,
+    find_checkpoints,
+    list_checkpoints,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
+from vitzoo.train.recipe import FIXED_KEYS, NOT_SAVED, Recipe
 from vitzoo.train.run import Run
-from vitzoo.train.run_folder import new_folder
+from vitzoo.train.run_folder import best_epoch, check_free, check_restart, new_folder
 
 
 def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
@@ -19,8 +29,18 @@ def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
     """
     if recipe.resume is None:
         return new_folder(recipe), []
-    folder, checkpoints = find_run(recipe.resume, recipe.output)
-    return Path(recipe.output or folder), checkpoints
+    source, checkpoints = find_run(recipe.resume, recipe.output)
+    folder = Path(recipe.output or source)
+    if not checkpoints:
+        check_restart(folder, recipe.overwrite)
+    elif not contains_checkpoint(folder, checkpoints[0]):
+        check_free(folder, recipe.overwrite)
+    return folder, checkpoints
+
+
+def contains_checkpoint(folder: Path, checkpoint: Path) -> bool:
+    """Return True if a checkpoint is one of the run in a folder."""
+    return checkpoint.resolve().parent == (folder / 'checkpoints').resolve()
 
 
 def find_run(resume: str, output: str | None) -> tuple[Path, list[Path]]:
@@ -30,7 +50,7 @@ def find_run(resume: str, output: str | None) -> tuple[Path, list[Path]]:
         resume: A run folder, a checkpoint, or 'auto' for the run in `output`, which may not have begun.
 
     Raises:
-        UserError: 'auto' without `output`, or there is no checkpoint.
+        UserError: 'auto' or a checkpoint outside a run folder without `output`, or there is no checkpoint.
     """
     if resume == 'auto':
         if output is None:
@@ -39,13 +59,19 @@ def find_run(resume: str, output: str | None) -> tuple[Path, list[Path]]:
     checkpoints = find_checkpoints(Path(resume))
     if not checkpoints:
         raise UserError(f"there is no checkpoint in '{resume}' to resume from")
-    # <run>/checkpoints/<checkpoint>
-    return checkpoints[0].resolve().parent.parent, checkpoints
+    parent = checkpoints[0].resolve().parent
+    if parent.name == 'checkpoints':
+        return parent.parent, checkpoints
+    if output is None:
+        raise UserError(f"'{resume}' is not in the folder checkpoints/ of a run; add --output FOLDER")
+    return parent, checkpoints
 
 
 def save_run(run: Run) -> None:
     """Write a checkpoint of the current step."""
-    state = dict(fixed=resume_invariants(run), step=run.step, losses=run.losses, history=run.history)
+    recipe = {name: value for name, value in asdict(run.recipe).items() if name not in NOT_SAVED}
+    state = dict(recipe=recipe, data=data_facts(run), step=run.step, losses=run.losses, history=run.history)
+    state |= dict(best_from=run.best_from, speed=run.speed)
     ema = None if run.ema is None else run.ema.module
     folder, keep = run.folder / 'checkpoints', run.recipe.checkpoint_hist
     save_checkpoint(run.accelerator, folder, state, run.full_model, ema, run.optimizer, keep)
@@ -58,33 +84,77 @@ def resume_run(run: Run, checkpoints: list[Path]) -> None:
         checkpoints: Newest first.
 
     Raises:
-        UserError: All checkpoints are damaged, the weights do not fit, or data order settings have changed.
+        UserError: All checkpoints are damaged, or the newest intact one is of another model, other data, a recipe
+            that differs in a fixed key, or a step after the end of this run.
     """
-    checkpoint, state = _load_intact(run, checkpoints)
-    for name, value in resume_invariants(run).items():
-        if value != state['fixed'][name]:
-            raise UserError(f'cannot resume from {checkpoint}: its {name} is {state["fixed"][name]}, not {value}')
-    run.step, run.losses, run.history = state['step'], state['losses'], state['history']
+    checkpoint, state = _find_intact(run, checkpoints)
+    check_resumable(run, checkpoint, state)
+    ema = None if run.ema is None else run.ema.module
+    load_checkpoint(run.accelerator, checkpoint, run.full_model, ema, run.optimizer)
+    run.step, run.losses, run.history, run.speed = (state[name] for name in ('step', 'losses', 'history', 'speed'))
+    run.later = [path for path in list_checkpoints(run.folder / 'checkpoints') if path.name > f'step-{run.step:08d}']
+    is_branch = not contains_checkpoint(run.folder, checkpoint) or bool(
+        run.later and best_epoch(run.folder) > len(run.history)
+    )
+    run.best_from = len(run.history) if is_branch else state['best_from']
     run.console.print(f'resumed from {checkpoint} at step {run.step} of {run.plan.steps}')
 
 
-def resume_invariants(run: Run) -> dict:
-    """Settings that determine the data order; they must match when resuming."""
+def check_resumable(run: Run, checkpoint: Path, state: dict) -> None:
+    """Check that this run may continue from the state of a checkpoint.
+
+    Raises:
+        UserError: A fixed key of the recipe has changed, the data are others, or the run is already longer.
+    """
+    if 'recipe' not in state:
+        raise UserError(
+            f'cannot resume from {checkpoint}: it was written by an older version of vitzoo; start again with'
+            f' --overwrite, not --resume'
+        )
+    changed = changed_keys(run.recipe, state['recipe'])
+    if changed:
+        name, (before, now) = next(iter(changed.items()))
+        raise UserError(
+            f'cannot resume from {checkpoint}: its {name} is {before}, not {now}; leave out --{name.replace("_", "-")}'
+            f' or --config to keep it, or start another run with another --output'
+        )
+    for name, value in data_facts(run).items():
+        before = state['data'][name]
+        if value != before:
+            counts = f'{before}, not {value}' if isinstance(value, int) else 'different'
+            raise UserError(f'cannot resume from {checkpoint}: its {name.replace("_", " ")} are {counts}')
+    if state['step'] > run.plan.steps:
+        raise UserError(
+            f'cannot resume from {checkpoint}: it is at step {state["step"]}, but {run.recipe.epochs} epochs end at'
+            f' step {run.plan.steps}; increase --epochs or resume from an earlier checkpoint'
+        )
+
+
+def changed_keys(recipe: Recipe, saved: dict[str, Any]) -> dict[str, tuple]:
+    """The fixed keys whose values differ, each with its value in the saved recipe and in this one.
+
+    Keys that the saved recipe lacks were introduced after it, and had the effect of their default.
+    """
+    before, now = {**asdict(Recipe()), **saved}, asdict(recipe)
+    return {name: (before[name], now[name]) for name in FIXED_KEYS if before[name] != now[name]}
+
+
+def data_facts(run: Run) -> dict:
+    """Numbers and names that the order of the images and the classifier depend on; they must match when resuming."""
     return dict(
-        batch_size=run.plan.batch_size,
-        seed=run.recipe.seed,
-        aug_repeats=run.recipe.aug_repeats,
-        balance=run.recipe.balance,
-        num_images=len(run.train_set),
-        class_names=run.train_set.class_names,
+        images_per_step=run.plan.batch_size,
+        training_images=len(run.train_set),
+        classes=run.train_set.class_names,
     )
 
 
-def _load_intact(run: Run, checkpoints: list[Path]) -> tuple[Path, dict]:
-    ema = None if run.ema is None else run.ema.module
+def _find_intact(run: Run, checkpoints: list[Path]) -> tuple[Path, dict]:
+    """The first checkpoint without damage whose weights are finite, and its state."""
     for checkpoint in checkpoints:
         try:
-            return checkpoint, load_checkpoint(run.accelerator, checkpoint, run.full_model, ema, run.optimizer)
+            state = read_state(checkpoint)
+            check_weights(checkpoint)
+            return checkpoint, state
         except DamagedCheckpoint as error:
             run.console.print(f'note   {error}')
     raise UserError(

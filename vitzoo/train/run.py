@@ -77,3 +77,9 @@ class Run:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     history: list[dict] = field(default_factory=list)
+    # training images per second in the current epoch
+    speed: float = 0.0
+    # best/ has the model of an epoch after this many; not 0 in a run that went back to an earlier checkpoint
+    best_from: int = 0
+    # checkpoints of this folder after the one that the run went back to
+    later: list[Path] = field(default_factory=list)

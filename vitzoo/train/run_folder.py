@@ -6,11 +6,14 @@
 <run>/config.json, model.safetensors     the trained model, as written by timm.models.save_for_hf
 <run>/best/                              the model of the epoch with the best top-1
 <run>/checkpoints/                       see vitzoo.train.checkpoint
+<run>/abandoned/                         run folders of what was trained after a checkpoint that was resumed later
 """
 
 import csv
+import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -24,7 +27,9 @@ from vitzoo.errors import UserError
 from vitzoo.train.recipe import Recipe
 
 RUN_FILES = ('recipe.yaml', HELD_OUT, 'metrics.csv', 'curves.png', 'config.json', 'model.safetensors')
-RUN_FOLDERS = ('checkpoints', 'best')
+RUN_FOLDERS = ('checkpoints', 'best', 'abandoned')
+# the first words of the summary in recipe.yaml, by which a run is told from other folders
+_MARK = '# model  '
 # raised by the libraries if the disk is full, or a file is not in their format
 FILE_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
 
@@ -33,25 +38,98 @@ def new_folder(recipe: Recipe) -> Path:
     """The folder of a new run: the recipe's output, or the first free of runs/<model>, runs/<model>-2, ...
 
     Raises:
-        UserError: The folder contains a run, and the recipe does not overwrite it.
+        UserError: The folder contains a run, and the recipe does not overwrite it, or files like those of a run.
     """
     folder = Path(recipe.output) if recipe.output else _free_folder(Path('runs') / Path(recipe.model).name)
-    if _contains_run(folder) and not recipe.overwrite:
+    check_free(folder, recipe.overwrite)
+    return folder
+
+
+def check_free(folder: Path, overwrite: bool) -> None:
+    """Check that a run may be written to a folder from its beginning.
+
+    Raises:
+        UserError: The folder contains a run, and `overwrite` is false, or files of the user with the names of a run's.
+    """
+    check_own(folder)
+    if _names_in(folder) and not overwrite:
         raise UserError(
             f"there is a run in '{folder}' already; continue it with --resume auto, replace it with --overwrite,"
             f' or choose another --output'
         )
-    return folder
+
+
+def check_own(folder: Path) -> None:
+    """Check that what has the names of a run's files was written by training.
+
+    Raises:
+        UserError: It was not.
+    """
+    names = _names_in(folder)
+    if names and not _is_run(folder):
+        raise UserError(f"'{folder}' contains {names[0]}, which is not of a training run; choose another --output")
+
+
+def check_restart(folder: Path, overwrite: bool) -> None:
+    """Check that a run without checkpoints has no results yet, so that it may start again.
+
+    Raises:
+        UserError: It has, and `overwrite` is false.
+    """
+    check_own(folder)
+    results = [name for name in ('metrics.csv', 'model.safetensors', 'best') if (folder / name).exists()]
+    if results and not overwrite:
+        raise UserError(
+            f"the run in '{folder}' has {results[0]} but no checkpoint to resume from; replace it with --overwrite, or"
+            f' choose another --output'
+        )
 
 
 def prepare_folder(folder: Path, is_new: bool) -> None:
-    """Create the folder; for a new run, remove the files of an older run."""
+    """Create the folder; for a new run, remove what an older run wrote, except recipe.yaml, which will be replaced."""
     folder.mkdir(parents=True, exist_ok=True)
-    if is_new:
-        for name in RUN_FILES:
-            (folder / name).unlink(missing_ok=True)
-        for name in RUN_FOLDERS:
-            shutil.rmtree(folder / name, ignore_errors=True)
+    if not is_new:
+        return
+    written = [folder / name for name in RUN_FILES if name != 'recipe.yaml']
+    written += [folder / 'best' / name for name in ('config.json', 'model.safetensors')]
+    written += (folder / 'vitzoo').rglob('events.out.tfevents*')
+    for file in written:
+        file.unlink(missing_ok=True)
+    for pattern in ('checkpoints/step-*', 'checkpoints/.partial-step-*', 'abandoned/step-*'):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
+    for name in RUN_FOLDERS:
+        # not empty if somebody has put other files there
+        with suppress(OSError):
+            (folder / name).rmdir()
+
+
+def set_aside(folder: Path, later: list[Path], epochs: int) -> Path:
+    """Move later checkpoints, and the models made from them, to a run folder of their own in abandoned/.
+
+    Args:
+        later: Checkpoints after the one that the run goes back to, oldest first.
+        epochs: Finished epochs that both branches share.
+    """
+    names = [later[-1].name] + [f'{later[-1].name}-{number}' for number in range(2, 1000)]
+    aside = next(folder / 'abandoned' / name for name in names if not (folder / 'abandoned' / name).exists())
+    (aside / 'checkpoints').mkdir(parents=True)
+    for checkpoint in reversed(later):
+        checkpoint.rename(aside / 'checkpoints' / checkpoint.name)
+    moved = [name for name in RUN_FILES if (folder / name).exists()]
+    if best_epoch(folder) > epochs:
+        moved.append('best')
+    for name in moved:
+        (folder / name).rename(aside / name)
+    return aside
+
+
+def best_epoch(folder: Path) -> int:
+    """The epoch of the model in best/, 0 if there is none."""
+    try:
+        return json.loads((folder / 'best' / 'config.json').read_text())['vitzoo']['epochs']
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def write_on_main(accelerator: Accelerator, write: Callable[[], None], explain: Callable[[Exception], str]) -> None:
@@ -103,10 +181,21 @@ def export_model(folder: Path, model: nn.Module, class_names: list[str], data_co
     partial.rmdir()
 
 
-def _contains_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in RUN_FILES + RUN_FOLDERS)
+def _names_in(folder: Path) -> list[str]:
+    """The names of a run's files and folders that exist in a folder."""
+    return [name for name in RUN_FILES + RUN_FOLDERS if (folder / name).exists()]
+
+
+def _is_run(folder: Path) -> bool:
+    """Return True if training wrote the recipe or a checkpoint in a folder."""
+    try:
+        with (folder / 'recipe.yaml').open(encoding='utf-8') as file:
+            is_marked = file.readline().startswith(_MARK)
+    except (OSError, UnicodeDecodeError):
+        is_marked = False
+    return is_marked or any((folder / 'checkpoints').glob('step-*/state.json'))
 
 
 def _free_folder(folder: Path) -> Path:
     candidates = [folder] + [folder.with_name(f'{folder.name}-{number}') for number in range(2, 1000)]
-    return next(candidate for candidate in candidates if not _contains_run(candidate))
+    return next(candidate for candidate in candidates if not _names_in(candidate))

@@ -147,6 +147,19 @@ def explain_divergence(run: Run, images: Tensor, loss: float) -> str:
     )
 
 
+def explain_evaluation(run: Run, model: nn.Module, loss: float) -> str:
+    """Describe in which layer the validation images make values that are not finite; all processes must call this."""
+    model.eval()
+    device = run.accelerator.device
+    found = (find_non_finite(model, images.to(device)) for images, _ in run.val_loader)
+    sources = gather_object([next(filter(None, found), '')])
+    source = next(filter(None, sources), 'all layer outputs are finite, only the loss is not')
+    return (
+        f'the validation loss is {loss} after step {run.step}: {source}. The checkpoint of this step is intact, but its'
+        f' model is not exported; resume an earlier one with a smaller lr, or with --amp-dtype bfloat16'
+    )
+
+
 @torch.no_grad()
 def find_non_finite(model: nn.Module, images: Tensor) -> str:
     """Describe the first tensor of a forward pass that is not finite: images, weights or an output; '' if all are."""

@@ -1,0 +1,125 @@
+"""Training never replaces, mixes or deletes what is in a folder unless it wrote it and was told to."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from shlex import split
+
+import pytest
+
+from vitzoo.errors import UserError
+from vitzoo.train.checkpoint import _explain_failure, list_checkpoints
+from vitzoo.train.loop import train
+
+pytestmark = pytest.mark.usefixtures('fresh_accelerate')
+TINY = split('--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --crop-pct 1')
+
+
+def snapshot(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in list_checkpoints(folder / 'checkpoints')]
+
+
+def epochs_of(folder: Path) -> int:
+    return json.loads((folder / 'config.json').read_text())['vitzoo']['epochs']
+
+
+@pytest.fixture(scope='module')
+def finished(images, tmp_path_factory) -> Path:
+    """A finished run of three epochs of 5 steps, with all checkpoints, and its best model in epoch 3."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    folder = tmp_path_factory.mktemp('finished') / 'run'
+    train([*TINY, '--data-dir', images, '--output', str(folder), '--epochs', '3', '--checkpoint-hist', '9'])
+    config = json.loads((folder / 'best' / 'config.json').read_text())
+    config['vitzoo']['epochs'] = 3
+    (folder / 'best' / 'config.json').write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    return shutil.copytree(finished, tmp_path / 'run')
+
+
+def test_resuming_without_checkpoints_does_not_delete_a_finished_model(images, run):
+    shutil.rmtree(run / 'checkpoints')
+    before = snapshot(run)
+    arguments = [*TINY, '--data-dir', images, '--output', str(run), '--epochs', '1', '--resume', 'auto']
+    with pytest.raises(UserError, match='has metrics.csv but no checkpoint to resume from'):
+        train(arguments)
+    assert snapshot(run) == before
+    assert train([*arguments, '--overwrite'])['n'] == 11
+
+
+def test_resuming_into_another_run_needs_overwrite(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / 'other')
+    before = snapshot(tmp_path)
+    arguments = ['--resume', str(run / 'checkpoints' / 'step-00000005'), '--output', str(other), '--epochs', '2']
+    with pytest.raises(UserError, match="there is a run in '.*other' already"):
+        train(arguments)
+    assert snapshot(tmp_path) == before
+    train([*arguments, '--overwrite'])
+    assert steps(other) == [5, 10]
+    assert steps(run) == [5, 10, 15]
+
+
+def test_a_run_resumed_into_a_new_folder_has_its_own_checkpoints_and_best_model(run, tmp_path):
+    before = snapshot(run)
+    train(['--resume', str(run / 'checkpoints' / 'step-00000010'), '--output', str(tmp_path / 'new'), '--epochs', '2'])
+    assert steps(tmp_path / 'new') == [10]
+    assert epochs_of(tmp_path / 'new' / 'best') == epochs_of(tmp_path / 'new') == 2
+    assert snapshot(run) == before
+
+
+def test_going_back_starts_a_branch_and_keeps_the_other(run):
+    before = {path.relative_to(run): content for path, content in snapshot(run).items()}
+    options = ['--epochs', '4', '--checkpoint-hist', '1', '--lr', '1e-4']
+    train(['--resume', str(run / 'checkpoints' / 'step-00000005'), *options])
+    assert steps(run) == [20]
+    assert epochs_of(run) == 4
+    aside = run / 'abandoned' / 'step-00000015'
+    assert steps(aside) == [10, 15]
+    kept = {path.relative_to(aside): content for path, content in snapshot(aside).items()}
+    assert kept.items() <= before.items() and {Path('model.safetensors'), Path('best/model.safetensors')} <= kept.keys()
+    assert (run / 'best' / 'model.safetensors').is_file()
+    # what was set aside is a run that resumes
+    assert train(['--resume', str(aside)])['folder'] == str(aside)
+
+
+def test_overwriting_a_run_keeps_the_files_of_others(images, run):
+    photo, events = run / 'best' / 'photo.jpg', run / 'vitzoo' / 'events.out.tfevents.1'
+    photo.write_text('photo')
+    events.parent.mkdir()
+    events.write_text('curve')
+    train([*TINY, '--data-dir', images, '--output', str(run), '--epochs', '1', '--overwrite'])
+    assert photo.read_text() == 'photo'
+    assert not events.exists()
+    assert steps(run) == [5]
+
+
+def test_a_checkpoint_outside_a_run_needs_an_output(run, tmp_path):
+    lone = shutil.move(run / 'checkpoints' / 'step-00000005', tmp_path / 'step-00000005')
+    with pytest.raises(UserError, match='is not in the folder checkpoints/ of a run; add --output FOLDER'):
+        train(['--resume', str(lone)])
+
+
+def test_an_epoch_whose_evaluation_is_repeated_keeps_its_speed(images, tmp_path):
+    arguments = [*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1']
+    train(arguments)
+    (written,) = csv.DictReader((tmp_path / 'metrics.csv').open())
+    train([*arguments, '--resume', 'auto'])
+    (again,) = csv.DictReader((tmp_path / 'metrics.csv').open())
+    assert float(again['images_per_second']) == float(written['images_per_second']) > 0
+
+
+def test_a_full_disk_before_the_first_checkpoint_leaves_nothing_to_resume(tmp_path):
+    assert _explain_failure(tmp_path, OSError('No space left')).endswith('another --output, and start again')
+    (tmp_path / 'step-00000005').mkdir()
+    (tmp_path / 'step-00000005' / 'state.json').touch()
+    assert _explain_failure(tmp_path, OSError('No space left')).endswith('and continue with --resume')
