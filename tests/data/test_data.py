@@ -411,6 +411,28 @@ def test_a_mistake_in_a_pipeline_gets_one_sentence(pipeline, sentence):
         Albumentations(pipeline)
 
 
+@pytest.mark.parametrize('suffix', ['jpg', 'png'])
+@pytest.mark.parametrize('size', [(1, 1), (1, 9), (2, 1)])
+def test_a_crop_has_at_least_one_pixel(tmp_path, suffix, size):
+    save(tmp_path / 'a' / f'1.{suffix}', colour('red', size))
+    transform = train_transform(make_recipe({}), dict(resolve_data_config(timm.create_model('test_vit'), 16)))
+    dataset = open_dataset(str(tmp_path), 'train', transform)
+    torch.manual_seed(0)
+    assert {dataset[0][0].shape for _ in range(60)} == {(3, 16, 16)}
+
+
+@pytest.mark.parametrize('error', [cv2.error('too large'), ValueError('bad')])
+def test_an_image_that_a_library_cannot_decode_is_named(tmp_path, error):
+    save(tmp_path / 'a' / '1.png', colour('red'))
+
+    def fail(file):
+        raise error
+
+    dataset = open_dataset(str(tmp_path), 'train', SimpleNamespace(read=fail))
+    with pytest.raises(UserError, match='cannot read the image a/1.png of'):
+        dataset[0]
+
+
 def test_evaluation_is_timms_transform_elementwise():
     image = Image.fromarray((np.stack([RAMP, RAMP.T, 1 - RAMP], 2) * 255).astype(np.uint8))
     assert torch.equal(eval_transform(DATA_CONFIG)(image), create_transform(**DATA_CONFIG, is_training=False)(image))

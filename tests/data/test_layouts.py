@@ -542,6 +542,28 @@ def test_a_run_finds_again_what_it_held_out_and_takes_other_data_whole(tmp_path)
         listed_in(path, write('tar', tmp_path / 'b', {f'train/{name}': data for name, data in other.items()}))
 
 
+@pytest.mark.parametrize('kind', WRITERS)
+def test_held_out_images_are_found_after_renaming(tmp_path, kind):
+    data_dir = write('folder', tmp_path, UNDIVIDED)
+    path, held_out = tmp_path / 'held_out.csv', open_dataset(data_dir, 'val', val_fraction=0.2, seed=1)
+    write_held_out(path, held_out.reader)
+    renamed = {f'train/{name.replace("/", "/photo-")}': content for name, content in UNDIVIDED.items()}
+    # an image that is new under the name of a held-out one, and a copy of another
+    renamed |= {f'train/{held_out.filename(0)}': picture('new'), 'train/zoo/copy.png': picture(held_out.filename(1))}
+    found = contents(write(kind, tmp_path / 'renamed', renamed), 'val', held_out=path)
+    pixels = [pixels for _, _, pixels in contents(data_dir, 'val', val_fraction=0.2, seed=1)]
+    assert sorted(content for _, _, content in found) == sorted(pixels)
+    assert not any('zoo' in name for name, _, _ in found)
+
+
+def test_held_out_images_with_their_names_are_found_without_reading_others(tmp_path, monkeypatch):
+    data_dir, path = write('folder', tmp_path, UNDIVIDED), tmp_path / 'held_out.csv'
+    write_held_out(path, open_dataset(data_dir, 'val', val_fraction=0.2, seed=1).reader)
+    read = []
+    monkeypatch.setattr(Path, 'read_bytes', lambda self, original=Path.read_bytes: read.append(self) or original(self))
+    assert len(open_dataset(data_dir, 'val', held_out=path)) == len(read) == 4
+
+
 def table(**rows: str) -> bytes:
     # as written by Excel, with a byte order mark
     return ('\ufefffile,labels\r\n' + ''.join(f'{file}.png,{labels}\r\n' for file, labels in rows.items())).encode()

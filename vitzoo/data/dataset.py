@@ -331,7 +331,7 @@ def _below(archive: Archive, prefix: str) -> Iterator[str]:
 
 
 def _is_listed(name: str) -> bool:
-    """Whether a file is an image or a table of labels."""
+    """True for an image or a table of labels."""
     return is_image(name) or name == LABEL_TABLE
 
 

@@ -10,8 +10,11 @@ import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-# all that PIL's decoders raise for damaged files
-DECODING_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, Image.DecompressionBombError)
+# all that the decoders of PIL and OpenCV raise for damaged files
+DECODING_ERRORS = (
+    *(OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error),
+    *(Image.DecompressionBombError, cv2.error),
+)
 # libjpeg can downscale an image by these factors while decoding it
 _JPEG_SCALES = {
     1: cv2.IMREAD_COLOR,

@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from pathlib import Path
 
+from PIL import Image
 from timm.data.readers.reader import Reader
 
 from vitzoo.errors import UserError
@@ -67,7 +68,9 @@ def write_held_out(path: Path, reader: Reader) -> None:
 
 
 def find_held_out(path: Path, reader: Reader) -> Subset | None:
-    """Find the images of a reader that a file lists, by name and content; None if there are none.
+    """Find the images of a reader that a file lists, by content if their names have changed; None if there are none.
+
+    Of several copies of an image, the one with the listed name is taken.
 
     Raises:
         UserError: The file cannot be read.
@@ -77,9 +80,17 @@ def find_held_out(path: Path, reader: Reader) -> Subset | None:
             listed = {row['file']: row['sha256'] for row in csv.DictReader(file)}
     except (OSError, KeyError, csv.Error) as error:
         raise UserError(f'cannot read {path}, the list of held-out images: {error}') from error
-    named = [index for index, name in enumerate(reader.filenames()) if name in listed]
-    indices = [index for index in named if _sha256(reader, index) == listed[reader.filename(index)]]
-    return Subset(reader, indices) if indices else None
+    names, missing = reader.filenames(), Counter(listed.values())
+    found = []
+    # images that kept their names first: if that is all of them, no other file is read
+    for index in sorted(range(len(names)), key=lambda index: names[index] not in listed):
+        if not missing:
+            break
+        digest = _sha256(reader, index)
+        if missing[digest]:
+            found.append(index)
+            missing -= Counter([digest])
+    return Subset(reader, sorted(found)) if found else None
 
 
 def _single_labels(labels: list) -> list:
@@ -95,4 +106,10 @@ def _rank(seed: int, name: str) -> bytes:
 
 
 def _sha256(reader: Reader, index: int) -> str:
-    return hashlib.sha256(reader[index][0].read()).hexdigest()
+    try:
+        file = reader[index][0]
+    except OSError:
+        # a damaged file is reported when it is evaluated
+        return ''
+    # torchvision's datasets have decoded images
+    return hashlib.sha256(file.tobytes() if isinstance(file, Image.Image) else file.read()).hexdigest()

@@ -102,7 +102,7 @@ def _are_classes(
     images_in: Callable[[str], Iterable[str]],
     options: DataOptions,
 ) -> bool:
-    """Whether folders that are named like splits are classes, as in bus/, car/, train/.
+    """True if folders that are named like splits are classes, as in bus/, car/, train/.
 
     Raises:
         UserError: It cannot be told, because they contain folders of images themselves.

@@ -44,7 +44,7 @@ class DataOptions:
 
     @property
     def is_undivided(self) -> bool:
-        """Whether the dataset is said not to be divided into splits."""
+        """True if the dataset is not divided into splits."""
         return UNDIVIDED in (self.train_split, self.val_split)
 
     def split_name(self, split: str) -> str | None:

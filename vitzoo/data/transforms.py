@@ -125,11 +125,16 @@ class TrainTransform:
     def read(self, file: BinaryIO | Image.Image) -> Tensor:
         """Read a random crop of an image or an image file and resize it: uint8 (3, H, W)."""
         crop = self.crop
-        pixels = read_crop(file, lambda image: crop.get_params(image, crop.scale, crop.ratio), crop.size)
+        pixels = read_crop(file, self._choose_crop, crop.size)
         # timm has a tuple of modes for 'random'
         modes = crop.interpolation
         interpolation = random.choice(modes) if isinstance(modes, tuple) else modes
         return resize(pixels, crop.size, interpolation, antialias=True)
+
+    def _choose_crop(self, image: Image.Image) -> tuple[int, int, int, int]:
+        """Draw top, left, height and width; timm's crop of an image of a few pixels may round to none."""
+        top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
+        return min(top, image.height - 1), min(left, image.width - 1), max(height, 1), max(width, 1)
 
     def __call__(self, image: Tensor | Image.Image) -> Tensor:
         """Apply the steps to a crop from `read`; a PIL image is cropped first."""

@@ -213,7 +213,7 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
 
 
 def _share_images(train_set: Images, val_set: Images) -> bool:
-    """Whether an image is in both sets; sets with different roots are different splits."""
+    """True if an image is in both sets; sets with different roots are different splits."""
     if train_set.root != val_set.root:
         return False
     names = set(val_set.reader.filenames())
