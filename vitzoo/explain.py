@@ -25,6 +25,7 @@ from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import UserError, did_you_mean, run_command
 from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
 from vitzoo.metrics.explanation import METHODS, explain
+from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output
 
 
@@ -89,12 +90,16 @@ def explain_images(
 
     A record is {file, image, heat, method, label, probability}, with the normalized image (C, H, W) and the heatmap
     (H, W) of class `target`, or of the most likely one; or {file, error} for an image that cannot be read.
+
+    Raises:
+        UserError: The logits are not finite.
     """
     device = next(model.parameters()).device
     for images, files, errors in loader:
         images = images.to(device, non_blocking=True)
         with torch.no_grad():
             logits = model(images).float()
+        check_logits(logits, model, images, files.__getitem__)
         shares = logits.sigmoid() if is_multi_label else logits.softmax(dim=1)
         labels = shares.argmax(dim=1) if target is None else torch.full_like(shares[:, 0], target, dtype=torch.long)
         heat, used = explain(model, images, method, labels)

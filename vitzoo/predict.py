@@ -25,6 +25,7 @@ from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import UserError, run_command
 from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
+from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output, positive
 
 
@@ -85,9 +86,9 @@ def predict_images(model: nn.Module, loader: DataLoader, top_k: int, is_multi_la
     names = class_names(model)
     device = next(model.parameters()).device
     for images, files, errors in loader:
-        logits = model(images.to(device, non_blocking=True)).float()
-        if not logits.isfinite().all():
-            raise UserError(f'the logits are not finite for {files[0]} or one of the {len(files) - 1} images after it')
+        images = images.to(device, non_blocking=True)
+        logits = model(images).float()
+        check_logits(logits, model, images, files.__getitem__)
         top = (logits.sigmoid() if is_multi_label else logits.softmax(dim=1)).topk(top_k)
         for file, error, *best in zip(files, errors, top.indices.tolist(), top.values.tolist()):
             if error:

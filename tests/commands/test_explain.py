@@ -12,6 +12,7 @@ from timm.models import save_for_hf
 from vitzoo.data import eval_loader, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.unlabelled import ImageFiles, find_files
+from vitzoo.errors import UserError
 from vitzoo.explain import explain_files, explain_images, main
 from vitzoo.load import load_model
 
@@ -107,3 +108,11 @@ def test_random_weights_have_nothing_to_explain(images, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(images), '--model', 'deit_ls_tiny', '--out', str(tmp_path)])
     assert 'there are no weights of deit_ls_tiny' in capsys.readouterr().err
+
+
+def test_a_model_that_computes_nan_has_no_map(images, trained):
+    model = load_model(str(trained))[0]
+    model.head.bias.data[1] = torch.nan
+    dataset = ImageFiles(find_files([str(images)]), eval_transform(resolve_data_config(model)))
+    with pytest.raises(UserError, match=r'the logits of .*a\.png are not finite: the weights head\.bias'):
+        list(explain_images(model, eval_loader(dataset, 2), 'gradient'))

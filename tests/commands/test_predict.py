@@ -247,7 +247,8 @@ def test_an_answer_that_is_not_finite_is_refused(images, tmp_path, capsys):
     model.head.bias.data[1] = float('nan')
     save_file(model.state_dict(), tmp_path / 'nan.safetensors')
     argv = ('--model', tmp_path, '--checkpoint', tmp_path / 'nan.safetensors', '--out', tmp_path / 'out.csv')
-    assert 'logits are not finite' in fails(capsys, images / '9.png', *argv)
+    error = fails(capsys, images / '9.png', *argv)
+    assert '9.png are not finite: the weights head.bias are not finite' in error
 
 
 @pytest.mark.parametrize(

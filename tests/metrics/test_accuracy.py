@@ -110,6 +110,13 @@ class BrokenAt(Dataset):
         return self.dataset[index]
 
 
+def with_nan(dataset: TensorDataset, index: int) -> TensorDataset:
+    images, target = dataset.tensors
+    images = images.clone()
+    images[index, 0, 0, 0] = torch.nan
+    return TensorDataset(images, target)
+
+
 def evaluate_in_process(folder: str) -> None:
     """Evaluate every problem with every kind of sharded loader."""
     from accelerate import Accelerator
@@ -136,6 +143,9 @@ def evaluate_in_process(folder: str) -> None:
         with pytest.raises(UserError) as error:
             evaluate(model, eval_loader(BrokenAt(dataset, index), 3, rank=rank, world=world), accelerator)
         results[name] = str(error.value)
+    with pytest.raises(UserError) as error:
+        evaluate(model, eval_loader(with_nan(dataset, 19), 3, rank=rank, world=world), accelerator)
+    results['nan'] = str(error.value)
     with open(f'{folder}/{rank}.json', 'w') as file:
         json.dump(results, file)
     accelerator.wait_for_everyone()
@@ -151,6 +161,7 @@ def test_counts_are_the_same_for_any_number_of_processes(world, tmp_path):
     results = ranks[0]
     assert results.pop('first') == 'cannot read the image 0'
     assert results.pop('last') == 'cannot read the image 21'
+    assert results.pop('nan') == 'Sequential: the logits of image 19 are not finite: the images are not finite'
     for key, scores in results.items():
         name, size, batch_size = key.rsplit(' ', 2)
         model, dataset = make_problem(int(size))
@@ -235,3 +246,37 @@ def test_evaluation_reads_the_probe_of_each_image_once():
         scores = evaluate(model, DataLoader(dataset, 2), probe=probe)
     assert curve == pytest.approx(oversmoothing(model.eval(), dataset.tensors[0]), abs=1e-5)
     assert scores['oversmoothing'] == pytest.approx(curve, abs=1e-5) and 0 < scores['map'] <= 100
+
+
+@pytest.mark.parametrize('batch_size', (1, 3, 64))
+@pytest.mark.parametrize('num_labels', ('one', 'several'))
+def test_an_image_whose_logits_are_not_finite_is_named(batch_size, num_labels):
+    model, dataset = make_problem(10)
+    dataset = with_nan(with_several_labels(dataset) if num_labels == 'several' else dataset, 7)
+    with pytest.raises(UserError, match='the logits of image 7 are not finite: the images are not finite'):
+        evaluate(model, DataLoader(dataset, batch_size))
+    with pytest.raises(UserError, match='the logits of image 7 are not finite'):
+        evaluate(model, DataLoader(dataset, batch_size, sampler=[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]))
+
+
+def test_the_first_layer_that_is_not_finite_is_named():
+    model, dataset = make_problem(10)
+    model[1].weight.data[3, 3] = torch.inf
+    with pytest.raises(UserError, match=r'image 0 are not finite: the weights 1\.weight are not finite'):
+        evaluate(model, DataLoader(dataset, 4))
+    model, dataset = make_problem(10)
+    model.append(nn.Linear(7, 7))
+    model[2].weight.data.fill_(3e38)
+    with pytest.raises(UserError, match=r'the first layer with an output that is not finite is 2$'):
+        evaluate(model, DataLoader(dataset, 4))
+
+
+def test_a_narrow_precision_is_named():
+    model, dataset = make_problem(10)
+    dataset = TensorDataset(dataset.tensors[0] * 1e5, dataset.tensors[1])
+    assert evaluate(model, DataLoader(dataset, 4))['n'] == 10
+    with (
+        torch.autocast('cpu', torch.float16),
+        pytest.raises(UserError, match='is 1. They were computed in float16'),
+    ):
+        evaluate(model, DataLoader(dataset, 4))

@@ -1,6 +1,7 @@
 """MACs of every mixer and every model, against published counts and closed forms written independently of the code."""
 
 import copy
+import re
 from math import ceil, log2, prod
 
 import pytest
@@ -449,3 +450,31 @@ def test_every_mixer_can_be_counted(mixer):
     # those of plugins too, which have no closed form here
     model = timm.create_model(f'deit_{mixer}_tiny', img_size=64, depth=1)
     assert count_macs(model) > 16 * 192 * 192 * 8
+
+
+@pytest.mark.parametrize(
+    ('name', 'img_size'),
+    [
+        ('vit_tiny_patch16_224', 256),
+        ('deit_softmax_tiny', (256, 224)),
+        ('aft_full_tiny', 256),
+        ('mixer_s16_224', 256),
+        ('swin_tiny_patch4_window7_224', 230),
+        ('levit_128', 230),
+        ('resnet18', 0),
+        ('resnet18', (-4, 5)),
+    ],
+    ids=str,
+)
+def test_a_size_that_the_model_cannot_run_at_is_refused(name, img_size):
+    with pytest.raises(UserError, match=re.escape(f'img_size={img_size}')):
+        count_macs(timm.create_model(name), img_size)
+    assert count_macs(timm.create_model(name, num_classes=7)) > 0
+
+
+def test_a_model_that_fails_at_its_own_size_keeps_its_traceback():
+    model = timm.create_model('resnet18')
+    model.fc = nn.Linear(5, 5)
+    with pytest.raises(RuntimeError) as error:
+        count_macs(model)
+    assert not isinstance(error.value, UserError)

@@ -363,3 +363,46 @@ def test_absolute_cosines_are_float32_under_autocast(include_self):
         found = mean_cosine(tokens, absolute=True, include_self=include_self)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ('name', 'img_size', 'grid_size', 'options'),
+    [
+        ('vit_tiny_patch16_224', (100, 120), [6, 7], {}),
+        ('vit_tiny_patch16_224', (100, 120), [7, 8], dict(dynamic_img_size=True, dynamic_img_pad=True)),
+        ('vit_tiny_patch16_224', (16, 79), [1, 4], {}),
+        ('vit_small_patch14_reg4_dinov2', (60, 90), [4, 6], {}),
+        ('deit_tiny_distilled_patch16_224', (70, 70), [4, 4], {}),
+        ('vit_so400m_patch14_siglip_384', None, [27, 27], dict(embed_dim=48, num_heads=3)),
+        ('vit_so400m_patch14_siglip_gap_384', None, [27, 27], dict(embed_dim=48, num_heads=3)),
+        ('vit_small_r26_s32_224', (96, 80), [3, 3], {}),
+        ('eva02_tiny_patch14_224', (60, 90), [4, 6], {}),
+        ('vit_small_patch16_dinov3', (96, 112), [6, 7], {}),
+        ('beit_base_patch16_224', (100, 120), [6, 7], dict(embed_dim=48, num_heads=3)),
+        ('cait_xxs24_224', (100, 120), [6, 7], {}),
+    ],
+    ids=str,
+)
+def test_prefix_tokens_are_not_counted_if_patches_do_not_divide_the_image(name, img_size, grid_size, options):
+    torch.manual_seed(0)
+    size = {} if img_size is None else dict(img_size=img_size)
+    model = timm.create_model(name, depth=2, **size, **options).eval()
+    images = torch.randn(2, 3, *(img_size or (384, 384)))
+    outputs = []
+    model.blocks[-1].register_forward_hook(lambda module, inputs, output: outputs.append(output.detach()))
+    found = token_statistics(model, images, ['cosine', 'effective_rank', 'high_frequency_energy'])
+    # the patches are the last tokens
+    patches = outputs[0][:, -grid_size[0] * grid_size[1] :]
+    assert found['grids'][-1] == grid_size
+    assert found['cosine']['mean'][-1] == pytest.approx(mean_cosine(patches).mean().item(), abs=1e-6)
+    assert found['effective_rank']['mean'][-1] == pytest.approx(effective_rank(patches).mean().item(), rel=1e-5)
+    energy = high_frequency_energy(patches.unflatten(1, grid_size)).mean().item()
+    assert found['high_frequency_energy']['mean'][-1] == pytest.approx(energy, rel=1e-4)
+
+
+def test_prefix_tokens_that_cannot_be_found_are_not_counted_as_patches():
+    model = timm.create_model('vit_tiny_patch16_224', img_size=64, depth=2).eval()
+    # a block that merges tokens, as in ToMe
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: output[:, :-3])
+    with pytest.raises(UserError, match='cannot tell the 1 prefix tokens of VisionTransformer from its patches'):
+        oversmoothing(model, torch.randn(1, 3, 64, 64))

@@ -188,3 +188,16 @@ def test_a_mistake_gets_one_sentence(argv, message, capsys, tmp_path, monkeypatc
         main(argv)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(('name', 'column'), [('old.csv', 'loss'), ('old.npz', 'loss'), ('old.npz', 'logits')])
+def test_predictions_that_are_not_finite_have_no_accuracy(data, trained, tmp_path, capsys, name, column):
+    file = tmp_path / name
+    save(data, trained, file)
+    predictions = read_predictions(str(file))
+    predictions.columns[column][3] = torch.nan
+    write_predictions(str(file), predictions)
+    with pytest.raises(SystemExit) as end:
+        main(['--from-predictions', str(file)])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and f'the {column} of {predictions.files[3]} in ' in error and 'not finite' in error

@@ -446,3 +446,29 @@ def test_real_accuracy_falls_with_the_severity_of_corruptions(lite0, tmp_path):
     others = [values for name, values in record['corrupt'].items() if name not in ('elastic_transform', 'snow')]
     assert (torch.tensor(others).diff(dim=1) <= 1).all()
     assert 40 < record['corrupt_top1'] < 55
+
+
+@pytest.mark.parametrize(
+    'options', ('', '--measures effective_rank,high_frequency_energy', '--corrupt', '--ignore-labels')
+)
+def test_a_model_that_computes_nan_has_no_accuracy(data, trained, tmp_path, capsys, options):
+    state = timm.create_model(f'local-dir:{trained}', pretrained=True).state_dict()
+    state['blocks.1.mlp.fc2.bias'][0] = torch.nan
+    save_file(state, tmp_path / 'nan.safetensors')
+    argv = (trained, '--checkpoint', tmp_path / 'nan.safetensors', '--data-dir', data, '--results-file')
+    error = fails(capsys, *argv, tmp_path / 'results.csv', *options.split())
+    name = 'val/blue/0.png' if options == '--ignore-labels' else 'blue/0.png'
+    assert f'{trained}: the logits of ' in error and f'{name} are not finite: ' in error
+    assert 'the weights blocks.1.mlp.fc2.bias are not finite' in error
+    assert not (tmp_path / 'results.csv').exists()
+
+
+def test_a_corrupted_image_whose_logits_are_not_finite_is_named(data, trained, capsys, monkeypatch):
+    # the clean images are finite, and a constant image is not
+    monkeypatch.setattr('vitzoo.data.corruptions.corrupt', lambda pixels, *_: pixels * 0)
+    forward = timm.models.vision_transformer.VisionTransformer.forward_head
+    broken = lambda model, x: forward(model, x) * (torch.nan if len(x) == 30 else 1)  # noqa: E731
+    model_class = type(load_model(str(trained))[0])
+    monkeypatch.setattr(model_class, 'forward_head', broken)
+    error = fails(capsys, trained, '--data-dir', data, '--corrupt', '--batch-size', '30')
+    assert f'{trained}, corrupted: the logits of ' in error and '(gaussian_noise, severity 1) are not finite' in error

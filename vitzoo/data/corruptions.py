@@ -219,6 +219,12 @@ class CorruptedImages(Dataset):
         pixels = corrupt(np.asarray(self.crop(image)), *CONDITIONS[condition], name)
         return self.to_tensor(Image.fromarray(pixels)), label
 
+    def filename(self, index: int) -> str:
+        """Name of an image and its corruption."""
+        condition, index = divmod(index, len(self.images))
+        corruption, severity = CONDITIONS[condition]
+        return f'{self.images.filename(index)} ({corruption}, severity {severity})'
+
 
 def _scale(image: np.ndarray) -> float:
     """Size of the image relative to 224 x 224, for which lengths in pixels are defined."""

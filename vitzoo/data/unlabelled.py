@@ -54,6 +54,10 @@ class UnlabelledImages(ImageFiles):
             raise UserError(f'cannot read the image {name} ({reason}); replace or remove it')
         return image, 0
 
+    def filename(self, index: int) -> str:
+        """Name of an image."""
+        return self.files[index][0]
+
 
 def find_files(patterns: list[str]) -> dict[str, Callable[[], bytes]]:
     """Find images by paths and globs, each image once.

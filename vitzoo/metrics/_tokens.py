@@ -1,6 +1,6 @@
 """The blocks of a model and the tokens that enter and leave them, for the models of vitzoo and timm."""
 
-from math import ceil, prod
+from math import ceil, floor, prod
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -58,7 +58,8 @@ class TokenBlocks:
     ) -> Tokens:
         """Read x, the output of a block or a tensor on its grid, as tokens; `args` are the arguments of the block.
 
-        `num_chs` is the width of x if it differs from the block's. Raises UserError if x is not a feature map.
+        `num_chs` is the width of x if it differs from the block's. Raises UserError if x is not a feature map, or if
+        its prefix tokens cannot be told from its patches.
         """
         if not self.features:
             return Tokens(x, self.modules[name].num_prefix_tokens, tuple(args[1]))
@@ -69,13 +70,26 @@ class TokenBlocks:
         if x.ndim == 4:
             x = self._channels_last(x, num_chs or self.features[name]['num_chs'])
             return Tokens(x.flatten(1, 2), 0, tuple(x.shape[1:3]))
-        grid_size = tuple(ceil(size / self.features[name]['reduction']) for size in image_size)
         num_prefix_tokens = getattr(self.model, 'num_prefix_tokens', 0)
-        num_patches = prod(grid_size)
-        if x.shape[1] == num_patches + num_prefix_tokens:
-            return Tokens(x, num_prefix_tokens, grid_size)
+        grid_sizes = self._grid_sizes(self.features[name]['reduction'], image_size)
         # CaiT and XCiT append the class token after these blocks
-        return Tokens(x, 0, grid_size if x.shape[1] == num_patches else None)
+        for count in dict.fromkeys((num_prefix_tokens, 0)):
+            for grid_size in grid_sizes:
+                if x.shape[1] == prod(grid_size) + count:
+                    return Tokens(x, count, grid_size)
+        if num_prefix_tokens:
+            raise UserError(
+                f'cannot tell the {num_prefix_tokens} prefix tokens of {type(self.model).__name__} from its patches: '
+                f'{name} returns {x.shape[1]} tokens for an image of {image_size[0]} x {image_size[1]} pixels'
+            )
+        return Tokens(x, 0, None)
+
+    def _grid_sizes(self, reduction: int, image_size: tuple[int, int]) -> list[tuple[int, int]]:
+        """Possible grids of a feature map: that of the patch embedding, or else rounded up and rounded down."""
+        patch_embed = getattr(self.model, 'patch_embed', None)
+        if hasattr(patch_embed, 'dynamic_feat_size') and patch_embed.feat_ratio() == reduction:
+            return [tuple(patch_embed.dynamic_feat_size(image_size))]
+        return [tuple(rounded(size / reduction) for size in image_size) for rounded in (ceil, floor)]
 
     def _channels_last(self, x: Tensor, num_chs: int) -> Tensor:
         # some models (VOLO) are NHWC inside without declaring it in output_fmt: trust the number of channels

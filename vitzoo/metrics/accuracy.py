@@ -14,6 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import IterableDataset
 
 from vitzoo.errors import UserError
+from vitzoo.metrics.finite import check_logits
 
 
 def evaluate(
@@ -44,6 +45,7 @@ def score_images(
     num_samples: int | None = None,
     progress: Callable[[int], None] | None = None,
     probe=None,
+    name: str | None = None,
 ) -> dict[str, Tensor]:
     """Score every image of a loader's dataset exactly once, over all batches and processes.
 
@@ -63,18 +65,19 @@ def score_images(
         progress: Called after every batch with its number of images.
         probe: An entered `OversmoothingProbe` or `HealthProbe` on this model, read after every batch into the column
             of its `key`.
+        name: Name of the model in errors; by default its architecture.
 
     Returns:
         The columns, on the CPU, with one row per image in the order of the dataset.
 
     Raises:
-        UserError: The dataset is empty, or an image cannot be read.
+        UserError: The dataset is empty, an image cannot be read, or its logits are not finite.
         RuntimeError: Some image of the dataset was not seen by any process.
     """
     was_training = model.training
     model.eval()
     try:
-        columns, error = _score_share(model, loader, score, progress, probe)
+        columns, error = _score_share(model, loader, score, accelerator, progress, probe, name)
     finally:
         model.train(was_training)
     num_rows = len(next(iter(columns.values()), ()))
@@ -139,15 +142,23 @@ def _mean_average_precision(logits: Tensor, target: Tensor) -> float:
 
 @torch.no_grad()
 def _score_share(
-    model: nn.Module, loader: Iterable, score: Callable, progress, probe
+    model: nn.Module, loader: Iterable, score: Callable, accelerator, progress, probe, name: str | None
 ) -> tuple[dict[str, Tensor], UserError | None]:
     """Score the images of this process, up to the first UserError; without images, there are no columns."""
     device = next(model.parameters(), torch.empty(0)).device
-    batches, user_error = [], None
+    batches, user_error, num_rows = [], None, 0
+
+    def describe_image(row: int) -> str:
+        index = int(_dataset_indices(loader, num_rows + row + 1, accelerator)[num_rows + row])
+        return loader.dataset.filename(index) if hasattr(loader.dataset, 'filename') else f'image {index}'
+
     try:
         for images, target in loader:
-            target = target.to(device, non_blocking=True)
-            columns = score(model(images.to(device, non_blocking=True)).float(), target)
+            images, target = (tensor.to(device, non_blocking=True) for tensor in (images, target))
+            logits = model(images).float()
+            check_logits(logits, model, images, describe_image, name)
+            columns = score(logits, target)
+            num_rows += len(target)
             batches.append(columns if probe is None else {**columns, probe.key: probe.per_image()})
             if progress is not None:
                 progress(len(target))

@@ -70,9 +70,23 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
         img_size: Height and width of the image; by default the model's own.
 
     Raises:
-        UserError: An operation has no formula, or cannot run on the meta device.
+        UserError: An operation has no formula or cannot run on the meta device, or the model cannot run at `img_size`.
     """
-    return count_call_macs(model, torch.empty(1, *input_shape(model, img_size), device='meta'))
+    shape = input_shape(model, img_size)
+    if min(shape) < 1:
+        raise UserError(f'img_size={img_size} is not a size: the sides of an image have at least one pixel')
+    try:
+        return count_call_macs(model, torch.empty(1, *shape, device='meta'))
+    except UserError:
+        raise
+    except (AssertionError, RuntimeError, ValueError) as error:
+        if shape == input_shape(model):
+            raise
+        own = ' x '.join(map(str, input_shape(model)[1:]))
+        raise UserError(
+            f'{type(model).__name__} cannot run at img_size={img_size} ({error}); its own size is {own}: '
+            'create it with this img_size, or call its set_input_size() first if it has one'
+        ) from error
 
 
 def count_call_macs(module: nn.Module, *args) -> int:
@@ -98,7 +112,7 @@ def count_call_macs(module: nn.Module, *args) -> int:
 def input_shape(model: nn.Module, img_size: int | tuple[int, int] | None = None) -> tuple[int, int, int]:
     """Channels, height and width of the images of a model, at its own or the given size."""
     channels, *size = get_model_input_config(model)['input_size']
-    size = img_size or size
+    size = size if img_size is None else img_size
     height, width = (size, size) if isinstance(size, int) else size
     return channels, height, width
 

@@ -74,12 +74,15 @@ def mean_cosine(tokens: Tensor, absolute: bool = False, include_self: bool = Fal
 def effective_rank(tokens: Tensor) -> Tensor:
     """Exponential of the entropy of the singular values, normalized to sum to 1: (B, N, C) -> (B,).
 
-    1 if all tokens are multiples of one, min(N, C) if all singular values are equal. Costs O(N C min(N, C)).
-    Roy and Vetterli, The effective rank, EUSIPCO 2007.
+    1 if all tokens are multiples of one, min(N, C) if all singular values are equal, nan if a token is not finite.
+    Costs O(N C min(N, C)). Roy and Vetterli, The effective rank, EUSIPCO 2007.
     """
-    values = torch.linalg.svdvals(tokens.float())
+    tokens = tokens.float()
+    is_finite = tokens.isfinite().all(dim=(1, 2))
+    # the decomposition raises an error for values that are not finite
+    values = torch.linalg.svdvals(tokens.where(is_finite[:, None, None], 0))
     values = values / values.sum(dim=-1, keepdim=True)
-    return torch.special.entr(values).sum(dim=-1).exp()
+    return torch.special.entr(values).sum(dim=-1).exp().where(is_finite, torch.nan)
 
 
 def rank_one_residual(tokens: Tensor) -> Tensor:

@@ -17,10 +17,11 @@ from timm.data import Mixup
 from timm.data.mixup import mixup_target
 from timm.models import model_parameters
 from timm.utils import dispatch_clip_grad
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
 from vitzoo.errors import RankError, UserError
+from vitzoo.metrics.finite import find_non_finite
 from vitzoo.mixers import set_step
 from vitzoo.train.run import Run
 
@@ -158,31 +159,3 @@ def explain_evaluation(run: Run, model: nn.Module, loss: float) -> str:
         f'the validation loss is {loss} after step {run.step}: {source}. The checkpoint of this step is intact, but its'
         f' model is not exported; resume an earlier one with a smaller lr, or with --amp-dtype bfloat16'
     )
-
-
-@torch.no_grad()
-def find_non_finite(model: nn.Module, images: Tensor) -> str:
-    """Describe the first tensor of a forward pass that is not finite: images, weights or an output; '' if all are."""
-    if not images.isfinite().all():
-        return 'the images are not finite'
-    broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
-    if broken:
-        return f'the weights {broken[0]} are not finite'
-    found = []
-
-    def check(name: str, output) -> None:
-        if not found and isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():
-            found.append(f'the first layer with an output that is not finite is {name}')
-
-    hooks = [
-        module.register_forward_hook(lambda module, inputs, output, name=name: check(name, output))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        # not __call__, which torch.compile may have replaced by a graph without hooks
-        model.forward(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if found else ''

@@ -57,15 +57,23 @@ def read_predictions(path: str) -> Predictions:
     """Read a file of `write_predictions`.
 
     Raises:
-        UserError: The file does not exist, or is not a file of predictions.
+        UserError: The file does not exist, is not a file of predictions, or has numbers that are not finite.
     """
     read = _read_npz if Path(path).suffix.lower() == '.npz' else _read_csv
     try:
-        return read(path)
+        predictions = read(path)
     except OSError as error:
         raise UserError(f"cannot read the predictions '{path}': {error.strerror or error}") from error
     except (KeyError, ValueError, TypeError, IndexError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"'{path}' is not a file written by --save-predictions: {error!r}") from error
+    for name in ('loss', 'prob', 'logits'):
+        broken = predictions.columns.get(name, torch.empty(0)).isfinite().logical_not().nonzero()
+        if len(broken):
+            raise UserError(
+                f"the {name} of {predictions.files[broken[0, 0]]} in '{path}' is not finite, so there is no accuracy; "
+                'validate the model again, with weights that are finite'
+            )
+    return predictions
 
 
 def _read_npz(path: str) -> Predictions:

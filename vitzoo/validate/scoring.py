@@ -19,7 +19,7 @@ def score_dataset(
     accelerator=None,
     probe=None,
 ) -> dict[str, Tensor]:
-    """Score the images of a dataset, with the progress bar's title; the other arguments are as in `score_images`."""
+    """Score the images of a dataset; `title` names the progress bar, and the rest is as in `score_images`."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -29,4 +29,6 @@ def score_dataset(
     is_hidden = bool(share.get('rank')) or not console.is_terminal
     with Progress(console=console, disable=is_hidden) as bar:
         task = bar.add_task(title, total=len(loader))
-        return score_images(model, loader, score, accelerator, progress=lambda n: bar.advance(task), probe=probe)
+        return score_images(
+            model, loader, score, accelerator, progress=lambda n: bar.advance(task), probe=probe, name=title
+        )
