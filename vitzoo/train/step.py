@@ -17,7 +17,7 @@ from timm.data import Mixup
 from timm.data.mixup import mixup_target
 from timm.models import model_parameters
 from timm.utils import dispatch_clip_grad
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
 from vitzoo.errors import RankError, UserError
