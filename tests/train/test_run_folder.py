@@ -11,6 +11,8 @@ import pytest
 from vitzoo.errors import UserError
 from vitzoo.train.checkpoint import _explain_failure, list_checkpoints
 from vitzoo.train.loop import train
+from vitzoo.train.recipe import Recipe
+from vitzoo.train.run_folder import new_folder, prepare_folder
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 TINY = split('--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --crop-pct 1')
@@ -123,3 +125,15 @@ def test_a_full_disk_before_the_first_checkpoint_leaves_nothing_to_resume(tmp_pa
     (tmp_path / 'step-00000005').mkdir()
     (tmp_path / 'step-00000005' / 'state.json').touch()
     assert _explain_failure(tmp_path, OSError('No space left')).endswith('and continue with --resume')
+
+
+def test_of_two_starts_that_choose_the_same_folder_the_second_does_not_delete_the_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = (new_folder(Recipe(model='test_vit')) for _ in range(2))
+    assert first == second
+    prepare_folder(first, is_new=True, is_named=False)
+    (first / 'recipe.yaml').write_text('# model  test_vit')
+    with pytest.raises(FileExistsError):
+        prepare_folder(second, is_new=True, is_named=False)
+    assert (first / 'recipe.yaml').is_file()
+    assert new_folder(Recipe(model='test_vit')).name == 'test_vit-2'

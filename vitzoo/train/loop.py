@@ -250,7 +250,7 @@ def open_folder(run: Run, is_new: bool) -> None:
         run.recipe.albumentations = expand_pipeline(run.recipe.albumentations)
 
     def write() -> None:
-        prepare_folder(run.folder, is_new)
+        prepare_folder(run.folder, is_new, is_named=bool(run.recipe.output or run.recipe.resume))
         if run.later and not is_new:
             aside = set_aside(run.folder, run.later, len(run.history))
             run.console.print(f'note   later checkpoints and their models are now in {aside}')

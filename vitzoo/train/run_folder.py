@@ -85,9 +85,16 @@ def check_restart(folder: Path, overwrite: bool) -> None:
         )
 
 
-def prepare_folder(folder: Path, is_new: bool) -> None:
-    """Create the folder; for a new run, remove what an older run wrote, except recipe.yaml, which will be replaced."""
-    folder.mkdir(parents=True, exist_ok=True)
+def prepare_folder(folder: Path, is_new: bool, is_named: bool = True) -> None:
+    """Create the folder; for a new run, remove what an older run wrote, except recipe.yaml, which will be replaced.
+
+    Args:
+        is_named: Whether the user named the folder; one that training chose must not exist yet.
+
+    Raises:
+        FileExistsError: Another run has chosen the same folder in the meantime.
+    """
+    folder.mkdir(parents=True, exist_ok=is_named or not is_new)
     if not is_new:
         return
     written = [folder / name for name in RUN_FILES if name != 'recipe.yaml']
@@ -198,4 +205,4 @@ def _is_run(folder: Path) -> bool:
 
 def _free_folder(folder: Path) -> Path:
     candidates = [folder] + [folder.with_name(f'{folder.name}-{number}') for number in range(2, 1000)]
-    return next(candidate for candidate in candidates if not _names_in(candidate))
+    return next(candidate for candidate in candidates if not candidate.exists())
