@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -124,6 +125,28 @@ def test_only_the_step_redraws_and_forward_passes_do_not(name):
     mixer.set_step(5)
     assert torch.equal(mixer(x, GRID), mixer(x, GRID))
     assert torch.equal(kept(mixer), before) == (name not in REDRAWING)
+
+
+@pytest.mark.parametrize(
+    'name, kwargs',
+    [*((name, {'redraw_every': 2}) for name in REDRAWING), ('longformer', {'random_shift': True, 'shift_steps': 2})],
+)
+def test_a_training_loop_that_never_sets_the_step_is_warned_once(name, kwargs):
+    mixer, set_before = (create_mixer(name, DIM, HEADS, grid_size=GRID, **kwargs) for _ in range(2))
+    x, option = torch.randn(1, GRID[0] * GRID[1], DIM), list(kwargs)[-1]
+    set_step(set_before, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        set_before(x, GRID)
+        mixer.eval()(x, GRID)
+        with torch.no_grad():
+            mixer.train()(x, GRID)
+        create_mixer(name, DIM, HEADS, grid_size=GRID)(x, GRID)
+    with pytest.warns(UserWarning, match=rf'{option}=2 of .* call vitzoo.set_step\(model, step\)'):
+        mixer(x, GRID)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        mixer(x, GRID)
 
 
 @pytest.mark.parametrize('name', REDRAWING)

@@ -60,7 +60,13 @@ class RandomFeatureMixer(QKVMixer):
         """Draw random features from a generator, in float32."""
         raise NotImplementedError
 
+    def to_qkv(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.redraw_every:
+            self.warn_without_step(f'redraw_every={self.redraw_every}')
+        return super().to_qkv(x, grid_size)
+
     def set_step(self, step: int) -> None:
+        super().set_step(step)
         index = step // self.redraw_every if self.redraw_every else 0
         if index != self.draw_index:
             self.draw_index = index

@@ -4,6 +4,7 @@ A mixer takes (B, P + H*W, dim) tokens, the P prefix tokens (class, distillation
 raster order, and returns the same shape. It does not depend on the backbone that contains it.
 """
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -135,6 +136,7 @@ class TokenMixer(nn.Module):
         self.grid_size = tuple(grid_size)
         self.num_prefix_tokens = num_prefix_tokens
         self.layer = layer
+        self.step_is_set = False
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """(B, P + H*W, dim) -> (B, P + H*W, dim)."""
@@ -145,7 +147,20 @@ class TokenMixer(nn.Module):
         self.grid_size = tuple(grid_size)
 
     def set_step(self, step: int) -> None:
-        """Adapt to the index of the next optimizer step; does nothing by default."""
+        """Adapt to the index of the next optimizer step."""
+        self.step_is_set = True
+
+    def warn_without_step(self, option: str) -> None:
+        """Warn once, in a training forward pass, if `set_step`, on which `option` depends, was never called."""
+        # a compiled forward pass cannot warn, and must not be compiled again when the flag changes
+        if torch.compiler.is_compiling() or self.step_is_set or not (self.training and torch.is_grad_enabled()):
+            return
+        self.step_is_set = True
+        warnings.warn(
+            f'{option} of {type(self).__name__} has no effect without the step; call vitzoo.set_step(model, step) '
+            f'before each optimizer step.',
+            stacklevel=2,
+        )
 
     def inherit_from(self, parent: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
         """Parameters taken from others of the parent, the state dict of attention or of another mixer.

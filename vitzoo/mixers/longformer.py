@@ -124,8 +124,9 @@ class Longformer(QKVMixer):
 
     `rel_bias` is 'none' or 'table'. The table belongs to the window, so no parameter is bound to the grid. `exact`
     limits attention to `window_size` rows and columns around each token. `random_shift` makes training cheaper, only in
-    the first `shift_steps` optimizer steps if given (the authors: three quarters of all); in evaluation all 9 chunks
-    are attended. `global_proj` adds separate projections for prefix tokens.
+    the first `shift_steps` optimizer steps if given (the authors: three quarters of all; a training loop other than
+    `vitzoo train` calls `vitzoo.set_step` for this); in evaluation all 9 chunks are attended. `global_proj` adds
+    separate projections for prefix tokens.
     """
 
     attn_weights = True
@@ -226,6 +227,12 @@ class Longformer(QKVMixer):
             }
         return {**inherited, **copied}
 
+    def to_qkv(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.shift_steps is not None:
+            self.warn_without_step(f'shift_steps={self.shift_steps}')
+        return super().to_qkv(x, grid_size)
+
     def set_step(self, step: int) -> None:
+        super().set_step(step)
         if self.shift_steps is not None:
             self.random_shift = step < self.shift_steps

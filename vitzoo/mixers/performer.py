@@ -119,7 +119,8 @@ class _SoftmaxFeatures:
 class Performer(RandomFeatureMixer):
     """FAVOR+ attention with `num_features` random features per layer and `kernel` 'softmax' or 'relu'.
 
-    The features depend on `seed` and the layer, and are redrawn every `redraw_every` optimizer steps unless it is 0.
+    The features depend on `seed` and the layer, and are redrawn every `redraw_every` optimizer steps unless it is 0. A
+    training loop other than `vitzoo train` calls `vitzoo.set_step` for this.
     """
 
     token_weights = True

@@ -129,7 +129,8 @@ class RFA(RandomFeatureMixer):
     """Random feature attention with `num_features` directions per head; `gate` adds the gated recurrence.
 
     The directions depend on `seed` and the layer, and are redrawn every `redraw_every` optimizer steps unless it is 0.
-    The authors take new ones from a fixed pool in each training step.
+    A training loop other than `vitzoo train` calls `vitzoo.set_step` for this. The authors take new ones from a fixed
+    pool in each training step.
     """
 
     buffer_name = 'directions'

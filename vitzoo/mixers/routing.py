@@ -8,9 +8,11 @@ Queries and keys are not shared, as in the paper's encoders. A token in several 
 of all of them, in which a key counts once per cluster that contains both; a token in no cluster attends only itself and
 the prefix tokens. Prefix tokens are global and not routed: n = 1 for all pairs with them. In training a centroid is an
 exponential moving average of the mean of the queries and keys nearest to it, normalised to the unit sphere; there is no
-auxiliary loss. Grid tokens have no order and there is no causal mask. With one cluster it is softmax attention. Cost:
-O(N (c + w + P) dim) with w = N / c by default, so N^1.5 if c grows with sqrt(N). Efficient Content-Based Sparse
-Attention with Routing Transformers, section 4 and algorithm 1, https://arxiv.org/abs/2003.05997
+auxiliary loss. Algorithm 1 differs in two points: it layer-normalises queries and keys before the attention, and moves
+a centroid by the means of queries and of keys in equal parts. Grid tokens have no order and there is no causal mask.
+With one cluster it is softmax attention. Cost: O(N (c + w + P) dim) with w = N / c by default, so N^1.5 if c grows with
+sqrt(N). Efficient Content-Based Sparse Attention with Routing Transformers, section 4 and algorithm 1,
+https://arxiv.org/abs/2003.05997
 """
 
 import torch
