@@ -1,6 +1,7 @@
 """vitzoo: vision backbones whose attention can be swapped for any efficient token mixer, registered with timm."""
 
-from . import models
+# _threads is first, because its setting has no effect once torch is imported
+from . import _threads, models
 from .mixers import create_mixer, list_mixers, register_mixer, set_step
 from .models.inherit import Inheritance, inherit_weights
 from .models.swap import swap_mixer
