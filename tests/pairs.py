@@ -88,7 +88,7 @@ def _complete(row: Row, factors: Factors, clashes: dict, missing: Collection[Pai
 
 
 def _has_room(row: Row, factors: Factors, clashes: dict) -> bool:
-    """Whether every factor that is not in the row yet has a value that may join it."""
+    """Return True if every factor that is not in the row yet has a value that may join it."""
     names = {name for name, _ in clashes} - row.keys()
     return all(any(not _clashes(row, name, value, clashes) for value in factors[name]) for name in names)
 

@@ -90,7 +90,7 @@ def test_going_back_starts_a_branch_and_keeps_the_other(run):
     kept = {path.relative_to(aside): content for path, content in snapshot(aside).items()}
     assert kept.items() <= before.items() and {Path('model.safetensors'), Path('best/model.safetensors')} <= kept.keys()
     assert (run / 'best' / 'model.safetensors').is_file()
-    # what was set aside is a run that resumes
+    # the folder set aside is a run that resumes
     assert train(['--resume', str(aside)])['folder'] == str(aside)
 
 

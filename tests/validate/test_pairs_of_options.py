@@ -172,7 +172,7 @@ def test_a_pair_of_options_gives_the_scores_of_a_plain_evaluation(row, make_once
 
 
 def assert_files(row: dict[str, str], record: dict, folder: Path) -> None:
-    """What was asked for is there, and fits the record."""
+    """Every file that was asked for exists and fits the record."""
     if row['plot'] != 'none' and record['oversmoothing']:
         assert (folder / f'curves.{row["plot"]}').stat().st_size > 1000
     if row['errors'] == 'yes':
