@@ -95,7 +95,7 @@ def resample_checkpoint(
     if img_size is None and _fits(_shapes(model, _img_size(model)), state_dict):
         for size in _declared_sizes(model):
             resampled = resample_weights(state_dict, model, size)
-            if any(not torch.equal(resampled[name], tensor) for name, tensor in state_dict.items()):
+            if any(not _is_same(resampled[name], tensor) for name, tensor in state_dict.items()):
                 (H, W), own = size, _img_size(model)
                 raise ValueError(
                     f'its weights fit for images of {own[0]} x {own[1]} and of {H} x {W}; write a folder that says '
@@ -176,3 +176,8 @@ def _copy_to_meta(model: nn.Module) -> nn.Module:
     memo = {id(p): nn.Parameter(p.detach().to('meta'), requires_grad=p.requires_grad) for p in model.parameters()}
     memo |= {id(buffer): buffer.to('meta') for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # weights may be nan, which does not equal itself
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
