@@ -21,6 +21,8 @@ from ._pyramid import Pyramid
 __all__ = ['resample_checkpoint', 'resample_weights']
 
 _logger = logging.getLogger(__name__)
+# no published weights are for larger images
+_LARGEST_SIDE = 2048
 
 
 def resample_weights(
@@ -63,9 +65,10 @@ def _weights_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int,
     own_size = _img_size(model)
     declared = [_with_patches_of(model, state_dict, size) for size in _declared_sizes(model)]
     candidates = [*declared, own_size]
-    fitting = [size for size in candidates if _fits(_shapes(model, size), state_dict)]
-    if fitting:
-        return fitting[0]
+    # each size costs a copy of the model, and the config mostly has the model's own
+    for size in dict.fromkeys(candidates):
+        if _fits(_shapes(model, size), state_dict):
+            return size
     size = _square_size(state_dict, model)
     if size is not None:
         _logger.warning(
@@ -95,7 +98,7 @@ def resample_checkpoint(
     if img_size is None and _fits(_shapes(model, _img_size(model)), state_dict):
         for size in _declared_sizes(model):
             resampled = resample_weights(state_dict, model, size)
-            if any(not _is_same(resampled[name], tensor) for name, tensor in state_dict.items()):
+            if any(not _is_equal(resampled[name], tensor) for name, tensor in state_dict.items()):
                 (H, W), own = size, _img_size(model)
                 raise ValueError(
                     f'its weights fit for images of {own[0]} x {own[1]} and of {H} x {W}; write a folder that says '
@@ -137,10 +140,6 @@ def _square_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int, 
     return None
 
 
-# no published weights are for larger images
-_LARGEST_SIDE = 2048
-
-
 def _img_size(model: nn.Module) -> tuple[int, int]:
     patch_embed = getattr(model, 'patch_embed', None)
     return to_2tuple(model.img_size if patch_embed is None else patch_embed.img_size)
@@ -178,6 +177,6 @@ def _copy_to_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_equal(a: Tensor, b: Tensor) -> bool:
     # weights may be nan, which does not equal itself
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)

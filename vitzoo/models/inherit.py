@@ -23,6 +23,9 @@ from vitzoo.mixers import TokenMixer
 
 __all__ = ['Inheritance', 'inherit_weights', 'summarize_names']
 
+# prefix tokens of timm's ViT and DeiT, in order
+_PREFIX_TOKENS = ('cls_token', 'dist_token', 'reg_token')
+
 
 @dataclass(frozen=True)
 class Inheritance:
@@ -139,7 +142,7 @@ def _fit_pos_embed(model: VisionTransformer, parent: dict[str, Tensor]) -> tuple
     """
     old, own = parent['pos_embed'], model.state_dict()
     old_prefix, new_prefix = (
-        [] if model.no_embed_class else [name for name in _PREFIX for _ in range(_num_tokens(state, name))]
+        [] if model.no_embed_class else [name for name in _PREFIX_TOKENS for _ in range(_num_tokens(state, name))]
         for state in (parent, own)
     )
     num_patches = old.shape[1] - len(old_prefix)
@@ -150,10 +153,6 @@ def _fit_pos_embed(model: VisionTransformer, parent: dict[str, Tensor]) -> tuple
     old = torch.cat([old[:, kept], old[:, len(old_prefix) :]], dim=1)
     new = resample_abs_pos_embed(old, model.patch_embed.grid_size, (side, side), num_prefix_tokens=len(kept))
     return new, min(old.numel(), new.numel())
-
-
-# prefix tokens of timm's ViT and DeiT, in order
-_PREFIX = ('cls_token', 'dist_token', 'reg_token')
 
 
 def _num_tokens(state_dict: dict[str, Tensor], name: str) -> int:

@@ -171,6 +171,5 @@ def _mixer_for(model: VisionTransformer, index: int, name: str, mixer_kwargs: di
     new.apply(model._init_weights)
     if attn.proj.bias is None and isinstance(getattr(new, 'proj', None), nn.Linear):
         new.proj.register_parameter('bias', None)
-    parameters = dict(attn.named_parameters())
-    report = inherit_weights(new, {name: tensor.detach() for name, tensor in parameters.items()})
+    report = inherit_weights(new, {name: parameter.detach() for name, parameter in attn.named_parameters()})
     return new.train(attn.training), report
