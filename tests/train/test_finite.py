@@ -53,16 +53,27 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_passed_over(images, tm
     assert 'cannot be used: head.weight in model.safetensors is not finite' in capsys.readouterr().out.replace('\n', '')
 
 
+def test_a_model_that_is_not_finite_in_validation_ends_the_run(images, tmp_path, monkeypatch):
+    evaluate_shared = train_module.evaluate_shared
+
+    def evaluate_broken(run, model, advance=None):
+        model.blocks[1].mlp.fc2.register_forward_hook(lambda module, inputs, output: output * torch.inf)
+        return evaluate_shared(run, model, advance)
+
+    monkeypatch.setattr(train_module, 'evaluate_shared', evaluate_broken)
+    words = 'are not finite: the first layer with an output that is not finite is blocks.1.mlp.fc2'
+    with pytest.raises(UserError, match=words):
+        train([*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1'])
+    assert not (tmp_path / 'best').exists() and not (tmp_path / 'model.safetensors').exists()
+
+
 def test_a_validation_loss_that_is_not_finite_ends_the_run(images, tmp_path, monkeypatch):
     evaluate_shared = train_module.evaluate_shared
 
     def evaluate_broken(run, model, advance=None):
-        scores = evaluate_shared(run, model, advance)
-        model.blocks[1].mlp.fc2.register_forward_hook(lambda module, inputs, output: output * torch.inf)
-        return dict(scores, loss=float('nan'))
+        return dict(evaluate_shared(run, model, advance), loss=float('nan'))
 
     monkeypatch.setattr(train_module, 'evaluate_shared', evaluate_broken)
-    words = 'validation loss is nan after step 5: the first layer with an output that is not finite is blocks.1.mlp.fc2'
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match='validation loss is nan after step 5, although all logits are finite'):
         train([*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1'])
     assert not (tmp_path / 'best').exists() and not (tmp_path / 'model.safetensors').exists()

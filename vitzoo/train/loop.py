@@ -49,7 +49,7 @@ from vitzoo.train.recipe_cli import load_recipe
 from vitzoo.train.resume import choose_folder, contains_checkpoint, resume_run, save_run
 from vitzoo.train.run import Run
 from vitzoo.train.run_folder import export_model, prepare_folder, set_aside, write_on_main
-from vitzoo.train.step import explain_evaluation, train_step
+from vitzoo.train.step import train_step
 
 
 def train(argv: list[str] | None = None) -> dict | None:
@@ -310,7 +310,11 @@ def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str
     with run.accelerator.autocast(), display.evaluation() as advance:
         scores = evaluate_shared(run, model, advance)
         if not math.isfinite(scores['loss']):
-            raise UserError(explain_evaluation(run, model, scores['loss']))
+            # the logits are finite: `evaluate` has checked them
+            raise UserError(
+                f'the validation loss is {scores["loss"]} after step {run.step}, although all logits are finite; resume'
+                f' an earlier checkpoint with a smaller lr'
+            )
     columns = {f'{prefix}eval_loss': scores['loss'], f'{prefix}top1': scores['top1'], f'{prefix}top5': scores['top5']}
     if 'map' in scores:
         columns[f'{prefix}map'] = scores['map']

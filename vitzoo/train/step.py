@@ -17,7 +17,7 @@ from timm.data import Mixup
 from timm.data.mixup import mixup_target
 from timm.models import model_parameters
 from timm.utils import dispatch_clip_grad
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
 from vitzoo.errors import RankError, UserError
@@ -145,17 +145,4 @@ def explain_divergence(run: Run, images: Tensor, loss: float) -> str:
     return (
         f'the loss is {loss} at step {run.step + 1}: {source}. No weight was changed by this step; try half the lr'
         f' ({run.plan.lr / 2:.2g}), --clip-grad 1, a longer warm-up or, with mixed precision, --amp-dtype bfloat16'
-    )
-
-
-def explain_evaluation(run: Run, model: nn.Module, loss: float) -> str:
-    """Describe in which layer the validation images make values that are not finite; all processes must call this."""
-    model.eval()
-    device = run.accelerator.device
-    found = (find_non_finite(model, images.to(device)) for images, _ in run.val_loader)
-    sources = gather_object([next(filter(None, found), '')])
-    source = next(filter(None, sources), 'all layer outputs are finite, only the loss is not')
-    return (
-        f'the validation loss is {loss} after step {run.step}: {source}. The checkpoint of this step is intact, but its'
-        f' model is not exported; resume an earlier one with a smaller lr, or with --amp-dtype bfloat16'
     )
