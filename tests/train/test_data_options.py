@@ -66,6 +66,18 @@ def vehicles(tmp_path) -> Path:
     return make_images(tmp_path / 'vehicles', bus_red=4, car_blue=4, train_green=4)
 
 
+def test_an_undivided_image_folder_of_torchvision_is_not_validated_on_its_training_images(tmp_path, capsys):
+    images = make_images(tmp_path / 'images', train_red=10, train_blue=10) / 'train'
+    arguments = [*TINY, '--data-dir', f'torch/image_folder:{images}']
+    with pytest.raises(UserError, match='no validation images'):
+        train([*arguments, '--output', str(tmp_path / 'none'), '--val-fraction', '0'])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    scores = train([*arguments, '--output', str(tmp_path / 'run')])
+    assert '16 training and 4 validation images' in capsys.readouterr().out
+    record = validate_run(tmp_path / 'run', f'torch/image_folder:{images}')
+    assert (record['n'], record['top1'], record['loss']) == (4, scores['top1'], pytest.approx(scores['loss'], rel=1e-5))
+
+
 def test_a_run_records_its_data_options_for_validation_and_resuming(vehicles, tmp_path):
     run = tmp_path / 'run'
     with pytest.raises(UserError, match="'train' may be a split or a class"):

@@ -1,6 +1,7 @@
 """Datasets opened by scheme and name: torchvision, Hugging Face, and WebDataset shards."""
 
 import os
+from pathlib import Path
 
 import torch
 from PIL import Image
@@ -35,6 +36,8 @@ def find_third_party(data_dir: str, options: DataOptions, split: str) -> Split |
         return find_shards(name, split, options)
     if scheme == 'hfds':
         return find_hugging_face(data_dir, split, options)
+    if name.lower().startswith('image_folder:'):
+        return _find_image_folder(data_dir, split)
     # timm only streams the other schemes, which _create rejects
     return Split(lambda: TorchReader(_create(data_dir, split), f'{data_dir} ({split})'))
 
@@ -48,6 +51,14 @@ def check_options(data_dir: str, options: DataOptions, allowed: tuple[str, ...])
             )
     if options.is_undivided and data_dir.lower().startswith('hfds/'):
         raise UserError(f"'{data_dir}' has named splits, not '{UNDIVIDED}'; remove --train-split and --val-split")
+
+
+def _find_image_folder(data_dir: str, split: str) -> Split:
+    """A split of torchvision's ImageFolder, for which timm takes the whole folder if it has none."""
+    dataset = _create(data_dir, split)
+    is_whole = Path(dataset.root) == Path(data_dir.partition(':')[2])
+    root = data_dir if is_whole else f'{data_dir} ({split})'
+    return Split(lambda: TorchReader(dataset, root), is_whole)
 
 
 class TorchReader(Reader):
