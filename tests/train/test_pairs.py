@@ -86,8 +86,8 @@ STEMS = dict(cvt='stages.0', cvt_ls='stages.0,stages.1', vil='stages.0', resnet=
 SEVERAL_LABELS, WITH_TEACHER = ('labels', 'labels undivided'), ('logit', 'hard', 'token')
 NO_TOKEN = [name for name in MODELS if name != 'distilled']
 FORBIDDEN = (
-    Forbidden('data', SEVERAL_LABELS, 'distillation', WITH_TEACHER, 'kd_model_name: a teacher'),
-    Forbidden('data', SEVERAL_LABELS, 'balance', ['sampler'], 'balance: sampler draws by class'),
+    Forbidden('data', SEVERAL_LABELS, 'distillation', WITH_TEACHER, 'kd_model_name does not work with multi_label'),
+    Forbidden('data', SEVERAL_LABELS, 'balance', ['sampler'], 'balance: sampler needs one class per image'),
     Forbidden('data', SEVERAL_LABELS, 'outputs', ['more'], 'num_classes is 6, but'),
     Forbidden('distillation', ['token'], 'model', NO_TOKEN, 'has no distillation token'),
     Forbidden('distillation', WITH_TEACHER, 'outputs', ['more'], 'the teacher'),

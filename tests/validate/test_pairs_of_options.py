@@ -53,18 +53,18 @@ FACTORS = {
 }
 MADE_BY_ARGUMENTS = [name for name, (_, kwargs) in MODELS.items() if kwargs]
 FORBIDDEN = (
-    Forbidden('images', ('unlabelled',), 'health', ['yes'], '--health needs the labels'),
-    Forbidden('images', ('unlabelled',), 'predictions', ['csv', 'npz'], '--save-predictions needs the labels'),
-    Forbidden('images', ('unlabelled',), 'errors', ['yes'], '--errors needs the labels'),
-    Forbidden('images', ('unlabelled',), 'corrupt', ['yes'], '--corrupt needs the labels'),
+    Forbidden('images', ('unlabelled',), 'health', ['yes'], '--health needs labels'),
+    Forbidden('images', ('unlabelled',), 'predictions', ['csv', 'npz'], '--save-predictions needs labels'),
+    Forbidden('images', ('unlabelled',), 'errors', ['yes'], '--errors needs labels'),
+    Forbidden('images', ('unlabelled',), 'corrupt', ['yes'], '--corrupt needs labels'),
     Forbidden('images', ('none',), 'plot', ['png', 'svg'], '--plot needs images'),
     Forbidden('images', ('none',), 'health', ['yes'], '--health needs images'),
     Forbidden('images', ('none',), 'predictions', ['csv', 'npz'], '--save-predictions needs images'),
     Forbidden('images', ('none',), 'errors', ['yes'], '--errors needs images'),
     Forbidden('images', ('none',), 'corrupt', ['yes'], '--corrupt needs images'),
     Forbidden('images', ('unlabelled',), 'data', NAMED, ''),
-    Forbidden('data', ('labels',), 'errors', ['yes'], '--errors is for images with one label'),
-    Forbidden('data', ('labels',), 'predictions', ['csv'], 'several labels for an image'),
+    Forbidden('data', ('labels',), 'errors', ['yes'], '--errors needs one label per image'),
+    Forbidden('data', ('labels',), 'predictions', ['csv'], 'several labels per image'),
     Forbidden('given', ('twice',), 'errors', ['yes'], 'is for one model'),
     Forbidden('given', ('twice',), 'predictions', ['csv', 'npz'], 'is for one model'),
     # a name stands for a model of its own arguments, for colour images with one label
