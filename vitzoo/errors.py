@@ -48,3 +48,8 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Close matches of a mistyped name, formatted as ', did you mean a, b?'; empty if there are none."""
     matches = get_close_matches(name, list(candidates), n=3)
     return f', did you mean {", ".join(matches)}?' if matches else ''
+
+
+def format_flag(name: str) -> str:
+    """The command-line option of a key, such as --batch-size of 'batch_size'."""
+    return f'--{name.replace("_", "-")}'

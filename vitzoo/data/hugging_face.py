@@ -9,7 +9,7 @@ from timm.data.readers.reader import Reader
 
 from vitzoo.data.layout import Split, natural_order, split_names
 from vitzoo.data.options import DataOptions
-from vitzoo.errors import UserError, did_you_mean
+from vitzoo.errors import UserError, did_you_mean, format_flag
 
 # columns that are used without an option, even if others would do
 _IMAGE_COLUMN, _LABEL_COLUMN = 'image', 'label'
@@ -76,7 +76,7 @@ class HuggingFaceReader(Reader):
 
     def _choose(self, option: str, given: str | None, usual: str, suitable: list[str], columns: list[str]) -> str:
         """The column that is given, or else has the usual name, or else is the only suitable one."""
-        flag = f'--{option.replace("_", "-")}'
+        flag = format_flag(option)
         if given is not None:
             if given not in columns:
                 hint = did_you_mean(given, columns) or f', only {", ".join(columns)}'

@@ -13,7 +13,7 @@ from vitzoo.data.hugging_face import find_hugging_face
 from vitzoo.data.layout import Split
 from vitzoo.data.options import UNDIVIDED, DataOptions
 from vitzoo.data.shards import find_shards
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, format_flag
 
 # the options that a kind of dataset has, besides a class map
 _OPTIONS = {
@@ -46,9 +46,7 @@ def check_options(data_dir: str, options: DataOptions, allowed: tuple[str, ...])
     """Raise UserError for an option that this kind of dataset does not have."""
     for name, value in options.given().items():
         if name not in (*allowed, 'class_map'):
-            raise UserError(
-                f"'{data_dir}' has no {name.replace('_', ' ')} '{value}': remove --{name.replace('_', '-')}"
-            )
+            raise UserError(f"'{data_dir}' has no {name.replace('_', ' ')} '{value}': remove {format_flag(name)}")
     if options.is_undivided and data_dir.lower().startswith('hfds/'):
         raise UserError(f"'{data_dir}' has named splits, not '{UNDIVIDED}'; remove --train-split and --val-split")
 

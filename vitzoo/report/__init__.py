@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitzoo.errors import UserError, run_command
+from vitzoo.errors import UserError, format_flag, run_command
 
 if TYPE_CHECKING:
     from vitzoo.validate.options import EvalOptions
@@ -103,7 +103,7 @@ def _parse_eval_options(parser: argparse.ArgumentParser, rest: list[str]) -> 'Ev
     options = parse_args(rest)
     for name in _OTHER_OUTPUTS:
         if getattr(options, name):
-            parser.error(f'--{name.replace("_", "-")} is for `vitzoo validate`; a report writes its numbers to {DATA}')
+            parser.error(f'{format_flag(name)} is for `vitzoo validate`; a report writes its numbers to {DATA}')
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         raise UserError(
             'a report is made in one process: run `accelerate launch validate.py … --results-file FILE.json`, '

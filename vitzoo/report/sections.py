@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from math import isnan, log
 
+from vitzoo.errors import format_flag
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, curves, matrix, scatter
@@ -95,7 +96,7 @@ def _block_table(lines: list[Curve]) -> tuple[list[str], list[list]]:
 def _describe_options(records: list[dict]) -> str:
     """The options that the tokens were measured with."""
     found = {r['name']: (r.get('token_statistics') or {}).get('options') or [] for r in records if _has_curve(r)}
-    ways = {name: ' '.join(f'--{option.replace("_", "-")}' for option in options) for name, options in found.items()}
+    ways = {name: ' '.join(map(format_flag, options)) for name, options in found.items()}
     if len(set(ways.values())) > 1:
         others = ', '.join(f'{name} with {way}' for name, way in ways.items() if way)
         return f' The options differ, so the values are not comparable: {others}.'

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from vitzoo.errors import UserError, did_you_mean
+from vitzoo.errors import UserError, did_you_mean, format_flag
 from vitzoo.train.recipe import FIELDS, FIXED_KEYS, Recipe, make_recipe, option_types, read_recipe_file
 from vitzoo.train.resume import find_run
 
@@ -48,7 +48,7 @@ def _parse_options(argv: list[str]) -> dict[str, Any]:
     given, unknown = parser.parse_known_args([_hyphenate(word) for word in argv])
     if unknown:
         flag = unknown[0].partition('=')[0]
-        raise UserError(f"unknown option '{flag}'{did_you_mean(flag, map(_flag, FIELDS))}")
+        raise UserError(f"unknown option '{flag}'{did_you_mean(flag, map(format_flag, FIELDS))}")
     return {name: _join_words(name, words) for name, words in vars(given).items()}
 
 
@@ -70,12 +70,8 @@ def _build_parser() -> argparse.ArgumentParser:
         default = '' if defaults[name] in (None, {}) else f' [{_format_default(defaults[name])}]'
         fixed = ' (cannot change on resume)' if name in FIXED_KEYS else ''
         text = (spec.metadata['help'] + default + fixed).replace('%', '%%')
-        groups[title].add_argument(_flag(name), dest=name, nargs='*', metavar=_metavar(name), help=text)
+        groups[title].add_argument(format_flag(name), dest=name, nargs='*', metavar=_metavar(name), help=text)
     return parser
-
-
-def _flag(name: str) -> str:
-    return f'--{name.replace("_", "-")}'
 
 
 def _hyphenate(word: str) -> str:
@@ -101,11 +97,11 @@ def _join_words(name: str, words: list[str] | str) -> Any:
     if not words and bool in types:
         return True
     if not words:
-        raise UserError(f'{_flag(name)} needs a value')
+        raise UserError(f'{format_flag(name)} needs a value')
     if dict in types and all('=' in word and word[0] not in '{[' for word in words):
         return {left: yaml.safe_load(right) for left, _, right in (word.partition('=') for word in words)}
     if len(words) == 1:
         return words[0]
     if list not in types:
-        raise UserError(f'{_flag(name)} takes one value, not {len(words)}: {" ".join(words)}')
+        raise UserError(f'{format_flag(name)} takes one value, not {len(words)}: {" ".join(words)}')
     return words

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, format_flag
 from vitzoo.train.checkpoint import (
     DamagedCheckpoint,
     check_weights,
@@ -115,7 +115,7 @@ def check_resumable(run: Run, checkpoint: Path, state: dict) -> None:
     if changed:
         name, (before, now) = next(iter(changed.items()))
         raise UserError(
-            f'cannot resume from {checkpoint}: its {name} is {before}, not {now}; leave out --{name.replace("_", "-")}'
+            f'cannot resume from {checkpoint}: its {name} is {before}, not {now}; leave out {format_flag(name)}'
             f' or --config to keep it, or start another run with another --output'
         )
     for name, value in data_facts(run).items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from vitzoo.data.options import DATA_OPTIONS, DataOptions
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, format_flag
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.options import add_data_options, add_model_options, check_output
 from vitzoo.validate.predictions import FORMATS
@@ -109,7 +109,9 @@ def check_single_model(options: EvalOptions, names: Sequence[str]) -> None:
     """Raise UserError if an option for one model is given with several."""
     for name in ('checkpoint', 'save_predictions', 'errors'):
         if getattr(options, name) and len(names) > 1:
-            raise UserError(f'{_flag(name)} {getattr(options, name)} is for one model, but there are {len(names)}')
+            raise UserError(
+                f'{format_flag(name)} {getattr(options, name)} is for one model, but there are {len(names)}'
+            )
 
 
 def check_outputs(options: EvalOptions) -> None:
@@ -136,11 +138,11 @@ def _check_options(parser: argparse.ArgumentParser, options: EvalOptions) -> Non
         parser.error('--ignore-labels needs --data-dir')
     for name in ('health', 'save_predictions', 'errors', 'corrupt', *DATA_OPTIONS):
         if getattr(options, name) and options.ignore_labels:
-            parser.error(f'{_flag(name)} needs labels: drop --ignore-labels')
+            parser.error(f'{format_flag(name)} needs labels: drop --ignore-labels')
     for name in ('plot', 'health', 'save_predictions', 'errors', 'corrupt', *DATA_OPTIONS):
         if getattr(options, name) and not options.has_data:
             remedy = 'drop --no-data' if options.no_data else 'give --data-dir'
-            parser.error(f'{_flag(name)} needs images: {remedy}')
+            parser.error(f'{format_flag(name)} needs images: {remedy}')
 
 
 def _check_predictions_options(parser: argparse.ArgumentParser, options: EvalOptions) -> None:
@@ -149,16 +151,12 @@ def _check_predictions_options(parser: argparse.ArgumentParser, options: EvalOpt
     for name in (field.name for field in fields(options)):
         is_allowed = name in ('from_predictions', 'results_file', 'errors', 'data_dir', *DATA_OPTIONS)
         if not is_allowed and getattr(options, name) != getattr(default, name):
-            parser.error(f'{_flag(name)} needs a MODEL; --from-predictions has none')
+            parser.error(f'{format_flag(name)} needs a MODEL; --from-predictions has none')
     for name in DATA_OPTIONS:
         if getattr(options, name) and not options.data_dir:
-            parser.error(f'{_flag(name)} needs --data-dir')
+            parser.error(f'{format_flag(name)} needs --data-dir')
     if options.data_dir and not options.errors:
         parser.error('--from-predictions needs --data-dir only for the images that --errors shows')
-
-
-def _flag(name: str) -> str:
-    return f'--{name.replace("_", "-")}'
 
 
 def _measures(text: str) -> tuple[str, ...]:
