@@ -40,6 +40,8 @@ def resample_weights(
     """
     new_size = _img_size(model)
     bound = [name for name in _bound_names(model) if name in state_dict]
+    if not bound:
+        return state_dict
     if img_size is None:
         old_size = _weights_size(state_dict, model)
     else:
@@ -65,7 +67,7 @@ def _weights_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int,
     own_size = _img_size(model)
     declared = [_with_patches_of(model, state_dict, size) for size in _declared_sizes(model)]
     candidates = [*declared, own_size]
-    # each size costs a copy of the model, and the config mostly has the model's own
+    # the config mostly has the model's own size, and any other costs a copy of the model
     for size in dict.fromkeys(candidates):
         if _fits(_shapes(model, size), state_dict):
             return size
@@ -130,10 +132,10 @@ def _square_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int, 
     step = model.feature_info[0]['reduction']
     bound = [name for name in _bound_names(model) if name in state_dict]
     num_values = sum(state_dict[name].numel() for name in bound)
-    side, smallest = 0, 0
+    side, smallest, copied = 0, 0, _copy_to_meta(model)
     while smallest <= num_values and side < _LARGEST_SIDE:
         side += step
-        shapes = _shapes(model, (side, side))
+        shapes = _resize(copied, (side, side))
         if _fits(shapes, state_dict):
             return side, side
         smallest = sum(shapes[name].numel() for name in bound) if shapes else 0
@@ -157,13 +159,18 @@ def _mixers(model: nn.Module) -> list[tuple[str, TokenMixer]]:
 
 def _shapes(model: nn.Module, img_size: tuple[int, int]) -> dict[str, torch.Size]:
     """Shapes of the tensors that may depend on the image size, at this one; empty if the model does not support it."""
-    copied = _copy_to_meta(model)
-    try:
-        copied.set_input_size(img_size)
-    except (AssertionError, RuntimeError, ValueError):
-        return {}
-    tensors = copied.state_dict()
-    return {name: tensors[name].shape for name in _bound_names(copied)}
+    return _resize(model if img_size == _img_size(model) else _copy_to_meta(model), img_size)
+
+
+def _resize(model: nn.Module, img_size: tuple[int, int]) -> dict[str, torch.Size]:
+    """Set a model to an image size, and return the shapes as `_shapes` does."""
+    if img_size != _img_size(model):
+        try:
+            model.set_input_size(img_size)
+        except (AssertionError, RuntimeError, ValueError):
+            return {}
+    tensors = model.state_dict()
+    return {name: tensors[name].shape for name in _bound_names(model)}
 
 
 def _fits(shapes: dict[str, torch.Size], state_dict: dict[str, Tensor]) -> bool:
