@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, gather_object
 from rich.console import Console
+from timm.utils import distribute_bn
 from torch import nn
 
 from vitzoo.data import (
@@ -42,6 +43,7 @@ from vitzoo.train.build import (
     compile_model,
     freeze,
     plan_batches,
+    synchronize_batch_norm,
 )
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
@@ -161,6 +163,8 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
     # the same initial weights on all processes
     seed_everything(recipe.seed)
     raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
+    if recipe.sync_bn:
+        raw_model = synchronize_batch_norm(raw_model, accelerator)
     frozen = freeze(raw_model, recipe.freeze)
     data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
     train_set.transform = train_transform(recipe, data_config)
@@ -302,6 +306,8 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
         run.speed = (run.step - first_step) * plan.batch_size / (time.perf_counter() - start)
         display.show_step(run.speed)
         is_scheduled = recipe.checkpoint_every > 0 and run.step % recipe.checkpoint_every == 0
+        if run.step == last_step:
+            share_statistics(run)
         if status.stop or status.save or is_scheduled or run.step == last_step:
             # before the evaluation, which is repeated if the run resumes here
             save_run(run)
@@ -317,6 +323,16 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
     report_epoch(run)
     export_best(run)
     return True
+
+
+def share_statistics(run: Run) -> None:
+    """Give BatchNorm the same running statistics on all processes, as timm does after every epoch."""
+    how, world_size = run.recipe.dist_bn, run.accelerator.num_processes
+    # synchronized statistics are the same already
+    if world_size == 1 or how == 'none' or run.recipe.sync_bn:
+        return
+    for model in [run.raw_model] + ([] if run.ema is None else [run.ema.module]):
+        distribute_bn(model, world_size, reduce=how == 'reduce')
 
 
 def evaluate_epoch(run: Run, display: Display) -> dict:
@@ -345,7 +361,7 @@ def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str
 def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
     """Evaluate a model on all processes, each on its share of the validation set."""
     if run.accelerator.num_processes > 1:
-        # BatchNorm statistics differ between processes, and those of rank 0 are saved
+        # buffers may differ between processes, and those of rank 0 are saved
         for buffer in model.buffers():
             buffer.copy_(broadcast(buffer))
     return evaluate(model, run.val_loader, run.accelerator, progress=advance)
