@@ -285,7 +285,7 @@ def test_checkpointed_activations_change_neither_loss_nor_gradients():
         ('bf16', [], 'bf16'),
         ('bf16', ['--amp', 'no'], 'fp32'),
         ('no', ['--amp'], 'bf16'),
-        ('bf16', ['--amp', '--amp-dtype', 'float16'], 'fp16'),
+        (None, ['--model-dtype', 'bfloat16'], 'bf16'),
     ],
 )
 def test_the_recipe_takes_precedence_over_the_precision_of_the_launcher(

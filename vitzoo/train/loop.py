@@ -41,6 +41,7 @@ from vitzoo.train.build import (
     build_train_loader,
     build_val_loader,
     compile_model,
+    convert_format,
     freeze,
     plan_batches,
     synchronize_batch_norm,
@@ -142,6 +143,9 @@ def create_accelerator(recipe: Recipe) -> Accelerator:
         raise UserError(f'{kind.value} is not supported; launch with --multi_gpu, or with --use_fsdp --fsdp_version 2')
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError('FSDP version 1 is not supported; launch with --use_fsdp --fsdp_version 2')
+    if accelerator.mixed_precision == 'fp16' and accelerator.device.type == 'cpu':
+        # Accelerate would compute in float32
+        raise UserError('amp_dtype float16 needs a GPU; on a CPU, use --amp-dtype bfloat16 or no --amp')
     return accelerator
 
 
@@ -165,6 +169,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
     raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
     if recipe.sync_bn:
         raw_model = synchronize_batch_norm(raw_model, accelerator)
+    raw_model = convert_format(raw_model, recipe, accelerator)
     frozen = freeze(raw_model, recipe.freeze)
     data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
     train_set.transform = train_transform(recipe, data_config)
@@ -174,9 +179,9 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
     ema = build_ema(recipe, raw_model)
     optimizer = build_optimizer(recipe, raw_model, plan.lr)
     scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
-    mixup = build_mixup(recipe, num_classes)
+    mixup = build_mixup(recipe, num_classes, data_config['input_size'][1:])
     loss = build_loss(recipe, mixup, train_set, num_classes)
-    compile_model(raw_model, recipe.torchcompile)
+    compile_model(raw_model, recipe.torchcompile, recipe.torchcompile_mode)
     full_model = FullModel(accelerator, raw_model)
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator.device)
@@ -200,7 +205,8 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
         normalize=Normalize(data_config).to(accelerator.device),
         train_loader=build_train_loader(recipe, plan, train_set, accelerator.process_index),
         val_loader=build_val_loader(recipe, plan, val_set, accelerator.process_index),
-        console=Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True),
+        # paths may contain what rich takes for markup
+        console=Console(quiet=not accelerator.is_main_process, highlight=False, markup=False, soft_wrap=True),
     )
 
 
@@ -255,6 +261,8 @@ def _check_targets(recipe: Recipe, train_set: Images) -> None:
         raise UserError('balance: sampler needs one class per image; with multi_label, use balance: loss')
     if recipe.multi_label and recipe.kd_model_name:
         raise UserError('kd_model_name does not work with multi_label, because teachers predict one class per image')
+    if recipe.eval_metric == 'map' and not recipe.multi_label:
+        raise UserError('eval_metric map is measured with multi_label only; use top1, top5 or loss')
 
 
 def open_folder(run: Run, is_new: bool) -> None:
@@ -290,9 +298,11 @@ def open_folder(run: Run, is_new: bool) -> None:
 
 
 def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
-    """Train the rest of the current epoch, save, evaluate and log it; False if stopped by SIGTERM."""
+    """Train the rest of the current epoch, save, evaluate if due, and log it; False if the run has to stop."""
     plan, recipe, epoch = run.plan, run.recipe, len(run.history)
     first_step, last_step = run.step, (epoch + 1) * plan.steps_per_epoch
+    if run.mixup is not None:
+        run.mixup.mixup_enabled = not 0 < recipe.mixup_off_epoch <= epoch
     run.train_loader.batch_sampler.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
     micro_batches = iter(run.train_loader)
     run.task.train()
@@ -317,12 +327,20 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
             run.console.print(f'stopped {why} after step {run.step}; continue with --resume {run.folder}')
             return False
     row = dict(epoch=epoch + 1, step=run.step, lr=learning_rate(run), train_loss=sum(run.losses) / len(run.losses))
-    row |= dict(images_per_second=round(run.speed, 1), **evaluate_epoch(run, display))
-    run.history.append(row)
+    run.history.append(dict(row, images_per_second=round(run.speed, 1)))
     run.losses = []
+    if (epoch + 1) % recipe.val_interval == 0 or epoch + 1 == plan.epochs:
+        end_epoch(run, display)
+    else:
+        report_epoch(run)
+    return True
+
+
+def end_epoch(run: Run, display: Display) -> None:
+    """Evaluate the model, log the epoch, and export the model if it is the best."""
+    run.history[-1] |= evaluate_epoch(run, display)
     report_epoch(run)
     export_best(run)
-    return True
 
 
 def share_statistics(run: Run) -> None:
@@ -368,16 +386,26 @@ def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
 
 
 def export_best(run: Run) -> None:
-    """Export the model to best/ if its top-1 is higher than that of every epoch before in this branch."""
-    best_top1 = [max(row['top1'], row.get('ema_top1', 0.0)) for row in run.history[run.best_from :]]
-    if best_top1[-1] > max(best_top1[:-1], default=-1.0):
+    """Export the model to best/ if it is better than in every epoch before in this branch."""
+    rows = [row for row in run.history[run.best_from :] if 'eval_loss' in row]
+    *earlier, last = (max(rate(row, run.recipe), rate(row, run.recipe, 'ema_')) for row in rows)
+    if not earlier or last > max(earlier):
         export(run, run.folder / 'best')
 
 
+def rate(row: dict, recipe: Recipe, prefix: str = '') -> float:
+    """The recipe's metric in a row of metrics.csv, negated if lower is better; -inf if it is not a number."""
+    metric = recipe.eval_metric or ('map' if recipe.multi_label else 'top1')
+    value = row.get(prefix + ('eval_loss' if metric == 'loss' else metric), math.nan)
+    if math.isnan(value):
+        return -math.inf
+    return -value if metric == 'loss' else value
+
+
 def export(run: Run, folder: Path) -> str:
-    """Export the raw weights or their EMA, whichever had the better top-1; returns 'raw' or 'ema'."""
+    """Export the raw weights or their EMA, whichever is better by the recipe's metric; returns 'raw' or 'ema'."""
     row = run.history[-1]
-    weights = 'ema' if run.ema is not None and row['ema_top1'] >= row['top1'] else 'raw'
+    weights = 'ema' if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe) else 'raw'
     model = run.ema.module if weights == 'ema' else run.full_model.gather()
     info = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
     if run.recipe.multi_label:
