@@ -107,6 +107,12 @@ def test_images_that_are_too_small_to_blur_are_refused():
     )
 
 
+@pytest.mark.parametrize('values', [dict(scale=[0, 1]), dict(ratio=[2, 1]), dict(ratio=[0, 0])], ids=str)
+def test_ranges_that_are_empty_or_begin_at_0_are_refused(values):
+    with pytest.raises(UserError, match='must be two increasing numbers above 0'):
+        train_transform(make_recipe(values), CONFIG)
+
+
 @pytest.mark.parametrize(
     ('aa', 'setting'),
     [('rand-m99-mstdx', 'mstdx'), ('rand-m9-mst0.5', 'mst0.5'), ('rand-9', '9'), ('augmix-n3', 'n3'), ('v0-m9', 'm9'),

@@ -90,6 +90,10 @@ def train_transform(recipe, data_config: dict) -> 'TrainTransform':
     size = data_config['input_size']
     if recipe.gaussian_blur_prob and min(size[1:]) <= _BLUR_RADIUS:
         raise UserError(f'gaussian_blur_prob needs images of more than {_BLUR_RADIUS} pixels, not {min(size[1:])}')
+    for name in ('scale', 'ratio'):
+        low, high = getattr(recipe, name)
+        if not 0 < low <= high:
+            raise UserError(f'{name} must be two increasing numbers above 0, not {low} {high}')
     if recipe.no_aug:
         resize, crop, _ = create_transform(
             size, is_training=True, no_aug=True, interpolation=recipe.train_interpolation, use_prefetcher=True

@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import timm
@@ -70,7 +72,8 @@ def train(argv: list[str] | None = None) -> dict | None:
     with claim_folder(accelerator, folder, is_named) as lock:
         if is_named:
             # another run may have ended in it just before it was locked
-            _, checkpoints = choose_folder(recipe)
+            with raise_together(accelerator):
+                _, checkpoints = choose_folder(recipe)
         scores = train_in_folder(set_up(recipe, accelerator, lock), checkpoints, stop)
     accelerator.end_training()
     return scores
@@ -80,7 +83,8 @@ def train_in_folder(run: Run, checkpoints: list[Path], stop: 'StopSignal') -> di
     """Train in a locked folder, from the newest intact checkpoint if there are any; result and errors as in `train`."""
     if checkpoints:
         # before anything is written, so that a run that cannot resume leaves the folder as it was
-        resume_run(run, checkpoints)
+        with raise_together(run.accelerator):
+            resume_run(run, checkpoints)
     is_elsewhere = bool(checkpoints) and not contains_checkpoint(run.folder, checkpoints[0])
     open_folder(run, is_new=not checkpoints or is_elsewhere)
     if is_elsewhere:
@@ -158,33 +162,51 @@ def _mixed_precision(recipe: Recipe) -> str | None:
     return 'bf16' if recipe.amp_dtype == 'bfloat16' else 'fp16'
 
 
+@contextmanager
+def raise_together(accelerator: Accelerator) -> Iterator[None]:
+    """Raise a UserError of any process on all of them, at the end of the block.
+
+    Otherwise a launcher could kill rank 0 because of the error of another, before rank 0 prints it.
+    """
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    message = next(filter(None, gather_object([message])), None)
+    if message:
+        raise UserError(message)
+
+
 def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
     """Open the data, and build everything that training uses."""
-    train_set, val_set = open_data(recipe)
-    plan = plan_batches(recipe, len(train_set), accelerator.num_processes)
-    num_classes = recipe.num_classes or len(train_set.class_names)
+    with raise_together(accelerator):
+        train_set, val_set = open_data(recipe)
+        plan = plan_batches(recipe, len(train_set), accelerator.num_processes)
+        num_classes = recipe.num_classes or len(train_set.class_names)
 
-    # the same initial weights on all processes
-    seed_everything(recipe.seed)
-    raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
-    if recipe.sync_bn:
-        raw_model = synchronize_batch_norm(raw_model, accelerator)
-    raw_model = convert_format(raw_model, recipe, accelerator)
-    frozen = freeze(raw_model, recipe.freeze)
-    data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
-    train_set.transform = train_transform(recipe, data_config)
-    val_set.transform = eval_transform(data_config)
+        # the same initial weights on all processes
+        seed_everything(recipe.seed)
+        raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
+        if recipe.sync_bn:
+            raw_model = synchronize_batch_norm(raw_model, accelerator)
+        raw_model = convert_format(raw_model, recipe, accelerator)
+        frozen = freeze(raw_model, recipe.freeze)
+        data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
+        train_set.transform = train_transform(recipe, data_config)
+        val_set.transform = eval_transform(data_config)
 
-    # before the model is wrapped, so that parameters keep their names and order
-    ema = build_ema(recipe, raw_model)
-    optimizer = build_optimizer(recipe, raw_model, plan.lr)
-    scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
-    mixup = build_mixup(recipe, num_classes, data_config['input_size'][1:])
-    loss = build_loss(recipe, mixup, train_set, num_classes)
-    compile_model(raw_model, recipe.torchcompile, recipe.torchcompile_mode)
+        # before the model is wrapped, so that parameters keep their names and order
+        ema = build_ema(recipe, raw_model)
+        optimizer = build_optimizer(recipe, raw_model, plan.lr)
+        scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
+        mixup = build_mixup(recipe, num_classes, data_config['input_size'][1:])
+        loss = build_loss(recipe, mixup, train_set, num_classes)
+        compile_model(raw_model, recipe.torchcompile, recipe.torchcompile_mode)
     full_model = FullModel(accelerator, raw_model)
     model, optimizer = accelerator.prepare(raw_model, optimizer)
-    task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator.device)
+    with raise_together(accelerator):
+        task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator.device)
     return Run(
         recipe=recipe,
         plan=plan,
