@@ -9,8 +9,8 @@ import pytest
 import timm
 
 import vitzoo
-from vitzoo.cli import COMMANDS, main
 from vitzoo import errors
+from vitzoo.cli import COMMANDS, main
 from vitzoo.errors import RankError, UserError, run_command
 
 ROOT = Path(__file__).parents[1]

@@ -189,7 +189,8 @@ def report_epoch(run: Run) -> None:
         write,
         lambda error: f'cannot write to {run.folder}: {error}; free some space and --resume',
     )
-    run.accelerator.log({name: value for name, value in row.items() if name != 'epoch'}, step=row['step'])
+    # some trackers reserve the name 'step'
+    run.accelerator.log({name: value for name, value in row.items() if name != 'step'}, step=row['step'])
 
 
 def parse_trackers(names: str | None) -> list[str]:
@@ -210,9 +211,26 @@ def parse_trackers(names: str | None) -> list[str]:
 
 
 def start_trackers(run: Run) -> None:
-    """Start the trackers, with the recipe as their config."""
+    """Start the trackers on the main process, with the recipe as their config.
+
+    Raises:
+        UserError: On every process, if a tracker cannot be started.
+    """
     settings = {name: value for name, value in asdict(run.recipe).items() if name not in NOT_SAVED}
     # trackers accept only scalars and strings
     simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
     run.accelerator.project_configuration = ProjectConfiguration(project_dir=str(run.folder))
-    run.accelerator.init_trackers('vitzoo', config=simple)
+
+    def start() -> None:
+        try:
+            run.accelerator.init_trackers('vitzoo', config=simple)
+        except Exception as error:
+            # each tracker has exceptions of its own, for a server that does not answer or a user who is not logged in
+            raise RuntimeError(error) from error
+
+    write_on_main(
+        run.accelerator,
+        run.lock,
+        start,
+        lambda error: f'cannot start log_with {run.recipe.log_with} ({error}); set it up, or leave out --log-with',
+    )
