@@ -25,7 +25,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor, resize
 from vitzoo.data.decode import read_crop, read_rgb
 from vitzoo.errors import UserError, did_you_mean
 
-# what may follow the name of a policy, separated by hyphens
+# settings of each policy of timm, which follow its name and are separated by hyphens
 _NUMBER = r'\d+(\.\d+)?'
 _POLICIES = {
     'rand': rf'(m|n|mmax)\d+|inc[01]|(mstd|p){_NUMBER}|t(weights|3a|3aw)',
