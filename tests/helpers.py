@@ -45,8 +45,12 @@ SETTINGS = {
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
     ],
-    'nystrom': [{'num_landmarks': 5}, {'num_landmarks': 6, 'landmarks': 'grid'}],
-    'performer': [{'num_features': 16}, {'num_features': 6, 'kernel': 'relu'}],
+    'nystrom': [
+        {'num_landmarks': 5},
+        {'num_landmarks': 6, 'landmarks': 'grid'},
+        {'num_landmarks': 4, 'conv_kernel_size': 5},
+    ],
+    'performer': [{'num_features': 16}, {'num_features': 9, 'eps': 1e-4}, {'num_features': 6, 'kernel': 'relu'}],
     'pool': [{}, {'pool_size': 5}],
     'reformer': [
         {'num_hashes': 1, 'bucket_size': 2},

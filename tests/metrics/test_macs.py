@@ -27,6 +27,8 @@ CASES = {
     'longformer_exact': ('longformer', dict(exact=True)),
     'longformer_global': ('longformer', dict(global_proj=True)),
     'nystrom_grid': ('nystrom', dict(landmarks='grid', num_landmarks=16)),
+    'nystrom_conv': ('nystrom', dict(conv_kernel_size=7)),
+    'performer_eps': ('performer', dict(eps=1e-4)),
     'rfa_gated': ('rfa', dict(gate=True)),
     'sparse_fixed': ('sparse', dict(pattern='fixed')),
     'srformer_4': ('srformer', dict(sr_ratio=4)),
@@ -83,7 +85,7 @@ def bigbird(grid, P, N, C, h, block=4, num_global=1, num_random=3):
     return attend(tiles * block**2, keys, C) + attend(P + num_global * block**2, N, C)
 
 
-def performer(grid, P, N, C, h, m=256):
+def performer(grid, P, N, C, h, m=256, eps=0.0):
     return 4 * N * m * C + N * m * h
 
 
@@ -106,12 +108,12 @@ def rfa(grid, P, N, C, h, m=64, gate=False, chunk=64):
     return features + 2 * scan + itself + prefix
 
 
-def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment'):
+def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment', conv_kernel_size=0):
     m = min(num_landmarks, N)
     if landmarks == 'grid':
         # 4 x 4 cells of a square, 3 x 5 of what is wider, and the prefix tokens
         m = P + (16 if grid[0] == grid[1] else 15)
-    return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3
+    return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3 + N * conv_kernel_size * C
 
 
 def xca(grid, P, N, C, h):
