@@ -1,0 +1,121 @@
+"""timm's attention layers taken apart: the settings and weights that a mixer in their place can inherit.
+
+Weights have their names in vitzoo's softmax: `qkv` for queries, keys and values together, `proj`, `q_norm`, `k_norm`,
+`scale_norm` for a norm before `proj`, `rel_bias` and `prefix_bias` for a bias of relative positions.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from timm.layers import Attention, AttentionRope
+from timm.models.eva import EvaAttention
+from torch import Tensor, nn
+
+from vitzoo.mixers import QKVMixer, TokenMixer
+
+__all__ = ['AttentionParts', 'Unsupported', 'take_apart']
+
+
+class Unsupported(Exception):
+    """A feature of an attention layer that mixers do not have; the end of a sentence."""
+
+
+@dataclass
+class AttentionParts:
+    """An attention layer, and its norms and weights by their names in `Softmax`."""
+
+    attn: nn.Module
+    norms: dict[str, nn.Module]
+    weights: dict[str, Tensor]
+
+    def settings(self, cls: type[TokenMixer]) -> dict:
+        """Keywords for a mixer of class `cls` that takes the place of the layer."""
+        qkv = self.weights['qkv.weight']
+        settings = dict(
+            dim=qkv.shape[1],
+            num_heads=self.attn.num_heads,
+            qkv_bias='qkv.bias' in self.weights,
+            attn_drop=self.attn.attn_drop.p,
+            proj_drop=self.attn.proj_drop.p,
+            device=qkv.device,
+            dtype=qkv.dtype,
+        )
+        # mixers without queries and keys have nothing to normalize
+        if 'q_norm' in self.norms and cls.has_qk_norm:
+            settings.update(qk_norm=True, norm_layer=self._norm_layer)
+        if 'scale_norm' in self.norms and issubclass(cls, QKVMixer):
+            settings.update(scale_norm=True, norm_layer=self._norm_layer)
+        if 'rel_bias.table' in self.weights and cls.has_rel_bias:
+            settings.update(rel_bias='table')
+        return settings
+
+    def _norm_layer(self, width: int, **kwargs) -> nn.Module:
+        """A norm of this width like that of the layer."""
+        return deepcopy(next(norm for norm in self.norms.values() if tuple(norm.weight.shape) == (width,)))
+
+
+def take_apart(attn: nn.Module) -> AttentionParts:
+    """The parts of an attention layer of timm, or of a mixer with queries, keys and values.
+
+    Raises Unsupported if mixers lack a feature of the layer.
+    """
+    if isinstance(attn, QKVMixer):
+        return AttentionParts(attn, _norms(attn, 'scale_norm'), _weights(attn))
+    if type(attn) not in _READERS:
+        raise Unsupported(f'it has {type(attn).__name__}')
+    return _READERS[type(attn)](attn)
+
+
+def _attention(attn: Attention | AttentionRope | EvaAttention) -> AttentionParts:
+    """timm's attention, with queries, keys and values in one layer or in three."""
+    if attn.gate is not None:
+        raise Unsupported('its attention is gated')
+    weights = fuse_qkv(_weights(attn), getattr(attn, 'num_kv_groups', 1), attn.head_dim)
+    if attn.num_heads * attn.head_dim != weights['qkv.weight'].shape[1]:
+        raise Unsupported(f'its attn_head_dim is {attn.head_dim}, not dim / num_heads')
+    return AttentionParts(attn, _norms(attn, 'norm'), _rename(weights, 'norm.', 'scale_norm.'))
+
+
+_READERS = {Attention: _attention, AttentionRope: _attention, EvaAttention: _attention}
+
+
+def fuse_qkv(weights: dict[str, Tensor], num_kv_groups: int = 1, head_dim: int = 1) -> dict[str, Tensor]:
+    """Weights with queries, keys and values in one layer, from one layer or from `q_proj`, `k_proj` and `v_proj`.
+
+    If one of the three has a bias, the others have zeros. Keys and values that `num_kv_groups` heads share are repeated
+    for each of these heads.
+    """
+    weights = dict(weights)
+    if 'q_proj.weight' in weights:
+        parts = [weights.pop(f'{part}_proj.weight') for part in 'qkv']
+        biases = [weights.pop(f'{part}_proj.bias', None) for part in 'qkv']
+        weights['qkv.weight'] = torch.cat([parts[0], *(_repeat(x, num_kv_groups, head_dim) for x in parts[1:])])
+    else:
+        biases = [weights.pop('q_bias', None), None, weights.pop('v_bias', None)]
+        parts = weights['qkv.weight'].chunk(3)
+    if any(bias is not None for bias in biases):
+        biases = [part.new_zeros(len(part)) if bias is None else bias for part, bias in zip(parts, biases)]
+        weights['qkv.bias'] = torch.cat([biases[0], *(_repeat(x, num_kv_groups, head_dim) for x in biases[1:])])
+    return weights
+
+
+def _repeat(x: Tensor, num_kv_groups: int, head_dim: int) -> Tensor:
+    """Rows of the heads of keys or values, each head repeated."""
+    return x.unflatten(0, (-1, head_dim)).repeat_interleave(num_kv_groups, dim=0).flatten(0, 1)
+
+
+def _weights(attn: nn.Module) -> dict[str, Tensor]:
+    # without buffers: those of timm follow from its settings, and random values of mixers are not inherited
+    return {name: parameter.detach() for name, parameter in attn.named_parameters()}
+
+
+def _norms(attn: nn.Module, scale_norm: str) -> dict[str, nn.Module]:
+    """The norms of a layer, whose norm before `proj` has the name `scale_norm`."""
+    norms = {'q_norm': attn.q_norm, 'scale_norm': getattr(attn, scale_norm)}
+    return {name: norm for name, norm in norms.items() if not isinstance(norm, nn.Identity)}
+
+
+def _rename(weights: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    """Weights with another prefix of their names."""
+    return {new + name[len(old) :] if name.startswith(old) else name: weight for name, weight in weights.items()}
