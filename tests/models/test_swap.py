@@ -211,7 +211,7 @@ def test_an_exported_model_does_not_load_as_one_with_softmax(tmp_path):
     [
         ('resnet18', {}, 'ResNet'),
         ('swin_tiny_patch4_window7_224', {'depths': (1, 1, 1, 1)}, 'SwinTransformer'),
-        ('naflexvit_base_patch16_gap', {'depth': 1}, 'NaFlexVit'),
+        ('samvit_base_patch16', {'depth': 1}, 'VisionTransformerSAM'),
         ('deit_performer_tiny', {'depth': 1}, 'DeiT'),
         ('vit_tiny_patch16_224', {'depth': 1, 'block_fn': 'ParallelScalingBlock'}, 'ParallelScalingBlock'),
         ('vit_tiny_patch16_224', {'depth': 1, 'attn_layer': 'diff'}, 'DiffAttention'),

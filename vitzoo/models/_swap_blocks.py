@@ -2,8 +2,11 @@
 
 import torch
 from timm.layers import register_notrace_module
+from timm.models.beit import Block as BeitBlock
+from timm.models.cait import LayerScaleBlock
 from timm.models.eva import EvaBlock, EvaBlockPostNorm
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock
+from timm.models.vision_transformer_relpos import RelPosBlock, ResPostRelPosBlock
 from torch import nn
 
 from vitzoo.mixers import TokenMixer
@@ -104,6 +107,44 @@ class SwappedEvaBlockPostNorm(_RotaryBlock, EvaBlockPostNorm):
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
 
+@register_notrace_module
+class SwappedRelPosBlock(SwappedTimmBlock, RelPosBlock):
+    """timm's `RelPosBlock` with a token mixer, which has a bias of its own instead of the model's."""
+
+    def forward(self, x: torch.Tensor, shared_rel_pos: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.drop_path1(self.ls1(self.mix(self.attn, self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+@register_notrace_module
+class SwappedResPostRelPosBlock(SwappedTimmBlock, ResPostRelPosBlock):
+    """timm's `ResPostRelPosBlock` with a token mixer, which has a bias of its own instead of the model's."""
+
+    def forward(self, x: torch.Tensor, shared_rel_pos: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.drop_path1(self.norm1(self.mix(self.attn, x)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+@register_notrace_module
+class SwappedBeitBlock(SwappedTimmBlock, BeitBlock):
+    """timm's block of `Beit` with a token mixer, which has a bias of its own instead of the model's."""
+
+    def forward(self, x: torch.Tensor, shared_rel_pos_bias: torch.Tensor | None = None) -> torch.Tensor:
+        mixed = self.mix(self.attn, self.norm1(x))
+        x = x + self.drop_path1(mixed if self.gamma_1 is None else self.gamma_1 * mixed)
+        mlp = self.mlp(self.norm2(x))
+        return x + self.drop_path2(mlp if self.gamma_2 is None else self.gamma_2 * mlp)
+
+
+@register_notrace_module
+class SwappedLayerScaleBlock(SwappedTimmBlock, LayerScaleBlock):
+    """timm's block of `Cait` with a token mixer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop_path(self.gamma_1 * self.mix(self.attn, self.norm1(x)))
+        return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
+
+
 # the block that takes the place of each block of timm, by changing the class of the instance
 SWAPPED_BLOCKS = {
     Block: SwappedBlock,
@@ -111,4 +152,8 @@ SWAPPED_BLOCKS = {
     ParallelThingsBlock: SwappedParallelBlock,
     EvaBlock: SwappedEvaBlock,
     EvaBlockPostNorm: SwappedEvaBlockPostNorm,
+    RelPosBlock: SwappedRelPosBlock,
+    ResPostRelPosBlock: SwappedResPostRelPosBlock,
+    BeitBlock: SwappedBeitBlock,
+    LayerScaleBlock: SwappedLayerScaleBlock,
 }

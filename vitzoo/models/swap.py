@@ -3,13 +3,14 @@
 import logging
 
 from timm.models._input import update_model_args
+from timm.models.vision_transformer import init_weights_vit_timm
 from torch import nn
 
 from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
 
 from ._swap_attention import Unsupported, take_apart
 from ._swap_blocks import SWAPPED_BLOCKS, SwappedTimmBlock
-from ._swap_models import SWAPPED_MODELS
+from ._swap_models import SWAPPED_MODELS, SwappedModel
 from .inherit import Inheritance, inherit_weights, summarize_names
 
 __all__ = ['swap_mixer']
@@ -34,13 +35,18 @@ def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | Non
             exist, or the list of mixers does not fit the blocks.
         TypeError: The mixer does not have one of the arguments.
     """
-    _check_model(model)
+    family = _family(model)
     indices = _block_indices(model, blocks)
     names = dict(zip(indices, _mixer_names(mixer, len(indices), mixer_kwargs)))
-    new = {i: _new_mixers(model, i, name, mixer_kwargs) for i, name in names.items()}
+    new = {i: _new_mixers(family, model, i, name, mixer_kwargs) for i, name in names.items()}
+    used_rope = _uses_rope(model)
     for i, mixers in new.items():
         _put(model.blocks[i], [mixer for mixer, _ in mixers])
-    model.__class__ = SWAPPED_MODELS.get(type(model), type(model))
+    model.__class__ = family
+    _drop_shared_bias(model)
+    if _uses_rope(model) != used_rope:
+        # parameters of rotary positions without a use would have no gradient
+        model.rope.requires_grad_(not used_rope)
     reports = {i: _merge(model.blocks[i], [report for _, report in mixers]) for i, mixers in new.items()}
     model.inheritance = {**getattr(model, 'inheritance', {}), **reports}
     for name in dict.fromkeys(names.values()):
@@ -51,8 +57,10 @@ def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | Non
     return model
 
 
-def _check_model(model: nn.Module) -> None:
-    if type(model) not in SWAPPED_MODELS and type(model) not in SWAPPED_MODELS.values():
+def _family(model: nn.Module) -> type[SwappedModel]:
+    """The class of the model after the swap; raises ValueError if it is not supported."""
+    family = SWAPPED_MODELS.get(type(model), type(model))
+    if not issubclass(family, SwappedModel):
         supported = ', '.join(cls.__name__ for cls in SWAPPED_MODELS)
         raise ValueError(
             f"swap_mixer does not support {type(model).__name__}: it takes timm's {supported} models, such as "
@@ -60,6 +68,7 @@ def _check_model(model: nn.Module) -> None:
         )
     if not isinstance(getattr(model, 'patch_drop', None), (nn.Identity, type(None))):
         raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; build the model without it.')
+    return family
 
 
 def _block_indices(model: nn.Module, blocks: list[int] | None) -> list[int]:
@@ -84,12 +93,15 @@ def _mixer_names(mixer: str | list[str], num_blocks: int, mixer_kwargs: dict) ->
     return list(mixer)
 
 
-def _new_mixers(model: nn.Module, index: int, name: str, mixer_kwargs: dict) -> list[tuple[TokenMixer, Inheritance]]:
+def _new_mixers(
+    family: type[SwappedModel], model: nn.Module, index: int, name: str, mixer_kwargs: dict
+) -> list[tuple[TokenMixer, Inheritance]]:
     """Mixers in place of the attention layers of a block, and what they inherit."""
     block, cls = model.blocks[index], mixer_class(name)
+    shared_bias = family.shared_bias and getattr(model, family.shared_bias)
     try:
         holders = _attention_holders(block).values()
-        parts = [take_apart(holder.attn) for holder in holders]
+        parts = [take_apart(holder.attn, shared_bias) for holder in holders]
     except Unsupported as error:
         raise ValueError(
             f"swap_mixer cannot replace the attention of block {index}: {error}. It supports timm's Attention, "
@@ -98,15 +110,15 @@ def _new_mixers(model: nn.Module, index: int, name: str, mixer_kwargs: dict) -> 
     new = []
     for number, part in enumerate(parts):
         settings = part.settings(cls) | dict(
-            grid_size=model.patch_embed.grid_size,
-            num_prefix_tokens=model.num_prefix_tokens,
+            grid_size=family.grid_size_of(model, index),
+            num_prefix_tokens=family.num_prefix_in_blocks(model),
             layer=index * len(parts) + number,
         )
         mixer = create_mixer(name, **{**settings, **mixer_kwargs})
-        mixer.apply(model._init_weights)
+        mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
         if 'proj.bias' not in part.weights and isinstance(getattr(mixer, 'proj', None), nn.Linear):
             mixer.proj.register_parameter('bias', None)
-        report = inherit_weights(mixer, part.weights)
+        report = inherit_weights(mixer, part.weights_for(mixer))
         new.append((mixer.train(part.attn.training), report))
     return new
 
@@ -128,6 +140,22 @@ def _put(block: nn.Module, mixers: list[TokenMixer]) -> None:
         holder.attn = mixer
 
 
+def _drop_shared_bias(model: SwappedModel) -> None:
+    """Drop a bias for all blocks that no block uses any more, whose parameters would have no gradient."""
+    if model.shared_bias and all(isinstance(block, SwappedTimmBlock) for block in model.blocks):
+        setattr(model, model.shared_bias, None)
+
+
+def _uses_rope(model: nn.Module) -> bool:
+    """True if the model has rotary positions and a block, of timm or with a mixer, that uses them."""
+    has_rope = any(
+        not isinstance(block, SwappedTimmBlock)
+        or any(holder.attn.has_rope for holder in block.attention_holders().values())
+        for block in model.blocks
+    )
+    return has_rope and getattr(model, 'rope', None) is not None
+
+
 def _merge(block: SwappedTimmBlock, reports: list[Inheritance]) -> Inheritance:
     """One report for a block; if it has several mixers, with their names."""
     if len(reports) == 1:
@@ -147,9 +175,10 @@ def _warn_of_losses(model: nn.Module, name: str, indices: list[int]) -> None:
     if lost:
         _logger.warning('%s does not inherit all weights of the attention, in %s', name, summarize_names(lost))
     if getattr(model, 'rope', None) is not None and not mixer_class(name).has_rope:
-        others = 'it keeps' if model.pos_embed is not None else 'it does not have'
         _logger.warning(
-            '%s does not compare queries with keys: the rotary positions of the model are lost in %d blocks, and '
-            '%s a position embedding',
-            name, len(indices), others,
-        )  # fmt: skip
+            '%s does not compare queries with keys: the rotary positions of the model are lost in %d blocks, and it %s '
+            'a position embedding',
+            name,
+            len(indices),
+            'keeps' if model.has_pos_embed() else 'does not have',
+        )
