@@ -62,10 +62,13 @@ def describe_swaps(swaps: list[dict[str, Any]]) -> str:
     """The mixer of each swapped block, such as 'ls in blocks 0-9, softmax in blocks 10-11'."""
     mixer_of = {}
     for swap in swaps:
-        if swap.get('blocks') is None:
-            mixer_of = {None: swap['mixer']}
+        mixer, blocks = swap['mixer'], swap.get('blocks')
+        if not isinstance(mixer, str):
+            mixer_of |= zip(range(len(mixer)) if blocks is None else blocks, mixer)
+        elif blocks is None:
+            mixer_of = {None: mixer}
         else:
-            mixer_of |= dict.fromkeys(swap['blocks'], swap['mixer'])
+            mixer_of |= dict.fromkeys(blocks, mixer)
     everywhere = mixer_of.pop(None, None)
     texts = [] if everywhere is None else [f'{everywhere} in all {"other " if mixer_of else ""}blocks']
     for mixer in dict.fromkeys(mixer_of.values()):

@@ -12,7 +12,7 @@ import timm
 from timm.models import build_model_with_cfg, register_model, resolve_pretrained_cfg
 from timm.models._pretrained import PretrainedCfg, filter_pretrained_cfg
 from timm.models._registry import _deprecated_models, generate_default_cfgs
-from torch import nn
+from torch import Tensor, nn
 
 from . import swap
 from ._resample import resample_weights
@@ -71,7 +71,7 @@ def vitzoo_swapped(
         ARCHITECTURE,
         pretrained and is_saved,
         pretrained_cfg=config.to_dict() if is_saved else model.pretrained_cfg,
-        pretrained_filter_fn=resample_weights,
+        pretrained_filter_fn=_resample,
         feature_cfg={'out_indices': _default_indices(model), 'feature_cls': 'getter'},
         pretrained_model_args=pretrained_model_args,
         cache_dir=cache_dir,
@@ -108,6 +108,13 @@ def _is_default(config: dict | PretrainedCfg) -> bool:
     """Return True for the registered config, which timm's scripts pass on as if it were chosen."""
     default = resolve_pretrained_cfg(ARCHITECTURE).to_dict()
     return (config if isinstance(config, dict) else config.to_dict()) == default
+
+
+def _resample(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Resample weights to the image size of a model, if timm can change it."""
+    if not hasattr(model, 'set_input_size') or not hasattr(model, 'patch_embed'):
+        return state_dict
+    return resample_weights(state_dict, model)
 
 
 def _default_indices(model: nn.Module) -> int | tuple[int, ...]:
