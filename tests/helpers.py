@@ -65,6 +65,7 @@ SETTINGS = {
         {'pattern': 'fixed', 'stride': 4, 'num_summaries': 2},
     ],
     'srformer': [{'sr_ratio': 3}, {'sr_ratio': 2, 'norm': 'instance'}],
+    'swin': [{'window_size': 2}, {'window_size': 3, 'shift': True}, {'window_size': 3, 'rel_bias': 'none', 'layer': 1}],
     'synthesizer': [
         {},
         {'variant': 'random'},

@@ -71,6 +71,10 @@ def ls(grid, P, N, C, h, window_size=7, rank=8):
     return landmarks + window(grid, window_size, window_size // 2, rank + P, C) + attend(P, N, C)
 
 
+def swin(grid, P, N, C, h, window_size=7):
+    return window(grid, window_size, 0, P, C) + attend(P, N, C)
+
+
 def sparse(grid, P, N, C, h, pattern='strided', summaries=2):
     H, W = grid
     far = H * W * H if pattern == 'strided' else H * W * H * min(summaries, W)
@@ -198,6 +202,7 @@ FORMS = dict(
     softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
+    swin=swin, 
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none

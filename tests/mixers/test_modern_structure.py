@@ -1,0 +1,40 @@
+"""Structural mixers of 2021-2026 against the authors' classes: windows, neighbourhoods, decay, routing, inner training."""
+
+import pytest
+import torch
+from helpers import DIM, GRID, HEADS, assert_near, build, tokens
+from timm.models.swin_transformer import SwinTransformerBlock
+from torch import nn
+
+from vitzoo import create_mixer
+from vitzoo.mixers.softmax import softmax_naive
+
+
+@pytest.mark.parametrize('layer', [0, 1])
+@pytest.mark.parametrize(('grid', 'window_size'), [((8, 12), 4), ((6, 12), 3), ((4, 8), 4), ((5, 14), 7)])
+def test_swin_is_timms_block_on_a_grid_of_whole_windows(grid, window_size, layer):
+    torch.manual_seed(0)
+    shift = window_size // 2 * layer
+    # timm's windows take the size of a smaller grid
+    sizes = tuple(min(side, window_size) for side in grid)
+    block = SwinTransformerBlock(DIM, grid, HEADS, window_size=window_size, shift_size=shift).double()
+    block.norm1 = nn.Identity()
+    mixer = create_mixer('swin', DIM, HEADS, grid_size=grid, layer=layer, window_size=window_size).double()
+    weights = block.attn.state_dict()
+    table = mixer.rel_bias.table.data.unflatten(0, (2 * window_size - 1, -1))
+    rows, columns = (slice(window_size - size, window_size + size - 1) for size in sizes)
+    new = torch.randn_like(table[rows, columns])
+    table[rows, columns] = new
+    weights['relative_position_bias_table'] = new.flatten(0, 1)
+    block.attn.load_state_dict(weights)
+    mixer.load_state_dict({key: weights[key] for key in weights if not key.startswith('rel')}, strict=False)
+    x = torch.randn(2, grid[0] * grid[1], DIM, dtype=torch.float64)
+    expected = block._attn(x.unflatten(1, grid)).flatten(1, 2)
+    assert_near(mixer(x, grid), expected)
+
+
+def test_swin_in_one_window_without_bias_is_softmax():
+    mixer = build('swin', num_prefix_tokens=1, window_size=5, rel_bias='none', shift=True)
+    softmax = build('softmax', num_prefix_tokens=1)
+    softmax.load_state_dict(mixer.state_dict())
+    assert_near(mixer(tokens(mixer), GRID), softmax(tokens(mixer), GRID))
