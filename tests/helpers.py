@@ -45,6 +45,11 @@ SETTINGS = {
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
     ],
+    'neighborhood': [
+        {'kernel_size': 3},
+        {'kernel_size': 2, 'dilation': 2},
+        {'kernel_size': 5, 'dilation': 3, 'rel_bias': 'none'},
+    ],
     'nystrom': [{'num_landmarks': 5}, {'num_landmarks': 6, 'landmarks': 'grid'}],
     'performer': [{'num_features': 16}, {'num_features': 6, 'kernel': 'relu'}],
     'pool': [{}, {'pool_size': 5}],

@@ -75,6 +75,15 @@ def swin(grid, P, N, C, h, window_size=7):
     return window(grid, window_size, 0, P, C) + attend(P, N, C)
 
 
+def neighborhood(grid, P, N, C, h, kernel_size=7):
+    """Tiles of k // 2 + 1 queries per side, with the keys of all of them."""
+    side = kernel_size // 2 + 1
+    tiles, keys = (
+        prod(f(size) for size in grid) for f in (lambda s: ceil(s / side), lambda s: min(side + kernel_size - 1, s))
+    )
+    return attend(tiles * side**2, keys + P, C) + attend(P, N, C)
+
+
 def sparse(grid, P, N, C, h, pattern='strided', summaries=2):
     H, W = grid
     far = H * W * H if pattern == 'strided' else H * W * H * min(summaries, W)
@@ -202,7 +211,7 @@ FORMS = dict(
     softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
-    swin=swin, 
+    swin=swin, neighborhood=neighborhood,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none

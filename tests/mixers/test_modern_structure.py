@@ -1,4 +1,4 @@
-"""Structural mixers of 2021-2026 against the authors' classes: windows, neighbourhoods, decay, routing, inner training."""
+"""Structural mixers of 2021 to 2026, against the authors' classes and implementations of others."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
 from vitzoo import create_mixer
-from vitzoo.mixers.softmax import softmax_naive
 
 
 @pytest.mark.parametrize('layer', [0, 1])
@@ -38,3 +37,26 @@ def test_swin_in_one_window_without_bias_is_softmax():
     softmax = build('softmax', num_prefix_tokens=1)
     softmax.load_state_dict(mixer.state_dict())
     assert_near(mixer(tokens(mixer), GRID), softmax(tokens(mixer), GRID))
+
+
+@pytest.mark.parametrize(
+    ('size', 'kernel_size', 'dilation', 'position', 'expected'),
+    [
+        (9, 3, 1, 4, [3, 4, 5]),
+        (9, 3, 1, 0, [0, 1, 2]),
+        (9, 3, 1, 8, [6, 7, 8]),
+        (9, 4, 1, 4, [2, 3, 4, 5]),
+        (9, 4, 1, 7, [5, 6, 7, 8]),
+        (9, 3, 2, 1, [1, 3, 5]),
+        (9, 3, 2, 7, [3, 5, 7]),
+        (9, 3, 2, 8, [4, 6, 8]),
+        (10, 5, 3, 8, [2, 5, 8]),
+    ],
+)
+def test_neighborhood_attends_the_positions_that_natten_documents(size, kernel_size, dilation, position, expected):
+    # along a grid of one row, with equal scores: the weights of one-hot values
+    options = dict(kernel_size=kernel_size, dilation=dilation, rel_bias='none')
+    mixer = create_mixer('neighborhood', DIM, HEADS, grid_size=(1, size), **options)
+    zeros, values = torch.zeros(1, HEADS, size, 4), torch.eye(size).expand(1, HEADS, -1, -1)
+    weights = mixer.mix(zeros, zeros, values, (1, size))[0, 0, position]
+    assert weights.nonzero().flatten().tolist() == expected
