@@ -84,6 +84,17 @@ def neighborhood(grid, P, N, C, h, kernel_size=7):
     return attend(tiles * side**2, keys + P, C) + attend(P, N, C)
 
 
+def rmt(grid, P, N, C, h, decomposed=True, lepe=25):
+    """Rotations of pairs of channels are four products for each pair of queries and of keys."""
+    n = prod(grid)
+    rotations = 4 * n * C + 2 * n * C // 2
+    if decomposed:
+        mixing = attend(n, grid[1], C) + attend(n, P + grid[0], C)
+    else:
+        mixing = attend(n, P + n, C)
+    return rotations + mixing + attend(P, N, C) + lepe * n * C
+
+
 def sparse(grid, P, N, C, h, pattern='strided', summaries=2):
     H, W = grid
     far = H * W * H if pattern == 'strided' else H * W * H * min(summaries, W)
@@ -211,7 +222,7 @@ FORMS = dict(
     softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
-    swin=swin, neighborhood=neighborhood,
+    rmt=rmt, swin=swin, neighborhood=neighborhood,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none

@@ -1,8 +1,11 @@
 """Structural mixers of 2021 to 2026, against the authors' classes and implementations of others."""
 
+from pathlib import Path
+
 import pytest
+import safetensors.torch
 import torch
-from helpers import DIM, GRID, HEADS, assert_near, build, tokens
+from helpers import DIM, GRID, HEADS, assert_near, build, golden, relative_error, tokens
 from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
@@ -60,3 +63,41 @@ def test_neighborhood_attends_the_positions_that_natten_documents(size, kernel_s
     zeros, values = torch.zeros(1, HEADS, size, 4), torch.eye(size).expand(1, HEADS, -1, -1)
     weights = mixer.mix(zeros, zeros, values, (1, size))[0, 0, position]
     assert weights.nonzero().flatten().tolist() == expected
+
+
+def state(recording, renames):
+    """The recorded parameters under our names; official layers of one name are concatenated, in the order of names."""
+    parts = {}
+    for layer, own in renames.items():
+        for kind in ('', '.weight', '.bias'):
+            if f'state.{layer}{kind}' in recording:
+                parts.setdefault(own + kind, []).append(recording[f'state.{layer}{kind}'])
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+
+RMT_NAMES = {f'attn.{part}_proj': 'qkv' for part in 'qkv'} | {'attn.lepe.conv': 'lepe', 'attn.out_proj': 'proj'}
+# mixer, its options, and our names of the official parameters
+RECORDINGS = {
+    'rmt_decomposed_a': ('rmt', {}, RMT_NAMES),
+    'rmt_whole_a': ('rmt', dict(decomposed=False), RMT_NAMES),
+}
+
+
+def recording(name):
+    """A recording of tests/golden, or of ../shared/golden/modern."""
+    kept = Path(__file__).parents[1] / 'golden' / 'modern_structure.safetensors'
+    tensors = safetensors.torch.load_file(kept) if kept.exists() else {}
+    own = {key.removeprefix(f'{name}.'): tensor for key, tensor in tensors.items() if key.startswith(f'{name}.')}
+    return own or golden(f'modern/{name}')
+
+
+@pytest.mark.parametrize('name', RECORDINGS)
+def test_a_mixer_reproduces_the_authors_class(name):
+    mixer_name, options, renames = RECORDINGS[name]
+    recorded = recording(name)
+    mixer = create_mixer(mixer_name, 48, 3, grid_size=(8, 8), **options).eval()
+    missing, unexpected = mixer.load_state_dict(state(recorded, renames), strict=False)
+    assert (missing, unexpected) == ([], [])
+    x, expected = (recorded[key].reshape(2, 64, 48) for key in ('input', 'output'))
+    with torch.no_grad():
+        assert relative_error(mixer(x, (8, 8)), expected) < 2e-5
