@@ -78,6 +78,7 @@ SETTINGS = {
         {'variant': 'factorized_dense'},
         {'variant': 'factorized_random', 'rank': 3},
     ],
+    'ttt': [{}, {'rope': True}],
 }
 
 

@@ -75,6 +75,14 @@ def swin(grid, P, N, C, h, window_size=7):
     return window(grid, window_size, 0, P, C) + attend(P, N, C)
 
 
+def ttt(grid, P, N, C, h):
+    """Inner forward and backward pass, then the outer one; the gates are products too."""
+    n, d = prod(grid), C // h
+    own_layers = N * 4 * C * d
+    network = 6 * N * C * d + (1 + 1 + 3 + 1) * N * C
+    return own_layers + network + 2 * 9 * n * d
+
+
 def neighborhood(grid, P, N, C, h, kernel_size=7):
     """Tiles of k // 2 + 1 queries per side, with the keys of all of them."""
     side = kernel_size // 2 + 1
@@ -222,7 +230,7 @@ FORMS = dict(
     softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
-    rmt=rmt, swin=swin, neighborhood=neighborhood,
+    rmt=rmt, swin=swin, ttt=ttt, neighborhood=neighborhood,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none

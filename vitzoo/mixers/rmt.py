@@ -16,7 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from ._grid_conv import GridConv, grid_conv_naive
-from .base import QKVMixer, no_autocast, register_mixer
+from ._rotary import rotate_pairs
+from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention
 
 __all__ = ['RMT', 'manhattan_attention', 'manhattan_naive']
@@ -117,14 +118,10 @@ def _decayed_softmax(scores: torch.Tensor, decay: torch.Tensor, in_weights: bool
 
 
 def _rotate(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring pairs of the channels of x (B, heads, N, d) by angles that grow with the position (N,)."""
-    with no_autocast(x):
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        speed = 10000 ** -torch.linspace(0, 1, x.shape[-1] // 2, dtype=dtype, device=x.device)
-        angle = position.to(dtype)[:, None] * speed
-        even, odd = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
-        rotated = torch.stack([even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin()], dim=-1)
-        return rotated.flatten(-2).to(x.dtype)
+    """Rotate the pairs of channels of x (B, heads, N, d) by angles that grow with the position (N,)."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    speed = 10000 ** -torch.linspace(0, 1, x.shape[-1] // 2, dtype=dtype, device=x.device)
+    return rotate_pairs(x, position[:, None] * speed)
 
 
 @register_mixer('rmt')
