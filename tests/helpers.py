@@ -79,6 +79,7 @@ SETTINGS = {
         {'variant': 'factorized_random', 'rank': 3},
     ],
     'ttt': [{}, {'rope': True}],
+    'vssd': [{'d_state': 5}, {'d_state': 3, 'expand': 1, 'qkv_bias': False}],
 }
 
 

@@ -83,6 +83,19 @@ def ttt(grid, P, N, C, h):
     return own_layers + network + 2 * 9 * n * d
 
 
+def circulant(grid, P, N, C, h):
+    """Three transforms of q, k and v, and one of the weights; two inverse ones. Complex products are one product."""
+    n, half = prod(grid), grid[0] * (grid[1] // 2 + 1)
+    return N * C * C + 6 * 2.5 * n * C * log2(n) + 2 * half * C + N * C + attend(P, N, C)
+
+
+def vssd(grid, P, N, C, h, d_state=64, expand=2):
+    n, inner = prod(grid), expand * C
+    projections = N * C * (2 * inner + 2 * d_state + h) + N * inner * C
+    convolution = 9 * n * (inner + 2 * d_state)
+    return projections + convolution + 2 * N * inner * d_state + N * (h + 3 * inner)
+
+
 def neighborhood(grid, P, N, C, h, kernel_size=7):
     """Tiles of k // 2 + 1 queries per side, with the keys of all of them."""
     side = kernel_size // 2 + 1
@@ -230,11 +243,11 @@ FORMS = dict(
     softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
-    rmt=rmt, swin=swin, ttt=ttt, neighborhood=neighborhood,
+    rmt=rmt, swin=swin, ttt=ttt, circulant=circulant, vssd=vssd, neighborhood=neighborhood,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none
-WITHOUT_QKV = ('srformer', 'synthesizer', 'fourier', 'pool')
+WITHOUT_QKV = ('srformer', 'synthesizer', 'fourier', 'pool', 'vssd')
 
 
 def closed_form(mixer, grid, P, C, h, conv=False, stride_kv=1, **options):

@@ -82,6 +82,13 @@ RECORDINGS = {
     'rmt_whole_a': ('rmt', dict(decomposed=False), RMT_NAMES),
     'vittt_a': ('ttt', {}, {name: name for name in ('qkv', 'proj', 'w1', 'w2', 'w3')}),
     'vittt_rope_d': ('ttt', dict(rope=True), {name: name for name in ('qkv', 'proj', 'w1', 'w2', 'w3')}),
+    'circulant_a': ('circulant', dict(qkv_bias=False), {'qkv': 'qkv', 'gate.0': 'gate', 'proj': 'proj'}),
+    'vssd_a': (
+        'vssd',
+        dict(d_state=16, qkv_bias=False),
+        {'in_proj': 'in_proj', 'conv2d': 'conv', 'A_log': 'log_a', 'D': 'skip', 'dt_bias': 'dt_bias', 'norm': 'norm'}
+        | {'out_proj': 'proj'},
+    ),
 }
 
 
@@ -110,6 +117,8 @@ def test_a_mixer_reproduces_the_authors_class(name):
     official = state(recorded, renames)
     if mixer_name == 'ttt':
         official = divide_ttt(official)
+    # the official output projection of vssd has no bias
+    official.setdefault('proj.bias', torch.zeros(48))
     mixer.load_state_dict(official)
     x, expected = (recorded[key].reshape(2, 64, 48) for key in ('input', 'output'))
     with torch.no_grad():
