@@ -45,6 +45,11 @@ SETTINGS = {
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
     ],
+    'neighborhood': [
+        {'kernel_size': 3},
+        {'kernel_size': 2, 'dilation': 2},
+        {'kernel_size': 5, 'dilation': 3, 'rel_bias': 'none'},
+    ],
     'nystrom': [
         {'num_landmarks': 5},
         {'num_landmarks': 6, 'landmarks': 'grid'},
@@ -58,6 +63,7 @@ SETTINGS = {
         {'num_hashes': 2, 'bucket_size': 64},
     ],
     'rfa': [{'num_features': 16}, {'num_features': 16, 'gate': True}],
+    'rmt': [{}, {'decay': 'weights'}, {'decomposed': False}, {'decomposed': False, 'decay': 'weights'}],
     'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
     'set': [{'num_inducing': 5}, {'num_inducing': 1}],
     'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
@@ -69,12 +75,15 @@ SETTINGS = {
         {'pattern': 'fixed', 'stride': 4, 'num_summaries': 2},
     ],
     'srformer': [{'sr_ratio': 3}, {'sr_ratio': 2, 'norm': 'instance'}],
+    'swin': [{'window_size': 2}, {'window_size': 3, 'shift': True}, {'window_size': 3, 'rel_bias': 'none', 'layer': 1}],
     'synthesizer': [
         {},
         {'variant': 'random'},
         {'variant': 'factorized_dense'},
         {'variant': 'factorized_random', 'rank': 3},
     ],
+    'ttt': [{}, {'rope': True}],
+    'vssd': [{'d_state': 5}, {'d_state': 3, 'expand': 1, 'qkv_bias': False}],
 }
 
 
