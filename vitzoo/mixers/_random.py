@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from .base import QKVMixer
+from ._kernel import KernelMixer
 
 __all__ = ['RandomFeatureMixer', 'draw_generator']
 
@@ -21,7 +21,7 @@ def draw_generator(seed: int, layer: int, index: int = 0) -> torch.Generator:
     return torch.Generator(device='cpu').manual_seed(int(state))
 
 
-class RandomFeatureMixer(QKVMixer):
+class RandomFeatureMixer(KernelMixer):
     """A mixer with `num_features` random features, a buffer that is saved with the weights.
 
     Subclasses define how features are drawn and, by `buffer_name`, the name of the buffer. The features depend on
