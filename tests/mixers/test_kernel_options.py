@@ -16,7 +16,6 @@ from vitzoo.mixers._kernel import KernelMixer
 
 NAMES = [name for name in vitzoo.list_mixers() if issubclass(mixer_class(name), KernelMixer)]
 UNMOVED = [name for name in NAMES if mixer_class(name).ignores_mean_key]
-OPTIONS = [dict(dwc='v'), dict(dwc='qk'), dict(dwc='qk', center_keys=True)]
 
 
 def make(name, **kwargs):
@@ -96,15 +95,27 @@ def test_an_unknown_convolution_is_refused():
         vitzoo.create_mixer('linear', DIM, 3, grid_size=GRID, dwc='k')
 
 
-@pytest.mark.parametrize('kwargs', OPTIONS)
-def test_attention_weights_are_those_applied_or_there_are_none(kwargs):
-    mixer = make('performer', **kwargs)
+PLAIN = [('performer', {}), ('inline', {'residual': False}), ('agent', {'conv_size': 0})]
+
+
+@pytest.mark.parametrize('dwc', ['none', 'qk', 'v'])
+@pytest.mark.parametrize('name, kwargs', PLAIN)
+def test_attention_weights_are_those_applied_or_there_are_none(name, kwargs, dwc):
+    mixer = make(name, dwc=dwc, **kwargs)
     x = tokens(mixer)
     weights = attention_weights(mixer, x, GRID)
-    if kwargs['dwc'] == 'v':
+    if dwc == 'v':
         assert weights is None
-    else:
-        assert_near(mixer.project(weights.dense() @ weights.values), mixer(x, GRID))
+        return
+    attn = weights.dense()
+    assert_near(mixer.project(attn @ weights.values), mixer(x, GRID))
+    assert_near(attn.sum(dim=-1), torch.ones(2, 3, 21, dtype=torch.float64))
+
+
+@pytest.mark.parametrize('name', ['agent', 'inline'])
+def test_mixers_that_convolve_values_by_themselves_have_no_attention_weights(name):
+    mixer = make(name)
+    assert attention_weights(mixer, tokens(mixer), GRID) is None
 
 
 def test_rollout_is_refused_if_values_are_convolved():

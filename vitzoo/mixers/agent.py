@@ -126,7 +126,6 @@ class Agent(KernelMixer):
 
     attn_weights = True
     ignores_mean_key = True
-    token_weights = True
     grid_bound = True
     op = staticmethod(agent_attention)
     op_naive = staticmethod(agent_naive)
@@ -154,9 +153,7 @@ class Agent(KernelMixer):
             shape = (num_heads, num_cells**2, self.grid_size, self.num_prefix_tokens)
             self.bias_q, self.bias_k = _AgentBias(*shape, **dd), _AgentBias(*shape, **dd)
         self.conv = GridConv(dim, conv_size, **dd) if conv_size else None
-        if conv_size:
-            # the output is not a weighted mean of tokens
-            self.token_weights = False
+        self.token_weights = self.conv is None and self.dwc_v is None
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         bias_q = bias_k = None

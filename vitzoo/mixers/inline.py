@@ -81,15 +81,14 @@ class InLine(KernelMixer):
     """InLine attention; `residual` adds the local term, without which it has no parameters of its own."""
 
     ignores_mean_key = True
-    token_weights = True
     op = staticmethod(inline_attention)
     op_naive = staticmethod(inline_naive)
 
     def __init__(self, dim: int, num_heads: int, *, residual: bool = True, device=None, dtype=None, **kwargs) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.residual = None
+        self.token_weights = not residual and self.dwc_v is None
         if residual:
-            self.token_weights = False
             dd = {'groups': num_heads, 'device': device, 'dtype': dtype}
             self.residual = nn.Sequential(nn.Conv1d(dim, dim, 1, **dd), nn.GELU(), nn.Conv1d(dim, 9 * dim, 1, **dd))
 
