@@ -28,9 +28,10 @@ SETTINGS = {
         {'block_size': 3, 'num_random_blocks': 0},
     ],
     'focused': [{'conv_size': 3}, {'power': 2, 'conv_size': 0, 'pos_embed': True}],
+    'flowformer': [{}, {'clamp': False}],
     'global': [{'num_global': 3}, {'num_global': 1}],
     'hedgehog': [{}, {'num_features': 3}],
-    'inline': [{}, {'residual': False}],
+    'inline': [{}, {'residual': False, 'mean_scores': False}],
     'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
     'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
     'longformer': [
@@ -49,7 +50,7 @@ SETTINGS = {
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
     ],
-    'mala': [{'conv_size': 3}, {'rope': False, 'gate': False, 'conv_size': 0}],
+    'mala': [{'conv_size': 3}, {'rope': False, 'gate': False, 'conv_size': 0, 'mean_scores': False}],
     'mhla': [
         {'num_blocks': 2, 'conv_size': 3},
         {'num_blocks': 2, 'conv_size': 0, 'normalizer': 'position', 'rms_norm': True},

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import golden
+from helpers import GRID, assert_near, build, golden, tokens
 from torch.nn import functional as F
 
 import vitzoo
@@ -11,6 +11,7 @@ from vitzoo.mixers._kernel import KernelMixer
 from vitzoo.mixers.flowformer import flow_attention
 from vitzoo.mixers.hedgehog import hedgehog_attention
 from vitzoo.mixers.mhla import block_mixing_weights
+from vitzoo.mixers.relu_linear import relu_linear_attention
 
 HEADS = 3
 KERNEL_MIXERS = [name for name in vitzoo.list_mixers() if issubclass(mixer_class(name), KernelMixer)]
@@ -176,3 +177,96 @@ def test_flow_attention_of_another_number_of_sources_equals_the_recording():
 def test_the_first_weights_between_blocks_equal_the_recording():
     expected = golden('modern/mhla_a')['extra.piece_attn_init'][:, :, 0, 0]
     torch.testing.assert_close(block_mixing_weights(2, 'linear'), expected)
+
+
+@pytest.mark.parametrize('locality', ['linear', 'cos', 'exp', 'local', 'gaussian'])
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1])
+def test_a_block_starts_nearest_to_itself_and_to_prefix_tokens(locality, num_prefix_tokens):
+    weights = block_mixing_weights(3, locality, num_prefix_tokens)
+    assert weights.shape == (9 + num_prefix_tokens,) * 2 and weights.min() >= 0
+    assert torch.equal(weights.amax(dim=0), weights.diagonal())
+    corner = weights[:9, 0]
+    assert corner[0] >= corner[1] >= corner[2] >= corner[8] and corner[0] > corner[8]
+    if num_prefix_tokens:
+        assert torch.equal(weights[9], weights.diagonal())
+
+
+CONVEX = [
+    ('agent', dict(num_cells=2, conv_size=0)),
+    ('focused', dict(conv_size=0)),
+    ('hedgehog', {}),
+    ('inline', dict(residual=False)),
+    ('inline', dict(residual=False, mean_scores=False)),
+    ('mala', dict(rope=False, gate=False, conv_size=0)),
+    ('mhla', dict(num_blocks=2, conv_size=0)),
+    ('polaformer', dict(gate=False, conv_size=0)),
+]
+
+
+@pytest.mark.parametrize(('name', 'kwargs'), CONVEX)
+def test_weights_that_sum_to_one_keep_a_value_that_all_tokens_share(name, kwargs):
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    q, k, v = mixer.to_qkv(tokens(mixer), GRID)
+    v = v[:, :, :1].expand_as(v)
+    # a query without a positive channel has almost no weights in some
+    q = torch.cat([q[..., :1].abs() + 0.5, q[..., 1:]], dim=-1)
+    assert_near(mixer.mix_input(None, q, k, v, GRID), v, 1e-4)
+
+
+def test_mhla_of_one_block_is_relu_attention():
+    mixer = build('mhla', num_blocks=1, conv_size=0)
+    q, k, v = mixer.to_qkv(tokens(mixer), GRID)
+    mixer.mixing.data.fill_(1)
+    q, k = q.abs(), k.abs()
+    assert_near(mixer.mix(q, k, v, GRID), relu_linear_attention(q, k, v), 1e-4)
+
+
+def test_blocks_without_weight_do_not_see_each_other():
+    mixer = build('mhla', (6, 4), num_blocks=2, conv_size=0)
+    mixer.mixing.data.copy_(torch.eye(4))
+    q, k, v = mixer.to_qkv(tokens(mixer), (6, 4))
+    moved = v.clone()
+    # the second block is at the top right, of 3 x 2 tokens
+    moved[:, :, [2, 3, 6, 7, 10, 11]] += 1
+    changed = (mixer.mix(q, k, moved, (6, 4)) - mixer.mix(q, k, v, (6, 4))).abs().amax(dim=(0, 1, 3)) > 1e-9
+    assert changed.nonzero().flatten().tolist() == [2, 3, 6, 7, 10, 11]
+
+
+def test_cosformer_weights_fall_with_the_distance_in_the_raster():
+    mixer = build('cosformer', num_prefix_tokens=1)
+    q = k = torch.ones(1, HEADS, 21, 4, dtype=torch.float64)
+    weights = mixer.mix(q, k, torch.eye(21, dtype=torch.float64).expand(1, HEADS, 21, 21), GRID)[0, 0]
+    assert (weights[1, 2:].diff() < 0).all()
+    assert_near(weights[0], torch.full((21,), 1 / 21, dtype=torch.float64))
+    assert_near(weights[5, 0], weights[5].max())
+
+
+def test_a_bias_of_agents_follows_the_grid():
+    mixer = build('agent', num_cells=2, num_prefix_tokens=1)
+    with pytest.raises(ValueError, match='made for a 4 x 5 grid and got 6 x 3'):
+        mixer(torch.randn(1, 19, 12, dtype=torch.float64), (6, 3))
+    mixer.set_input_size((6, 3))
+    assert mixer(torch.randn(1, 19, 12, dtype=torch.float64), (6, 3)).isfinite().all()
+    assert mixer.bias_k.rows.shape == (3, 4, 6) and mixer.bias_q.columns.shape == (3, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'message'),
+    [
+        ('polaformer', dict(num_heads=4), 'splits the channels of a head into halves, and dim 12 with 4 heads has 3'),
+        ('mala', dict(num_heads=2), 'a multiple of 4, and dim 12 with 2 heads has 6'),
+        ('mala', dict(conv_size=4), 'odd kernel size, not 4'),
+        ('mhla', dict(num_blocks=0), 'num_blocks of mhla must be at least 1, not 0'),
+        ('mhla', dict(locality='near'), "one of linear, cos, exp, local, gaussian, not 'near'"),
+        ('mhla', dict(normalizer='code'), "is 'paper' or 'position', not 'code'"),
+        ('mhla', dict(rms_norm=True, qk_norm=True), 'choose one'),
+        ('focused', dict(power=0), 'power of focused must be positive, not 0'),
+        ('polaformer', dict(alpha=-1), 'alpha of polaformer must be at least 0, not -1'),
+        ('hedgehog', dict(num_features=0), 'num_features of hedgehog must be at least 1, not 0'),
+        ('agent', dict(num_cells=0), 'num_cells of agent must be at least 1, not 0'),
+        ('relu_linear', dict(scales=(2,)), 'odd kernel size, not 2'),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        vitzoo.create_mixer(name, 12, kwargs.pop('num_heads', HEADS), grid_size=GRID, **kwargs)

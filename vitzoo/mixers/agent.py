@@ -3,12 +3,12 @@
     out_i = sum_a softmax_a(scale * q_i . p_a + b_ia) u_a + DWC(v)_i
     u_a = sum_j softmax_j(scale * p_a . k_j + b'_aj) v_j
 
-where the agents p_a are the averages of the queries over n x n cells of the grid. Linear in the number of tokens:
-O(N n^2 dim). Cells are those of adaptive average pooling, which differ by a row or a column and overlap if n does not
+where the agents p_a are the averages of the queries over n x n cells of the grid. Linear in the number of tokens: O(N
+n^2 dim). Cells are those of adaptive average pooling, which differ by a row or a column and overlap if n does not
 divide the sides of the grid. Prefix tokens are part of no agent, and are ordinary queries and keys. The biases b and b'
 of grid tokens are the sum of a 7 x 7 map for each agent and head, resampled to the grid, and of a value for each row
 and each column; prefix tokens have their own. The convolution is on the grid, padded with zeros. A constant added to
-all keys changes nothing. Agent Attention, section 3.2, https://arxiv.org/abs/2312.08874
+all keys changes nothing. Agent Attention, https://arxiv.org/abs/2312.08874
 """
 
 import torch

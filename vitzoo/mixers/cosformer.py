@@ -5,7 +5,7 @@
 Linear in the number of tokens: O(N dim head_dim), as cos(a - b) = cos a cos b + sin a sin b. The paper is on text;
 positions i and j are here those in the raster of the M grid tokens, so that a distance of one row counts W times as
 much as one of a column. Prefix tokens have no position: the cosine is 1 for every pair with one. There is no scale of
-the scores. A query without a positive channel gives 0. cosFormer, section 3, https://arxiv.org/abs/2202.08791
+the scores. A query without a positive channel gives 0. cosFormer, https://arxiv.org/abs/2202.08791
 """
 
 import math

@@ -7,7 +7,7 @@ Linear in the number of tokens: O(N f dim) for f features of each sign. Queries 
 head, which starts as the identity. There is no scale of the scores. The sums do not depend on the order of tokens, so
 the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. Two options of the official code are
 left out: its bias, one number per head, cancels in the softmax, and its skip connection adds the identity to W. The
-Hedgehog & the Porcupine, section 4, https://arxiv.org/abs/2402.04347
+Hedgehog & the Porcupine, https://arxiv.org/abs/2402.04347
 """
 
 import torch

@@ -7,9 +7,10 @@
 where o is a linear layer of the tokens. Linear in the number of tokens: O(N dim head_dim). As in the official code,
 features are rotated by the row and the column of their token (RoPE) in s_ij, after gamma_i is computed without; the
 first half of the channels of a head by the row and the second by the column, so that its width must be a multiple of 4.
-Without rotation scores sum to 1. The factor scale / N is the code's too, and keeps gamma independent of the number of
-tokens. The convolution is on the grid, padded with zeros; prefix tokens are ordinary tokens in the sums, without
-rotation and without convolution. MALA, section 3.2, https://arxiv.org/abs/2507.00698
+Without rotation the weights of a token sum to 1. The factor scale / N is the code's too; `mean_scores=False` leaves out
+N, as the paper does, and `scale=1` the scale. The convolution is on the grid, padded with zeros; prefix tokens are
+ordinary tokens in the sums, without rotation and without convolution. Rectifying Magnitude Neglect in Linear Attention,
+https://arxiv.org/abs/2507.00698
 """
 
 import torch
@@ -40,7 +41,7 @@ def mala_naive(
     """The N x N attention matrix, and rotations as complex numbers; arguments as `mala_attention`."""
     (H, W), N, d = grid_size, *q.shape[2:]
     q, k = torch.where(q > 0, q + 1, q.exp()), torch.where(k > 0, k + 1, k.exp())
-    gamma = (scale / N * q @ k.mT).sum(dim=-1, keepdim=True)
+    gamma = (scale * q @ k.mT).sum(dim=-1, keepdim=True)
     if rope:
         frequencies = [_BASE ** -(i / max(d // 4 - 1, 1)) for i in range(d // 4)]
         places = [(y, x) for y in range(H) for x in range(W)]
@@ -50,7 +51,7 @@ def mala_naive(
         q, k = (
             torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * rotation).flatten(-2) for x in (q, k)
         )
-    out = ((1 + 1 / (gamma + _EPS)) * (scale / N * q @ k.mT) - gamma / N) @ v
+    out = ((1 + 1 / (gamma + _EPS)) * (scale * q @ k.mT) - gamma / N) @ v
     out = out if conv is None else out + grid_conv_naive(conv, v, grid_size)
     return out if gate is None else out * gate
 
@@ -71,12 +72,12 @@ def mala_attention(
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q, k, v_wide, N = F.elu(q.to(dtype)) + 1, F.elu(k.to(dtype)) + 1, v.to(dtype), q.shape[2]
-        gamma = q @ (scale * k.mean(dim=2)).unsqueeze(-1)  # (B, heads, N, 1)
+        q, k, v_wide = F.elu(q.to(dtype)) + 1, F.elu(k.to(dtype)) + 1, v.to(dtype)
+        gamma = q @ (scale * k.sum(dim=2)).unsqueeze(-1)  # (B, heads, N, 1)
         mean = v_wide.mean(dim=2, keepdim=True)
         if rope:
             q, k = _rotate(q, grid_size), _rotate(k, grid_size)
-        context = scale / N * (k.mT @ v_wide)  # (B, heads, d, d)
+        context = scale * (k.mT @ v_wide)  # (B, heads, d, d)
         out = q @ context * (1 + 1 / (gamma + _EPS)) - gamma @ mean
     out = out if conv is None else out + conv(v, grid_size)
     return out.to(v.dtype) if gate is None else (out * gate).to(v.dtype)
@@ -100,8 +101,8 @@ class MALA(KernelMixer):
     """Magnitude-aware linear attention.
 
     `rope=False` leaves out the rotations, `gate=False` the factor o; `conv_size` is the side of the convolution, or 0
-    for none. Without all three it is the attention of the paper. Raises ValueError if the width of a head does not fit
-    the rotations.
+    for none. `mean_scores` divides the scores by the number of tokens. Raises ValueError if the width of a head does
+    not fit the rotations.
     """
 
     op = staticmethod(mala_attention)
@@ -114,6 +115,7 @@ class MALA(KernelMixer):
         *,
         rope: bool = True,
         gate: bool = True,
+        mean_scores: bool = True,
         conv_size: int = 5,
         device=None,
         dtype=None,
@@ -127,6 +129,7 @@ class MALA(KernelMixer):
             )
         dd = {'device': device, 'dtype': dtype}
         self.rope = rope
+        self.mean_scores = mean_scores
         self.gate = nn.Linear(dim, dim, **dd) if gate else None
         self.conv = GridConv(dim, conv_size, **dd) if conv_size else None
 
@@ -134,4 +137,5 @@ class MALA(KernelMixer):
         self, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
     ) -> torch.Tensor:
         gate = None if self.gate is None else split_heads(self.gate(x), self.num_heads)
-        return self.op(q, k, v, gate, self.conv, grid_size, self.scale, self.rope)
+        scale = self.scale / q.shape[2] if self.mean_scores else self.scale
+        return self.op(q, k, v, gate, self.conv, grid_size, scale, self.rope)

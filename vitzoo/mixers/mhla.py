@@ -10,8 +10,8 @@ distance from any other. The convolution is on the grid, padded with zeros. Ther
 below 0 counts as 0, which keeps the normalizer positive; the official code does not ensure that, and agrees for
 positive weights. Its normalizer is not the paper's: `normalizer='position'` mixes, in place of z_b, the normalizers
 phi(q_l) . z_{b(l)} of the tokens l at the same position in each block; a block that is too small to have that token
-counts as 0. The layer norm that the official class applies first is here that of the transformer block. MHLA, section
-3, https://arxiv.org/abs/2601.07832
+counts as 0. The layer norm that the official class applies first is here that of the transformer block. MHLA: Restoring
+Expressivity of Linear Attention via Token-Level Multi-Head, https://arxiv.org/abs/2601.07832
 """
 
 import math
@@ -27,18 +27,28 @@ from .base import no_autocast, register_mixer
 __all__ = ['MHLA', 'block_mixing_weights', 'mhla_attention', 'mhla_naive']
 
 _EPS = 1e-6
+_LOCALITIES = ('linear', 'cos', 'exp', 'local', 'gaussian')
 
 
-def block_mixing_weights(num_blocks: int, locality: str) -> torch.Tensor:
-    """Initial weights between the blocks of a square of `num_blocks` x `num_blocks`, whose columns sum to 1.
+def block_mixing_weights(num_blocks: int, locality: str, num_prefix_tokens: int = 0) -> torch.Tensor:
+    """Initial weights between `num_blocks` x `num_blocks` blocks and one of prefix tokens, if any, (M, M).
 
-    They fall with the distance of the centres, to 0 ('linear') or to cos(pi / 4) of the largest ('cos').
+    `locality` names the function of the distance of the centres of two blocks, in blocks, as in the official code:
+    'linear', 'cos', 'exp', 'local' or 'gaussian'. Columns sum to 1, except for 'gaussian'.
     """
     places = torch.cartesian_prod(*[torch.arange(num_blocks, device='cpu', dtype=torch.float32)] * 2)
     distance = torch.linalg.vector_norm(places[:, None] - places, dim=-1)
-    distance = distance / distance.max().clamp(min=1)
-    weights = 1 - distance if locality == 'linear' else (math.pi / 4 * distance).cos()
-    return weights / weights.sum(dim=0)
+    relative = distance / distance.max().clamp(min=1)
+    weights = {
+        'linear': 1 - relative,
+        'cos': (math.pi / 4 * relative).cos(),
+        'exp': (-distance / 3).exp(),
+        'local': (distance <= 1.5).float(),
+        'gaussian': (-4.5 * relative.square()).exp(),
+    }[locality]
+    if num_prefix_tokens:
+        weights = F.pad(weights, (0, 1, 0, 1), value=1.0)
+    return weights if locality == 'gaussian' else weights / weights.sum(dim=0)
 
 
 def mhla_naive(
@@ -167,9 +177,9 @@ class _AllHeadsRMSNorm(nn.Module):
 class MHLA(KernelMixer):
     """Multi-head linear attention with `num_blocks` x `num_blocks` blocks.
 
-    `locality` is 'linear' or 'cos', the initial fall of the weights with the distance of the blocks, and `normalizer`
-    'paper' or 'position', that of the official code. `rms_norm` normalizes queries and keys over all heads, as the
-    official class can; `conv_size` is the side of the convolution, or 0 for none.
+    `locality` is 'linear', 'cos', 'exp', 'local' or 'gaussian', the initial fall of the weights with the distance of
+    the blocks, and `normalizer` 'paper' or 'position', that of the official code. `rms_norm` normalizes queries and
+    keys over all heads, as the official class can; `conv_size` is the side of the convolution, or 0 for none.
     """
 
     op = staticmethod(mhla_attention)
@@ -193,8 +203,8 @@ class MHLA(KernelMixer):
         super().__init__(dim, num_heads, qk_norm=qk_norm, device=device, dtype=dtype, **kwargs)
         if num_blocks < 1:
             raise ValueError(f'num_blocks of mhla must be at least 1, not {num_blocks}.')
-        if locality not in ('linear', 'cos'):
-            raise ValueError(f"locality of mhla is 'linear' or 'cos', not {locality!r}.")
+        if locality not in _LOCALITIES:
+            raise ValueError(f'locality of mhla is one of {", ".join(_LOCALITIES)}, not {locality!r}.')
         if normalizer not in ('paper', 'position'):
             raise ValueError(f"normalizer of mhla is 'paper' or 'position', not {normalizer!r}.")
         if rms_norm and qk_norm:
@@ -204,16 +214,9 @@ class MHLA(KernelMixer):
         self.normalizer = normalizer
         if rms_norm:
             self.q_norm, self.k_norm = (_AllHeadsRMSNorm(num_heads, self.head_dim, **dd) for _ in range(2))
-        self.mixing = nn.Parameter(self._initial_mixing(locality).to(**dd))
+        mixing = block_mixing_weights(num_blocks, locality, self.num_prefix_tokens)
+        self.mixing = nn.Parameter(mixing.to(**dd))
         self.conv = GridConv(dim, conv_size, **dd) if conv_size else None
-
-    def _initial_mixing(self, locality: str) -> torch.Tensor:
-        weights = block_mixing_weights(self.num_blocks, locality)
-        if not self.num_prefix_tokens:
-            return weights
-        # no distance: the largest weight of each block, its own
-        weights = F.pad(weights / weights.diagonal(), (0, 1, 0, 1), value=1.0)
-        return weights / weights.sum(dim=0)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return self.op(q, k, v, self.mixing, self.conv, grid_size, self.num_blocks, self.normalizer)

@@ -7,8 +7,7 @@ of tokens, so the formula applies to a grid unchanged, and prefix tokens are ord
 channel gives 0. With `scales` there are further heads for each scale s, whose queries, keys and values come from those
 of the first heads by an s x s depthwise convolution on the grid, which prefix tokens bypass, and then by a linear map
 inside each head. The official code normalises the output by batch norm, which is left out, as it makes an image depend
-on its batch; in evaluation it is part of the output projection. EfficientViT, section 3.1,
-https://arxiv.org/abs/2205.14756
+on its batch; in evaluation it is part of the output projection. EfficientViT, https://arxiv.org/abs/2205.14756
 """
 
 from collections.abc import Sequence
