@@ -21,12 +21,17 @@ DIM, HEADS, GRID = 12, 3, (4, 5)
 SETTINGS = {
     'aft_conv': [{'kernel_size': 3}, {'kernel_size': 7}],
     'aft_local': [{'window_size': 2, 'bias_dim': 4}, {'window_size': 3, 'bias_dim': 4}],
+    'agent': [{'num_cells': 2}, {'num_cells': 3, 'agent_bias': False, 'conv_size': 0}],
     'bigbird': [
         {'block_size': 2, 'num_global_blocks': 0, 'num_random_blocks': 1},
         {'block_size': 1, 'num_global_blocks': 2, 'num_random_blocks': 2, 'seed': 5},
         {'block_size': 3, 'num_random_blocks': 0},
     ],
+    'focused': [{'conv_size': 3}, {'power': 2, 'conv_size': 0, 'pos_embed': True}],
+    'flowformer': [{}, {'clamp': False}],
     'global': [{'num_global': 3}, {'num_global': 1}],
+    'hedgehog': [{}, {'num_features': 3}],
+    'inline': [{}, {'residual': False, 'mean_scores': False}],
     'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
     'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
     'longformer': [
@@ -45,6 +50,11 @@ SETTINGS = {
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
     ],
+    'mala': [{'conv_size': 3}, {'rope': False, 'gate': False, 'conv_size': 0, 'mean_scores': False}],
+    'mhla': [
+        {'num_blocks': 2, 'conv_size': 3},
+        {'num_blocks': 2, 'conv_size': 0, 'normalizer': 'position', 'rms_norm': True},
+    ],
     'neighborhood': [
         {'kernel_size': 3},
         {'kernel_size': 2, 'dilation': 2},
@@ -56,12 +66,14 @@ SETTINGS = {
         {'num_landmarks': 4, 'conv_kernel_size': 5},
     ],
     'performer': [{'num_features': 16}, {'num_features': 9, 'eps': 1e-4}, {'num_features': 6, 'kernel': 'relu'}],
+    'polaformer': [{'conv_size': 3}, {'conv_size': 0, 'gate': False, 'pos_embed': True}],
     'pool': [{}, {'pool_size': 5}],
     'reformer': [
         {'num_hashes': 1, 'bucket_size': 2},
         {'num_hashes': 3, 'bucket_size': 3},
         {'num_hashes': 2, 'bucket_size': 64},
     ],
+    'relu_linear': [{}, {'scales': (3,)}],
     'rfa': [{'num_features': 16}, {'num_features': 16, 'gate': True}],
     'rmt': [{}, {'decay': 'weights'}, {'decomposed': False}, {'decomposed': False, 'decay': 'weights'}],
     'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
