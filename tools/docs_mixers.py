@@ -47,6 +47,10 @@ measurements are for a layer of DeiT-Small ({dim} wide, {heads} heads) with defa
   neighbours are not similar. `vitzoo validate --health` measures the error in a model, on images.
 * **bound**: has parameters for one grid, which `set_input_size` resamples. Every mixer works on any grid.
 
+Some fast forms cannot be differentiated twice: `linear`, `performer` and `reformer`, and on a CPU `local`, `longformer`
+and `ls`, have a backward pass of their own, and `global`, `linformer`, `nystrom`, `set`, `softmax` and `srformer` use
+PyTorch's fused attention. A second derivative raises an error; the `op_naive` of each mixer has one.
+
 {cheaper}
 """
 
