@@ -12,6 +12,7 @@ from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
 from ._swap_attention import Unsupported, take_apart
 from ._swap_blocks import SWAPPED_BLOCKS, SwappedTimmBlock
 from ._swap_models import SWAPPED_MODELS, SwappedModel
+from ._swap_record import name_entrypoint
 from .inherit import Inheritance, inherit_weights, summarize_names
 
 __all__ = ['swap_mixer']
@@ -45,8 +46,8 @@ def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | Non
     `Inheritance` of each block is in `model.inheritance`; warnings name the weights of the attention that are lost, and
     the blocks that lose rotary positions. Random values of mixers are drawn from their `seed`, and are never inherited.
     `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the model's image
-    size, and follows `model.set_input_size()`. To load a checkpoint of the swapped model, repeat the swap first. The
-    models, and what each mixer inherits from them, are in docs/swap.md.
+    size, and follows `model.set_input_size()`. timm exports and loads the model as any other; to load a bare checkpoint
+    of it, repeat the swap first. The models, and what each mixer inherits from them, are in docs/swap.md.
 
     Raises:
         ValueError: The type of the model, of a block or of its attention is not supported, the block or mixer does not
@@ -71,9 +72,10 @@ def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | Non
     model.inheritance = {**getattr(model, 'inheritance', {}), **reports}
     for name in dict.fromkeys(names.values()):
         _warn_of_losses(model, name, [i for i in indices if names[i] == name])
-    # recorded in an exported config, which then does not load as the model without the swap
+    # recorded in an exported config, whose architecture repeats the swaps
     swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
     update_model_args(model, swap_mixer=[*swaps, {'mixer': mixer, 'blocks': indices, **mixer_kwargs}])
+    name_entrypoint(model)
     return model
 
 
