@@ -11,8 +11,8 @@ from vitzoo.mixers._rope import Rope
 
 # their outputs are not functions of the products of queries with keys
 WITHOUT_ROPE = [
-    'aft_conv', 'aft_full', 'aft_local', 'aft_simple', 'fourier', 'hydra', 'pool', 'set', 'srformer', 'synthesizer',
-    'xca',
+    'aft_conv', 'aft_full', 'aft_local', 'aft_simple', 'circulant', 'fourier', 'hydra', 'pool', 'set', 'srformer',
+    'synthesizer', 'ttt', 'vssd', 'xca',
 ]  # fmt: skip
 WITH_ROPE = [mixer for mixer in vitzoo.list_mixers() if mixer_class(mixer).has_rope]
 TINY = dict(img_size=(64, 96), embed_dim=48, num_heads=4, depth=2, num_classes=5)

@@ -141,6 +141,9 @@ def _new_mixers(
             num_prefix_tokens=family.num_prefix_in_blocks(model),
             layer=index * len(parts) + number,
         )
+        if cls.has_own_rope and getattr(model, 'rope', None) is not None:
+            # the weights are made for the positions of the model
+            settings['rope'] = False
         mixer = create_mixer(name, **{**settings, **mixer_kwargs})
         mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
         if 'proj.bias' not in part.weights and isinstance(getattr(mixer, 'proj', None), nn.Linear):
