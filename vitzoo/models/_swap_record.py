@@ -21,7 +21,7 @@ def name_entrypoint(model: nn.Module) -> None:
         return
     update_model_args(model, base_model=config['architecture'])
     model.pretrained_cfg = model.default_cfg = {**config, 'architecture': ARCHITECTURE}
-    if hasattr(model, 'patch_embed'):
+    if hasattr(getattr(model, 'patch_embed', None), 'img_size'):
         # the mixers have a grid even if the base model takes images of any size
         update_model_input_size(model, model.patch_embed.img_size)
         model._traits = {**model._traits, 'fixed_input_size': True}
