@@ -230,9 +230,17 @@ def test_wrong_arguments_of_the_entrypoint_are_refused(kwargs, message):
         timm.create_model('vitzoo_swapped', device='meta', **kwargs)
 
 
-def test_the_commands_ask_for_the_folder_instead_of_the_name():
-    with pytest.raises(UserError, match='give the folder'):
-        find_model('vitzoo_swapped')
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        ({}, 'cannot be made: vitzoo_swapped needs base_model'),
+        (dict(base_model='test_vit', swap_mixer=[dict(mixer='ls')], dept=2), "no argument 'dept', did you mean depth"),
+        (dict(base_model='test_vit', swap_mixer=[dict(mixer='ls', blocks=[9])]), 'There is no block 9'),
+    ],
+)
+def test_the_commands_refuse_wrong_arguments_of_the_name(kwargs, message):
+    with pytest.raises(UserError, match=message):
+        create_model(find_model('vitzoo_swapped'), model_kwargs=kwargs)
 
 
 def test_a_folder_with_an_unknown_mixer_is_one_sentence(saved, tmp_path):
