@@ -27,6 +27,8 @@ CASES = {
     'longformer_exact': ('longformer', dict(exact=True)),
     'longformer_global': ('longformer', dict(global_proj=True)),
     'nystrom_grid': ('nystrom', dict(landmarks='grid', num_landmarks=16)),
+    'nystrom_conv': ('nystrom', dict(conv_kernel_size=7)),
+    'performer_eps': ('performer', dict(eps=1e-4)),
     'relu_linear_scales': ('relu_linear', dict(scales=(3, 5))),
     'rfa_gated': ('rfa', dict(gate=True)),
     'sparse_fixed': ('sparse', dict(pattern='fixed')),
@@ -72,6 +74,51 @@ def ls(grid, P, N, C, h, window_size=7, rank=8):
     return landmarks + window(grid, window_size, window_size // 2, rank + P, C) + attend(P, N, C)
 
 
+def swin(grid, P, N, C, h, window_size=7):
+    return window(grid, window_size, 0, P, C) + attend(P, N, C)
+
+
+def ttt(grid, P, N, C, h):
+    """Inner forward and backward pass, then the outer one; the gates are products too."""
+    n, d = prod(grid), C // h
+    own_layers = N * 4 * C * d
+    network = 6 * N * C * d + (1 + 1 + 3 + 1) * N * C
+    return own_layers + network + 2 * 9 * n * d
+
+
+def circulant(grid, P, N, C, h):
+    """Three transforms of q, k and v, and one of the weights; two inverse ones. Complex products are one product."""
+    n, half = prod(grid), grid[0] * (grid[1] // 2 + 1)
+    return N * C * C + 6 * 2.5 * n * C * log2(n) + 2 * half * C + N * C + attend(P, N, C)
+
+
+def vssd(grid, P, N, C, h, d_state=64, expand=2):
+    n, inner = prod(grid), expand * C
+    projections = N * C * (2 * inner + 2 * d_state + h) + N * inner * C
+    convolution = 9 * n * (inner + 2 * d_state)
+    return projections + convolution + 2 * N * inner * d_state + N * (h + 3 * inner)
+
+
+def neighborhood(grid, P, N, C, h, kernel_size=7):
+    """Tiles of k // 2 + 1 queries per side, with the keys of all of them."""
+    side = kernel_size // 2 + 1
+    tiles, keys = (
+        prod(f(size) for size in grid) for f in (lambda s: ceil(s / side), lambda s: min(side + kernel_size - 1, s))
+    )
+    return attend(tiles * side**2, keys + P, C) + attend(P, N, C)
+
+
+def rmt(grid, P, N, C, h, decomposed=True, lepe=25):
+    """Rotations of pairs of channels are four products for each pair of queries and of keys."""
+    n = prod(grid)
+    rotations = 4 * n * C + 2 * n * C // 2
+    if decomposed:
+        mixing = attend(n, grid[1], C) + attend(n, P + grid[0], C)
+    else:
+        mixing = attend(n, P + n, C)
+    return rotations + mixing + attend(P, N, C) + lepe * n * C
+
+
 def sparse(grid, P, N, C, h, pattern='strided', summaries=2):
     H, W = grid
     far = H * W * H if pattern == 'strided' else H * W * H * min(summaries, W)
@@ -84,7 +131,7 @@ def bigbird(grid, P, N, C, h, block=4, num_global=1, num_random=3):
     return attend(tiles * block**2, keys, C) + attend(P + num_global * block**2, N, C)
 
 
-def performer(grid, P, N, C, h, m=256):
+def performer(grid, P, N, C, h, m=256, eps=0.0):
     return 4 * N * m * C + N * m * h
 
 
@@ -107,12 +154,12 @@ def rfa(grid, P, N, C, h, m=64, gate=False, chunk=64):
     return features + 2 * scan + itself + prefix
 
 
-def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment'):
+def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment', conv_kernel_size=0):
     m = min(num_landmarks, N)
     if landmarks == 'grid':
         # 4 x 4 cells of a square, 3 x 5 of what is wider, and the prefix tokens
         m = P + (16 if grid[0] == grid[1] else 15)
-    return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3
+    return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3 + N * conv_kernel_size * C
 
 
 def depthwise(grid, size, C):
@@ -248,12 +295,13 @@ FORMS = dict(
     softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
+    rmt=rmt, swin=swin, ttt=ttt, circulant=circulant, vssd=vssd, neighborhood=neighborhood,
     agent=agent, cosformer=cosformer, flowformer=flowformer, focused=focused, hedgehog=hedgehog, inline=inline,
     mala=mala, mhla=mhla, polaformer=polaformer, relu_linear=relu_linear,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none
-WITHOUT_QKV = ('srformer', 'synthesizer', 'fourier', 'pool')
+WITHOUT_QKV = ('srformer', 'synthesizer', 'fourier', 'pool', 'vssd')
 
 
 def closed_form(mixer, grid, P, C, h, conv=False, stride_kv=1, **options):

@@ -3,6 +3,7 @@
 import torch
 
 from ._grid_conv import GridConv
+from ._rope import Rope
 from .base import QKVMixer
 
 __all__ = ['KernelMixer']
@@ -51,15 +52,17 @@ class KernelMixer(QKVMixer):
             conv = GridConv(dim, 3, bias=False, zero_init=True, device=device, dtype=dtype)
             setattr(self, f'dwc_{name}', conv)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.to_qkv(x, grid_size)
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
+        q, k, v = self.to_qkv(x, grid_size, rope)
         out = self.mix_input(x, q, k, v, grid_size)
         if self.dwc_v is not None:
             out = self.add_local(out, self.dwc_v(v, grid_size).to(out.dtype))
         return self.project(out)
 
-    def to_qkv(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = super().to_qkv(x, grid_size)
+    def to_qkv(
+        self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().to_qkv(x, grid_size, rope)
         if self.dwc_q is not None:
             q, k = q + self.dwc_q(q, grid_size).to(q.dtype), k + self.dwc_k(k, grid_size).to(k.dtype)
         if self.center_keys:
