@@ -47,10 +47,11 @@ measurements are for a layer of DeiT-Small ({dim} wide, {heads} heads) with defa
   neighbours are not similar. `vitzoo validate --health` measures the error in a model, on images.
 * **bound**: has parameters for one grid, which `set_input_size` resamples. Every mixer works on any grid.
 
-Mixers of kernels and feature maps have two options in common. `dwc='v'` adds a 3 × 3 depthwise convolution of the values to
-the output, and `dwc='qk'` one of queries and keys to these; both start at 0, so a model with inherited weights gives the
-same output as without. `center_keys=True` subtracts from the keys their mean over the tokens, which softmax attention
-ignores and kernels do not. `agent` and `inline`, which ignore it too, refuse `center_keys`.
+Mixers of kernels and feature maps have two options in common. `dwc='v'` adds a 3 × 3 depthwise convolution of the
+values to the output, and `dwc='qk'` adds to queries and keys their own; both start at 0, so a model with inherited
+weights gives the same output as without. `center_keys=True` subtracts from the keys their mean over the tokens, which
+makes no difference to softmax attention but does to most kernels; `agent` and `inline`, to which it makes none, do not
+take it.
 
 {cheaper}
 """
