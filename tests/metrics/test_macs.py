@@ -335,11 +335,15 @@ def model_form(model, backbone):
     """Patch embeddings, blocks and head of one of the zoo's models."""
     if backbone in ('deit', 'aft'):
         C, grid = model.embed_dim, model.patch_embed.grid_size
-        return prod(grid) * 3 * 256 * C + sum(block_form(b, grid) for b in model.blocks) + 1000 * C
-    kernels = (7, 3, 3) if backbone == 'cvt' else (4, 2, 2, 2)
+        return (
+            prod(grid) * 3 * prod(model.patch_embed.patch_size) * C
+            + sum(block_form(b, grid) for b in model.blocks)
+            + 1000 * C
+        )
     total, chans = 1000 * model.embed_dim, 3
-    for stage, kernel, C in zip(model.stages, kernels, [info['num_chs'] for info in model.feature_info]):
-        grid = stage.blocks[0].attn.grid_size
+    for i, (stage, C) in enumerate(zip(model.stages, [info['num_chs'] for info in model.feature_info])):
+        first, later = (model.patch_size + 3, 3) if backbone == 'cvt' else (model.patch_size, 2)
+        grid, kernel = stage.blocks[0].attn.grid_size, later if i else first
         total += prod(grid) * kernel**2 * chans * C + sum(block_form(b, grid) for b in stage.blocks)
         chans = C
     return total
