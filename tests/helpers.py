@@ -21,11 +21,13 @@ DIM, HEADS, GRID = 12, 3, (4, 5)
 SETTINGS = {
     'aft_conv': [{'kernel_size': 3}, {'kernel_size': 7}],
     'aft_local': [{'window_size': 2, 'bias_dim': 4}, {'window_size': 3, 'bias_dim': 4}],
+    'biformer': [{'num_windows': 3, 'topk': 2}, {'num_windows': 2, 'topk': 1, 'lepe_size': 3}],
     'bigbird': [
         {'block_size': 2, 'num_global_blocks': 0, 'num_random_blocks': 1},
         {'block_size': 1, 'num_global_blocks': 2, 'num_random_blocks': 2, 'seed': 5},
         {'block_size': 3, 'num_random_blocks': 0},
     ],
+    'gated_linear': [{'rank': 3}],
     'global': [{'num_global': 3}, {'num_global': 1}],
     'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
     'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
@@ -63,6 +65,7 @@ SETTINGS = {
     'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
     'set': [{'num_inducing': 5}, {'num_inducing': 1}],
     'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
+    'soft': [{'ratio': 2}, {'ratio': 3, 'conv_size': 5}],
     'softmax': [{}, {'rel_bias': 'table'}],
     'sparse': [
         {},
