@@ -47,6 +47,7 @@ SETTINGS = {
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
     ],
+    'monarch': [{}, {'num_steps': 3}],
     'neighborhood': [
         {'kernel_size': 3},
         {'kernel_size': 2, 'dilation': 2},

@@ -121,6 +121,12 @@ def gated_linear(grid, P, N, C, h, rank=16, chunk=16):
     return n * (rank * C + 2 * rank * C) + N * C * C + 2 * scan + 2 * n * C + prefix + N * C
 
 
+def monarch(grid, P, N, C, h, num_steps=2):
+    n, (H, W) = prod(grid), grid
+    step = 2 * n * (H + W) * C + n * W * h
+    return num_steps * step + n * (H + W) * C + attend(n, P, C) + attend(P, N, C)
+
+
 def neighborhood(grid, P, N, C, h, kernel_size=7):
     """Tiles of k // 2 + 1 queries per side, with the keys of all of them."""
     side = kernel_size // 2 + 1
@@ -269,7 +275,7 @@ FORMS = dict(
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
     rmt=rmt, swin=swin, ttt=ttt, circulant=circulant, vssd=vssd,
-    biformer=biformer, soft=soft, gated_linear=gated_linear, neighborhood=neighborhood,
+    biformer=biformer, soft=soft, gated_linear=gated_linear, monarch=monarch, neighborhood=neighborhood,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none

@@ -10,6 +10,7 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
 from vitzoo import create_mixer
+from vitzoo.mixers.monarch import monarch_attention
 
 
 @pytest.mark.parametrize('layer', [0, 1])
@@ -63,6 +64,27 @@ def test_neighborhood_attends_the_positions_that_natten_documents(size, kernel_s
     zeros, values = torch.zeros(1, HEADS, size, 4), torch.eye(size).expand(1, HEADS, -1, -1)
     weights = mixer.mix(zeros, zeros, values, (1, size))[0, 0, position]
     assert weights.nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize(('grid', 'num_prefix_tokens'), [((20, 1), 0), ((20, 1), 2), ((1, 20), 0)])
+def test_monarch_of_one_row_or_column_is_softmax(grid, num_prefix_tokens):
+    mixer = build('monarch', grid, num_prefix_tokens)
+    softmax = build('softmax', grid, num_prefix_tokens)
+    softmax.load_state_dict(mixer.state_dict())
+    assert_near(mixer(tokens(mixer), grid), softmax(tokens(mixer), grid))
+
+
+def test_each_step_of_monarch_brings_its_weights_closer_to_the_maximum_of_softmax():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 20, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    scores = q @ k.mT
+    objectives = []
+    for num_steps in (1, 2, 4, 16):
+        weights = monarch_attention(q, k, torch.eye(20, dtype=torch.float64)[None, None], GRID, num_steps, 1.0)
+        assert_near(weights.sum(dim=-1), torch.ones(1, 1, 20, dtype=torch.float64))
+        objectives.append(((scores - weights.log()) * weights).sum().item())
+    assert objectives == sorted(objectives)
+    assert objectives[0] < objectives[-1] < scores.logsumexp(dim=-1).sum().item()
 
 
 def state(recording, renames):

@@ -84,7 +84,7 @@ def gaussian_attention(
             inverse = 2 * inverse - inverse @ (shifted @ inverse)
         across = _gaussian_kernel(q, points)
         out = across @ (inverse @ (across.mT @ wide))
-        return (out + _convolve(v, conv, grid_size, GridConv.forward)).to(v.dtype)
+    return out.to(v.dtype) + _convolve(v, conv, grid_size, GridConv.forward).to(v.dtype)
 
 
 def _landmarks(q: torch.Tensor, landmarks: nn.Conv2d, norm: nn.LayerNorm, grid_size: tuple[int, int]) -> torch.Tensor:
