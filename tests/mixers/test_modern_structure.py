@@ -136,7 +136,7 @@ def divide_ttt(official):
 
 
 def recording(name):
-    """A recording of tests/golden, or of ../shared/golden/modern."""
+    """A recording of tests/golden, or else of ../shared/golden/modern; sources are in the metadata of the files."""
     kept = Path(__file__).parents[1] / 'golden' / 'modern_structure.safetensors'
     tensors = safetensors.torch.load_file(kept) if kept.exists() else {}
     own = {key.removeprefix(f'{name}.'): tensor for key, tensor in tensors.items() if key.startswith(f'{name}.')}
@@ -144,8 +144,8 @@ def recording(name):
 
 
 def to_tokens(x):
-    """(2, 64, 48) from tokens, from (2, 8, 8, 48), or from (2, 48, 8, 8)."""
-    return x.flatten(2).mT if x.ndim == 4 and x.shape[1] == 48 else x.reshape(2, 64, 48)
+    """(B, 64, 48) from tokens, from (B, 8, 8, 48), or from (B, 48, 8, 8)."""
+    return x.flatten(2).mT if x.ndim == 4 and x.shape[1] == 48 else x.reshape(-1, 64, 48)
 
 
 @pytest.mark.parametrize('name', RECORDINGS)
