@@ -27,6 +27,9 @@ CASES = {
     'longformer_exact': ('longformer', dict(exact=True)),
     'longformer_global': ('longformer', dict(global_proj=True)),
     'nystrom_grid': ('nystrom', dict(landmarks='grid', num_landmarks=16)),
+    'nystrom_conv': ('nystrom', dict(conv_kernel_size=7)),
+    'performer_eps': ('performer', dict(eps=1e-4)),
+    'relu_linear_scales': ('relu_linear', dict(scales=(3, 5))),
     'rfa_gated': ('rfa', dict(gate=True)),
     'sparse_fixed': ('sparse', dict(pattern='fixed')),
     'srformer_4': ('srformer', dict(sr_ratio=4)),
@@ -159,7 +162,7 @@ def bigbird(grid, P, N, C, h, block=4, num_global=1, num_random=3):
     return attend(tiles * block**2, keys, C) + attend(P + num_global * block**2, N, C)
 
 
-def performer(grid, P, N, C, h, m=256):
+def performer(grid, P, N, C, h, m=256, eps=0.0):
     return 4 * N * m * C + N * m * h
 
 
@@ -182,12 +185,61 @@ def rfa(grid, P, N, C, h, m=64, gate=False, chunk=64):
     return features + 2 * scan + itself + prefix
 
 
-def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment'):
+def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment', conv_kernel_size=0):
     m = min(num_landmarks, N)
     if landmarks == 'grid':
         # 4 x 4 cells of a square, 3 x 5 of what is wider, and the prefix tokens
         m = P + (16 if grid[0] == grid[1] else 15)
-    return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3
+    return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3 + N * conv_kernel_size * C
+
+
+def depthwise(grid, size, C):
+    return prod(grid) * size**2 * C
+
+
+def agent(grid, P, N, C, h, agents=49):
+    return 2 * attend(N, agents, C) + depthwise(grid, 3, C)
+
+
+def cosformer(grid, P, N, C, h):
+    n, sums = prod(grid), C * (C // h + 1)
+    return 4 * n * C + 4 * n * sums + (P > 0) * 2 * (n + P) * sums
+
+
+def flowformer(grid, P, N, C, h):
+    return 2 * N * C * C // h + 8 * N * C
+
+
+def focused(grid, P, N, C, h):
+    return 2 * N * C * C // h + 3 * N * C + depthwise(grid, 5, C)
+
+
+def hedgehog(grid, P, N, C, h):
+    return 6 * N * C * C // h + 2 * N * C
+
+
+def inline(grid, P, N, C, h):
+    return (2 * N + 10) * C * C // h + depthwise(grid, 3, C)
+
+
+def mala(grid, P, N, C, h):
+    return 2 * N * C * C // h + 4 * N * C + 4 * prod(grid) * C + depthwise(grid, 5, C) + N * C * C
+
+
+def mhla(grid, P, N, C, h, side=4):
+    sizes = [ceil(length / side) for length in grid]
+    blocks = prod(ceil(length / size) for length, size in zip(grid, sizes))
+    tokens = blocks * prod(sizes) + P
+    return (2 * tokens + (blocks + (P > 0)) ** 2) * C * (C // h + 1) + depthwise(grid, 5, C)
+
+
+def polaformer(grid, P, N, C, h):
+    return 4 * N * C * C // h + 5 * N * C + depthwise(grid, 5, C) + N * C * C
+
+
+def relu_linear(grid, P, N, C, h, scales=()):
+    further = sum(3 * depthwise(grid, size, C) + 3 * N * C * C // h + N * C * C for size in scales)
+    return (1 + len(scales)) * linear(grid, P, N, C, h) + further
 
 
 def xca(grid, P, N, C, h):
@@ -275,6 +327,8 @@ FORMS = dict(
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
     rmt=rmt, swin=swin, ttt=ttt, circulant=circulant, vssd=vssd,
+    agent=agent, cosformer=cosformer, flowformer=flowformer, focused=focused, hedgehog=hedgehog, inline=inline,
+    mala=mala, mhla=mhla, polaformer=polaformer, relu_linear=relu_linear,
     biformer=biformer, soft=soft, gated_linear=gated_linear, monarch=monarch, neighborhood=neighborhood,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip

@@ -50,8 +50,7 @@ def state_space_duality(
     z: torch.Tensor,
     norm: nn.LayerNorm,
 ) -> torch.Tensor:
-    """v (B, heads, N, d), B and C (B, N, d_state), dt + b (B, heads, N), A and D (heads,) and z (B, N, heads * d) ->
-    (B, N, heads * d).
+    """v (B, heads, N, d), B, C (B, N, d_state), dt + b (B, heads, N), A, D (heads,), z (B, N, heads * d) -> like z.
 
     Computed in float32 or wider, as the sum grows with the number of tokens.
     """

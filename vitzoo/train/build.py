@@ -2,8 +2,9 @@
 
 import timm
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from timm.data import Mixup
+from timm.layers import convert_sync_batchnorm
 from timm.loss import compute_class_weights, create_classification_loss
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
@@ -17,7 +18,15 @@ from torch.utils.data import DataLoader
 from vitzoo.data import Images, eval_loader, train_loader
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.load import create_model, find_model, fit_data_config, is_trained_folder, label_names, load_weights
+from vitzoo.load import (
+    create_model,
+    find_model,
+    fit_data_config,
+    is_trained_folder,
+    label_names,
+    load_weights,
+    swap_in,
+)
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.train.distill import distillation_task
 from vitzoo.train.loss import BalancedLoss, count_labels
@@ -106,6 +115,12 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
         PartialState().print(f'note   {name} has a head for the classes {old}; it is kept for the classes {new}')
     if recipe.initial_checkpoint:
         _start_from(model, recipe.initial_checkpoint)
+    if recipe.mixer is not None:
+        # after the checkpoint, which mixers inherit as well
+        swapped = swap_in(name, model, recipe.mixer, recipe.mixer_kwargs)
+        PartialState().print(f'note   the attention of {name} is replaced: {swapped}')
+    elif recipe.mixer_kwargs:
+        raise UserError(f'mixer_kwargs {recipe.mixer_kwargs} need a mixer; add --mixer NAME, or use --model-kwargs')
     if recipe.grad_checkpointing:
         model.set_grad_checkpointing()
     # check the image size before the first step does
@@ -137,6 +152,19 @@ def _num_classes_in(model: nn.Module, path: str) -> int | None:
     name = names[0] if isinstance(names, tuple | list) else names
     head = unwrap(read_checkpoint(path)).get(f'{name}.weight')
     return None if head is None else len(head)
+
+
+def synchronize_batch_norm(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Convert BatchNorm so that it normalizes over the images of all processes; parameters and their names stay.
+
+    Raises:
+        UserError: PyTorch has no synchronized BatchNorm for this device.
+    """
+    if accelerator.num_processes == 1:
+        return model
+    if accelerator.device.type == 'cpu':
+        raise UserError('sync_bn needs GPUs, because PyTorch has no synchronized BatchNorm on CPUs; leave it out')
+    return convert_sync_batchnorm(model)
 
 
 def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:

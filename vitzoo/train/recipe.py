@@ -74,11 +74,24 @@ class Recipe:
         None, "stochastic depth rate; by default the model's", low=0, high=1, on_resume=CHANGES
     )
     model_kwargs: dict = _model({}, 'further model arguments, as YAML or name=value …')
+    mixer: str | None = _model(
+        None, "replace the attention of a timm model, in all blocks (ls) or in some ('ls:0-9,softmax:10,11')"
+    )
+    mixer_kwargs: dict = _model({}, 'arguments of the mixer, as YAML or name=value …')
     grad_checkpointing: bool = _model(
         False, 'recompute activations in the backward pass to save memory', on_resume=NEUTRAL
     )
     freeze: str | None = _model(
         None, "modules to freeze, such as patch_embed,blocks.0, or 'backbone' for all but the classifier"
+    )
+    sync_bn: bool = _model(
+        False, 'BatchNorm normalizes over the images of all processes (GPUs only)', on_resume=CHANGES
+    )
+    dist_bn: str = _model(
+        'reduce',
+        "BatchNorm's running statistics after an epoch: averaged over the processes, or those of the first",
+        choices=('none', 'reduce', 'broadcast'),
+        on_resume=CHANGES,
     )
     torchcompile: str | None = _model(
         None, 'compile the model with this torch.compile backend, such as inductor', on_resume=NEUTRAL
