@@ -245,7 +245,7 @@ def count_projections(mixer: TokenMixer, x: torch.Tensor, grid_size: tuple[int, 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         mixer(x, grid_size)
     # mixers without `qkv` have separate layers
-    names = ('qkv', 'proj') if isinstance(mixer, QKVMixer) else ('q', 'kv', 'v', 'proj')
+    names = ('qkv', 'proj') if isinstance(mixer, QKVMixer) else ('q', 'kv', 'v', 'in_proj', 'proj')
     counts = counter.get_flop_counts()
     return sum(sum(counts.get(f'{type(mixer).__name__}.{name}', {}).values()) for name in names) // 2
 
