@@ -27,6 +27,7 @@ SETTINGS = {
         {'block_size': 3, 'num_random_blocks': 0},
     ],
     'global': [{'num_global': 3}, {'num_global': 1}],
+    'linear': [{}, {'center_keys': True}],
     'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
     'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
     'longformer': [
@@ -44,6 +45,7 @@ SETTINGS = {
         {'window_size': 2, 'rank': 0},
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
+        {'window_size': 2, 'rank': 2, 'dual_norm': False},
     ],
     'nystrom': [{'num_landmarks': 5}, {'num_landmarks': 6, 'landmarks': 'grid'}],
     'performer': [{'num_features': 16}, {'num_features': 6, 'kernel': 'relu'}],

@@ -94,7 +94,8 @@ class TokenMixer(nn.Module):
     * `has_rel_bias`: takes `rel_bias='table'`, a learned relative position bias;
     * `grid_bound`: has parameters for one grid size with any options, which `set_input_size` resamples;
     * `has_qk_norm`: takes `qk_norm` and `norm_layer`, which normalize queries and keys;
-    * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare.
+    * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare;
+    * `parts`: names of the parts that it consists of; while `part` is one of them, the others are left out.
 
     Backbones build every mixer with the same keywords: those of this class and `qkv_bias`, `proj_drop`, `device` and
     `dtype`, which a subclass takes itself. `layer` is the index of the mixer among all mixers of its model. Random
@@ -109,6 +110,8 @@ class TokenMixer(nn.Module):
     grid_bound = False
     has_qk_norm = False
     approximates_softmax = False
+    parts: tuple[str, ...] = ()
+    part: str | None = None
 
     op: Callable[..., torch.Tensor]
     op_naive: Callable[..., torch.Tensor]
@@ -204,7 +207,9 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
     describe; `scale` multiplies q.k and is head_dim ** -0.5 by default. With `LinearQKV` the parameters are called
     `qkv` and `proj` as in timm, so a ViT checkpoint loads strictly into every mixer that adds none. `qk_norm`
     normalizes the queries and keys of each head with `norm_layer(head_dim)`, as timm's attention does; raises
-    ValueError for a mixer with narrower keys.
+    ValueError for a mixer with narrower keys. `center_keys` subtracts from the keys their mean over the tokens, which
+    softmax attention ignores and feature maps do not: they inherit the keys of a pretrained model better with it
+    (https://arxiv.org/abs/2605.02772); raises ValueError for a mixer without keys.
     """
 
     has_qk_norm = True
@@ -223,11 +228,14 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         qkv_layer: Callable[..., nn.Module] = LinearQKV,
         qk_norm: bool = False,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
+        center_keys: bool = False,
         device=None,
         dtype=None,
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
+        if center_keys and shared_qk:
+            raise ValueError(f'{type(self).__name__} has no keys to center; set center_keys=False.')
         if qk_norm and k_dim is not None:
             raise ValueError(
                 f'{type(self).__name__} has keys of width {k_dim} for all heads, which qk_norm cannot normalize; '
@@ -247,6 +255,7 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         )
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm and not shared_qk else nn.Identity()
+        self.center_keys = center_keys
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -274,7 +283,8 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         """Tokens (B, N, dim) -> queries, keys and values (B, heads, N, head_dim)."""
         q, k, v = self.qkv(x, grid_size)
         # under autocast a norm returns float32
-        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        return q, k - k.mean(dim=2, keepdim=True) if self.center_keys else k, v
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Queries, keys and values (B, heads, N, head_dim) -> mixed values (B, heads, N, head_dim)."""
