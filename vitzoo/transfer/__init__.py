@@ -12,4 +12,15 @@ from vitzoo.transfer.hybrid import keep_softmax
 from vitzoo.transfer.matching import match_blocks
 from vitzoo.transfer.probing import BlockCost, probe
 
-__all__ = ['BlockCost', 'distil', 'keep_softmax', 'match_blocks', 'probe', 'zero_attention']
+__all__ = ['BlockCost', 'distil', 'keep_softmax', 'main', 'match_blocks', 'probe', 'zero_attention']
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command and exit with its exit code."""
+    # lazy: the functions above need no Accelerate
+    from vitzoo.errors import run_command
+    from vitzoo.launch import start_missing_processes
+    from vitzoo.transfer.command import transfer
+
+    start_missing_processes()
+    run_command(transfer, argv)

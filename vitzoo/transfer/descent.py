@@ -18,8 +18,8 @@ _WARMUP = 0.05
 class StepBatches:
     """Batches of a vitzoo train loader as a function of the step, so that a resumed stage sees the same images."""
 
-    def __init__(self, loader):
-        self.loader = loader
+    def __init__(self, loader, normalize: Callable[[Tensor], Tensor] = lambda images: images):
+        self.loader, self.normalize = loader, normalize
 
     def from_step(self, step: int) -> Iterator[Tensor]:
         """Batches from a step onwards, epoch after epoch."""
@@ -28,7 +28,7 @@ class StepBatches:
             epoch, first = divmod(step, batches.steps_per_epoch)
             batches.start_at(epoch, first)
             for batch in self.loader:
-                yield images_of(batch)
+                yield self.normalize(images_of(batch))
                 step += 1
 
 

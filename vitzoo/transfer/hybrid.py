@@ -32,6 +32,7 @@ def keep_softmax(
     *,
     tolerance: float = 0.5,
     gap: Callable[[nn.Module], float] | None = None,
+    accelerator=None,
     progress: Callable[[dict], None] | None = None,
 ) -> list[dict]:
     """Give blocks of a student back to softmax attention, in place, the most useful first.
@@ -48,6 +49,7 @@ def keep_softmax(
         tolerance: Percentage points.
         gap: The loss of a student in percentage points; by default the share of images with another top class than
             the teacher's, or without a head 100 times 1 - the cosine similarity of the final tokens.
+        accelerator: The `Accelerator` whose processes share the images.
         progress: Called with each row of the result.
 
     Returns:
@@ -60,40 +62,49 @@ def keep_softmax(
     limit = len(paths) - 1 if count == 'auto' else count
     if not isinstance(limit, int) or not 0 <= limit < len(paths):
         raise ValueError(f"keep_softmax takes 'auto' or 0 to {len(paths) - 1} of {len(paths)} blocks, not {count!r}.")
-    gap = gap or (lambda model: disagreement(teacher, model, loader))
+    gap = gap or (lambda model: disagreement(teacher, model, loader, accelerator))
     was_training = student.training
     student.eval()
     kept: list[str] = []
 
     def describe() -> dict:
         with blocks_of_teacher(student, teacher, kept) as hybrid:
-            row = dict(kept=list(kept), feature_error=feature_error(teacher, hybrid, loader), gap=gap(hybrid))
+            row = dict(
+                kept=list(kept), feature_error=feature_error(teacher, hybrid, loader, accelerator), gap=gap(hybrid)
+            )
         if progress is not None:
             progress(row)
         return row
 
     rows = [describe()]
     while len(kept) < limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
-        kept.append(_most_useful(teacher, student, loader, kept, paths))
+        kept.append(_most_useful(teacher, student, loader, kept, paths, accelerator))
         rows.append(describe())
-    for path in kept:
-        put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
-    forget_swaps(student, kept)
+    give_back(teacher, student, kept)
     student.train(was_training)
     return rows
 
 
-def _most_useful(teacher: nn.Module, student: nn.Module, loader: Iterable, kept: list[str], paths: list[str]) -> str:
+def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
+    """Replace blocks of a student by copies of the teacher's, in place and in the record of its swaps."""
+    for path in paths:
+        put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))).requires_grad_(True))
+    _forget_swaps(student, paths)
+
+
+def _most_useful(
+    teacher: nn.Module, student: nn.Module, loader: Iterable, kept: list[str], paths: list[str], accelerator
+) -> str:
     """The block that leaves the smallest error if it is kept in addition."""
     errors = {}
     for path in paths:
         if path not in kept:
             with blocks_of_teacher(student, teacher, [*kept, path]) as hybrid:
-                errors[path] = feature_error(teacher, hybrid, loader)
+                errors[path] = feature_error(teacher, hybrid, loader, accelerator)
     return min(errors, key=errors.get)
 
 
-def forget_swaps(student: nn.Module, paths: list[str]) -> None:
+def _forget_swaps(student: nn.Module, paths: list[str]) -> None:
     """Remove blocks from the record of swaps, so that a saved model is built again without them."""
     indices = {int(part) for path in paths for part in path.split('.') if part.isdecimal()}
     swaps = getattr(student, '_model_args', {}).get('swap_mixer', [])
@@ -118,7 +129,7 @@ def feature_error(teacher: nn.Module, student: nn.Module, loader: Iterable, acce
 
 
 @torch.no_grad()
-def disagreement(teacher: nn.Module, student: nn.Module, loader: Iterable) -> float:
+def disagreement(teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator=None) -> float:
     """The gap of `keep_softmax` if it has no other, in percentage points."""
 
     def measure(images: torch.Tensor) -> torch.Tensor:
@@ -126,7 +137,7 @@ def disagreement(teacher: nn.Module, student: nn.Module, loader: Iterable) -> fl
             return (student(images).argmax(dim=1) != teacher(images).argmax(dim=1)).double().mean()
         return 1 - cosine_of_tokens(student.forward_features(images), teacher.forward_features(images)).mean()
 
-    return 100 * _mean(measure, loader, student)
+    return 100 * _mean(measure, loader, student, accelerator)
 
 
 def _mean(measure: Callable[[torch.Tensor], torch.Tensor], loader: Iterable, model: nn.Module, accelerator=None):

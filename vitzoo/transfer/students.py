@@ -1,0 +1,87 @@
+"""Students: copies of a teacher whose attention is replaced by mixers that start from its weights."""
+
+from collections.abc import Iterable
+from copy import deepcopy
+
+import torch
+from torch import nn
+
+from vitzoo.errors import UserError
+from vitzoo.mixers import mixer_class
+from vitzoo.models.swap import swap_mixer
+from vitzoo.transfer.attention import mixer_paths
+
+# arguments with which a mixer computes its attention on inherited queries, keys and values: without new norms, and with
+# centered keys if it depends on a constant in the keys, which softmax attention ignores
+START = {
+    'hydra': dict(center_keys=True),
+    'linear': dict(center_keys=True),
+    'linformer': dict(center_keys=True),
+    'ls': dict(dual_norm=False),
+    'performer': dict(center_keys=True),
+    'rfa': dict(center_keys=True),
+}
+
+
+def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, seed: int) -> nn.Module:
+    """A copy of a teacher with another mixer, which inherits the weights of the attention.
+
+    Args:
+        name: Name of the teacher in errors.
+        mixer_kwargs: Arguments of the mixer; they override those of `START`.
+        seed: Of the parameters that are not inherited.
+
+    Raises:
+        UserError: There is no such mixer, or the teacher or the arguments do not suit it.
+    """
+    torch.manual_seed(seed)
+    try:
+        mixer_class(mixer)
+        student = swap_mixer(deepcopy(teacher), mixer, **{**START.get(mixer, {}), **mixer_kwargs})
+    except (TypeError, ValueError) as error:
+        raise UserError(f'cannot replace the attention of {name} by {mixer}: {error}') from error
+    return student.eval()
+
+
+def randomize(student: nn.Module, seed: int) -> nn.Module:
+    """Initialize all parameters of a student again, as a control of what it inherited.
+
+    Parameters that have no initialization of their own keep their mean and standard deviation.
+    """
+    torch.manual_seed(seed)
+    done: set[int] = set()
+    for module in student.modules():
+        if hasattr(module, 'reset_parameters'):
+            module.reset_parameters()
+            done.update(id(parameter) for parameter in module.parameters(recurse=False))
+    with torch.no_grad():
+        for parameter in student.parameters():
+            if id(parameter) not in done:
+                std, mean = torch.std_mean(parameter, correction=0)
+                parameter.normal_(float(mean), float(std))
+    return student
+
+
+@torch.no_grad()
+def check_student(name: str, student: nn.Module, input_size: tuple[int, int, int]) -> None:
+    """Run a student on one image.
+
+    Raises:
+        UserError: It fails, or its grid has a single row or column.
+    """
+    grid = min(min(grid_size) for grid_size in _grid_sizes(student))
+    if grid < 2:
+        raise UserError(
+            f'the tokens of {name} at {input_size[1]} x {input_size[2]} pixels form a single row or column; use a'
+            f' larger --img-size'
+        )
+    try:
+        student(torch.zeros(1, *input_size, device=next(student.parameters()).device))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f'{name} with another mixer cannot take {input_size[1]} x {input_size[2]} pixels: {error}'
+        ) from error
+
+
+def _grid_sizes(student: nn.Module) -> Iterable[tuple[int, int]]:
+    return [student.get_submodule(path).grid_size for path in mixer_paths(student)]
