@@ -148,9 +148,10 @@ def _img_size(model: nn.Module) -> tuple[int, int]:
 
 
 def _bound_names(model: nn.Module) -> list[str]:
-    """Names of the tensors that may depend on the image size: those of mixers and of position embeddings."""
+    """Names of the tensors that may depend on the image size: those of mixers, and positions."""
     mixers = [f'{path}.{name}' for path, mixer in _mixers(model) for name in mixer.state_dict()]
-    return mixers + [name for name in model.state_dict() if 'pos_embed' in name.split('.')]
+    positions = {'pos_embed', 'relative_position_bias_table'}
+    return list(dict.fromkeys(mixers + [name for name in model.state_dict() if positions.intersection(name.split('.'))]))
 
 
 def _mixers(model: nn.Module) -> list[tuple[str, TokenMixer]]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from vitzoo.mixers import QKVMixer, TokenMixer, create_mixer, mixer_class
 from vitzoo.mixers._grid import check_grid
+from vitzoo.models._swap_record import name_entrypoint
 from vitzoo.models.inherit import Inheritance, inherit_weights, summarize_names
 
 __all__ = ['SwappedBlock', 'SwappedDistilledViT', 'SwappedViT', 'swap_mixer']
@@ -27,7 +28,8 @@ def swap_mixer(model: VisionTransformer, mixer: str, blocks: list[int] | None = 
     The `Inheritance` of each new mixer, by block, is in `model.inheritance`, and a warning names the weights of the
     attention that are lost. Random values of mixers are drawn from their `seed`, and are never inherited.
     `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the model's image
-    size, and follows `model.set_input_size()`. To load a checkpoint of the swapped model, repeat the swap first.
+    size, and follows `model.set_input_size()`. timm exports and loads the model as any other; to load a bare checkpoint
+    of it, repeat the swap first.
 
     Raises:
         ValueError: The type of the model, of a block or of its attention is not supported, or the block or mixer does
@@ -46,9 +48,10 @@ def swap_mixer(model: VisionTransformer, mixer: str, blocks: list[int] | None = 
     lost = [f'blocks.{i}.attn.{name}' for i in indices for name in model.inheritance[i].lost]
     if lost:
         _logger.warning('%s does not inherit all weights of the attention, in %s', mixer, summarize_names(lost))
-    # recorded in an exported config, which then does not load as the model without the swap
+    # recorded in an exported config, whose architecture repeats the swaps
     swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
     update_model_args(model, swap_mixer=[*swaps, {'mixer': mixer, 'blocks': indices, **mixer_kwargs}])
+    name_entrypoint(model)
     return model
 
 

@@ -20,7 +20,7 @@ from vitzoo.data import Images, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
-from vitzoo.load import find_models, load_model, readable
+from vitzoo.load import describe_architecture, find_models, load_model, readable
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain
@@ -94,7 +94,7 @@ def describe_model(name: str, options: EvalOptions) -> dict:
 def find_origin(name: str) -> dict:
     """The architecture of a model, and for the folder of a run the command that trained it."""
     config, recipe = Path(name) / 'config.json', Path(name) / 'recipe.yaml'
-    architecture = json.loads(config.read_text())['architecture'] if config.is_file() else name
+    architecture = describe_architecture(json.loads(config.read_text())) if config.is_file() else name
     commands = [f'vitzoo train --config {recipe} --output {name}'] if recipe.is_file() else []
     return dict(architecture=architecture, commands=commands)
 

@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader
 from vitzoo.data import Images, eval_loader, train_loader
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.load import create_model, find_model, fit_data_config, is_trained_folder, label_names, load_weights
+from vitzoo.load import (
+    create_model,
+    find_model,
+    fit_data_config,
+    is_trained_folder,
+    label_names,
+    load_weights,
+    swap_in,
+)
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.train.distill import distillation_task
 from vitzoo.train.loss import BalancedLoss, count_labels
@@ -106,6 +114,12 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
         PartialState().print(f'note   {name} has a head for the classes {old}; it is kept for the classes {new}')
     if recipe.initial_checkpoint:
         _start_from(model, recipe.initial_checkpoint)
+    if recipe.mixer is not None:
+        # after the checkpoint, which mixers inherit as well
+        swapped = swap_in(name, model, recipe.mixer, recipe.mixer_kwargs)
+        PartialState().print(f'note   the attention of {name} is replaced: {swapped}')
+    elif recipe.mixer_kwargs:
+        raise UserError(f'mixer_kwargs {recipe.mixer_kwargs} need a mixer; add --mixer NAME, or use --model-kwargs')
     if recipe.grad_checkpointing:
         model.set_grad_checkpointing()
     # check the image size before the first step does

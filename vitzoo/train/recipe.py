@@ -74,6 +74,10 @@ class Recipe:
         None, "stochastic depth rate; by default the model's", low=0, high=1, on_resume=CHANGES
     )
     model_kwargs: dict = _model({}, 'further model arguments, as YAML or name=value …')
+    mixer: str | None = _model(
+        None, "replace the attention of a timm model, in all blocks (ls) or in some ('ls:0-9,softmax:10,11')"
+    )
+    mixer_kwargs: dict = _model({}, 'arguments of the mixer, as YAML or name=value …')
     grad_checkpointing: bool = _model(
         False, 'recompute activations in the backward pass to save memory', on_resume=NEUTRAL
     )
