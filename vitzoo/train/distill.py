@@ -70,6 +70,31 @@ class NetworkLoss:
         return loss
 
 
+class TransferTask(LogitDistillationTask):
+    """Distillation of a whole network into one with other mixers, by `NetworkLoss`.
+
+    Labels are used only if `task_loss_weight` is not 0.
+    """
+
+    def __init__(self, *args, block_weight: float = 0.1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.block_weight = block_weight
+
+    def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
+        teacher_input = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+        with NetworkLoss(
+            self.trainable_module, self.teacher.model, self.block_weight, self.temperature
+        ) as network_loss:
+            logits = self.trainable_module(input)
+            with torch.no_grad():
+                self.teacher(teacher_input)
+            kd_loss = network_loss()
+        loss = self.distill_loss_weight * kd_loss
+        if self.task_loss_weight:
+            loss = loss + self.task_loss_weight * self.criterion(logits, target)
+        return dict(loss=loss, output=logits, kd_loss=kd_loss)
+
+
 class _Record:
     """Final tokens, output and attention outputs of the last forward pass of a model."""
 
@@ -147,6 +172,8 @@ def _create_task(
         return LogitDistillationTask(**options)
     if recipe.kd_distill_type == 'hard':
         return HardDistillationTask(**options)
+    if recipe.kd_distill_type == 'transfer':
+        return _transfer_task(recipe, options)
     try:
         return TokenDistillationTask(distill_type=recipe.kd_token_distill_type, **options)
     except ValueError as error:
@@ -154,6 +181,25 @@ def _create_task(
             f'{recipe.model} has no distillation token; use a model that has one, such as'
             f' deit_tiny_distilled_patch16_224, or --kd-distill-type logit'
         ) from error
+
+
+def _transfer_task(recipe: Recipe, options: dict) -> TransferTask:
+    """The task of `vitzoo transfer`; without weights in the recipe, labels are not used."""
+    student, teacher = unwrap_model(options['student_model']), options['teacher_model']
+    modules = dict(teacher.named_modules())
+    paths = [name for name, module in student.named_modules() if isinstance(module, TokenMixer)]
+    missing = next((path for path in paths if path not in modules), None)
+    if not paths or missing:
+        reason = f'the teacher {recipe.kd_model_name} has no {missing}' if paths else f'{recipe.model} has no mixers'
+        raise UserError(
+            f'{reason}; --kd-distill-type transfer needs a student that is the teacher with another --mixer'
+        )
+    if recipe.torchcompile:
+        raise UserError('--kd-distill-type transfer reads the attention of each block; leave out --torchcompile')
+    weights = dict(distill_loss_weight=recipe.distill_loss_weight, task_loss_weight=recipe.task_loss_weight)
+    defaults = dict(distill_loss_weight=1.0, task_loss_weight=0.0)
+    given = {name: weight for name, weight in weights.items() if weight is not None}
+    return TransferTask(**options | defaults | given, block_weight=recipe.kd_block_weight)
 
 
 def _mean_and_std(data_config: dict, device: torch.device) -> tuple[Tensor, Tensor]:

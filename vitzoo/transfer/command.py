@@ -22,7 +22,7 @@ from vitzoo.metrics.speed import images_per_second
 from vitzoo.mixers import mixer_class
 from vitzoo.options import autocast
 from vitzoo.train.run_folder import export_model
-from vitzoo.transfer.attention import only_part, parts_of, zero_attention
+from vitzoo.transfer.attention import mixer_paths, only_part, parts_of, zero_attention
 from vitzoo.transfer.descent import StepBatches
 from vitzoo.transfer.distillation import distil
 from vitzoo.transfer.hybrid import give_back, keep_softmax
@@ -83,7 +83,9 @@ def transfer(argv: list[str] | None = None) -> list[dict]:
         task = open_transfer(options, accelerator)
         # all mixers before any work
         for mixer in options.mixers:
-            check_student(task.name, task.student(mixer), task.data_config['input_size'])
+            student = task.student(mixer)
+            check_student(task.name, student, task.data_config['input_size'])
+            _check_count(options.keep_softmax, student)
         if options.probe_only:
             return [dict(mixer=mixer, probe=_probe(task, mixer)) for mixer in options.mixers]
         ledgers = {mixer: _open_ledger(task, mixer) for mixer in options.mixers}
@@ -260,6 +262,12 @@ def _check_mixer(mixer: str) -> None:
         mixer_class(mixer)
     except ValueError as error:
         raise UserError(str(error).rstrip('.')) from error
+
+
+def _check_count(count: int | str, student: nn.Module) -> None:
+    total = len(mixer_paths(student))
+    if count != 'auto' and count >= total:
+        raise UserError(f'--keep-softmax {count} leaves no mixer; give auto or 0 to {total - 1} of {total} blocks')
 
 
 def _open_ledger(task: Transfer, mixer: str) -> Ledger:

@@ -58,10 +58,15 @@ def descend(
         progress: Called with each row of measurements.
 
     Returns:
-        The measurements, with their `step` and whether they are the `best` so far.
+        The measurements, with their `step` and whether they are the `best` so far; only those of the start if there are
+        no parameters.
     """
     device = next(student.parameters()).device
     trainable = [parameter for group in groups for parameter in group['params']]
+    if not trainable:
+        row = dict(step=0, **evaluate(), best=True)
+        _report(progress, row)
+        return [row]
     flags = {parameter: parameter.requires_grad for parameter in student.parameters()}
     for parameter in flags:
         parameter.requires_grad_(False)

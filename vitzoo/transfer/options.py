@@ -2,14 +2,16 @@
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import yaml
 
 from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, did_you_mean, format_flag
 from vitzoo.options import AMP_DTYPES, add_data_options, natural, positive, size
 
 
@@ -68,6 +70,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add('--config', metavar='FILE', help='YAML file of options, which the command line takes precedence over')
     add('teacher', metavar='TEACHER', help='a pretrained timm model, or the folder of a training run')
     add('--mixer', required=True, metavar='NAMES', help='a mixer, or several: ls,nystrom,performer')
     add('--mixer-kwargs', nargs='+', type=_keyword, default=[], metavar='KEY=VALUE',
@@ -108,7 +111,13 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     add('--overwrite', action='store_true', help='replace the transfer in --output')
     add('--workers', type=natural, metavar='N', default=min(4, os.cpu_count() or 1), help='data loading processes')
     add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass [float32]')
-    args = vars(parser.parse_args(argv))
+    argv = sys.argv[1:] if argv is None else argv
+    file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file.add_argument('--config')
+    config, rest = file.parse_known_args(argv)
+    known = {action.option_strings[0] for action in parser._actions if action.option_strings}
+    args = vars(parser.parse_args([*_read_config(config.config, known), *rest]))
+    del args['config']
     args['mixers'] = list(dict.fromkeys(name.strip() for name in args.pop('mixer').split(',') if name.strip()))
     args['mixer_kwargs'] = _by_mixer(args['mixers'], args['mixer_kwargs'])
     args['data_options'] = DataOptions(**{name: args.pop(name) for name in DATA_OPTIONS})
@@ -116,6 +125,37 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     options = TransferOptions(**args)
     _check_options(options)
     return options
+
+
+def _read_config(path: str | None, known: set[str]) -> list[str]:
+    """The options in a YAML file, as words of a command line."""
+    words: list[str] = []
+    for key, value in ({} if path is None else _read_mapping(path)).items():
+        flag = format_flag(str(key))
+        if flag not in known:
+            raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(flag, known)}")
+        if value is None or value is False:
+            continue
+        words.append(flag)
+        if isinstance(value, dict):
+            words += [f'{name}={item}' for name, item in value.items()]
+        elif isinstance(value, list):
+            words += map(str, value)
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def _read_mapping(path: str) -> dict:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding='utf-8'))
+    except OSError as error:
+        raise UserError(f"cannot read '{path}': {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"'{path}' must consist of options and values, such as 'steps: 500'")
+    return values
 
 
 def _check_options(options: TransferOptions) -> None:
