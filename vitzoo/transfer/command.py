@@ -33,7 +33,7 @@ from vitzoo.transfer.pictures import Pictures, divide, held_out_batches, open_pi
 from vitzoo.transfer.probing import probe
 from vitzoo.transfer.record import Ledger
 from vitzoo.transfer.students import START, check_student, make_student, randomize
-from vitzoo.transfer.summary import explain_result, print_probe, print_table
+from vitzoo.transfer.summary import explain_result, print_probe, print_scores
 
 # batch size of speed measurements, on an accelerator and on a CPU
 _SPEED_BATCH = {True: 16, False: 1}
@@ -98,7 +98,7 @@ def transfer(argv: list[str] | None = None) -> list[dict]:
         summary = Ledger(Path(options.output), options.settings, accelerator.is_main_process)
         summary.results['students'] = results
         summary.write()
-    print_table(task.console, results, task.pictures.kind)
+    print_scores(task.console, results, task.pictures.kind)
     return results
 
 
@@ -153,7 +153,7 @@ def transfer_to(task: Transfer, mixer: str, ledger: Ledger) -> dict:
     once('verdict', lambda: explain_result(mixer, ledger.results))
     task.console.print(ledger.results['verdict'])
     if task.accelerator.is_main_process:
-        export(task, student, ledger)
+        export_student(task, student, ledger)
     task.accelerator.wait_for_everyone()
     ledger.forget_states()
     return ledger.results
@@ -241,7 +241,7 @@ def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict[str, flo
     return found
 
 
-def export(task: Transfer, student: nn.Module, ledger: Ledger) -> None:
+def export_student(task: Transfer, student: nn.Module, ledger: Ledger) -> None:
     """Write the model, the curve of the errors, and the list of the images held out."""
     pictures, options = task.pictures, task.options
     names = label_names(task.teacher)

@@ -62,7 +62,7 @@ def keep_softmax(
     limit = len(paths) - 1 if count == 'auto' else count
     if not isinstance(limit, int) or not 0 <= limit < len(paths):
         raise ValueError(f"keep_softmax takes 'auto' or 0 to {len(paths) - 1} of {len(paths)} blocks, not {count!r}.")
-    gap = gap or (lambda model: disagreement(teacher, model, loader, accelerator))
+    gap = gap or (lambda model: output_gap(teacher, model, loader, accelerator))
     was_training = student.training
     student.eval()
     kept: list[str] = []
@@ -129,7 +129,7 @@ def feature_error(teacher: nn.Module, student: nn.Module, loader: Iterable, acce
 
 
 @torch.no_grad()
-def disagreement(teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator=None) -> float:
+def output_gap(teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator=None) -> float:
     """The gap of `keep_softmax` if it has no other, in percentage points."""
 
     def measure(images: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class TransferOptions:
 
     @property
     def settings(self) -> dict:
-        """What a transfer must not change when it is resumed, in plain values."""
+        """The options that must not change when a transfer is resumed, in plain values."""
         left_out = {'mixers', 'output', 'resume', 'overwrite', 'workers', 'data_options', 'probe_only', 'sizes'}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         values['img_size'] = None if self.img_size is None else list(self.img_size)
@@ -112,11 +112,8 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     add('--workers', type=natural, metavar='N', default=min(4, os.cpu_count() or 1), help='data loading processes')
     add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass [float32]')
     argv = sys.argv[1:] if argv is None else argv
-    file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    file.add_argument('--config')
-    config, rest = file.parse_known_args(argv)
-    known = {action.option_strings[0] for action in parser._actions if action.option_strings}
-    args = vars(parser.parse_args([*_read_config(config.config, known), *rest]))
+    _use_config(parser, argv)
+    args = vars(parser.parse_args(argv))
     del args['config']
     args['mixers'] = list(dict.fromkeys(name.strip() for name in args.pop('mixer').split(',') if name.strip()))
     args['mixer_kwargs'] = _by_mixer(args['mixers'], args['mixer_kwargs'])
@@ -127,23 +124,35 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     return options
 
 
-def _read_config(path: str | None, known: set[str]) -> list[str]:
-    """The options in a YAML file, as words of a command line."""
-    words: list[str] = []
-    for key, value in ({} if path is None else _read_mapping(path)).items():
+def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """Make the options of a --config file the parser's defaults."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument('--config')
+    path = finder.parse_known_args(argv)[0].config
+    if path is None:
+        return
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    words, given = ['', '--mixer', '', '--data-dir', ''], []
+    for key, value in _read_mapping(path).items():
         flag = format_flag(str(key))
-        if flag not in known:
-            raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(flag, known)}")
-        if value is None or value is False:
-            continue
-        words.append(flag)
-        if isinstance(value, dict):
-            words += [f'{name}={item}' for name, item in value.items()]
-        elif isinstance(value, list):
-            words += map(str, value)
-        elif value is not True:
-            words.append(str(value))
-    return words
+        if flag not in actions:
+            raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(flag, actions)}")
+        if value not in (None, False):
+            words += [flag, *_to_words(value)]
+            given.append(actions[flag])
+    values = vars(parser.parse_args(words))
+    for action in given:
+        action.required = False
+        parser.set_defaults(**{action.dest: values[action.dest]})
+
+
+def _to_words(value: object) -> list[str]:
+    """The words after an option on a command line."""
+    if isinstance(value, dict):
+        return [f'{name}={item}' for name, item in value.items()]
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [] if value is True else [str(value)]
 
 
 def _read_mapping(path: str) -> dict:

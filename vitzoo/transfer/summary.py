@@ -29,7 +29,7 @@ def print_probe(console: Console, mixer: str, costs: list[dict]) -> None:
     console.print(table)
 
 
-def print_table(console: Console, results: list[dict], kind: str) -> None:
+def print_scores(console: Console, results: list[dict], kind: str) -> None:
     """Print the scores of all students in percent."""
     table = Table(box=None, pad_edge=False, header_style='bold', title=f'{SCORE_TITLES[kind]}, %')
     names = [name for name in CONTROLS if any(name in result['controls'] for result in results)]
@@ -51,7 +51,7 @@ def minutes(result: dict) -> float:
     return sum(seconds.get(stage, 0) for stage in ('matching', 'keep_softmax', 'network')) / 60
 
 
-def crossover(speeds: dict[str, dict[str, float]]) -> str | None:
+def smallest_faster_size(speeds: dict[str, dict[str, float]]) -> str | None:
     """The smallest image size at which the student is faster than the teacher; None if there is none."""
     faster = [side for side, pair in speeds.items() if pair.get('student', 0) > pair.get('teacher', float('inf'))]
     return min(faster, key=int, default=None)
@@ -74,7 +74,7 @@ def explain_result(mixer: str, results: dict) -> str:
         lines.append(f'The same training from random weights gives {random["score"]:.2f} %: inheriting did not help.')
     speeds = results['images_per_second']
     if speeds:
-        side = crossover(speeds)
+        side = smallest_faster_size(speeds)
         sizes = ', '.join(speeds)
         lines.append(
             f'The student is faster than the teacher from {side} pixels.'
