@@ -59,7 +59,7 @@ SETTINGS = {
     'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
     'set': [{'num_inducing': 5}, {'num_inducing': 1}],
     'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
-    'softmax': [{}, {'rel_bias': 'table'}],
+    'softmax': [{}, {'talking_heads': True}, {'rel_bias': 'table'}],
     'sparse': [
         {},
         {'stride': 3},

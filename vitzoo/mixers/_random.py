@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from ._rope import Rope
 from .base import QKVMixer
 
 __all__ = ['RandomFeatureMixer', 'draw_generator']
@@ -60,10 +61,12 @@ class RandomFeatureMixer(QKVMixer):
         """Draw random features from a generator, in float32."""
         raise NotImplementedError
 
-    def to_qkv(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def to_qkv(
+        self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.redraw_every:
             self.warn_without_step(f'redraw_every={self.redraw_every}')
-        return super().to_qkv(x, grid_size)
+        return super().to_qkv(x, grid_size, rope)
 
     def set_step(self, step: int) -> None:
         super().set_step(step)

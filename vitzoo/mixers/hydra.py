@@ -41,6 +41,7 @@ def _normalize(x: torch.Tensor) -> torch.Tensor:
 class Hydra(QKVMixer):
     """Hydra attention with the paper's cosine similarity."""
 
+    has_rope = False
     op = staticmethod(hydra_attention)
     op_naive = staticmethod(hydra_naive)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ._qkv import split_heads
 from ._rel_bias import OffsetBias
+from ._rope import Rope
 from ._window import window_attention, window_attention_naive
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -153,8 +154,8 @@ class LongShort(QKVMixer):
             window = (window_size, window_size)
             self.rel_bias = OffsetBias(num_heads, window, halo=self.halo, row_stride=row_stride, **dd)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.to_qkv(x, grid_size)
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
+        q, k, v = self.to_qkv(x, grid_size, rope)
         bias = self.rel_bias() if self.rel_bias is not None else None
         dynamic_proj = None if self.part == 'local' else self.dynamic_proj
         if self.part == 'global':

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ._random import RandomFeatureMixer
+from ._rope import Rope
 from .base import no_autocast, register_mixer
 from .softmax import softmax_attention
 
@@ -157,8 +158,8 @@ class RFA(RandomFeatureMixer):
         shape = (self.num_heads, self.num_features, self.head_dim)
         return torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.to_qkv(x, grid_size)
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
+        q, k, v = self.to_qkv(x, grid_size, rope)
         gate = None if self.gate is None else self.gate(x[:, self.num_prefix_tokens :]).mT
         return self.project(self.op(q, k, v, self.directions, self.sigma, gate))
 

@@ -27,8 +27,15 @@ def mixer_paths(student: nn.Module) -> list[str]:
 
 
 def block_of(path: str) -> str:
-    """Path of the block of an attention layer."""
-    return path.rpartition('.')[0]
+    """Path of the block of an attention layer: `blocks.0` of `blocks.0.attn`."""
+    names = path.split('.')
+    index = next(position for position, name in enumerate(names) if name.isdecimal())
+    return '.'.join(names[: index + 1])
+
+
+def index_of(path: str) -> int:
+    """Index of the block of an attention layer."""
+    return int(block_of(path).rpartition('.')[2])
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -52,7 +59,7 @@ def visit_attention(
         calls[path] = args, kwargs
 
     def call_visit(path: str, attn: nn.Module, args: tuple, output: Tensor) -> None:
-        visit(path, calls.pop(path), output)
+        visit(path, calls[path], output)
 
     hooks = []
     for path in paths:
@@ -94,6 +101,12 @@ def attention_output(model: nn.Module, path: str, call: Call) -> Tensor:
 def blocks_of_teacher(student: nn.Module, teacher: nn.Module, paths: Iterable[str]) -> Iterator[nn.Module]:
     """The student with the teacher's blocks at these paths, while the context is open."""
     own = {block_of(path): student.get_submodule(block_of(path)) for path in paths}
+    shared = getattr(type(student), 'shared_bias', None)
+    if own and shared and getattr(student, shared) is None and getattr(teacher, shared) is not None:
+        raise ValueError(
+            f'The blocks of {type(teacher).__name__} share a position bias, which a model with mixers in all blocks '
+            f'does not have; leave a block out of swap_mixer.'
+        )
     try:
         for name in own:
             put(student, name, teacher.get_submodule(name))

@@ -17,6 +17,7 @@ from vitzoo.transfer.attention import (
     blocks_of_teacher,
     final_tokens,
     images_of,
+    index_of,
     mixer_paths,
     put,
 )
@@ -106,7 +107,7 @@ def _most_useful(
 
 def _forget_swaps(student: nn.Module, paths: list[str]) -> None:
     """Remove blocks from the record of swaps, so that a saved model is built again without them."""
-    indices = {int(part) for path in paths for part in path.split('.') if part.isdecimal()}
+    indices = {index_of(path) for path in paths}
     swaps = getattr(student, '_model_args', {}).get('swap_mixer', [])
     swaps = [{**swap, 'blocks': [index for index in swap['blocks'] if index not in indices]} for swap in swaps]
     update_model_args(student, swap_mixer=[swap for swap in swaps if swap['blocks']])
@@ -135,7 +136,7 @@ def output_gap(teacher: nn.Module, student: nn.Module, loader: Iterable, acceler
     def measure(images: torch.Tensor) -> torch.Tensor:
         if has_head(teacher):
             return (student(images).argmax(dim=1) != teacher(images).argmax(dim=1)).double().mean()
-        return 1 - cosine_of_tokens(student.forward_features(images), teacher.forward_features(images)).mean()
+        return 1 - cosine_of_tokens(final_tokens(student, images), final_tokens(teacher, images)).mean()
 
     return 100 * _mean(measure, loader, student, accelerator)
 

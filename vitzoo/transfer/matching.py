@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from vitzoo.transfer.attention import (
     Call,
     attention_output,
+    block_of,
     final_tokens,
     images_of,
+    index_of,
     mixer_paths,
-    normalize_tokens,
     visit_attention,
 )
 from vitzoo.transfer.descent import descend
@@ -113,10 +114,15 @@ def new_parameters(student: nn.Module, paths: list[str]) -> list[nn.Parameter]:
     """The parameters of the mixers that are not inherited from attention."""
     found = []
     for path in paths:
-        index = next(int(part) for part in path.split('.') if part.isdecimal())
-        report = getattr(student, 'inheritance', {}).get(index)
-        names = [] if report is None else report.initialized
-        found += [parameter for name, parameter in student.get_submodule(path).named_parameters() if name in names]
+        report = getattr(student, 'inheritance', {}).get(index_of(path))
+        names = set() if report is None else {*report.initialized}
+        # a block with several attention layers has their names in its report
+        place = path.removeprefix(f'{block_of(path)}.')
+        found += [
+            parameter
+            for name, parameter in student.get_submodule(path).named_parameters()
+            if names & {name, f'{place}.{name}'}
+        ]
     return found
 
 
@@ -162,7 +168,7 @@ def measure_errors(
     for batch in loader:
         images = images_of(batch).to(device)
         with visit_attention(teacher, variance, add):
-            expected = normalize_tokens(teacher.forward_features(images))
+            expected = final_tokens(teacher, images)
         sums[0] += len(images) * F.mse_loss(final_tokens(student, images), expected).double()
         num_images += len(images)
     feature_error, *errors = (_reduce(sums, accelerator) / _reduce(num_images, accelerator)).tolist()

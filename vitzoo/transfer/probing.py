@@ -12,8 +12,10 @@ from vitzoo.models.swap import swap_mixer
 from vitzoo.transfer.attention import (
     Call,
     attention_output,
+    block_of,
     blocks_of_teacher,
     images_of,
+    index_of,
     mixer_paths,
     visit_attention,
 )
@@ -72,7 +74,7 @@ def probe(teacher: nn.Module, student: nn.Module, loader: Iterable) -> list[Bloc
         with visit_attention(teacher, paths, compare):
             features = teacher.forward_features(images)
         for path in paths:
-            others = [other for other in paths if other != path]
+            others = [other for other in paths if block_of(other) != block_of(path)]
             with blocks_of_teacher(student, teacher, others) as hybrid:
                 sums[path][2:] += _compare_outputs(teacher, hybrid, features, images)
         num_images += len(images)
@@ -111,8 +113,7 @@ def _compare_outputs(teacher: nn.Module, student: nn.Module, features: Tensor, i
 
 def _with_softmax(teacher: nn.Module, paths: list[str]) -> nn.Module:
     """The teacher with our softmax attention, whose keys can be read whatever the family of the model."""
-    blocks = [int(part) for path in paths for part in path.split('.') if part.isdecimal()]
-    return swap_mixer(deepcopy(teacher), 'softmax', blocks).eval()
+    return swap_mixer(deepcopy(teacher), 'softmax', sorted({index_of(path) for path in paths})).eval()
 
 
 def _shift_ratios(reference: nn.Module, path: str, call: Call) -> Tensor:

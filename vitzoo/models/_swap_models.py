@@ -1,0 +1,148 @@
+"""timm's vision transformers with token mixers in their blocks: grid, image size and weight decay."""
+
+import torch
+from timm.layers import to_2tuple
+from timm.models.beit import Beit
+from timm.models.cait import Cait
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.naflexvit import NaFlexVit
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+from torch import nn
+
+from vitzoo.mixers import TokenMixer
+from vitzoo.mixers._grid import check_grid
+
+from ._swap_blocks import SwappedTimmBlock
+
+__all__ = ['SWAPPED_MODELS', 'SwappedModel']
+
+
+class SwappedModel:
+    """A model of timm that `swap_mixer` changed.
+
+    `grid_sizes` and `num_prefix_in_blocks` are also called with a model that is not changed yet.
+    """
+
+    # name of the model's bias of relative positions for all blocks, which becomes part of the mixers
+    shared_bias = None
+
+    def grid_size_of(self, index: int) -> tuple[int, int]:
+        """The grid of the tokens in a block."""
+        return tuple(self.patch_embed.grid_size)
+
+    def num_prefix_in_blocks(self) -> int:
+        return self.num_prefix_tokens
+
+    def has_pos_embed(self) -> bool:
+        """True if a position embedding is added to the tokens."""
+        return getattr(self, 'pos_embed', None) is not None
+
+    def mixers(self) -> dict[str, TokenMixer]:
+        """The mixers by their names in the model."""
+        return {
+            '.'.join(part for part in ('blocks', str(i), name, 'attn') if part): holder.attn
+            for i, block in enumerate(self.blocks)
+            if isinstance(block, SwappedTimmBlock)
+            for name, holder in block.attention_holders().items()
+        }
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        mixers = {f'{path}.{name}' for path, mixer in self.mixers().items() for name in mixer.no_weight_decay()}
+        return super().no_weight_decay() | mixers
+
+
+class _ResizableModel(SwappedModel):
+    """A model whose image size timm can change."""
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Resample everything bound to the image size, an int or (H, W)."""
+        blocks = self.blocks
+        # some models resize the biases of their attention layers, which mixers do not have
+        self.blocks = nn.ModuleList(block for block in blocks if not isinstance(block, SwappedTimmBlock))
+        try:
+            super().set_input_size(img_size=img_size, patch_size=patch_size)
+        finally:
+            self.blocks = blocks
+        for mixer in self.mixers().values():
+            mixer.set_input_size(self.patch_embed.grid_size)
+
+
+class _DynamicModel(_ResizableModel):
+    """A model that takes images of any size if it has `dynamic_img_size`."""
+
+    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        if self.dynamic_img_size:
+            # grids of different shape may have the same number of tokens; x is (B, H, W, C) here
+            check_grid(type(self).__name__, self.patch_embed.grid_size, x.shape[1:3])
+        return super()._pos_embed(x)
+
+
+class SwappedViT(_DynamicModel, VisionTransformer):
+    """A timm VisionTransformer that `swap_mixer` changed."""
+
+
+class SwappedDistilledViT(_DynamicModel, VisionTransformerDistilled):
+    """A timm VisionTransformerDistilled that `swap_mixer` changed."""
+
+
+class SwappedEva(_DynamicModel, Eva):
+    """A timm Eva (EVA-02, DINOv3, PE, RoPE-ViT) that `swap_mixer` changed."""
+
+
+class SwappedRelPosViT(_ResizableModel, VisionTransformerRelPos):
+    """A timm VisionTransformerRelPos that `swap_mixer` changed."""
+
+    shared_bias = 'shared_rel_pos'
+
+
+class SwappedBeit(_ResizableModel, Beit):
+    """A timm Beit that `swap_mixer` changed."""
+
+    shared_bias = 'rel_pos_bias'
+
+
+class SwappedCait(SwappedModel, Cait):
+    """A timm Cait that `swap_mixer` changed, in the blocks of patch tokens."""
+
+    def num_prefix_in_blocks(self) -> int:
+        # the class token enters the blocks after them
+        return 0
+
+
+class SwappedNaFlexViT(SwappedModel, NaFlexVit):
+    """A timm NaFlexVit that `swap_mixer` changed: it takes images of one size, at first that of its positions."""
+
+    def grid_size_of(self, index: int) -> tuple[int, int]:
+        return tuple(self.embeds.pos_embed_grid_size)
+
+    def has_pos_embed(self) -> bool:
+        return self.embeds.pos_embed_type not in ('', 'none')
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
+        for mixer in self.mixers().values():
+            mixer.set_input_size(self.embeds.dynamic_feat_size(to_2tuple(img_size)))
+
+    def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, **kwargs) -> dict:
+        if patch_coord is not None:
+            raise ValueError('Token mixers need images of one size: pass images (B, C, H, W), not patches.')
+        for name, mixer in self.mixers().items():
+            check_grid(name, mixer.grid_size, self.embeds.dynamic_feat_size(x.shape[-2:]))
+        return super()._forward_embeds(x, patch_coord=patch_coord, **kwargs)
+
+
+# the model that takes the place of each model of timm, by changing the class of the instance
+SWAPPED_MODELS = {
+    VisionTransformer: SwappedViT,
+    VisionTransformerDistilled: SwappedDistilledViT,
+    Eva: SwappedEva,
+    VisionTransformerRelPos: SwappedRelPosViT,
+    Beit: SwappedBeit,
+    Cait: SwappedCait,
+    NaFlexVit: SwappedNaFlexViT,
+}
