@@ -9,8 +9,7 @@ import pytest
 import timm
 import torch
 from processes import start_processes
-from safetensors.torch import load_file
-from teachers import make_teacher, save_teacher
+from teachers import batches, make_teacher, save_teacher
 
 from vitzoo.errors import UserError
 from vitzoo.report.markup import tag, to_html
@@ -22,7 +21,8 @@ from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.students import make_student
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
-QUICK = split('--steps 2 --network-steps 2 --evals 2 --batch-size 8 --eval-images 8 --workers 0 --sizes --lr 1e-3')
+QUICK = split('--steps 2 --network-steps 2 --evals 2 --batch-size 8 --eval-images 8 --workers 0 --sizes')
+QUICK += split('--lr 1e-3')
 # its largest window is one token, so that there is something to learn
 LS = [*split('--mixer ls --mixer-kwargs window_size=1 rank=2 --keep-softmax 1'), *QUICK]
 
@@ -104,9 +104,10 @@ def test_two_processes_give_the_numbers_of_one(teacher, images, finished, tmp_pa
     outcome = start_processes(2, transfer_in_processes, command)
     assert outcome.codes == [0, 0], outcome.err
     assert outcome.out.count('ls, one block at a time') == 1
-    weights, expected = (load_file(folder / 'model.safetensors') for folder in (tmp_path / 'ls', finished))
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+    # not the weights, because Adam amplifies rounding where the gradient is zero
+    models = [timm.create_model(f'local-dir:{path}', pretrained=True).eval() for path in (tmp_path / 'ls', finished)]
+    x = batches(1, size=32)[0]
+    torch.testing.assert_close(models[0](x), models[1](x), rtol=1e-3, atol=1e-4)
     found, single = read_results(tmp_path / 'ls'), read_results(finished)
     for stage in ('matching', 'network'):
         for row, other in zip(found[stage], single[stage], strict=True):
@@ -146,6 +147,19 @@ def test_a_teacher_without_a_head_is_measured_by_its_features(kind, images, tmp_
     assert timm.create_model(f'local-dir:{folder}', pretrained=True).num_classes == 0
 
 
+def test_the_whole_network_is_trained(teacher, images, tmp_path, monkeypatch):
+    students = []
+
+    def keep_and_stop(teacher, student, *args, **options):
+        students.append(student)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('vitzoo.transfer.command.distil', keep_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        transfer([teacher, '--mixer', 'linear', *QUICK, '--data-dir', images, '--output', str(tmp_path / 'linear')])
+    assert all(parameter.requires_grad for parameter in students[0].parameters())
+
+
 def test_probing_alone_writes_nothing(teacher, images, tmp_path, capsys):
     (found,) = transfer([teacher, '--mixer', 'performer', *QUICK, '--data-dir', images, '--probe-only'])
     assert [cost['path'] for cost in found['probe']] == ['blocks.0.attn', 'blocks.1.attn']
@@ -162,6 +176,7 @@ WRONG = {
     'empty': ('{teacher} --mixer ls --data-dir {empty} --output {out}', 'no images'),
     'channels': ('{two} --mixer ls --data-dir {images} --output {out}', 'in_chans is 2'),
     'grid': ('{teacher} --mixer ls --data-dir {images} --img-size 8 --output {out}', 'single row or column'),
+    'positions': ('{rope} --mixer pool --data-dir {images} --output {out}', 'would lose its rotary positions'),
     'argument': (
         '{teacher} --mixer ls --mixer-kwargs rang=2 --data-dir {images} --output {out}',
         'cannot replace the attention .*rang',
@@ -185,7 +200,8 @@ def places(teacher, images, tmp_path_factory) -> dict[str, str]:
     resnet = timm.create_model('test_resnet', num_classes=3)
     timm.models.save_for_hf(resnet, str(root / 'resnet'), safe_serialization=True)
     places = dict(teacher=teacher, images=images, resnet=str(root / 'resnet'), empty=str(root / 'empty'))
-    return places | dict(two=save_teacher(root / 'two', in_chans=2))
+    rope = save_teacher(root / 'rope', name='vit_small_patch16_dinov3')
+    return places | dict(two=save_teacher(root / 'two', in_chans=2), rope=rope)
 
 
 @pytest.mark.parametrize('case', WRONG)

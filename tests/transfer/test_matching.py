@@ -6,6 +6,7 @@ import pytest
 import torch
 from teachers import batches, make_student, make_teacher
 
+from vitzoo.errors import UserError
 from vitzoo.transfer import distil, match_blocks
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
 from vitzoo.transfer.hybrid import feature_error
@@ -91,17 +92,9 @@ def test_a_stage_that_is_interrupted_continues_to_the_same_weights(stage, tmp_pa
     whole, interrupted = (make_student(teacher, 'linear') for _ in range(2))
     options = dict(steps=6, eval_every=2, lr=1e-3)
     expected = STAGES[stage](teacher, whole, TRAIN, HELD_OUT, **options)
-
-    class Interruption(Exception):
-        pass
-
-    def stop(row):
-        if row['step'] == 4:
-            raise Interruption
-
     file = tmp_path / 'state.pt'
-    with pytest.raises(Interruption):
-        STAGES[stage](teacher, interrupted, TRAIN, HELD_OUT, **options, state_file=file, progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        STAGES[stage](teacher, interrupted, TRAIN, HELD_OUT, **options, state_file=file, progress=interrupt_at(4))
     again = make_student(teacher, 'linear')
     assert STAGES[stage](teacher, again, TRAIN, HELD_OUT, **options, state_file=file) == expected
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
@@ -120,3 +113,32 @@ def test_a_model_without_mixers_is_refused():
     teacher = make_teacher()
     with pytest.raises(ValueError, match='VisionTransformer has no token mixers'):
         match_blocks(teacher, deepcopy(teacher), TRAIN, HELD_OUT)
+
+
+def test_a_stage_that_diverges_ends_with_a_sentence_and_the_best_state():
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    before = deepcopy(student.state_dict())
+    with pytest.raises(UserError, match=r'after step 1 at learning rates of 1e\+30; halve them'):
+        distil(teacher, student, TRAIN, HELD_OUT, steps=2, eval_every=1, lr=1e30)
+    assert all(torch.equal(before[name], value) for name, value in student.state_dict().items())
+
+
+def test_stochastic_depth_does_not_keep_a_stage_from_continuing_exactly(tmp_path):
+    teacher = make_teacher(drop_path_rate=0.5)
+    options = dict(steps=4, eval_every=2, lr=1e-3)
+    whole, parts = (make_student(teacher, 'linear') for _ in range(2))
+    expected = distil(teacher, whole, TRAIN, HELD_OUT, **options)
+    file = tmp_path / 'state.pt'
+    with pytest.raises(KeyboardInterrupt):
+        distil(teacher, parts, TRAIN, HELD_OUT, **options, state_file=file, progress=interrupt_at(4))
+    torch.manual_seed(7)
+    assert distil(teacher, parts, TRAIN, HELD_OUT, **options, state_file=file) == expected
+
+
+def interrupt_at(step: int):
+    def interrupt(row: dict) -> None:
+        if row['step'] == step:
+            raise KeyboardInterrupt
+
+    return interrupt

@@ -112,7 +112,7 @@ def open_transfer(options: TransferOptions, accelerator: Accelerator) -> Transfe
     teacher, source = load_model(name, img_size=options.img_size, checkpoint=options.checkpoint)
     if source == 'random weights':
         raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a training run')
-    teacher = teacher.to(accelerator.device).requires_grad_(False)
+    teacher = teacher.to(accelerator.device)
     data_config = fit_data_config(name, teacher, options.img_size)
     pictures = open_pictures(name, teacher, options.data_dir, data_config, options.data_options, options.seed)
     train, chosen = divide(len(pictures.train), options.eval_images)

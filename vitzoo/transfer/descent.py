@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from vitzoo.data.loader import STEP_STREAM, seed_everything
+from vitzoo.errors import UserError
 from vitzoo.mixers import set_step
 from vitzoo.transfer.attention import images_of
 
@@ -60,6 +62,10 @@ def descend(
     Returns:
         The measurements, with their `step` and whether they are the `best` so far; only those of the start if there are
         no parameters.
+
+    Raises:
+        UserError: The error is no longer finite; the student is in its best state.
+        ValueError: The loader has no images.
     """
     device = next(student.parameters()).device
     trainable = [parameter for group in groups for parameter in group['params']]
@@ -88,6 +94,8 @@ def descend(
         for step in range(state['step'], steps):
             student.train()
             set_step(student, step)
+            # dropout and stochastic depth, also of a resumed stage
+            seed_everything(STEP_STREAM, step, 0 if accelerator is None else accelerator.process_index)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group['lr'] = rate * rate_factor(step, steps)
             backward(next(batches).to(device, non_blocking=True))
@@ -98,6 +106,13 @@ def descend(
                 continue
             student.eval()
             row = dict(step=step + 1, **evaluate())
+            if not math.isfinite(row['feature_error']):
+                _restore(student, trainable, state['best'])
+                tried = ' and '.join(f'{rate:g}' for rate in rates)
+                raise UserError(
+                    f'the error of the final tokens is {row["feature_error"]} after step {step + 1} at learning rates'
+                    f' of {tried}; halve them'
+                )
             row['best'] = row['feature_error'] < min(old['feature_error'] for old in state['history'])
             state['history'].append(row)
             _report(progress, row)

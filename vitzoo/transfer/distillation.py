@@ -29,11 +29,11 @@ def distil(
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
 ) -> list[dict]:
-    """Train all parameters of a student on its own inputs to give the teacher's outputs, in place, without labels.
+    """Train a student on its own inputs to give the teacher's outputs, in place, without labels.
 
-    The loss is `vitzoo.train.distill.NetworkLoss`: final tokens, logits if there is a head, and the outputs of
-    the attention layers. As in `match_blocks`, the student is left in the best state on the held-out images, the start
-    included. ViT-AdaLA, stage 2, https://arxiv.org/abs/2603.16063
+    All parameters that require a gradient are trained. The loss is `vitzoo.train.distill.NetworkLoss`: final tokens,
+    logits if there is a head, and the outputs of the attention layers. As in `match_blocks`, the student is left in the
+    best state on the held-out images, the start included. ViT-AdaLA, stage 2, https://arxiv.org/abs/2603.16063
 
     Args:
         teacher: The model before `vitzoo.swap_mixer`, in evaluation mode.
@@ -54,6 +54,7 @@ def distil(
 
     Raises:
         ValueError: The student has no mixers, or a loader no images.
+        UserError: The learning rate is too high: the error is not finite. The student is in its best state.
     """
     paths = mixer_paths(student)
     new = new_parameters(student, paths)

@@ -89,7 +89,7 @@ def keep_softmax(
 def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
     """Replace blocks of a student by copies of the teacher's, in place and in the record of its swaps."""
     for path in paths:
-        put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))).requires_grad_(True))
+        put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
     _forget_swaps(student, paths)
 
 

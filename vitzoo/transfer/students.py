@@ -40,6 +40,11 @@ def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, 
         student = swap_mixer(deepcopy(teacher), mixer, **{**START.get(mixer, {}), **mixer_kwargs})
     except (TypeError, ValueError) as error:
         raise UserError(f'cannot replace the attention of {name} by {mixer}: {error}') from error
+    if getattr(student, 'rope', None) is not None and not (mixer_class(mixer).has_rope or student.has_pos_embed()):
+        raise UserError(
+            f'{mixer} does not compare queries with keys, so {name} would lose its rotary positions and have no'
+            f' others; choose a mixer that does, such as ls or linear'
+        )
     return student.eval()
 
 
