@@ -130,7 +130,7 @@ def create_model(
         summary, *problems = str(error).split('\n\t')
         if summary.startswith('Error(s) in loading state_dict'):
             raise UserError(_describe_misfit(name, chosen, problems)) from error
-        if not chosen:
+        if not chosen and not is_trained_folder(name):
             raise
         raise UserError(_cannot_be_made(name, chosen, error)) from error
     except OSError as error:
@@ -298,7 +298,7 @@ def _accepted_arguments(source: str) -> set[str]:
 
 def _cannot_be_made(name: str, chosen: dict, error: Exception) -> str:
     arguments = ', '.join(f'{key}={value}' for key, value in chosen.items())
-    return f'{name} cannot be made with {arguments}: {error}'
+    return f'{name} cannot be made{" with " if chosen else ""}{arguments}: {error}'
 
 
 def _describe_misfit(name: str, chosen: dict, problems: list[str]) -> str:

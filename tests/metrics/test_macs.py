@@ -27,6 +27,9 @@ CASES = {
     'longformer_exact': ('longformer', dict(exact=True)),
     'longformer_global': ('longformer', dict(global_proj=True)),
     'nystrom_grid': ('nystrom', dict(landmarks='grid', num_landmarks=16)),
+    'nystrom_conv': ('nystrom', dict(conv_kernel_size=7)),
+    'performer_eps': ('performer', dict(eps=1e-4)),
+    'relu_linear_scales': ('relu_linear', dict(scales=(3, 5))),
     'rfa_gated': ('rfa', dict(gate=True)),
     'sparse_fixed': ('sparse', dict(pattern='fixed')),
     'srformer_4': ('srformer', dict(sr_ratio=4)),
@@ -71,6 +74,51 @@ def ls(grid, P, N, C, h, window_size=7, rank=8):
     return landmarks + window(grid, window_size, window_size // 2, rank + P, C) + attend(P, N, C)
 
 
+def swin(grid, P, N, C, h, window_size=7):
+    return window(grid, window_size, 0, P, C) + attend(P, N, C)
+
+
+def ttt(grid, P, N, C, h):
+    """Inner forward and backward pass, then the outer one; the gates are products too."""
+    n, d = prod(grid), C // h
+    own_layers = N * 4 * C * d
+    network = 6 * N * C * d + (1 + 1 + 3 + 1) * N * C
+    return own_layers + network + 2 * 9 * n * d
+
+
+def circulant(grid, P, N, C, h):
+    """Three transforms of q, k and v, and one of the weights; two inverse ones. Complex products are one product."""
+    n, half = prod(grid), grid[0] * (grid[1] // 2 + 1)
+    return N * C * C + 6 * 2.5 * n * C * log2(n) + 2 * half * C + N * C + attend(P, N, C)
+
+
+def vssd(grid, P, N, C, h, d_state=64, expand=2):
+    n, inner = prod(grid), expand * C
+    projections = N * C * (2 * inner + 2 * d_state + h) + N * inner * C
+    convolution = 9 * n * (inner + 2 * d_state)
+    return projections + convolution + 2 * N * inner * d_state + N * (h + 3 * inner)
+
+
+def neighborhood(grid, P, N, C, h, kernel_size=7):
+    """Tiles of k // 2 + 1 queries per side, with the keys of all of them."""
+    side = kernel_size // 2 + 1
+    tiles, keys = (
+        prod(f(size) for size in grid) for f in (lambda s: ceil(s / side), lambda s: min(side + kernel_size - 1, s))
+    )
+    return attend(tiles * side**2, keys + P, C) + attend(P, N, C)
+
+
+def rmt(grid, P, N, C, h, decomposed=True, lepe=25):
+    """Rotations of pairs of channels are four products for each pair of queries and of keys."""
+    n = prod(grid)
+    rotations = 4 * n * C + 2 * n * C // 2
+    if decomposed:
+        mixing = attend(n, grid[1], C) + attend(n, P + grid[0], C)
+    else:
+        mixing = attend(n, P + n, C)
+    return rotations + mixing + attend(P, N, C) + lepe * n * C
+
+
 def sparse(grid, P, N, C, h, pattern='strided', summaries=2):
     H, W = grid
     far = H * W * H if pattern == 'strided' else H * W * H * min(summaries, W)
@@ -83,7 +131,7 @@ def bigbird(grid, P, N, C, h, block=4, num_global=1, num_random=3):
     return attend(tiles * block**2, keys, C) + attend(P + num_global * block**2, N, C)
 
 
-def performer(grid, P, N, C, h, m=256):
+def performer(grid, P, N, C, h, m=256, eps=0.0):
     return 4 * N * m * C + N * m * h
 
 
@@ -106,12 +154,61 @@ def rfa(grid, P, N, C, h, m=64, gate=False, chunk=64):
     return features + 2 * scan + itself + prefix
 
 
-def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment'):
+def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment', conv_kernel_size=0):
     m = min(num_landmarks, N)
     if landmarks == 'grid':
         # 4 x 4 cells of a square, 3 x 5 of what is wider, and the prefix tokens
         m = P + (16 if grid[0] == grid[1] else 15)
-    return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3
+    return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3 + N * conv_kernel_size * C
+
+
+def depthwise(grid, size, C):
+    return prod(grid) * size**2 * C
+
+
+def agent(grid, P, N, C, h, agents=49):
+    return 2 * attend(N, agents, C) + depthwise(grid, 3, C)
+
+
+def cosformer(grid, P, N, C, h):
+    n, sums = prod(grid), C * (C // h + 1)
+    return 4 * n * C + 4 * n * sums + (P > 0) * 2 * (n + P) * sums
+
+
+def flowformer(grid, P, N, C, h):
+    return 2 * N * C * C // h + 8 * N * C
+
+
+def focused(grid, P, N, C, h):
+    return 2 * N * C * C // h + 3 * N * C + depthwise(grid, 5, C)
+
+
+def hedgehog(grid, P, N, C, h):
+    return 6 * N * C * C // h + 2 * N * C
+
+
+def inline(grid, P, N, C, h):
+    return (2 * N + 10) * C * C // h + depthwise(grid, 3, C)
+
+
+def mala(grid, P, N, C, h):
+    return 2 * N * C * C // h + 4 * N * C + 4 * prod(grid) * C + depthwise(grid, 5, C) + N * C * C
+
+
+def mhla(grid, P, N, C, h, side=4):
+    sizes = [ceil(length / side) for length in grid]
+    blocks = prod(ceil(length / size) for length, size in zip(grid, sizes))
+    tokens = blocks * prod(sizes) + P
+    return (2 * tokens + (blocks + (P > 0)) ** 2) * C * (C // h + 1) + depthwise(grid, 5, C)
+
+
+def polaformer(grid, P, N, C, h):
+    return 4 * N * C * C // h + 5 * N * C + depthwise(grid, 5, C) + N * C * C
+
+
+def relu_linear(grid, P, N, C, h, scales=()):
+    further = sum(3 * depthwise(grid, size, C) + 3 * N * C * C // h + N * C * C for size in scales)
+    return (1 + len(scales)) * linear(grid, P, N, C, h) + further
 
 
 def xca(grid, P, N, C, h):
@@ -198,10 +295,13 @@ FORMS = dict(
     softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
+    rmt=rmt, swin=swin, ttt=ttt, circulant=circulant, vssd=vssd, neighborhood=neighborhood,
+    agent=agent, cosformer=cosformer, flowformer=flowformer, focused=focused, hedgehog=hedgehog, inline=inline,
+    mala=mala, mhla=mhla, polaformer=polaformer, relu_linear=relu_linear,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none
-WITHOUT_QKV = ('srformer', 'synthesizer', 'fourier', 'pool')
+WITHOUT_QKV = ('srformer', 'synthesizer', 'fourier', 'pool', 'vssd')
 
 
 def closed_form(mixer, grid, P, C, h, conv=False, stride_kv=1, **options):

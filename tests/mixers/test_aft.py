@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import DIM, GRID, HEADS, build, recorded_call, tokens
+from helpers import DIM, GRID, HEADS, build, cast, qkv, recorded_call, run_with_gradients, tokens
 
 from vitzoo import create_mixer
-from vitzoo.mixers.aft import aft_local, aft_local_naive
+from vitzoo.mixers.aft import aft_conv, aft_conv_naive, aft_local, aft_local_naive
 
 
 def test_a_new_aft_conv_starts_without_positions():
@@ -43,3 +43,32 @@ def test_aft_local_is_right_for_biases_of_any_size(grid_size, window_size, sign)
     assert expected.isfinite().all()
     # the products of the factors, up to 300, are rounded to float32
     torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def key_case(key, weight, place):
+    """A single large key in the middle of a grid, and a kernel with one tap that differs from 0."""
+    (q, _, v), grid_size = qkv(1 + 7 * 9, d=4), (7, 9)
+    k = torch.zeros(2, 2, 64, 1, dtype=torch.float64)
+    k[:, :, 1 + 3 * 9 + 4] = key
+    kernel = torch.zeros(2, 5, 5, dtype=torch.float64)
+    kernel[:, place, place] = weight
+    return q, k, v, kernel, grid_size
+
+
+@pytest.mark.parametrize(
+    'key, weight, place',
+    [
+        # the largest key of a window counts for nothing there, so the rest must be as precise as without it
+        (30.0, -60.0, 2),
+        (60.0, -80.0, 1),
+        # the largest weight is outside the grid for the tokens at its border
+        (0.0, 110.0, 0),
+        (20.0, 100.0, 4),
+    ],
+)
+def test_aft_conv_is_right_if_keys_or_weights_are_far_apart(key, weight, place):
+    args = key_case(key, weight, place)
+    expected, expected_grads = run_with_gradients(aft_conv_naive, args)
+    out, grads = run_with_gradients(aft_conv, cast(args, torch.float32))
+    for got, want in zip((out, *grads), (expected, *expected_grads), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import GRID, build, qkv, relative_error
 
+from vitzoo.metrics._attention import attention_weights
 from vitzoo.mixers.nystrom import grid_means, iterative_pinv, landmark_grid, nystrom_attention, segment_means
 from vitzoo.mixers.softmax import softmax_naive
 
@@ -93,3 +94,35 @@ def test_iterative_pseudo_inverse_inverts():
     a = (q @ k.mT).softmax(dim=-1)
     z = iterative_pinv(a, 30)
     torch.testing.assert_close(a @ z @ a, a, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize('landmarks', ['segment', 'grid'])
+def test_the_convolution_of_nystrom_runs_over_prefix_and_grid_as_one_sequence(landmarks):
+    mixer = build('nystrom', GRID, 1, num_landmarks=5, landmarks=landmarks, conv_kernel_size=3)
+    q, k, v = torch.randn(3, 1, mixer.num_heads, 1 + GRID[0] * GRID[1], 4, dtype=torch.float64)
+    with torch.no_grad():
+        added = mixer.mix(q, k, v, GRID)
+        mixer.conv = None
+        added -= mixer.mix(q, k, v, GRID)
+        mixer.conv = build('nystrom', GRID, 1, num_landmarks=5, conv_kernel_size=3).conv
+    before, own, after = mixer.conv.weight.detach().view(mixer.num_heads, 3, 1).unbind(dim=1)
+    # the class token is next to the first patch, and the last patch of a row next to the first of the row below
+    last = GRID[1]
+    expected = before[:, None] * v[0, :, last - 1 : last] + own[:, None] * v[0, :, last : last + 1]
+    torch.testing.assert_close(added[0, :, last], (expected + after[:, None] * v[0, :, last + 1 : last + 2])[:, 0])
+    torch.testing.assert_close(added[0, :, 0], own * v[0, :, 0] + after * v[0, :, 1])
+
+
+@pytest.mark.parametrize('size', [0, 4, -3])
+def test_a_nystrom_convolution_of_even_size_is_refused(size):
+    with pytest.raises(ValueError, match=f'must be odd and at least 1, or None, not {size}'):
+        build('nystrom', num_landmarks=5, conv_kernel_size=size)
+
+
+def test_nystrom_with_a_convolution_has_no_attention_maps_and_is_compared_with_its_own_limit():
+    mixer = build('nystrom', GRID, num_landmarks=19, num_iterations=40, conv_kernel_size=5)
+    mixer.num_landmarks = 20
+    x = torch.randn(2, 20, mixer.dim, dtype=torch.float64)
+    assert attention_weights(mixer, x, GRID) is None
+    with torch.no_grad():
+        assert mixer.health(*mixer.to_qkv(x, GRID), GRID)['softmax_error'].max() < 1e-6

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import qkv, relative_error
+from helpers import build, qkv, relative_error
 
 from vitzoo.mixers.performer import orthogonal_features, performer_attention
 from vitzoo.mixers.softmax import softmax_naive
@@ -36,3 +36,21 @@ def test_performer_does_not_collapse_to_the_mean(std):
     features = orthogonal_features(64, 8, torch.Generator().manual_seed(0)).double()
     out = performer_attention(q, k, v, features, 8**-0.5)
     assert out.std(dim=2).mean() > 0.1 * v.std()
+
+
+def test_the_published_eps_is_no_different_for_small_queries_and_gives_the_mean_for_large_ones():
+    features = orthogonal_features(64, 8, torch.Generator().manual_seed(0)).double()
+    for std, without, close_to_mean in ((0.1, 1e-4, False), (8, None, True)):
+        q, k, v = qkv(64, std=std)
+        out = performer_attention(q, k, v, features, 8**-0.5, eps=1e-4)
+        if without:
+            assert relative_error(out, performer_attention(q, k, v, features, 8**-0.5)) < without
+        mean = v.mean(dim=2, keepdim=True).expand_as(out)
+        assert (relative_error(out, mean) < 1e-3) == close_to_mean
+
+
+@pytest.mark.parametrize('kernel, eps, least', [('softmax', -1e-4, 'at least 0'), ('relu', 0.0, 'above 0')])
+def test_an_eps_that_could_divide_by_zero_is_refused(kernel, eps, least):
+    with pytest.raises(ValueError, match=f'{kernel}.* must be {least}, not {eps}'):
+        build('performer', kernel=kernel, eps=eps)
+    assert build('performer').eps == 0 and build('performer', kernel='relu').eps == 1e-3

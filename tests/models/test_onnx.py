@@ -15,6 +15,8 @@ pytest.importorskip('onnxscript')
 OPSET = 18
 # torch's exporter has no translation for its stable sort
 NOT_EXPORTED = ('reformer',)
+# a window, a sort, a convolution, landmarks; the exporter takes seconds for each mixer
+QUICK = ('aft_conv', 'ls', 'nystrom', 'sinkhorn')
 DOCS = Path(__file__).resolve().parents[2] / 'docs' / 'export.md'
 
 
@@ -24,7 +26,14 @@ def run_exported(model, x, path):
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
 
-@pytest.mark.parametrize('mixer', [mixer for mixer in vitzoo.list_mixers() if mixer not in NOT_EXPORTED])
+@pytest.mark.parametrize(
+    'mixer',
+    [
+        pytest.param(mixer, marks=[] if mixer in QUICK else pytest.mark.slow)
+        for mixer in vitzoo.list_mixers()
+        if mixer not in NOT_EXPORTED
+    ],
+)
 @pytest.mark.filterwarnings('ignore')
 def test_an_onnx_model_gives_the_same_logits(mixer, tmp_path):
     model, x = build(f'deit_{mixer}_tiny', depth=1), images()
@@ -33,6 +42,7 @@ def test_an_onnx_model_gives_the_same_logits(mixer, tmp_path):
     torch.testing.assert_close(run_exported(model, x, tmp_path / 'model.onnx'), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['aft_linear_tiny', 'cvt_linear_13', 'vil_linear_tiny'])
 @pytest.mark.filterwarnings('ignore')
 def test_the_other_backbones_export_too(name, tmp_path):

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import timm
 import torch
-from timm.models import save_for_hf
 from timm.models._manipulate import group_parameters
 from timm.optim import param_groups_weight_decay
 
@@ -196,14 +195,6 @@ def test_device_dtype_mode_and_dropout_are_those_of_the_attention():
     meta = timm.create_model('vit_tiny_patch16_224', depth=1, device='meta')
     vitzoo.swap_mixer(meta, 'ls', rel_bias='table')
     assert {tensor.device.type for tensor in meta.state_dict().values()} == {'meta'}
-
-
-def test_an_exported_model_does_not_load_as_one_with_softmax(tmp_path):
-    model = vitzoo.swap_mixer(build(), 'nystrom', num_landmarks=4)
-    save_for_hf(model, str(tmp_path), safe_serialization=True)
-    with pytest.raises(TypeError, match='swap_mixer'):
-        timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
-    assert '"mixer": "nystrom"' in (tmp_path / 'config.json').read_text()
 
 
 @pytest.mark.parametrize(

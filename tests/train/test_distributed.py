@@ -132,8 +132,8 @@ def train_sharded(argv: list[str], log: str, event=None, at: int = -1) -> None:
 
     create_accelerator = train_module.create_accelerator
 
-    def create_sharded(recipe, folder):
-        accelerator = create_accelerator(recipe, folder)
+    def create_sharded(recipe):
+        accelerator = create_accelerator(recipe)
         wrap = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block'])
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
         accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)

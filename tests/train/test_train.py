@@ -163,6 +163,7 @@ def test_only_the_last_complete_checkpoints_are_kept_and_listed(images, tmp_path
     assert [path.name for path in list_checkpoints(folder)] == ['step-00000015', 'step-00000020']
 
 
+@pytest.mark.slow
 def test_two_launched_processes_train_like_one_with_two_accumulation_steps(images, tmp_path):
     arguments = [*TINY, *AUGMENTED, '--data-dir', images, '--epochs', '2', '--output']
     launch = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', 'train.py']

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from ._kernel import KernelMixer
 from ._rope import Rope
-from .base import QKVMixer
 
 __all__ = ['RandomFeatureMixer', 'draw_generator']
 
@@ -22,7 +22,7 @@ def draw_generator(seed: int, layer: int, index: int = 0) -> torch.Generator:
     return torch.Generator(device='cpu').manual_seed(int(state))
 
 
-class RandomFeatureMixer(QKVMixer):
+class RandomFeatureMixer(KernelMixer):
     """A mixer with `num_features` random features, a buffer that is saved with the weights.
 
     Subclasses define how features are drawn and, by `buffer_name`, the name of the buffer. The features depend on

@@ -28,6 +28,9 @@ __all__ = [
     'aft_local', 'aft_local_naive', 'aft_simple', 'aft_simple_naive',
 ]  # fmt: skip
 
+# the largest exponent of a weight of aft_conv, so that weights far below it do not underflow in float32
+_HEADROOM = 40.0
+
 
 def aft_full_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """The formula for every pair and channel; arguments as `aft_full`."""
@@ -125,13 +128,20 @@ def aft_conv(
     with no_autocast(q):
         terms = _terms(k, v)  # (B, heads, P + H*W, d + 1)
         kernel = kernel.to(terms.dtype)
-        shift = kernel.detach().amax(dim=(1, 2)).clamp(min=0)[:, None, None]
+        # a factor per head cancels in the ratio
+        shift = (kernel.detach().amax(dim=(1, 2)).clamp(min=0) - _HEADROOM)[:, None, None]
         channels = terms.shape[-1]
-        filters = ((kernel - shift).exp() - (-shift).exp()).repeat_interleave(channels, dim=0).unsqueeze(1)
-        image = terms[:, :, P:].transpose(2, 3).flatten(1, 2).unflatten(2, grid_size)  # (B, heads * (d + 1), H, W)
+        filters = (kernel - shift).exp().repeat_interleave(channels, dim=0).unsqueeze(1)
+        prefix, grid = terms.split([P, terms.shape[2] - P], dim=2)
+        image = grid.transpose(2, 3).flatten(1, 2).unflatten(2, grid_size)  # (B, heads * (d + 1), H, W)
         near = F.conv2d(image, filters, padding=kernel.shape[-1] // 2, groups=image.shape[1])
-        near = near.flatten(2).unflatten(1, (-1, channels)).transpose(2, 3)
-        out = F.pad(near, (0, 0, P, 0)) + (-shift).exp() * terms.sum(dim=2, keepdim=True)
+        near = near.flatten(2).unflatten(1, (-1, channels)).mT
+        far = _sum_far(grid, grid_size, kernel.shape[-1] // 2 + 1)
+        prefix = prefix.sum(dim=2, keepdim=True)
+        out = near + (-shift).exp() * (far + prefix)
+        if P:
+            everything = (-shift).exp() * (grid.sum(dim=2, keepdim=True) + prefix)
+            out = torch.cat([everything.expand(-1, -1, P, -1), out], dim=2)
         return _gated_ratio(q, out)
 
 

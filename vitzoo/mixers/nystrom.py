@@ -13,13 +13,17 @@ attention. The landmarks are
 * grid: the means of h x w cells of the grid, h w <= m, as nearly square as possible, and each prefix token. On an image
   a segment is a strip, part of a row or several rows; a cell is a neighbourhood in both dimensions.
 
-Lengths of segments, and sides of cells, differ by at most one, the shorter first, so there is no padding.
+Lengths of segments, and sides of cells, differ by at most one, the shorter first, so there is no padding. A
+convolution of k tokens adds the term sum_o w_o v_(i+o), |o| <= k // 2, to the output: one kernel per head along
+the sequence of all tokens, the prefix tokens first and then the grid in raster order, with zeros beyond its ends.
 Nystromformer, https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-Penrose inverse computation"
 """
 
 import warnings
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention
@@ -92,6 +96,7 @@ def nystrom_naive(
     num_iterations: int,
     scale: float,
     grid_size: tuple[int, int] | None = None,
+    conv_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The whole N x N approximation, then the values; arguments as `nystrom_attention`."""
 
@@ -121,7 +126,12 @@ def nystrom_naive(
     for _ in range(num_iterations):
         az = middle @ z
         z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
-    return left @ z @ right @ v
+    out = left @ z @ right @ v
+    if conv_weight is None:
+        return out
+    size = conv_weight.shape[2]
+    padded = F.pad(v, (0, 0, size // 2, size // 2))
+    return out + sum(conv_weight[:, :, i] * padded[:, :, i : i + N] for i in range(size))
 
 
 def nystrom_attention(
@@ -132,10 +142,12 @@ def nystrom_attention(
     num_iterations: int,
     scale: float,
     grid_size: tuple[int, int] | None = None,
+    conv_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider, because the inverse needs the precision.
 
     With `grid_size` the last H*W tokens are the grid and the landmarks are its cells; without, segments of all tokens.
+    `conv_weight` is (heads, 1, k, 1).
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -144,15 +156,24 @@ def nystrom_attention(
         middle = (scale * q_land @ k_land.mT).softmax(dim=-1)
         context = softmax_attention(q_land, k, v_wide, scale)  # (B, heads, m, d)
         context = iterative_pinv(middle, num_iterations) @ context
-        return softmax_attention(q, k_land, context, scale).to(v.dtype)
+        out = softmax_attention(q, k_land, context, scale)
+        if conv_weight is not None:
+            out = out + _convolve(v_wide, conv_weight)
+        return out.to(v.dtype)
+
+
+def _convolve(v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Depthwise convolution along the tokens of (B, heads, N, d)."""
+    return F.conv2d(v, weight.to(v.dtype), padding=(weight.shape[2] // 2, 0), groups=v.shape[1])
 
 
 @register_mixer('nystrom')
 class Nystrom(QKVMixer):
     """Nystrom attention with `num_landmarks` landmarks and `num_iterations` steps of the pseudo-inverse.
 
-    `landmarks` is 'segment' or 'grid'; the prefix tokens of 'grid' are additional to `num_landmarks`. Warns if every
-    token is a landmark.
+    `landmarks` is 'segment' or 'grid'; the prefix tokens of 'grid' are additional to `num_landmarks`.
+    `conv_kernel_size` adds the convolution, of 35 tokens in the authors' models of long sequences and absent from those
+    of ImageNet; the layer then has no attention maps. Warns if every token is a landmark.
     """
 
     approximates_softmax = True
@@ -168,9 +189,12 @@ class Nystrom(QKVMixer):
         num_landmarks: int = 64,
         num_iterations: int = 6,
         landmarks: str = 'segment',
+        conv_kernel_size: int | None = None,
+        device=None,
+        dtype=None,
         **kwargs,
     ) -> None:
-        super().__init__(dim, num_heads, **kwargs)
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_landmarks < 1 or num_iterations < 1:
             raise ValueError(
                 f'nystrom needs num_landmarks and num_iterations of at least 1, '
@@ -178,9 +202,21 @@ class Nystrom(QKVMixer):
             )
         if landmarks not in ('segment', 'grid'):
             raise ValueError(f"landmarks of nystrom is 'segment' or 'grid', not {landmarks!r}.")
+        if conv_kernel_size is not None and (conv_kernel_size < 1 or conv_kernel_size % 2 == 0):
+            raise ValueError(
+                f'conv_kernel_size of nystrom must be odd and at least 1, or None, not {conv_kernel_size}.'
+            )
         self.num_landmarks = num_landmarks
         self.num_iterations = num_iterations
         self.on_grid = landmarks == 'grid'
+        self.conv = None
+        if conv_kernel_size is not None:
+            size, padding = (conv_kernel_size, 1), (conv_kernel_size // 2, 0)
+            self.conv = nn.Conv2d(
+                num_heads, num_heads, size, padding=padding, groups=num_heads, bias=False, device=device, dtype=dtype
+            )
+            # the convolution is not a weighted mean of the values
+            self.token_weights = False
         num_tokens = self.grid_size[0] * self.grid_size[1] + (0 if self.on_grid else self.num_prefix_tokens)
         if num_landmarks >= num_tokens:
             warnings.warn(
@@ -191,7 +227,13 @@ class Nystrom(QKVMixer):
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         on_grid = grid_size if self.on_grid else None
-        return self.op(q, k, v, self.num_landmarks, self.num_iterations, self.scale, on_grid)
+        conv_weight = None if self.conv is None else self.conv.weight
+        return self.op(q, k, v, self.num_landmarks, self.num_iterations, self.scale, on_grid, conv_weight)
+
+    def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Softmax attention, plus the convolution of the values if there is one."""
+        target = super().softmax_target(q, k, v)
+        return target if self.conv is None else target + _convolve(v, self.conv.weight)
 
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]

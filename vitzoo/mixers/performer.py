@@ -2,10 +2,19 @@
 
     out_i = phi(q_i) . (sum_j phi(k_j) v_j^T) / phi(q_i) . sum_j phi(k_j)
     softmax:  phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),  x' = sqrt(scale) x
-    relu:     phi(x) = (relu(W x') + 1e-3) / sqrt(m)
+    relu:     phi(x) = (relu(W x') + eps) / sqrt(m)
 
 Linear in the number of tokens: O(N m dim) for m features. Prefix tokens are ordinary tokens. In the limit of many
-softmax features it is softmax attention. Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794
+softmax features it is softmax attention.
+
+The authors' code adds an eps to every softmax feature,
+
+    phi(q_i) = (exp(W q_i' - |q_i'|^2 / 2 - max W q_i') + eps) / sqrt(m)
+    phi(k_j) = (exp(W k_j' - |k_j'|^2 / 2 - max W k') + eps) / sqrt(m)
+
+with the maximum over the features for a query, and over the features and tokens of a sample and head for the keys. The
+more features are below eps, the closer the output is to the mean of the values. Rethinking Attention with Performers,
+https://arxiv.org/abs/2009.14794
 """
 
 import torch
@@ -20,8 +29,9 @@ from .base import no_autocast, register_mixer
 
 __all__ = ['Performer', 'orthogonal_features', 'performer_attention', 'performer_naive']
 
-_RELU_EPS = 1e-3
-# the published code adds this to every softmax feature: below it a feature contributes nothing
+# eps by kernel, if it is not given
+_EPS = {'softmax': 0.0, 'relu': 1e-3}
+# a feature of a query below this, relative to its largest, contributes nothing; the published eps
 _FLOOR = 1e-4
 
 
@@ -39,26 +49,43 @@ def orthogonal_features(num_features: int, dim: int, generator: torch.Generator 
 
 
 def performer_naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float, kernel: str = 'softmax'
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    features: torch.Tensor,
+    scale: float,
+    kernel: str = 'softmax',
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """The N x N attention matrix of the feature maps, row-normalised; arguments as `performer_attention`."""
 
-    def phi(x):
+    def phi(x, over):
         x = scale**0.5 * x
         projected = x @ features.T
         if kernel == 'relu':
-            return (projected.relu() + _RELU_EPS) / features.shape[0] ** 0.5
-        return (projected - x.square().sum(dim=-1, keepdim=True) / 2).exp() / features.shape[0] ** 0.5
+            return (projected.relu() + eps) / features.shape[0] ** 0.5
+        # without eps the maximum cancels
+        largest = projected.amax(dim=over, keepdim=True) if eps else 0
+        exp = (projected - x.square().sum(dim=-1, keepdim=True) / 2 - largest).exp()
+        return (exp + eps) / features.shape[0] ** 0.5
 
-    attn = phi(q) @ phi(k).transpose(-2, -1)
+    attn = phi(q, -1) @ phi(k, (-2, -1)).transpose(-2, -1)
     return attn / attn.sum(dim=-1, keepdim=True) @ v
 
 
 def performer_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float, kernel: str = 'softmax'
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    features: torch.Tensor,
+    scale: float,
+    kernel: str = 'softmax',
+    eps: float = 0.0,
 ) -> torch.Tensor:
-    """q, k, v (B, heads, N, d) and features (m, d) -> (B, heads, N, d), in float32 or wider."""
-    if kernel == 'softmax' and use_kernel(q):
+    """q, k, v (B, heads, N, d) and features (m, d) -> (B, heads, N, d), in float32 or wider; eps must be positive for
+    the kernel 'relu'.
+    """
+    if kernel == 'softmax' and not eps and use_kernel(q):
         from vitzoo.kernels import favor as kernels
 
         if kernels.fits(q, k, v, features):
@@ -66,19 +93,28 @@ def performer_attention(
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         features = features.to(dtype)
-        if kernel == 'softmax':
+        if kernel == 'softmax' and not eps:
             return feature_attention(q, k, v, _SoftmaxFeatures(features, scale))
-        return _relu_attention(q.to(dtype), k.to(dtype), v.to(dtype), features, scale).to(v.dtype)
+        # without 1 / sqrt(m), which cancels in the ratio
+        weight = scale**0.5 * features.T
+        if kernel == 'relu':
+            q_features, k_features = (F.relu(x.to(dtype) @ weight) + eps for x in (q, k))  # (B, heads, N, m)
+        else:
+            q_features, k_features = _softmax_features_with_eps(q.to(dtype), k.to(dtype), weight, scale, eps)
+        context = k_features.mT @ v.to(dtype)  # (B, heads, m, d)
+        normalizer = q_features @ k_features.sum(dim=2).unsqueeze(-1)  # (B, heads, N, 1)
+        return (q_features @ context / normalizer).to(v.dtype)
 
 
-def _relu_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, features: torch.Tensor, scale: float
-) -> torch.Tensor:
-    # without 1 / sqrt(m), which cancels in the ratio
-    q, k = (F.relu(scale**0.5 * x @ features.T) + _RELU_EPS for x in (q, k))  # (B, heads, N, m)
-    context = k.mT @ v  # (B, heads, m, d)
-    normalizer = q @ k.sum(dim=2).unsqueeze(-1)  # (B, heads, N, 1)
-    return q @ context / normalizer
+def _softmax_features_with_eps(
+    q: torch.Tensor, k: torch.Tensor, weight: torch.Tensor, scale: float, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The published features of queries and keys, (B, heads, N, m)."""
+    q_log, k_log = q @ weight, k @ weight
+    q_log = q_log - q_log.amax(dim=-1, keepdim=True)
+    k_log = k_log - k_log.amax(dim=(-2, -1), keepdim=True)
+    q_half, k_half = (scale / 2 * x.square().sum(dim=-1, keepdim=True) for x in (q, k))
+    return (q_log - q_half).exp() + eps, (k_log - k_half).exp() + eps
 
 
 class _SoftmaxFeatures:
@@ -119,8 +155,11 @@ class _SoftmaxFeatures:
 class Performer(RandomFeatureMixer):
     """FAVOR+ attention with `num_features` random features per layer and `kernel` 'softmax' or 'relu'.
 
-    The features depend on `seed` and the layer, and are redrawn every `redraw_every` optimizer steps unless it is 0. A
-    training loop other than `vitzoo train` calls `vitzoo.set_step` for this.
+    `eps` is added to every feature: by default 1e-3 for 'relu', and 0 for 'softmax', as in the paper. The authors' code
+    has 1e-6 or 1e-4. That of the published ViL models has 1e-4 and takes the maximum of the keys over all heads and
+    samples of a batch, which is not reproduced here: the output for an image would depend on the others. The features
+    depend on `seed` and the layer, and are redrawn every `redraw_every` optimizer steps unless it is 0. A training loop
+    other than `vitzoo train` calls `vitzoo.set_step` for this.
     """
 
     token_weights = True
@@ -134,31 +173,42 @@ class Performer(RandomFeatureMixer):
         *,
         num_features: int = 256,
         kernel: str = 'softmax',
+        eps: float | None = None,
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, num_features=num_features, **kwargs)
         if kernel not in ('softmax', 'relu'):
             raise ValueError(f"kernel of performer is 'softmax' or 'relu', not {kernel!r}.")
+        eps = _EPS[kernel] if eps is None else eps
+        if eps < 0 or (kernel == 'relu' and not eps):
+            least = 'above 0' if kernel == 'relu' else 'at least 0'
+            raise ValueError(f'eps of performer with the kernel {kernel!r} must be {least}, not {eps}.')
         self.kernel = kernel
+        self.eps = eps
         self.approximates_softmax = kernel == 'softmax'
 
     def draw_features(self, generator: torch.Generator) -> torch.Tensor:
         return orthogonal_features(self.num_features, self.head_dim, generator)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        return self.op(q, k, v, self.features, self.scale, self.kernel)
+        return self.op(q, k, v, self.features, self.scale, self.kernel, self.eps)
 
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
     ) -> dict[str, torch.Tensor]:
-        """Adds `features_at_floor`, the share of a query's features that are below 1e-4 times its largest.
+        """Adds `features_at_floor`, the share of a query's features below eps (1e-4 of its largest if eps is 0).
 
-        A feature of a query is weighted by its maximum over the keys. Near 1, a single feature dominates the query.
+        Without eps, a feature of a query is weighted by its maximum over the keys. Near 1, a single feature dominates
+        the query, or with eps the output is the mean of the values.
         """
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
             dtype = torch.promote_types(q.dtype, torch.float32)
-            phi = _SoftmaxFeatures(self.features.to(dtype), self.scale)
-            shift = phi.log_keys(k.to(dtype)).amax(dim=2, keepdim=True)
-            at_floor = query_features(q.to(dtype), shift, phi) < _FLOOR
+            q, k, phi = q.to(dtype), k.to(dtype), _SoftmaxFeatures(self.features.to(dtype), self.scale)
+            if self.eps:
+                q_features, _ = _softmax_features_with_eps(q, k, phi.weight.T, self.scale, self.eps)
+                at_floor = q_features < 2 * self.eps
+            else:
+                shift = phi.log_keys(k).amax(dim=2, keepdim=True)
+                at_floor = query_features(q, shift, phi) < _FLOOR
         return {**signs, 'features_at_floor': at_floor.to(dtype).flatten(1).mean(dim=1)}

@@ -30,10 +30,10 @@ class _KeepStatistics:
     def __enter__(self) -> None:
         self.momenta = [norm.momentum for norm in self.norms]
         self.counts = [norm.num_batches_tracked for norm in self.norms]
-        for norm in self.norms:
+        for norm, count in zip(self.norms, self.counts):
             norm.momentum = 0.0
-            # None, as in a BatchNorm without statistics, is not counted up
-            norm.num_batches_tracked = None
+            # a count that is thrown away; SyncBatchNorm does not accept None, and a BatchNorm without statistics has it
+            norm.num_batches_tracked = count if count is None else torch.zeros_like(count)
 
     def __exit__(self, *exc_info) -> None:
         for norm, momentum, count in zip(self.norms, self.momenta, self.counts):

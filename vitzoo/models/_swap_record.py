@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from timm.models._input import update_model_args
+from timm.models._input import update_model_args, update_model_input_size
 from torch import nn
 
 __all__ = ['ARCHITECTURE', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 'parse_swaps']
@@ -12,11 +12,19 @@ ARCHITECTURE = 'vitzoo_swapped'
 
 
 def name_entrypoint(model: nn.Module) -> None:
-    """Let timm export a swapped model as one of `ARCHITECTURE`; models that timm did not create stay as they are."""
+    """Let timm export a swapped model as one of `ARCHITECTURE`, which has one image size.
+
+    Models that timm did not create stay as they are.
+    """
     config = getattr(model, 'pretrained_cfg', None)
-    if config and config['architecture'] != ARCHITECTURE:
-        update_model_args(model, base_model=config['architecture'])
-        model.pretrained_cfg = model.default_cfg = {**config, 'architecture': ARCHITECTURE}
+    if not config or config['architecture'] == ARCHITECTURE:
+        return
+    update_model_args(model, base_model=config['architecture'])
+    model.pretrained_cfg = model.default_cfg = {**config, 'architecture': ARCHITECTURE}
+    if hasattr(model, 'patch_embed'):
+        # the mixers have a grid even if the base model takes images of any size
+        update_model_input_size(model, model.patch_embed.img_size)
+        model._traits = {**model._traits, 'fixed_input_size': True}
 
 
 def parse_swaps(text: str, blocks: str | None = None, mixer_kwargs: dict | None = None) -> list[dict[str, Any]]:
@@ -38,7 +46,7 @@ def parse_swaps(text: str, blocks: str | None = None, mixer_kwargs: dict | None 
     elif len(ranges) > 1 and not all(ranges.values()):
         mixer = next(mixer for mixer, numbers in ranges.items() if not numbers)
         raise ValueError(f"'{text}' has no blocks for {mixer}; write them as in 'ls:0-9,softmax:10,11'")
-    indices = {mixer: parse_blocks(numbers) if numbers else None for mixer, numbers in ranges.items()}
+    indices = {mixer: None if numbers is None else parse_blocks(numbers) for mixer, numbers in ranges.items()}
     _check_overlap(text, indices)
     kwargs = _kwargs_by_mixer(list(ranges), mixer_kwargs or {})
     return [{'mixer': mixer, 'blocks': numbers, **kwargs[mixer]} for mixer, numbers in indices.items()]
@@ -88,19 +96,19 @@ def _join_ranges(numbers: list[int]) -> str:
     return ','.join(f'{first}-{last}' if first < last else f'{first}' for first, last in ranges)
 
 
-def _split_mixers(text: str) -> dict[str, str]:
-    """The blocks of each mixer as text, empty if it has none."""
+def _split_mixers(text: str) -> dict[str, str | None]:
+    """The blocks of each mixer as text, None if it has none."""
     ranges, mixer = {}, None
     for part in (part.strip() for part in text.split(',')):
         name, colon, numbers = (word.strip() for word in part.partition(':'))
-        if not colon and name[:1].isdigit() and mixer and ranges[mixer]:
+        if name[:1].isdigit() and not colon and ranges.get(mixer):
             # further blocks of the same mixer
             ranges[mixer] += f',{name}'
             continue
-        if not name or name[0].isdigit() or (colon and not numbers) or (name in ranges and not (colon and ranges[name])):
+        if not name or name[0].isdigit() or bool(colon) != bool(numbers) or (name in ranges and not numbers):
             raise ValueError(f"'{part}' in '{text}' is not a mixer with its blocks, such as ls:0-9 or softmax:10,11")
         mixer = name
-        ranges[mixer] = f'{ranges[mixer]},{numbers}' if mixer in ranges else numbers
+        ranges[mixer] = f'{ranges[mixer]},{numbers}' if ranges.get(mixer) else numbers or None
     return ranges
 
 

@@ -15,7 +15,7 @@ from timm.models._registry import _deprecated_models, generate_default_cfgs
 from torch import Tensor, nn
 
 from . import swap
-from ._resample import resample_weights
+from ._resample import is_resizable, resample_weights
 from ._swap_record import ARCHITECTURE
 
 __all__ = ['vitzoo_swapped']
@@ -66,7 +66,8 @@ def vitzoo_swapped(
     if is_saved:
         # it would be what the mixers inherit from random weights
         del model.inheritance
-    return build_model_with_cfg(
+    traits = model._traits
+    built = build_model_with_cfg(
         lambda **_: model,
         ARCHITECTURE,
         pretrained and is_saved,
@@ -77,6 +78,9 @@ def vitzoo_swapped(
         cache_dir=cache_dir,
         **kwargs,
     )
+    # with `dynamic_img_size` timm takes the model to be of any size again
+    built._traits = traits
+    return built
 
 
 # not a deprecated model, but timm has no other way to leave a name out of its lists
@@ -112,9 +116,7 @@ def _is_default(config: dict | PretrainedCfg) -> bool:
 
 def _resample(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Resample weights to the image size of a model, if timm can change it."""
-    if not hasattr(model, 'set_input_size') or not hasattr(model, 'patch_embed'):
-        return state_dict
-    return resample_weights(state_dict, model)
+    return resample_weights(state_dict, model) if is_resizable(model) else state_dict
 
 
 def _default_indices(model: nn.Module) -> int | tuple[int, ...]:

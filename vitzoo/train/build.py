@@ -2,8 +2,9 @@
 
 import timm
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from timm.data import Mixup
+from timm.layers import convert_sync_batchnorm
 from timm.loss import compute_class_weights, create_classification_loss
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
@@ -151,6 +152,19 @@ def _num_classes_in(model: nn.Module, path: str) -> int | None:
     name = names[0] if isinstance(names, tuple | list) else names
     head = unwrap(read_checkpoint(path)).get(f'{name}.weight')
     return None if head is None else len(head)
+
+
+def synchronize_batch_norm(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Convert BatchNorm so that it normalizes over the images of all processes; parameters and their names stay.
+
+    Raises:
+        UserError: PyTorch has no synchronized BatchNorm for this device.
+    """
+    if accelerator.num_processes == 1:
+        return model
+    if accelerator.device.type == 'cpu':
+        raise UserError('sync_bn needs GPUs, because PyTorch has no synchronized BatchNorm on CPUs; leave it out')
+    return convert_sync_batchnorm(model)
 
 
 def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:

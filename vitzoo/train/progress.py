@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType
+from accelerate.utils import LoggerType, ProjectConfiguration
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn, TimeRemainingColumn
 
 from vitzoo.data.held_out import HELD_OUT
@@ -143,7 +143,10 @@ def report_epoch(run: Run) -> None:
         draw_curves(run.folder, run.history)
 
     write_on_main(
-        run.accelerator, write, lambda error: f'cannot write to {run.folder}: {error}; free some space and --resume'
+        run.accelerator,
+        run.lock,
+        write,
+        lambda error: f'cannot write to {run.folder}: {error}; free some space and --resume',
     )
     run.accelerator.log({name: value for name, value in row.items() if name != 'epoch'}, step=row['step'])
 
@@ -170,4 +173,5 @@ def start_trackers(run: Run) -> None:
     settings = {name: value for name, value in asdict(run.recipe).items() if name not in NOT_SAVED}
     # trackers accept only scalars and strings
     simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
+    run.accelerator.project_configuration = ProjectConfiguration(project_dir=str(run.folder))
     run.accelerator.init_trackers('vitzoo', config=simple)

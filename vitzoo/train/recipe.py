@@ -84,6 +84,15 @@ class Recipe:
     freeze: str | None = _model(
         None, "modules to freeze, such as patch_embed,blocks.0, or 'backbone' for all but the classifier"
     )
+    sync_bn: bool = _model(
+        False, 'BatchNorm normalizes over the images of all processes (GPUs only)', on_resume=CHANGES
+    )
+    dist_bn: str = _model(
+        'reduce',
+        "BatchNorm's running statistics after an epoch: averaged over the processes, or those of the first",
+        choices=('none', 'reduce', 'broadcast'),
+        on_resume=CHANGES,
+    )
     torchcompile: str | None = _model(
         None, 'compile the model with this torch.compile backend, such as inductor', on_resume=NEUTRAL
     )
