@@ -32,7 +32,6 @@ SETTINGS = {
     'global': [{'num_global': 3}, {'num_global': 1}],
     'hedgehog': [{}, {'num_features': 3}],
     'inline': [{}, {'residual': False, 'mean_scores': False}],
-    'linear': [{}, {'center_keys': True}],
     'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
     'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
     'longformer': [

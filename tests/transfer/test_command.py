@@ -120,7 +120,10 @@ def test_several_mixers_give_one_table(teacher, images, tmp_path, capsys):
     transfer([*command, '--mixer', 'linear,pool', '--mixer-kwargs', 'pool.pool_size=5'])
     both = json.loads((tmp_path / 'all' / 'transfer.json').read_text())['students']
     assert [result['settings']['mixer'] for result in both] == ['linear', 'pool']
-    assert [result['settings']['mixer_kwargs'] for result in both] == [{'center_keys': True}, {'pool_size': 5}]
+    assert [result['settings']['mixer_kwargs'] for result in both] == [
+        {'center_keys': True, 'dwc': 'v'},
+        {'pool_size': 5},
+    ]
     assert both[0]['teacher'] == both[1]['teacher']
     assert (tmp_path / 'all' / 'pool' / 'model.safetensors').is_file()
     assert capsys.readouterr().out.count('one block at a time') == 2

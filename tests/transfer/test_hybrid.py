@@ -1,17 +1,21 @@
 """Probing of single blocks, blocks that keep softmax attention, and controls."""
 
+import inspect
 import math
 
 import pytest
 import torch
-from helpers import relative_error
+from helpers import mixers_of_ours, relative_error
 from teachers import batches, make_student, make_teacher
 from timm.models.vision_transformer import Block
 
-from vitzoo.mixers import create_mixer
+from vitzoo.mixers import create_mixer, mixer_class
+from vitzoo.mixers._kernel import KernelMixer
 from vitzoo.transfer import keep_softmax, probe, zero_attention
 from vitzoo.transfer.attention import final_tokens, only_part, parts_of
 from vitzoo.transfer.hybrid import feature_error
+from vitzoo.transfer.students import make_student as make_student_to_train
+from vitzoo.transfer.students import start_arguments
 
 IMAGES = batches(2)
 
@@ -138,3 +142,19 @@ def test_the_parts_of_ls_are_its_window_and_its_landmarks():
     scores = (q @ (weights @ k).mT / math.sqrt(4)).softmax(-1)
     torch.testing.assert_close(alone, mixer.project(scores @ (weights @ v)))
     assert relative_error(mixer(x, (6, 6)), alone) > 0.1
+
+
+KERNELS = [name for name in mixers_of_ours() if issubclass(mixer_class(name), KernelMixer)]
+
+
+@pytest.mark.parametrize('mixer', KERNELS)
+@torch.no_grad()
+def test_a_kernel_mixer_starts_without_its_convolution_and_gate(mixer):
+    teacher = make_teacher()
+    student = make_student_to_train('teacher', teacher, mixer, {}, 0)
+    cls = inspect.signature(mixer_class(mixer)).parameters
+    arguments = start_arguments(mixer) | ({'conv_size': 0} if 'conv_size' in cls else {'dwc': 'none'})
+    bare = make_student(teacher, mixer, **arguments)
+    bare.load_state_dict(student.state_dict(), strict=False)
+    torch.testing.assert_close(student(IMAGES[0]), bare(IMAGES[0]))
+    assert not any('gate' in name or 'norm_' in name for name, _ in student.blocks[0].attn.named_modules())

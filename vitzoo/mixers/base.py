@@ -218,11 +218,8 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
     describe; `scale` multiplies q.k and is head_dim ** -0.5 by default. With `LinearQKV` the parameters are called
     `qkv` and `proj` as in timm, so a ViT checkpoint loads strictly into every mixer that adds none. `qk_norm`
     normalizes the queries and keys of each head with `norm_layer(head_dim)`, as timm's attention does; raises
-    ValueError for a mixer with narrower keys. `center_keys` subtracts from the keys their mean over the tokens, which
-    softmax attention ignores and feature maps do not: they inherit the keys of a pretrained model better with it
-    (https://arxiv.org/abs/2605.02772); raises ValueError for a mixer without keys. `scale_norm` applies
-    `norm_layer(dim)` before `proj`, as in EVA-02. A subclass whose output is not a function of products q_i . k_j sets
-    `has_rope = False`.
+    ValueError for a mixer with narrower keys. `scale_norm` applies `norm_layer(dim)` before `proj`, as in EVA-02. A
+    subclass whose output is not a function of products q_i . k_j sets `has_rope = False`.
     """
 
     has_qk_norm = True
@@ -243,14 +240,11 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         qk_norm: bool = False,
         scale_norm: bool = False,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
-        center_keys: bool = False,
         device=None,
         dtype=None,
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
-        if center_keys and shared_qk:
-            raise ValueError(f'{type(self).__name__} has no keys to center; set center_keys=False.')
         if qk_norm and k_dim is not None:
             raise ValueError(
                 f'{type(self).__name__} has keys of width {k_dim} for all heads, which qk_norm cannot normalize; '
@@ -270,7 +264,6 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         )
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm and not shared_qk else nn.Identity()
-        self.center_keys = center_keys
         self.attn_drop = nn.Dropout(attn_drop)
         self.scale_norm = norm_layer(dim, **dd) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, **dd)
@@ -304,8 +297,6 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         if rope is not None:
             # keys shared with the queries have no channels
             q, k = rope.rotate(q), rope.rotate(k) if k.shape[-1] else k
-        if self.center_keys:
-            k = k - k.mean(dim=2, keepdim=True)
         # under autocast a norm returns float32
         return q.to(v.dtype), k.to(v.dtype), v
 

@@ -32,7 +32,7 @@ from vitzoo.transfer.options import TransferOptions, parse_args
 from vitzoo.transfer.pictures import Pictures, divide, held_out_batches, open_pictures, training_batches
 from vitzoo.transfer.probing import probe
 from vitzoo.transfer.record import Ledger
-from vitzoo.transfer.students import START, check_student, make_student, randomize
+from vitzoo.transfer.students import check_student, make_student, randomize, start_arguments
 from vitzoo.transfer.summary import explain_result, print_probe, print_scores
 
 # batch size of speed measurements, on an accelerator and on a CPU
@@ -62,7 +62,7 @@ class Transfer:
 
     def arguments(self, mixer: str) -> dict:
         """Arguments of a mixer, with those that it starts with unless the user gave others."""
-        return {**START.get(mixer, {}), **self.options.mixer_kwargs.get(mixer, {})}
+        return {**start_arguments(mixer), **self.options.mixer_kwargs.get(mixer, {})}
 
     def student(self, mixer: str) -> nn.Module:
         """A new student."""

@@ -1,5 +1,6 @@
 """Students: copies of a teacher whose attention is replaced by mixers that start from its weights."""
 
+import inspect
 from collections.abc import Iterable
 from copy import deepcopy
 
@@ -8,19 +9,37 @@ from torch import nn
 
 from vitzoo.errors import UserError
 from vitzoo.mixers import mixer_class
+from vitzoo.mixers._grid_conv import GridConv
+from vitzoo.mixers._kernel import KernelMixer
 from vitzoo.models.swap import swap_mixer
 from vitzoo.transfer.attention import mixer_paths
 
-# arguments with which a mixer computes its attention on inherited queries, keys and values: without new norms, and with
-# centered keys if it depends on a constant in the keys, which softmax attention ignores
-START = {
-    'hydra': dict(center_keys=True),
-    'linear': dict(center_keys=True),
-    'linformer': dict(center_keys=True),
+# what would change the inherited queries, keys and values or the output from the first step on
+_LEFT_OUT = {
+    'inline': dict(residual=False),
     'ls': dict(dual_norm=False),
-    'performer': dict(center_keys=True),
-    'rfa': dict(center_keys=True),
+    'mala': dict(gate=False, rope=False),
+    'polaformer': dict(gate=False),
 }
+
+
+def start_arguments(mixer: str) -> dict:
+    """Arguments with which a mixer starts as its window or kernel attention of inherited queries, keys and values.
+
+    Without new norms, gates and rotations; kernel mixers with centered keys if they depend on a constant in the keys,
+    which softmax attention ignores, and with a depthwise convolution of the values, which adds nothing at first.
+
+    Raises:
+        ValueError: There is no such mixer.
+    """
+    cls = mixer_class(mixer)
+    arguments = dict(_LEFT_OUT.get(mixer, {}))
+    if issubclass(cls, KernelMixer):
+        if not cls.ignores_mean_key:
+            arguments['center_keys'] = True
+        if 'conv_size' not in inspect.signature(cls).parameters:
+            arguments['dwc'] = 'v'
+    return arguments
 
 
 def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, seed: int) -> nn.Module:
@@ -28,7 +47,7 @@ def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, 
 
     Args:
         name: Name of the teacher in errors.
-        mixer_kwargs: Arguments of the mixer; they override those of `START`.
+        mixer_kwargs: Arguments of the mixer; they override those of `start_arguments`.
         seed: Of the parameters that are not inherited.
 
     Raises:
@@ -36,8 +55,7 @@ def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, 
     """
     torch.manual_seed(seed)
     try:
-        mixer_class(mixer)
-        student = swap_mixer(deepcopy(teacher), mixer, **{**START.get(mixer, {}), **mixer_kwargs})
+        student = swap_mixer(deepcopy(teacher), mixer, **{**start_arguments(mixer), **mixer_kwargs})
     except (TypeError, ValueError) as error:
         raise UserError(f'cannot replace the attention of {name} by {mixer}: {error}') from error
     if getattr(student, 'rope', None) is not None and not (mixer_class(mixer).has_rope or student.has_pos_embed()):
@@ -45,7 +63,17 @@ def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, 
             f'{mixer} does not compare queries with keys, so {name} would lose its rotary positions and have no'
             f' others; choose a mixer that does, such as ls or linear'
         )
+    for path in mixer_paths(student):
+        _silence_convolution(student.get_submodule(path))
     return student.eval()
+
+
+def _silence_convolution(mixer: nn.Module) -> None:
+    """Let the convolution that a kernel mixer adds to its output start at 0."""
+    conv = getattr(mixer, 'conv', None)
+    if isinstance(mixer, KernelMixer) and isinstance(conv, GridConv):
+        for parameter in conv.parameters():
+            nn.init.zeros_(parameter)
 
 
 def randomize(student: nn.Module, seed: int) -> nn.Module:
