@@ -93,7 +93,7 @@ def count(values: dict, is_changed) -> int:
         (dict(gaussian_blur_prob=0.3), lambda before, after: after.float().std() < before.float().std() - 1),
         (dict(color_jitter=0.4, color_jitter_prob=0.3), lambda before, after: not torch.equal(before, after)),
     ],
-    ids=str,
+    ids=['grayscale', 'blur', 'colors'],
 )
 def test_colors_are_augmented_with_the_probability(values, is_changed):
     assert 40 < count(values, is_changed) < 80
