@@ -193,17 +193,21 @@ class Recipe:
     kd_model_name: str | None = _distillation(None, 'teacher: a pretrained timm model, or the folder of a training run')
     kd_distill_type: str = _distillation(
         'logit',
-        "distillation target: the teacher's soft labels, its predicted class, or either with a distillation token",
-        choices=('logit', 'hard', 'token'),
+        "distillation target: the teacher's soft labels, its predicted class, either with a distillation token, or for"
+        ' a student with other mixers its final tokens, attention outputs and soft labels',
+        choices=('logit', 'hard', 'token', 'transfer'),
     )
     kd_token_distill_type: str = _distillation(
         'soft', 'distillation target of the distillation token', choices=('soft', 'hard')
     )
     kd_temperature: float = _distillation(4.0, 'distillation temperature', low=0.01)
+    kd_block_weight: float = _distillation(0.1, 'weight of the attention outputs (with transfer)', low=0)
     distill_loss_weight: float | None = _distillation(
         None, 'weight of the distillation loss; by default 1, or 1 - task_loss_weight', low=0
     )
-    task_loss_weight: float | None = _distillation(None, 'weight of the classification loss; by default 1', low=0)
+    task_loss_weight: float | None = _distillation(
+        None, 'weight of the classification loss; by default 1, with transfer 0', low=0
+    )
 
     epochs: int = _optimizer(100, 'number of epochs', low=1)
     batch_size: int = _optimizer(128, 'images per optimizer step, over all processes', low=1, on_resume=FIXED)
