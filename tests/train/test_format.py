@@ -1,19 +1,22 @@
 """Weights in bfloat16, and the channels-last memory format: training, averaging, resuming and the exported model."""
 
 from shlex import split
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from accelerate.utils import DistributedType
 from processes import start_processes, train_and_log
 from safetensors.torch import load_file
 from toys import read_metrics
 
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
-from vitzoo.train.build import compile_model
+from vitzoo.train.build import compile_model, convert_format
 from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.train.loop import train
+from vitzoo.train.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 TINY = split('--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --crop-pct 1')
@@ -123,6 +126,12 @@ def test_what_a_machine_or_a_precision_cannot_do_is_refused(images, tmp_path, op
     with pytest.raises(UserError, match=words):
         train([*TINY, '--epochs', '1', '--data-dir', images, '--output', str(tmp_path / 'run'), *split(options)])
     assert not (tmp_path / 'run').exists()
+
+
+def test_channels_last_weights_cannot_be_sharded():
+    accelerator = SimpleNamespace(mixed_precision='no', distributed_type=DistributedType.FSDP)
+    with pytest.raises(UserError, match='channels_last does not work with FSDP'):
+        convert_format(timm.create_model('test_vit'), make_recipe(dict(channels_last=True)), accelerator)
 
 
 def test_the_mode_of_the_compiler_is_passed_on(monkeypatch):

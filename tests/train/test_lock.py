@@ -128,6 +128,17 @@ def test_the_first_process_of_a_run_locks_for_all(tmp_path):
 
 
 @pytest.mark.usefixtures('fresh_accelerate')
+@pytest.mark.parametrize('option', ['--overwrite', '--resume auto', ''])
+def test_a_second_start_in_the_folder_of_a_run_is_refused(images, tmp_path, option):
+    with FolderLock(tmp_path) as lock:
+        lock.acquire()
+        with pytest.raises(UserError, match='a run is in progress in'):
+            train([*TINY, '--data-dir', images, '--output', str(tmp_path), *split(option)])
+        lock.check()
+        assert list(tmp_path.iterdir()) == [lock.path]
+
+
+@pytest.mark.usefixtures('fresh_accelerate')
 @pytest.mark.parametrize('step', [2, 5])
 def test_a_run_whose_folder_is_taken_over_stops_without_writing(images, tmp_path, monkeypatch, step):
     kept = {}

@@ -31,6 +31,8 @@ OPTIONS = {
     'outputs': {'classes': '', 'more': '--num-classes 6'},
     'accumulation': {'1': '', '2': '--grad-accum-steps 2'},
     'precision': {'float32': '', 'bfloat16': '--amp'},
+    'format': {'plain': '', 'bfloat16': '--model-dtype bfloat16', 'channels last': '--channels-last'},
+    'statistics': {'reduce': '', 'broadcast': '--dist-bn broadcast', 'none': '--dist-bn none'},
     'average': {'none': '', 'ema': '--model-ema --model-ema-decay 0.9', 'warmup': '--model-ema --model-ema-warmup'},
     'freeze': {'none': '', 'backbone': '--freeze backbone', 'stem': '--freeze STEM'},
     'checkpointing': {'no': '', 'yes': '--grad-checkpointing'},
@@ -43,11 +45,14 @@ OPTIONS = {
     'balance': {'none': '', 'loss': '--balance loss', 'sampler': '--balance sampler'},
     'loss': {'ce': '', 'bce': '--bce-loss --smoothing 0', 'threshold': '--bce-loss --bce-target-thresh 0.2'},
     'look': {'jitter': '', 'policy': '--aa rand-m9-mstd0.5-inc1', 'pipeline': '--aug albumentations'},
+    'crop': {'rrc': '', 'rkrc': '--train-crop-mode rkrc', 'rkrr': '--train-crop-mode rkrr', 'none': '--no-aug'},
+    'colors': {'plain': '', 'grey': '--grayscale-prob 0.5', 'blur': '--gaussian-blur-prob 0.5 --color-jitter-prob 0.5'},
     'mixing': {
         'none': '',
         'batch': '--mixup 0.4 --cutmix 1',
         'pair': '--mixup 0.8 --mixup-mode pair --mixup-prob 0.5',
         'elem': '--cutmix 1 --mixup-mode elem',
+        'box until epoch 1': '--cutmix-minmax 0.2 0.8 --mixup-off-epoch 1',
     },
     'erasing': {'none': '', 'pixel': '--reprob 0.5 --recount 2', 'const': '--reprob 0.9 --remode const'},
     'repeats': {'1': '', '2': '--aug-repeats 2'},
@@ -67,6 +72,7 @@ OPTIONS = {
         'cooldown': '--sched poly --epochs 1 --warmup-epochs 0 --cooldown-epochs 1',
     },
     'workers': {'0': '--workers 0', '1': '--workers 1'},
+    'validation': {'top-1': '', 'loss': '--eval-metric loss', 'last': '--eval-metric top5 --val-interval 2'},
     'evaluation': {'model': '', 'own': '--validation-batch-size 5 --crop-pct 1'},
     'checkpoints': {'epoch': '', '1': '--checkpoint-every 1 --checkpoint-hist 1', '2': '--checkpoint-every 2'},
 }
@@ -91,6 +97,7 @@ FORBIDDEN = (
     Forbidden('data', SEVERAL_LABELS, 'outputs', ['more'], 'num_classes is 6, but'),
     Forbidden('distillation', ['token'], 'model', NO_TOKEN, 'has no distillation token'),
     Forbidden('distillation', WITH_TEACHER, 'outputs', ['more'], 'the teacher'),
+    Forbidden('format', ['bfloat16'], 'precision', ['bfloat16'], 'model_dtype bfloat16 leaves nothing to amp'),
     Forbidden('weights', ['file', 'file of others'], 'channels', ['grey'], 'does not fit'),
 )
 ROWS = covering_array(FACTORS, FORBIDDEN)

@@ -3,6 +3,7 @@
 import timm
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
 from timm.data import Mixup
 from timm.layers import convert_sync_batchnorm
 from timm.loss import compute_class_weights, create_classification_loss
@@ -218,8 +219,10 @@ def convert_format(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -
     """Convert the model, and what it is called with, to the recipe's dtype and memory format; its outputs are float32.
 
     Raises:
-        UserError: The recipe has a dtype for the model and mixed precision.
+        UserError: The recipe has a dtype for the model and mixed precision, or FSDP cannot shard the format.
     """
+    if recipe.channels_last and accelerator.distributed_type == DistributedType.FSDP:
+        raise UserError('channels_last does not work with FSDP, which shards contiguous weights only; leave it out')
     if recipe.model_dtype != 'float32':
         if accelerator.mixed_precision != 'no':
             raise UserError(f'model_dtype {recipe.model_dtype} leaves nothing to amp; leave out one of them')

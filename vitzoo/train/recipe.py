@@ -243,7 +243,9 @@ class Recipe:
     decay_rate: float = _schedule(0.1, 'decay factor of step and multistep; power of poly', low=0)
 
     amp: bool | None = _precision(None, 'mixed precision; by default as configured in accelerate launch, else float32')
-    amp_dtype: str = _precision('bfloat16', 'dtype for mixed precision', choices=('bfloat16', 'float16'))
+    amp_dtype: str = _precision(
+        'bfloat16', 'dtype for mixed precision; float16 needs a GPU', choices=('bfloat16', 'float16')
+    )
     model_dtype: str = _precision(
         'float32',
         'dtype of the weights and of all computations; bfloat16 needs half the memory of amp but rounds small updates',
