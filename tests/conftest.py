@@ -1,6 +1,5 @@
 """Settings and fixtures of the whole suite."""
 
-import functools
 import importlib.metadata
 
 import pytest
@@ -24,10 +23,12 @@ def images(tmp_path_factory) -> str:
 @pytest.fixture
 def quick_timing(monkeypatch) -> None:
     """Time models for 10 milliseconds during `vitzoo validate`."""
-    from vitzoo.metrics.speed import images_per_second
+    from vitzoo.metrics.speed import measure_speed
 
-    quick = functools.partial(images_per_second, seconds=0.01)
-    monkeypatch.setattr('vitzoo.validate.evaluation.images_per_second', quick)
+    def quick(*args):
+        return measure_speed(*args, seconds=0.01)._replace(doubt=None)
+
+    monkeypatch.setattr('vitzoo.validate.evaluation.measure_speed', quick)
 
 
 @pytest.fixture

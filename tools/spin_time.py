@@ -12,9 +12,9 @@ import sys
 RUNS = 5
 MEASURE = """
 import timm, torch
-from vitzoo.metrics.speed import images_per_second
+from vitzoo.metrics.speed import measure_speed
 model = timm.create_model({name!r}).eval()
-print(images_per_second(model, torch.randn(8, 3, 224, 224), seconds=3))
+print(measure_speed(model, torch.randn(8, 3, 224, 224), seconds=3).images_per_second)
 """
 
 

@@ -26,6 +26,7 @@ from vitzoo.bench._harness import (
     call_peak_megabytes,
     copying,
     describe_machine,
+    format_machine,
     make_row,
     matmul,
     ratios,
@@ -432,3 +433,13 @@ def test_the_bytes_of_a_case_are_those_of_its_tensors():
     case = contenders.make_aft_conv(16, 2, 3, 8).to(CPU, torch.bfloat16)
     forward = 2 * (3 * 2 * 3 * 16 * 8 + 2 * 3 * 16 + 3 * 11 * 11)
     assert (case.bytes(False), case.bytes(True)) == (forward, 3 * forward)
+
+
+def test_rounds_that_disagree_and_a_busy_machine_are_printed(tmp_path, capsys):
+    even, uneven = Spread(1.0, 0.95, 1.1, 9), Spread(1.0, 0.9, 1.2, 9)
+    rows = [make_row(times, name=name, what='forward') for name, times in (('a', even), ('b', uneven))]
+    append_rows(str(tmp_path / 'rows.csv'), rows, table='mixers')
+    assert capsys.readouterr().out == 'uneven rounds: b forward; measure again on a quiet machine\n'
+    machine = dict(cpu='fast, 2 cores', threads=2, gpu=None, torch='2', timm='1', python='3', load=3.1)
+    assert format_machine(machine).endswith('load 3.1 (busy machine: the times are unreliable)')
+    assert format_machine({**machine, 'load': 3.0}).endswith('load 3.0')

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -181,6 +182,21 @@ def test_files_folders_globs_and_archives_are_searched(images, tmp_path, monkeyp
         found = find_files([f'{tmp_path}/{name[:10]}'])
         assert len(found) == 7
         assert found[f'{tmp_path}/{name}/sea/a.JPG']() == Path('sea/a.JPG').read_bytes()
+
+
+def test_a_glob_of_any_depth_does_not_follow_links_in_a_circle(images, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ('a[1]', 'b/c'):
+        Path(folder).mkdir(parents=True)
+        shutil.copy(sorted(images.glob('*.png'))[0], Path(folder, 'image.png'))
+    # with two of them Python's own glob does not end
+    Path('a[1]', 'up').symlink_to(tmp_path)
+    Path('b/c', 'up').symlink_to(tmp_path)
+    Path('b', 'sibling').symlink_to(tmp_path / 'a[1]')
+    expected = ['a[1]/image.png', 'b/c/image.png', 'b/sibling/image.png']
+    for pattern in ('**/*.png', '**/*', '**', '**/**/i*.png'):
+        assert list(find_files([pattern])) == expected
+    assert list(find_files([str(tmp_path / 'b' / '**' / '*.png')])) == [str(tmp_path / name) for name in expected[1:]]
 
 
 def test_a_file_with_brackets_in_its_name_is_no_glob(images, tmp_path):

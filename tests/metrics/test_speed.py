@@ -1,10 +1,12 @@
 """Throughput and peak memory."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
-from vitzoo.metrics.speed import CLEAR_REFS, PeakMemory, images_per_second
+from vitzoo.metrics.speed import CLEAR_REFS, PeakMemory, Speed, is_busy, measure_speed
 
 
 class Recorder(nn.Module):
@@ -20,7 +22,7 @@ class Recorder(nn.Module):
 
 def test_speed_is_that_of_one_batch():
     model = Recorder()
-    speed = images_per_second(model, torch.zeros(4, 3, 2, 2), seconds=0.01)
+    speed = measure_speed(model, torch.zeros(4, 3, 2, 2), seconds=0.01).images_per_second
     assert speed > 0 and set(model.batch_sizes) == {4} and len(model.batch_sizes) > 2
 
 
@@ -31,3 +33,17 @@ def test_peak_memory_is_that_of_the_context():
     with PeakMemory(torch.device('cpu')) as small:
         torch.ones(10)
     assert 250 < large.megabytes - small.megabytes < 400
+
+
+@pytest.mark.parametrize('load, pauses, doubt', [(9.0, 0, 'busy machine'), (0.5, 0, None), (0.5, 1, 'uneven rounds')])
+def test_a_speed_of_a_busy_machine_or_of_uneven_rounds_is_doubted(load, pauses, doubt, monkeypatch):
+    clock = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, 1.0 + pauses]))
+    monkeypatch.setattr('vitzoo.metrics.speed.time.perf_counter', lambda: next(clock))
+    monkeypatch.setattr('vitzoo.metrics.speed.system_load', lambda: load)
+    monkeypatch.setattr('os.cpu_count', lambda: 4)
+    speed = measure_speed(Recorder(), torch.zeros(6, 3, 2, 2), seconds=12)
+    assert speed == Speed(6 / (1 + pauses / 2), doubt)
+
+
+def test_an_unknown_load_is_not_busy():
+    assert not is_busy(None, 4) and not is_busy(100.0, None) and not is_busy(6.0, 4) and is_busy(6.1, 4)

@@ -20,7 +20,7 @@ import timm
 import torch
 
 from vitzoo.errors import UserError
-from vitzoo.metrics.speed import synchronize
+from vitzoo.metrics.speed import is_busy, rounds_disagree, synchronize, system_load
 
 RESULTS = 'weights/benchmarks.csv'
 PRECISIONS = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -32,6 +32,7 @@ BENCHMARK_COLUMNS = (
     *('cpu', 'threads', 'gpu', 'load', 'torch', 'timm', 'python', 'versions'),
     *('matmul_gflops', 'io_mb', 'copy_gbs', 'ceiling', 'command'),
 )
+_QUARTILES = ('seconds_low', 'seconds', 'seconds_high')
 # the two passes of a layer that are measured
 LAYER_PASSES = ('forward', 'forward + backward')
 # in seconds; a shorter call is repeated within a sample, because the clock and the scheduler are coarse
@@ -155,8 +156,7 @@ def describe_machine(device: torch.device) -> dict:
         cpu=f'{_cpu_name()}, {os.cpu_count()} cores',
         threads=torch.get_num_threads(),
         gpu=torch.cuda.get_device_name(device) if device.type == 'cuda' else None,
-        # above the number of cores, other programs were running and the times are unreliable
-        load=round(os.getloadavg()[0], 1) if hasattr(os, 'getloadavg') else None,
+        load=system_load(),
         torch=torch.__version__,
         timm=timm.__version__,
         python=platform.python_version(),
@@ -167,7 +167,9 @@ def format_machine(machine: dict) -> str:
     """One line on the machine and the versions."""
     device = machine['gpu'] or f'{machine["cpu"]}, {machine["threads"]} threads'
     versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
-    return f'{device}; {versions}; load {machine["load"]}'
+    cores = None if machine['gpu'] else int(machine['cpu'].split()[-2])
+    busy = ' (busy machine: the times are unreliable)' if is_busy(machine['load'], cores) else ''
+    return f'{device}; {versions}; load {machine["load"]}{busy}'
 
 
 def _cpu_name() -> str:
@@ -209,7 +211,10 @@ def check_columns(path: str) -> bool:
 
 
 def append_rows(path: str, rows: list[dict], **common) -> None:
-    """Append rows to a CSV file with the columns `BENCHMARK_COLUMNS`; `common` is added to each of them."""
+    """Append rows to a CSV file with the columns `BENCHMARK_COLUMNS`; `common` is added to each of them.
+
+    Prints the names of those whose rounds disagree.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     is_new = check_columns(path)
     with open(path, 'a', newline='') as file:
@@ -219,6 +224,10 @@ def append_rows(path: str, rows: list[dict], **common) -> None:
         for fields in rows:
             rounded = {key: _short(value) for key, value in {**common, **fields}.items()}
             writer.writerow(rounded)
+    uneven = [row for row in rows if 'seconds_low' in row and rounds_disagree(*(row[key] for key in _QUARTILES))]
+    if uneven:
+        names = ', '.join(dict.fromkeys(f'{row.get("name")} {row.get("what")}' for row in uneven))
+        print(f'uneven rounds: {names}; measure again on a quiet machine')
 
 
 def _short(value):

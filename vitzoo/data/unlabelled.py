@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from glob import glob
+from glob import escape, glob
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitzoo.data.archives import open_archive
+from vitzoo.data.archives import list_files, open_archive
 from vitzoo.data.decode import DECODING_ERRORS, read_rgb
 from vitzoo.data.layout import ARCHIVES, SUFFIXES, is_image, natural_order
 from vitzoo.errors import UserError
@@ -78,7 +78,7 @@ def find_files(patterns: list[str]) -> dict[str, Callable[[], bytes]]:
         if path.exists():
             files |= _find(path)
             continue
-        found = sorted(glob(str(path), recursive=True), key=natural_order)
+        found = sorted(_expand(path), key=natural_order)
         if not found:
             raise UserError(f"there is no file, folder or archive '{pattern}'")
         for path in map(Path, found):
@@ -87,6 +87,25 @@ def find_files(patterns: list[str]) -> dict[str, Callable[[], bytes]]:
     if not files:
         raise UserError(f"there are no images ({', '.join(sorted(SUFFIXES))}) in '{', '.join(patterns)}'")
     return files
+
+
+def _expand(pattern: Path) -> set[str]:
+    """The paths that match a glob; unlike `glob`, ** does not follow links in a circle."""
+    parts = pattern.parts
+    if '**' not in parts:
+        return set(glob(str(pattern)))
+    place = parts.index('**')
+    found, rest = set(), Path(*parts[place + 1 :] or '*')
+    for top in glob(str(Path(*parts[:place]))):
+        below = {parent for name in list_files(Path(top)) for parent in PurePath(name).parents}
+        for folder in {PurePath(), *below}:
+            found |= _expand(Path(escape(str(Path(top) / folder))) / rest)
+    return {path for path in found if not _is_circle(Path(path))}
+
+
+def _is_circle(path: Path) -> bool:
+    """Return True for a link to a folder around it."""
+    return path.is_symlink() and path.parent.resolve().is_relative_to(path.resolve())
 
 
 def _find(path: Path) -> dict[str, Callable[[], bytes]]:

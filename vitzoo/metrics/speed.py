@@ -1,22 +1,36 @@
-"""Throughput and peak memory of a model on one device."""
+"""Throughput and peak memory of a model on one device, and whether a time is reliable."""
 
 import gc
+import os
+import statistics
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 CLEAR_REFS, STATUS = Path('/proc/self/clear_refs'), Path('/proc/self/status')
+# system load per core above which a machine is busy; an evaluation with its loader is somewhat above 1
+BUSY_LOAD = 1.5
+# difference of the quartiles, as a fraction of the median, above which rounds disagree
+MAX_SPREAD = 0.2
+
+
+class Speed(NamedTuple):
+    """A throughput, and the reason to doubt it: 'busy machine', 'uneven rounds' or None."""
+
+    images_per_second: float
+    doubt: str | None = None
 
 
 @torch.no_grad()
-def images_per_second(model: nn.Module, images: torch.Tensor, seconds: float = 1.0) -> float:
+def measure_speed(model: nn.Module, images: torch.Tensor, seconds: float = 1.0) -> Speed:
     """Median throughput of the forward pass of one batch, repeated for `seconds` after a warm-up pass.
 
-    Loading and preprocessing are not included.
+    Loading and preprocessing are not included. A machine is only called busy if the model runs on its CPU.
     """
     model(images)
     times = []
@@ -26,7 +40,27 @@ def images_per_second(model: nn.Module, images: torch.Tensor, seconds: float = 1
         model(images)
         synchronize(images.device)
         times.append(time.perf_counter() - start)
-    return len(images) / sorted(times)[len(times) // 2]
+    speed = len(images) / statistics.median(times)
+    if images.device.type == 'cpu' and is_busy(system_load(), os.cpu_count()):
+        return Speed(speed, 'busy machine')
+    # twice, because a single round has no quartiles
+    low, _, high = statistics.quantiles(times * 2, n=4, method='inclusive')
+    return Speed(speed, 'uneven rounds' if rounds_disagree(low, statistics.median(times), high) else None)
+
+
+def system_load() -> float | None:
+    """Average number of running processes in the last minute; None if the system does not tell."""
+    return round(os.getloadavg()[0], 1) if hasattr(os, 'getloadavg') else None
+
+
+def is_busy(load: float | None, cores: int | None) -> bool:
+    """Return True if other programs slowed a measurement on a CPU; False if the load or the cores are unknown."""
+    return bool(load and cores) and load > BUSY_LOAD * cores
+
+
+def rounds_disagree(low: float, median: float, high: float) -> bool:
+    """Return True if the quartiles of the times of a measurement are too far apart for its median to be reliable."""
+    return high - low > MAX_SPREAD * median
 
 
 class PeakMemory:

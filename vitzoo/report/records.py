@@ -3,10 +3,10 @@
 from math import sqrt
 from pathlib import Path
 
+from vitzoo.metrics.speed import is_busy
+
 # scores that models are ranked by, for single-label and multi-label data
 SCORES = {'top1': 'top-1', 'map': 'mAP'}
-# system load per core above which a machine is busy; an evaluation with its loader is somewhat above 1
-BUSY_LOAD = 1.5
 
 
 def prepare(records: list[dict]) -> list[dict]:
@@ -41,15 +41,17 @@ def timing_machines(records: list[dict]) -> set[str]:
     return {record.get('measured_on', '') for record in records if record.get('images_per_second') is not None}
 
 
-def timed_while_busy(records: list[dict]) -> list[str]:
-    """Names of the models that were timed on a busy machine."""
-    known = [record for record in records if record.get('images_per_second') is not None and record.get('cores')]
-    return [record['name'] for record in known if (record.get('load') or 0) > BUSY_LOAD * record['cores']]
+def speed_doubts(records: list[dict]) -> dict[str, str]:
+    """The models whose speed is unreliable, with the reason; a file of an older version only has the load."""
+    timed = [record for record in records if record.get('images_per_second') is not None]
+    doubts = {record['name']: record.get('speed_doubt') for record in timed}
+    doubts |= {r['name']: 'busy machine' for r in timed if is_busy(r.get('load'), r.get('cores'))}
+    return {name: doubt for name, doubt in doubts.items() if doubt}
 
 
 def are_times_comparable(records: list[dict]) -> bool:
-    """Return True if all models were timed on one machine, and it was not busy."""
-    return len(timing_machines(records)) == 1 and not timed_while_busy(records)
+    """Return True if all models were timed on one machine, reliably."""
+    return len(timing_machines(records)) == 1 and not speed_doubts(records)
 
 
 def interval(percent: float, n: int | None) -> tuple[float, float]:

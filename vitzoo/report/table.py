@@ -6,7 +6,7 @@ from math import isnan
 
 from vitzoo.report.blocks import inline_symbol, scrolling
 from vitzoo.report.markup import Element, tag
-from vitzoo.report.records import SCORES, are_times_comparable, interval, timed_while_busy, timing_machines
+from vitzoo.report.records import SCORES, are_times_comparable, interval, speed_doubts, timing_machines
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ _MACHINES = (
     'The models were timed on different or unknown machines: images/s and memory are only comparable if the last '
     'section names the same machine.'
 )
-_BUSY_MACHINE = 'The machine was busy while these models were timed, so their images/s are too low: {}.'
+_DOUBTS = 'These images/s are unreliable: {}.'
 
 
 def models_section(records: list[dict]) -> list[Element]:
@@ -81,8 +81,8 @@ def models_section(records: list[dict]) -> list[Element]:
         'dl', (tag('div', tag('dt', term), ' ', tag('dd', about)) for term, about in terms), class_='note terms'
     )
     warnings = [_MACHINES] if len(timing_machines(records)) > 1 else []
-    busy = timed_while_busy(records)
-    warnings += [_BUSY_MACHINE.format(', '.join(busy))] if busy else []
+    doubts = speed_doubts(records)
+    warnings += [_DOUBTS.format(', '.join(f'{name} ({why})' for name, why in doubts.items()))] if doubts else []
     return [
         scrolling(table, 'Models and their metrics'),
         notes,

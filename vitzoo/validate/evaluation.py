@@ -20,7 +20,7 @@ from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, fit_data_config, label_names, load_model, read_about
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarize
-from vitzoo.metrics.speed import PeakMemory, images_per_second
+from vitzoo.metrics.speed import PeakMemory, Speed, measure_speed
 from vitzoo.options import autocast
 from vitzoo.validate.error_analysis import open_predicted, write_error_analysis
 from vitzoo.validate.options import EvalOptions, check_outputs, check_single_model, parse_args
@@ -95,7 +95,8 @@ def validate_model(name: str, options: EvalOptions, accelerator=None, suite: Seq
         gmacs=gmacs,
         gflops=2 * gmacs,
         img_size=height if height == width else f'{height}x{width}',
-        images_per_second=speed,
+        images_per_second=speed and speed.images_per_second,
+        speed_doubt=speed and speed.doubt,
         peak_memory_mb=memory.megabytes,
         health=health,
     )
@@ -272,16 +273,16 @@ def _measure_health(
     return probe.report(summarize(_score(name, model, images, probe, options, accelerator))[probe.key])
 
 
-def _measure_speed(model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator) -> float | None:
+def _measure_speed(model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator) -> Speed | None:
     """Measure the throughput in the main process; on a CPU with at most 8 images per batch, to save time."""
     device = next(model.parameters()).device
     batch_size = min(batch_size, 8) if device.type == 'cpu' else batch_size
     images = torch.randn(batch_size, *input_size, device=device)
     if accelerator is None:
-        return images_per_second(model, images)
+        return measure_speed(model, images)
     # one process at a time: processes on one machine would slow each other down
     accelerator.wait_for_everyone()
-    speed = images_per_second(model, images) if accelerator.is_main_process else None
+    speed = measure_speed(model, images) if accelerator.is_main_process else None
     accelerator.wait_for_everyone()
     return speed
 

@@ -22,6 +22,7 @@ RECORD_KEYS = (
     'gflops',
     'img_size',
     'images_per_second',
+    'speed_doubt',
     'peak_memory_mb',
     'oversmoothing',
     'token_statistics',
@@ -103,14 +104,20 @@ def print_records(records: list[dict], title: str) -> None:
     headings = {key: heading for key, heading in HEADINGS.items() if key != 'map' or has_map}
     for heading, _ in headings.values():
         table.add_column(heading, justify='right', no_wrap=True)
+    doubts = []
     for record in records:
         curve = record['oversmoothing']
         shown = {**record, 'params': record['params'] / 1e6, 'oversmoothing': curve[-1] if curve else None}
         cells = {key: '–' if shown[key] is None else format(shown[key], form) for key, (_, form) in headings.items()}
+        if record.get('speed_doubt'):
+            cells['images_per_second'] += '?'
+            doubts.append(f'{record["model"]} ({record["speed_doubt"]})')
         # stacked in one cell as in the heading, so that they cannot be confused
         cells['gmacs'] += f'\n{record["gflops"]:.3f}'
         table.add_row(Text(record['model']).append(f'\n{record["weights"]}', style='dim'), *cells.values())
     _print_wide(table)
+    if doubts:
+        print(f'? images/s are unreliable, measure again: {", ".join(doubts)}')
 
 
 def print_robustness(records: list[dict]) -> None:
