@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
 
 import vitzoo
 from vitzoo.metrics.explanation import rollout
@@ -319,3 +320,25 @@ def test_blocks_of_a_pyramid_are_counted_through_its_stages():
     model.set_input_size((96, 64))
     assert [mixer.grid_size for mixer in model.mixers().values()] == [(24, 16), (12, 8)]
     assert outputs(model, images((96, 64)))[0].isfinite().all()
+
+
+# timm cannot write the class of a block into a config
+@pytest.mark.parametrize('family', [family for family in [*FAMILIES, *PYRAMIDS] if family != 'post norm'])
+def test_a_swapped_model_is_saved_and_loaded_by_timm(family, tmp_path):
+    model = vitzoo.swap_mixer(build(family), 'linear')
+    vitzoo.swap_mixer(model, ['softmax'], blocks=[1])
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    x = images((64, 64) if family in PYRAMIDS else (64, 96))
+    assert_equal(outputs(loaded, x), outputs(model, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('family', ['dinov3', 'cait', 'swin'])
+def test_a_swapped_model_is_exported(family):
+    model = vitzoo.swap_mixer(build(family), ['softmax'], blocks=[0])
+    x = images((64, 64) if family in PYRAMIDS else (64, 96))
+    logits = outputs(model, x)[0]
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,)).module()(x)
+    torch.testing.assert_close(exported, logits, rtol=1e-5, atol=1e-5)

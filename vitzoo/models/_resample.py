@@ -112,7 +112,7 @@ def resample_checkpoint(
 
 def is_resizable(model: nn.Module) -> bool:
     """Return True if the image size of a model of timm can be read and changed."""
-    return hasattr(model, 'set_input_size') and hasattr(model, 'patch_embed')
+    return hasattr(model, 'set_input_size') and hasattr(getattr(model, 'patch_embed', None), 'img_size')
 
 
 def _declared_sizes(model: nn.Module) -> list[tuple[int, int]]:
