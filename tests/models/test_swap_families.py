@@ -192,7 +192,7 @@ def test_learned_rotary_positions_have_a_gradient_only_if_a_mixer_has_them():
 def test_a_list_has_a_mixer_for_each_block():
     model = vitzoo.swap_mixer(build('dinov3', depth=3), ['softmax', 'ls', 'pool'])
     assert [type(block.attn).__name__ for block in model.blocks] == ['Softmax', 'LongShort', 'Pool']
-    vitzoo.swap_mixer(model, ['linear', 'nystrom'], blocks=[0, 1])
+    vitzoo.swap_mixer(model, ['nystrom', 'linear'], blocks=[1, 0])
     assert [type(block.attn).__name__ for block in model.blocks] == ['Linear', 'Nystrom', 'Pool']
     again = build('dinov3', depth=3)
     for record in model._model_args['swap_mixer']:
@@ -207,6 +207,7 @@ def test_a_list_has_a_mixer_for_each_block():
         (dict(mixer=['ls']), 'list of 1 mixers does not fit 2 blocks'),
         (dict(mixer=['ls', 'softmax'], window_size=3), 'unclear to which of several mixers window_size belongs'),
         (dict(mixer=['ls', 'sofmax']), 'did you mean'),
+        (dict(mixer=['ls', 'softmax'], blocks=[1, -1]), 'two mixers'),
     ],
 )
 def test_a_list_that_does_not_fit_is_refused(arguments, message):
@@ -342,3 +343,11 @@ def test_a_swapped_model_is_exported(family):
     with torch.no_grad():
         exported = torch.export.export(model, (x,)).module()(x)
     torch.testing.assert_close(exported, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_swap_keeps_the_scale_of_the_first():
+    model = vitzoo.swap_mixer(build('dinov3'), 'softmax', scale=0.7)
+    before = outputs(model, images())
+    vitzoo.swap_mixer(vitzoo.swap_mixer(model, 'nystrom', num_landmarks=4), 'softmax')
+    assert model.blocks[0].attn.scale == 0.7
+    assert_equal(outputs(model, images()), before)
