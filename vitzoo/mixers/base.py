@@ -105,7 +105,8 @@ class TokenMixer(nn.Module):
     * `has_qk_norm`: takes `qk_norm` and `norm_layer`, which normalize queries and keys;
     * `has_rope`: `forward` takes `rope`, rotary positions, and compares rotated queries with rotated keys;
     * `has_own_rope`: rotates queries and keys by positions of its own unless `rope=False`;
-    * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare.
+    * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare;
+    * `parts`: names of the parts that it consists of; while `part` is one of them, the others are left out.
 
     Backbones build every mixer with the same keywords: those of this class and `qkv_bias`, `proj_drop`, `device` and
     `dtype`, which a subclass takes itself. `layer` is the index of the mixer among all mixers of its model. Random
@@ -124,6 +125,8 @@ class TokenMixer(nn.Module):
     has_rope = False
     has_own_rope = False
     approximates_softmax = False
+    parts: tuple[str, ...] = ()
+    part: str | None = None
 
     op: Callable[..., torch.Tensor]
     op_naive: Callable[..., torch.Tensor]

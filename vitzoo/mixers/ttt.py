@@ -108,8 +108,9 @@ def _clip(gradient: torch.Tensor) -> torch.Tensor:
 
 def _patches(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     """Tokens (B, H*W, d) -> the 3 x 3 tokens around each, zero outside the grid, (B, d, H*W, 9)."""
-    image = F.pad(x.mT.unflatten(2, grid_size), (1, 1, 1, 1))
-    return image.unfold(2, 3, 1).unfold(3, 3, 1).flatten(4).flatten(2, 3)
+    (H, W), image = grid_size, F.pad(x.mT.unflatten(2, grid_size), (1, 1, 1, 1))
+    near = [image[:, :, y : y + H, x : x + W] for y in range(3) for x in range(3)]
+    return torch.stack(near, dim=4).flatten(2, 3)
 
 
 @register_mixer('ttt')

@@ -5,7 +5,7 @@ from math import ceil, floor
 
 import torch
 from timm.layers import to_2tuple
-from timm.models._input import get_model_input_config
+from timm.models._input import get_model_input_config, update_model_input_size
 from timm.models.beit import Beit
 from timm.models.cait import Cait
 from timm.models.deit import VisionTransformerDistilled
@@ -138,6 +138,7 @@ class SwappedNaFlexViT(SwappedModel, NaFlexVit):
         """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
         for mixer in self.mixers().values():
             mixer.set_input_size(self.embeds.dynamic_feat_size(to_2tuple(img_size)))
+        update_model_input_size(self, to_2tuple(img_size))
 
     def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, **kwargs) -> dict:
         if patch_coord is not None:

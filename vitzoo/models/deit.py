@@ -216,15 +216,23 @@ SIZES = {
     'tiny': dict(embed_dim=192, num_heads=3),
     'small': dict(embed_dim=384, num_heads=6),
     'base': dict(embed_dim=768, num_heads=12),
+    # for images of 64 to 160 pixels: 16 x 16 tokens at 128
+    'nano': dict(embed_dim=96, num_heads=3, patch_size=8, img_size=128),
 }
 # tests/model_names.txt lists these names
 VARIANTS = swapped('deit', SIZES)
+
+
+def _cfg(name: str) -> dict:
+    size = VARIANTS[name].get('img_size', 224)
+    return cfg(first_conv='patch_embed.proj', input_size=(3, size, size), crop_pct=0.9, fixed_input_size=True)
+
 
 register_variants(
     __name__,
     DeiT,
     VARIANTS,
-    lambda name: cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=True),
+    _cfg,
     filter_fn=checkpoint_filter_fn,
     out_indices=3,
 )
