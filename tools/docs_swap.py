@@ -142,7 +142,7 @@ def measure_times() -> tuple[dict[tuple[str, int], str], str]:
         images = torch.randn(3, 1, 3, size, size)
         models = {mixer: build(mixer, size) for mixer in MIXERS}
         calls = {mixer: lambda i, model=model, x=images: model(x[i % 3]) for mixer, model in models.items()}
-        samples = time_in_turn(calls, torch.device('cpu'), seconds=5)
+        samples = time_in_turn(calls, torch.device('cpu'), seconds=5, min_rounds=3)
         times |= {(mixer, size): f'{Spread.of(samples[mixer]).median:.2f}' for mixer in MIXERS}
     return times, f'Times: one image in float32; {format_machine(describe_machine(torch.device("cpu")))}.'
 

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
 
 import vitzoo
 from vitzoo.metrics.explanation import rollout
@@ -191,7 +192,7 @@ def test_learned_rotary_positions_have_a_gradient_only_if_a_mixer_has_them():
 def test_a_list_has_a_mixer_for_each_block():
     model = vitzoo.swap_mixer(build('dinov3', depth=3), ['softmax', 'ls', 'pool'])
     assert [type(block.attn).__name__ for block in model.blocks] == ['Softmax', 'LongShort', 'Pool']
-    vitzoo.swap_mixer(model, ['linear', 'nystrom'], blocks=[0, 1])
+    vitzoo.swap_mixer(model, ['nystrom', 'linear'], blocks=[1, 0])
     assert [type(block.attn).__name__ for block in model.blocks] == ['Linear', 'Nystrom', 'Pool']
     again = build('dinov3', depth=3)
     for record in model._model_args['swap_mixer']:
@@ -206,6 +207,7 @@ def test_a_list_has_a_mixer_for_each_block():
         (dict(mixer=['ls']), 'list of 1 mixers does not fit 2 blocks'),
         (dict(mixer=['ls', 'softmax'], window_size=3), 'unclear to which of several mixers window_size belongs'),
         (dict(mixer=['ls', 'sofmax']), 'did you mean'),
+        (dict(mixer=['ls', 'softmax'], blocks=[1, -1]), 'two mixers'),
     ],
 )
 def test_a_list_that_does_not_fit_is_refused(arguments, message):
@@ -319,3 +321,33 @@ def test_blocks_of_a_pyramid_are_counted_through_its_stages():
     model.set_input_size((96, 64))
     assert [mixer.grid_size for mixer in model.mixers().values()] == [(24, 16), (12, 8)]
     assert outputs(model, images((96, 64)))[0].isfinite().all()
+
+
+# timm cannot write the class of a block into a config
+@pytest.mark.parametrize('family', [family for family in [*FAMILIES, *PYRAMIDS] if family != 'post norm'])
+def test_a_swapped_model_is_saved_and_loaded_by_timm(family, tmp_path):
+    model = vitzoo.swap_mixer(build(family), 'linear')
+    vitzoo.swap_mixer(model, ['softmax'], blocks=[1])
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    x = images((64, 64) if family in PYRAMIDS else (64, 96))
+    assert_equal(outputs(loaded, x), outputs(model, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('family', ['dinov3', 'cait', 'swin'])
+def test_a_swapped_model_is_exported(family):
+    model = vitzoo.swap_mixer(build(family), ['softmax'], blocks=[0])
+    x = images((64, 64) if family in PYRAMIDS else (64, 96))
+    logits = outputs(model, x)[0]
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,)).module()(x)
+    torch.testing.assert_close(exported, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_swap_keeps_the_scale_of_the_first():
+    model = vitzoo.swap_mixer(build('dinov3'), 'softmax', scale=0.7)
+    before = outputs(model, images())
+    vitzoo.swap_mixer(vitzoo.swap_mixer(model, 'nystrom', num_landmarks=4), 'softmax')
+    assert model.blocks[0].attn.scale == 0.7
+    assert_equal(outputs(model, images()), before)

@@ -48,6 +48,8 @@ class AttentionParts:
             device=qkv.device,
             dtype=qkv.dtype,
         )
+        if self.attn.scale != (settings['dim'] // self.attn.num_heads) ** -0.5 and issubclass(cls, QKVMixer):
+            settings.update(scale=self.attn.scale)
         # mixers without queries and keys have nothing to normalize
         if 'q_norm' in self.norms and cls.has_qk_norm:
             settings.update(qk_norm=True, norm_layer=self._norm_layer)
@@ -69,8 +71,10 @@ class AttentionParts:
         return {**self.weights, 'rel_bias.table': _squared(table, mixer.grid_size)}
 
     def _norm_layer(self, width: int, **kwargs) -> nn.Module:
-        """A norm of this width like that of the layer."""
-        return deepcopy(next(norm for norm in self.norms.values() if tuple(norm.weight.shape) == (width,)))
+        """A norm like that of the layer for heads or, before `proj`, for tokens of this width."""
+        dim = self.weights['qkv.weight'].shape[1]
+        name = 'q_norm' if 'q_norm' in self.norms and width == dim // self.attn.num_heads else 'scale_norm'
+        return deepcopy(self.norms[name])
 
 
 def take_apart(attn: nn.Module, shared_bias: nn.Module | None = None) -> AttentionParts:
@@ -92,7 +96,7 @@ def _attention(attn: Attention | AttentionRope | EvaAttention) -> AttentionParts
     """timm's attention, with queries, keys and values in one layer or in three."""
     if attn.gate is not None:
         raise Unsupported('its attention is gated')
-    weights = fuse_qkv(_weights(attn), getattr(attn, 'num_kv_groups', 1), attn.head_dim)
+    weights = _fuse_qkv(_weights(attn), getattr(attn, 'num_kv_groups', 1), attn.head_dim)
     if attn.num_heads * attn.head_dim != weights['qkv.weight'].shape[1]:
         raise Unsupported(f'its attn_head_dim is {attn.head_dim}, not dim / num_heads')
     return AttentionParts(attn, _norms(attn, 'norm'), _rename(weights, 'norm.', 'scale_norm.'))
@@ -102,7 +106,7 @@ def _plain_attention(
     attn: RelPosAttention | BeitAttention | TalkingHeadAttn | WindowAttention | LocallyGroupedAttn,
 ) -> AttentionParts:
     """An attention with one layer of queries, keys and values; the bias of relative positions is read elsewhere."""
-    weights = fuse_qkv({name: w for name, w in _weights(attn).items() if not name.startswith(_BIAS_PREFIXES)})
+    weights = _fuse_qkv({name: w for name, w in _weights(attn).items() if not name.startswith(_BIAS_PREFIXES)})
     if len(weights['qkv.weight']) != 3 * weights['qkv.weight'].shape[1]:
         raise Unsupported('its heads do not have the width dim / num_heads')
     return AttentionParts(attn, _norms(attn), weights)
@@ -171,7 +175,7 @@ def _bias_table(bias: nn.Module) -> tuple[Tensor, Tensor]:
     return table, table.new_zeros(3 * bias.prefix_tokens, table.shape[1])
 
 
-def fuse_qkv(weights: dict[str, Tensor], num_kv_groups: int = 1, head_dim: int = 1) -> dict[str, Tensor]:
+def _fuse_qkv(weights: dict[str, Tensor], num_kv_groups: int = 1, head_dim: int = 1) -> dict[str, Tensor]:
     """Weights with queries, keys and values in one layer, from one layer or from `q_proj`, `k_proj` and `v_proj`.
 
     If one of the three has a bias, the others have zeros. Keys and values that `num_kv_groups` heads share are repeated

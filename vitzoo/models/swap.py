@@ -40,14 +40,15 @@ _REASONS = {
 def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
     """Replace the attention of a timm vision transformer by `mixer`, in all blocks or in the given ones.
 
-    The model is changed in place and returned. A list of mixers has one for each of these blocks. A mixer inherits the
-    settings and weights of the attention under the same parameter names (`blocks.0.attn.qkv.weight`, …); parameters
-    that attention does not have are initialised. Rotary positions rotate the queries and keys of the mixer. The
-    `Inheritance` of each block is in `model.inheritance`; warnings name the weights of the attention that are lost, and
-    the blocks that lose rotary positions. Random values of mixers are drawn from their `seed`, and are never inherited.
-    `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the model's image
-    size, and follows `model.set_input_size()`. timm exports and loads the model as any other; to load a bare checkpoint
-    of it, repeat the swap first. The models, and what each mixer inherits from them, are in docs/swap.md.
+    The model is changed in place and returned. A list of mixers has one for each of these blocks, in their order. A
+    mixer inherits the settings and weights of the attention under the same parameter names (`blocks.0.attn.qkv.weight`,
+    …); parameters that attention does not have are initialised. Rotary positions rotate the queries and keys of the
+    mixer. The `Inheritance` of each block is in `model.inheritance`; warnings name the weights of the attention that
+    are lost, and the blocks that lose rotary positions. Random values of mixers are drawn from their `seed`, and are
+    never inherited. `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the
+    model's image size, and follows `model.set_input_size()`. timm exports and loads the model as any other; to load a
+    bare checkpoint of it, repeat the swap first. The models, and what each mixer inherits from them, are in
+    docs/swap.md.
 
     Raises:
         ValueError: The type of the model, of a block or of its attention is not supported, the block or mixer does not
@@ -57,8 +58,7 @@ def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | Non
     family = _family(model)
     timm_blocks = family.token_blocks(model)
     paths = list(timm_blocks)
-    indices = _block_indices(len(paths), blocks)
-    names = dict(zip(indices, _mixer_names(mixer, len(indices), mixer_kwargs)))
+    names = _mixer_of_block(len(paths), mixer, blocks, mixer_kwargs)
     new = {i: _new_mixers(family, model, i, paths[i], name, mixer_kwargs) for i, name in names.items()}
     used_rope = _uses_rope(model, timm_blocks)
     for i, mixers in new.items():
@@ -71,10 +71,11 @@ def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | Non
     reports = {i: _merge(timm_blocks[paths[i]], [report for _, report in mixers]) for i, mixers in new.items()}
     model.inheritance = {**getattr(model, 'inheritance', {}), **reports}
     for name in dict.fromkeys(names.values()):
-        _warn_of_losses(model, name, [i for i in indices if names[i] == name])
+        _warn_of_losses(model, name, [i for i in names if names[i] == name])
     # recorded in an exported config, whose architecture repeats the swaps
     swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
-    update_model_args(model, swap_mixer=[*swaps, {'mixer': mixer, 'blocks': indices, **mixer_kwargs}])
+    recorded = mixer if isinstance(mixer, str) else list(names.values())
+    update_model_args(model, swap_mixer=[*swaps, {'mixer': recorded, 'blocks': list(names), **mixer_kwargs}])
     name_entrypoint(model)
     return model
 
@@ -99,25 +100,26 @@ def _model_of_size(model: nn.Module) -> str:
     return min(_SIZES, key=lambda name: abs(log(_SIZES[name] * 1e6 / max(size, 1))))
 
 
-def _block_indices(depth: int, blocks: list[int] | None) -> list[int]:
+def _mixer_of_block(depth: int, mixer: str | list[str], blocks: list[int] | None, mixer_kwargs: dict) -> dict[int, str]:
+    """The mixer of each block by its index, in order."""
     wrong = [i for i in blocks or [] if not -depth <= i < depth]
     if wrong:
         raise ValueError(f'There is no block {wrong[0]}: the model has {depth}, from 0 to {depth - 1}.')
-    return list(range(depth)) if blocks is None else sorted({i % depth for i in blocks})
-
-
-def _mixer_names(mixer: str | list[str], num_blocks: int, mixer_kwargs: dict) -> list[str]:
-    """The mixer of each block."""
+    indices = range(depth) if blocks is None else [i % depth for i in blocks]
     if isinstance(mixer, str):
-        return [mixer] * num_blocks
-    if len(mixer) != num_blocks:
-        raise ValueError(f'A list of {len(mixer)} mixers does not fit {num_blocks} blocks: give one for each block.')
+        return dict.fromkeys(sorted(indices), mixer)
+    if len(mixer) != len(indices):
+        raise ValueError(f'A list of {len(mixer)} mixers does not fit {len(indices)} blocks: give one for each block.')
+    if len(set(indices)) < len(indices):
+        raise ValueError(
+            f'A block has two mixers: blocks is {blocks}, and each mixer of a list has a block of its own.'
+        )
     if mixer_kwargs and len(set(mixer)) > 1:
         raise ValueError(
             f'It is unclear to which of several mixers {", ".join(mixer_kwargs)} belongs: call swap_mixer for each '
             f'mixer, with its blocks.'
         )
-    return list(mixer)
+    return dict(sorted(zip(indices, mixer)))
 
 
 def _new_mixers(
@@ -131,8 +133,8 @@ def _new_mixers(
         parts = [take_apart(holder.attn, shared_bias) for holder in holders]
     except Unsupported as error:
         raise ValueError(
-            f"swap_mixer cannot replace the attention of block {index}: {error}. It supports timm's Attention, "
-            f'AttentionRope and EvaAttention, with or without qk_norm, scale_norm and biases.'
+            f'swap_mixer cannot replace the attention of block {index}: {error}. docs/swap.md lists the blocks and '
+            f'attention layers that it supports.'
         ) from None
     new = []
     for number, part in enumerate(parts):
