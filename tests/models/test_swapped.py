@@ -314,6 +314,8 @@ def test_wrong_mixers_and_blocks_are_refused(text, blocks, message):
 def test_arguments_of_several_mixers_are_given_by_mixer():
     swaps = parse_swaps('ls:0,nystrom:1', mixer_kwargs=dict(ls=dict(rank=2)))
     assert swaps == [dict(mixer='ls', blocks=[0], rank=2), dict(mixer='nystrom', blocks=[1])]
+    with pytest.raises(ValueError, match="'blocks' is not an argument of the mixer ls"):
+        parse_swaps('ls:0', mixer_kwargs=dict(blocks=[1]))
     for wrong in (dict(rank=2), dict(pool=dict(kernel_size=3))):
         with pytest.raises(ValueError, match='must be those of one of them'):
             parse_swaps('ls:0,nystrom:1', mixer_kwargs=wrong)

@@ -1,5 +1,6 @@
 """Swaps as text on a command line, and as the arguments of an exported model."""
 
+from collections import Counter
 from typing import Any
 
 from timm.models._input import update_model_args, update_model_input_size
@@ -71,9 +72,9 @@ def parse_blocks(text: str) -> list[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
             raise ValueError(f"'{part.strip()}' in the blocks '{text}' is not a number or a range such as 5-11")
         numbers += range(int(first), int(last or first) + 1)
-    repeated = [number for number in numbers if numbers.count(number) > 1]
-    if repeated:
-        raise ValueError(f"block {repeated[0]} is in '{text}' twice")
+    number, times = Counter(numbers).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"block {number} is in '{text}' twice")
     return numbers
 
 
@@ -135,11 +136,14 @@ def _check_overlap(text: str, blocks: dict[str, list[int] | None]) -> None:
 def _kwargs_by_mixer(mixers: list[str], kwargs: dict[str, Any]) -> dict[str, dict]:
     """The arguments of each mixer, from those of the only one or from a mapping of mixers to arguments."""
     if len(mixers) == 1:
-        return {mixers[0]: kwargs}
+        kwargs = {mixers[0]: kwargs}
     for name, value in kwargs.items():
         if name not in mixers or not isinstance(value, dict):
             raise ValueError(
                 f"there are {len(mixers)} mixers, so the mixer arguments '{name}' must be those of one of them, such "
                 f'as {mixers[0]}={{seed: 1}}'
             )
+        reserved = {'model', 'mixer', 'blocks'}.intersection(value)
+        if reserved:
+            raise ValueError(f"'{reserved.pop()}' is not an argument of the mixer {name}")
     return {mixer: kwargs.get(mixer, {}) for mixer in mixers}
