@@ -96,8 +96,10 @@ def test_a_family_shares_a_docstring_and_each_of_its_mixers_has_its_own_formula(
 
 
 def test_options_are_a_mixers_own():
-    classes = {name: docs_mixers.mixer_class(name) for name in ('aft_local', 'pool', 'hydra', 'global')}
+    classes = {name: docs_mixers.mixer_class(name) for name in ('aft_local', 'pool', 'hydra', 'xca', 'global')}
     assert docs_mixers.options(classes['aft_local']) == {'window_size': 4, 'bias_dim': 128}
     assert docs_mixers.options(classes['pool']) == {'pool_size': 3}
-    assert docs_mixers.options(classes['hydra']) == {}
+    assert docs_mixers.options(classes['xca']) == {}
+    # those of all kernel mixers
+    assert docs_mixers.options(classes['hydra']) == {'dwc': 'none', 'center_keys': False}
     assert docs_mixers.options(classes['global']) == {'num_global': 64}

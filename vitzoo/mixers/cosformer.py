@@ -1,11 +1,12 @@
-"""cosFormer: linear attention with ReLU features, reweighted by the cosine of the distance between tokens.
+"""Linear attention with ReLU features, reweighted by the cosine of the distance between tokens (cosFormer).
 
     out_i = sum_j s_ij v_j / max(sum_j s_ij, 1e-6),  s_ij = relu(q_i) . relu(k_j) cos(pi/2 (i - j) / M)
 
 Linear in the number of tokens: O(N dim head_dim), as cos(a - b) = cos a cos b + sin a sin b. The paper is on text;
 positions i and j are here those in the raster of the M grid tokens, so that a distance of one row counts W times as
 much as one of a column. Prefix tokens have no position: the cosine is 1 for every pair with one. There is no scale of
-the scores. A query without a positive channel gives 0. cosFormer, https://arxiv.org/abs/2202.08791
+the scores. A query without a positive channel gives 0. Rethinking Softmax in Attention,
+https://arxiv.org/abs/2202.08791
 """
 
 import math
