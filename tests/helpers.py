@@ -51,6 +51,7 @@ SETTINGS = {
         {'window_size': 2, 'rank': 0},
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
+        {'window_size': 2, 'rank': 2, 'dual_norm': False},
     ],
     'mala': [{'conv_size': 3}, {'rope': False, 'gate': False, 'conv_size': 0, 'mean_scores': False}],
     'mhla': [

@@ -211,7 +211,7 @@ def flowformer(grid, P, N, C, h):
 
 
 def focused(grid, P, N, C, h):
-    return 2 * N * C * C // h + 3 * N * C + depthwise(grid, 5, C)
+    return 2 * N * C * C // h + 2 * N * C + depthwise(grid, 5, C)
 
 
 def hedgehog(grid, P, N, C, h):
@@ -234,7 +234,7 @@ def mhla(grid, P, N, C, h, side=4):
 
 
 def polaformer(grid, P, N, C, h):
-    return 4 * N * C * C // h + 5 * N * C + depthwise(grid, 5, C) + N * C * C
+    return 4 * N * C * C // h + 7 * N * C + depthwise(grid, 5, C) + N * C * C
 
 
 def relu_linear(grid, P, N, C, h, scales=()):

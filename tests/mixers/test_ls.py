@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import build, tokens
+from helpers import GRID, build, tokens
 from torch.nn import functional as F
 
 from vitzoo.mixers.softmax import softmax_naive
@@ -20,6 +20,14 @@ def test_long_short_with_one_window_and_rank_0_is_softmax_on_normalised_keys_and
     torch.testing.assert_close(mixer(x, (5, 5)), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize('window_size', [5, 9])
+def test_long_short_without_norms_is_softmax_attention(window_size):
+    mixer = build('ls', (5, 5), window_size=window_size, rank=0, dual_norm=False)
+    x = tokens(mixer)
+    expected = mixer.project(softmax_naive(*mixer.qkv(x, (5, 5)), mixer.scale))
+    torch.testing.assert_close(mixer(x, (5, 5)), expected, rtol=1e-9, atol=1e-9)
+
+
 def test_published_long_short_bias_shares_rows_and_the_clean_one_does_not():
     for window_size, rows in ((7, 253), (8, 375)):
         published = build('ls', window_size=window_size, rel_bias='nvidia').rel_bias
@@ -29,3 +37,12 @@ def test_published_long_short_bias_shares_rows_and_the_clean_one_does_not():
         offsets = (window_size + side - 1) ** 2
         assert clean.table.shape[0] == offsets == clean.index.unique().numel()
         assert published.index.unique().numel() < offsets
+
+
+def test_ls_trains_if_it_is_compiled_without_inductor():
+    mixer = build('ls', GRID, 1, window_size=3, rank=2, dtype=torch.float32)
+    x = tokens(mixer, dtype=torch.float32).requires_grad_()
+    mixer(x, GRID).square().sum().backward()
+    expected, x.grad = x.grad, None
+    torch.compile(mixer, backend='aot_eager', fullgraph=True)(x, GRID).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4)

@@ -122,6 +122,8 @@ class TTT(QKVMixer):
     channels to rotate.
     """
 
+    has_rope = False
+    has_own_rope = True
     op = staticmethod(train_and_apply)
     op_naive = staticmethod(train_and_apply_naive)
 
@@ -160,7 +162,7 @@ class TTT(QKVMixer):
         mixed, local = self.op(q, k, v, *conv, self.w1, self.w2, self.w3, grid_size).split(
             [self.dim, self.head_dim], dim=-1
         )
-        return self.proj_drop(self.proj(mixed) + self.proj_conv(local))
+        return self.proj_drop(self.proj(self.scale_norm(mixed)) + self.proj_conv(local))
 
     def _rotate(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Rotate half of the pairs of the channels of all heads by the row of a token, the other half by its column."""

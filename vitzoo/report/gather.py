@@ -24,6 +24,7 @@ from vitzoo.load import describe_architecture, find_models, load_model, readable
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain
+from vitzoo.report.transfers import read_transfer
 from vitzoo.validate.error_analysis import count_confusions
 from vitzoo.validate.evaluation import open_validation_data, validate_model
 from vitzoo.validate.options import EvalOptions, check_single_model
@@ -83,7 +84,7 @@ def describe_model(name: str, options: EvalOptions) -> dict:
         pretrained=options.pretrained,
     )
     config = resolve_data_config(model, options.img_size)
-    about = find_origin(name)
+    about = find_origin(name) | read_transfer(name)
     if options.has_data:
         images = open_validation_data(options.data_dir, model, eval_transform(config), name, options.data_options)
         if not images.is_multi_label:
