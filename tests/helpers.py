@@ -79,7 +79,7 @@ SETTINGS = {
     ],
     'relu_linear': [{}, {'scales': (3,)}],
     'rfa': [{'num_features': 16}, {'num_features': 16, 'gate': True}],
-    'rmt': [{}, {'decay': 'weights'}, {'decomposed': False}, {'decomposed': False, 'decay': 'weights'}],
+    'rmt': [{}, {'decay': 'weights'}, {'decomposed': False, 'rope': False}, {'decomposed': False, 'decay': 'weights'}],
     'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
     'set': [{'num_inducing': 5}, {'num_inducing': 1}],
     'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],

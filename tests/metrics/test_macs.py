@@ -119,7 +119,7 @@ def gated_linear(grid, P, N, C, h, rank=16, chunk=16):
     n, d, size = N - P, C // h, min(chunk, N - P)
     chunks = ceil(n / size)
     doubling = sum((chunks - 2**i) * (C * d + C) for i in range(ceil(log2(chunks))))
-    scan = chunks * size * size * 3 * C + chunks * size * (2 * C * d + 2 * C) + doubling
+    scan = chunks * size * size * 2 * C + chunks * size * (2 * C * d + 4 * C) + doubling
     prefix = (P > 0) * (n + P + P + N) * C * d
     return n * (rank * C + 2 * rank * C) + N * C * C + 2 * scan + 2 * n * C + prefix + N * C
 

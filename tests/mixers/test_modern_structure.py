@@ -10,6 +10,7 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
 from vitzoo import create_mixer
+from vitzoo.mixers.gated_linear import gated_linear_attention
 from vitzoo.mixers.monarch import monarch_attention
 
 
@@ -85,6 +86,20 @@ def test_each_step_of_monarch_brings_its_weights_closer_to_the_maximum_of_softma
         objectives.append(((scores - weights.log()) * weights).sum().item())
     assert objectives == sorted(objectives)
     assert objectives[0] < objectives[-1] < scores.logsumexp(dim=-1).sum().item()
+
+
+@pytest.mark.parametrize('logit', [-1e4, 1e4])
+def test_gated_linear_stays_finite_if_it_forgets_or_remembers_everything(logit):
+    q, k, v, gate = (torch.randn(1, 2, 40, 4, generator=torch.Generator().manual_seed(i)) for i in range(4))
+    q.requires_grad_()
+    decay = torch.full_like(q, logit).requires_grad_()
+    out = gated_linear_attention(q, k, v, decay, decay, gate, torch.ones(4), torch.zeros(4), 1.0)
+    out.sum().backward()
+    assert out.isfinite().all() and q.grad.isfinite().all() and decay.grad.isfinite().all()
+    # one token, or the sum over all of them
+    y = (q * k).sum(dim=-1, keepdim=True) * v if logit < 0 else q @ (k.mT @ v)
+    expected = torch.nn.functional.layer_norm(y, (4,)) * torch.nn.functional.silu(gate)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0.02)
 
 
 def state(recording, renames):

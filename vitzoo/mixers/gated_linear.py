@@ -23,6 +23,8 @@ __all__ = ['GatedLinear', 'gated_linear_attention', 'gated_linear_naive']
 _CHUNK = 16
 # the power that brings the factors near 1
 _TEMPERATURE = 16
+# smaller logarithms of a count as this one, so that the product of half a chunk is above 0 in float32
+_LEAST = -10.0
 _EPS = 1e-5
 
 
@@ -95,10 +97,12 @@ def _scan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_a: torch.Tensor
     size = min(_CHUNK, N)
     q, k, v, log_a = (F.pad(x, (0, 0, 0, -N % size)).unflatten(2, (-1, size)) for x in (q, k, v, log_a))
     # from the start of the chunk
-    decay = log_a.cumsum(dim=3)  # (B, heads, chunks, size, d)
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1).unsqueeze(2)
-    between = (decay.unsqueeze(4) - decay.unsqueeze(3)).masked_fill(later, -torch.inf).exp()  # (..., i, j, d)
-    scores = (q.unsqueeze(4) * between * k.unsqueeze(3)).sum(dim=-1)  # (B, heads, chunks, size, size)
+    decay = log_a.clamp(min=_LEAST).cumsum(dim=3)  # (B, heads, chunks, size, d)
+    # the middle cancels, and keeps both exponentials in range
+    middle = decay[:, :, :, size // 2, None].detach()
+    scores = (q * (decay - middle).exp()) @ (k * (middle - decay).exp()).mT
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(later, 0)
     out = scores @ v
     total = decay[:, :, :, -1:]
     written = (k * (total - decay).exp()).mT @ v  # (B, heads, chunks, d, d)

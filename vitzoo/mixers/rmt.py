@@ -32,6 +32,7 @@ def manhattan_naive(
     grid_size: tuple[int, int],
     decomposed: bool,
     in_weights: bool,
+    rope: bool,
     scale: float,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
@@ -39,7 +40,7 @@ def manhattan_naive(
     `manhattan_attention`."""
     P, token = q.shape[2] - grid_size[0] * grid_size[1], torch.arange(grid_size[0] * grid_size[1], device=q.device)
     y, x = token // grid_size[1], token % grid_size[1]
-    q_rot, k_rot = (torch.cat([t[:, :, :P], _rotate(t[:, :, P:], token)], dim=2) for t in (q, k))
+    q_rot, k_rot = (torch.cat([t[:, :, :P], _rotate(t[:, :, P:], token * rope)], dim=2) for t in (q, k))
     scores = scale * q @ k.mT
     scores[:, :, P:, P:] = scale * q_rot[:, :, P:] @ k_rot[:, :, P:].mT
     down, right = (F.pad((place[:, None] - place).abs(), (P, 0, P, 0)) for place in (y, x))
@@ -71,6 +72,7 @@ def manhattan_attention(
     grid_size: tuple[int, int],
     decomposed: bool,
     in_weights: bool,
+    rope: bool,
     scale: float,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
@@ -82,7 +84,7 @@ def manhattan_attention(
     P = q.shape[2] - num_grid
     token = torch.arange(num_grid, device=q.device)
     grid_q, grid_k, grid_v = q[:, :, P:], k[:, :, P:], v[:, :, P:]
-    rot_q, rot_k = _rotate(grid_q, token), _rotate(grid_k, token)
+    rot_q, rot_k = (_rotate(x, token) if rope else x for x in (grid_q, grid_k))
     down, right = (log_gamma[:, None, None] * _distances(torch.arange(n, device=q.device)) for n in grid_size)
     if decomposed:
         rot_q, rot_k, grid_q, grid_v = (x.unflatten(2, grid_size) for x in (rot_q, rot_k, grid_q, grid_v))
@@ -129,10 +131,12 @@ class RMT(QKVMixer):
     """Manhattan attention, `decomposed` by axes as in the first stages of RMT, or whole as in its last one.
 
     The decay, set by `initial_decay` and `decay_range`, is added to the scores (`decay='scores'`, the official code) or
-    multiplies the weights of the softmax (`decay='weights'`, the paper). Raises ValueError for an odd head_dim.
+    multiplies the weights of the softmax (`decay='weights'`, the paper). `rope=False` leaves out the rotations, without
+    which head_dim may be odd; otherwise an odd one raises ValueError.
     """
 
     attn_weights = True
+    has_own_rope = True
     op = staticmethod(manhattan_attention)
     op_naive = staticmethod(manhattan_naive)
 
@@ -143,6 +147,7 @@ class RMT(QKVMixer):
         *,
         decomposed: bool = True,
         decay: str = 'scores',
+        rope: bool = True,
         initial_decay: float = 2.0,
         decay_range: float = 4.0,
         device=None,
@@ -150,7 +155,7 @@ class RMT(QKVMixer):
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
-        if self.head_dim % 2:
+        if rope and self.head_dim % 2:
             raise ValueError(f'rmt rotates pairs of channels, so head_dim must be even, not {self.head_dim}.')
         if decay not in ('scores', 'weights'):
             raise ValueError(f"decay of rmt is 'scores' or 'weights', not {decay!r}.")
@@ -160,6 +165,7 @@ class RMT(QKVMixer):
             )
         self.decomposed = decomposed
         self.decay = decay
+        self.rope = rope
         steps = initial_decay + decay_range * torch.arange(num_heads, dtype=torch.float32, device='cpu') / num_heads
         self.register_buffer('log_gamma', torch.log1p(-(2**-steps)).to(device, dtype), persistent=False)
         self.lepe = GridConv(dim, 5, device=device, dtype=dtype)
@@ -167,5 +173,15 @@ class RMT(QKVMixer):
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         in_weights = self.decay == 'weights'
         return self.op(
-            q, k, v, self.lepe, self.log_gamma, grid_size, self.decomposed, in_weights, self.scale, self.dropout_p
+            q,
+            k,
+            v,
+            self.lepe,
+            self.log_gamma,
+            grid_size,
+            self.decomposed,
+            in_weights,
+            self.rope,
+            self.scale,
+            self.dropout_p,
         )
