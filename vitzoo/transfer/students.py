@@ -14,7 +14,7 @@ from vitzoo.mixers._kernel import KernelMixer
 from vitzoo.models.swap import swap_mixer
 from vitzoo.transfer.attention import mixer_paths
 
-# what would change the inherited queries, keys and values or the output from the first step on
+# options that would change the inherited queries, keys and values, or the output, from the first step on
 _LEFT_OUT = {
     'inline': dict(residual=False),
     'ls': dict(dual_norm=False),
