@@ -22,6 +22,7 @@ SETTINGS = {
     'aft_conv': [{'kernel_size': 3}, {'kernel_size': 7}],
     'aft_local': [{'window_size': 2, 'bias_dim': 4}, {'window_size': 3, 'bias_dim': 4}],
     'agent': [{'num_cells': 2}, {'num_cells': 3, 'agent_bias': False, 'conv_size': 0}],
+    'biformer': [{'num_windows': 3, 'topk': 2}, {'num_windows': 2, 'topk': 1, 'lepe_size': 3}],
     'bigbird': [
         {'block_size': 2, 'num_global_blocks': 0, 'num_random_blocks': 1},
         {'block_size': 1, 'num_global_blocks': 2, 'num_random_blocks': 2, 'seed': 5},
@@ -29,6 +30,7 @@ SETTINGS = {
     ],
     'focused': [{'conv_size': 3}, {'power': 2, 'conv_size': 0, 'pos_embed': True}],
     'flowformer': [{}, {'clamp': False}],
+    'gated_linear': [{'rank': 3}],
     'global': [{'num_global': 3}, {'num_global': 1}],
     'hedgehog': [{}, {'num_features': 3}],
     'inline': [{}, {'residual': False, 'mean_scores': False}],
@@ -56,6 +58,7 @@ SETTINGS = {
         {'num_blocks': 2, 'conv_size': 3},
         {'num_blocks': 2, 'conv_size': 0, 'normalizer': 'position', 'rms_norm': True},
     ],
+    'monarch': [{}, {'num_steps': 3}],
     'neighborhood': [
         {'kernel_size': 3},
         {'kernel_size': 2, 'dilation': 2},
@@ -80,6 +83,7 @@ SETTINGS = {
     'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
     'set': [{'num_inducing': 5}, {'num_inducing': 1}],
     'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
+    'soft': [{'ratio': 2}, {'ratio': 3, 'conv_size': 5}],
     'softmax': [{}, {'talking_heads': True}, {'rel_bias': 'table'}],
     'sparse': [
         {},

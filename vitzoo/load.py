@@ -116,7 +116,9 @@ def create_model(
     try:
         return timm.create_model(source, **{**kwargs, **chosen})
     except TypeError as error:
-        accepted = _accepted_arguments(source)
+        accepted = _accepted_arguments(chosen.get('base_model', source))
+        if name == ARCHITECTURE:
+            accepted |= {'base_model', 'swap_mixer'}
         if img_size is not None and 'img_size' not in accepted:
             return create_model(name, model_kwargs=model_kwargs, **kwargs)
         unknown = [key for key, value in {**kwargs, **chosen}.items() if value is not None and key not in accepted]
@@ -130,7 +132,7 @@ def create_model(
         summary, *problems = str(error).split('\n\t')
         if summary.startswith('Error(s) in loading state_dict'):
             raise UserError(_describe_misfit(name, chosen, problems)) from error
-        if not chosen and not is_trained_folder(name):
+        if not chosen and not is_trained_folder(name) and name != ARCHITECTURE:
             raise
         raise UserError(_cannot_be_made(name, chosen, error)) from error
     except OSError as error:
@@ -151,8 +153,8 @@ def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks:
     """
     if isinstance(model, (vitzoo.models.CvT, vitzoo.models.DeiT, vitzoo.models.ViL)):
         raise UserError(
-            f'{name} is a model of vitzoo, whose mixer is part of its name or an argument: use for example'
-            f' --model-kwargs mixer={mixer}'
+            f'{name} is a model of vitzoo, whose mixer is part of its name: train it with --model-kwargs mixer={mixer},'
+            f' or convert it with --to NAME'
         )
     try:
         swaps = parse_swaps(mixer, blocks, mixer_kwargs)
@@ -268,8 +270,6 @@ def _expand(pattern: str) -> list[str]:
         if not names:
             raise UserError(f"no model matches '{pattern}'; `vitzoo list --all` lists all names")
         return names
-    if pattern.partition('.')[0] == ARCHITECTURE:
-        raise UserError(f"'{ARCHITECTURE}' is not a model but the architecture of swapped ones; give the folder of one")
     if path.is_dir() and not timm.is_model(pattern):
         raise UserError(f"the folder '{pattern}' has no config.json, so it is not a trained model")
     if not timm.is_model(pattern):

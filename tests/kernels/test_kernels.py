@@ -90,6 +90,14 @@ def aft_case(grid_size, P, d, size, std=1.0):
     return [q, k[..., :1], v, std * torch.randn(2, size, size, generator=generator, dtype=torch.float64), grid_size]
 
 
+def far_keys_case(grid_size, P, d, size):
+    """A key far above the others, with a weight that outweighs it in its own window; then a weight far above others."""
+    q, k, v, kernel, grid_size = aft_case(grid_size, P, d, size)
+    k, kernel = torch.zeros_like(k), torch.zeros_like(kernel)
+    k[:, :, k.shape[2] // 2], kernel[0, size // 2, size // 2], kernel[1, 0, 0] = 30, -60, 90
+    return [q, k, v, kernel, grid_size]
+
+
 def performer_case(grid_size, P, d, num_features, std=1.0):
     (q, k, v), generator = qkv(grid_size, P, d, std)
     return [q, k, v, torch.randn(num_features, d, generator=generator, dtype=torch.float64), d**-0.5]
@@ -138,6 +146,15 @@ def test_a_kernel_equals_the_naive_form_with_gradients(case, dtype, experimental
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.isfinite().all()
         assert ((ours - theirs).norm() / theirs.norm()).item() < TOLERANCE[dtype]
+
+
+@needs_kernels
+def test_the_kernel_of_aft_conv_is_precise_if_keys_or_weights_are_far_apart(experimental, calls):
+    args = far_keys_case((5, 9), 1, 16, 3)
+    got = run(aft_conv, args, torch.float32, DEVICE)
+    assert len(calls) == 1
+    for ours, theirs in zip(got, run(aft_conv_naive, args, torch.float64), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @needs_kernels

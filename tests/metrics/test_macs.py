@@ -99,6 +99,37 @@ def vssd(grid, P, N, C, h, d_state=64, expand=2):
     return projections + convolution + 2 * N * inner * d_state + N * (h + 3 * inner)
 
 
+def biformer(grid, P, N, C, h, num_windows=7, topk=4, lepe=25):
+    sides = [ceil(side / num_windows) for side in grid]
+    T, s = prod(ceil(side / own) for side, own in zip(grid, sides)), prod(sides)
+    routing = 2 * T * s * C + T * T * C
+    return routing + attend(T * s, min(topk, T) * s + P, C) + attend(P, N, C) + lepe * prod(grid) * C
+
+
+def soft(grid, P, N, C, h, ratio=4, conv=9):
+    m = prod(ceil(side / ratio) for side in grid)
+    landmarks = m * ratio**2 * C * C // h
+    kernels = (N + m) * m * C
+    newton = (20 * 2 * m**3 + m * m) * h
+    return landmarks + kernels + newton + 2 * N * m * C + m * m * C + conv * prod(grid) * C
+
+
+def gated_linear(grid, P, N, C, h, rank=16, chunk=16):
+    """Forth and back: scores within chunks and what they gather, then keys into a state and queries out of it."""
+    n, d, size = N - P, C // h, min(chunk, N - P)
+    chunks = ceil(n / size)
+    doubling = sum((chunks - 2**i) * (C * d + C) for i in range(ceil(log2(chunks))))
+    scan = chunks * size * size * 3 * C + chunks * size * (2 * C * d + 2 * C) + doubling
+    prefix = (P > 0) * (n + P + P + N) * C * d
+    return n * (rank * C + 2 * rank * C) + N * C * C + 2 * scan + 2 * n * C + prefix + N * C
+
+
+def monarch(grid, P, N, C, h, num_steps=2):
+    n, (H, W) = prod(grid), grid
+    step = 2 * n * (H + W) * C + n * W * h
+    return num_steps * step + n * (H + W) * C + attend(n, P, C) + attend(P, N, C)
+
+
 def neighborhood(grid, P, N, C, h, kernel_size=7):
     """Tiles of k // 2 + 1 queries per side, with the keys of all of them."""
     side = kernel_size // 2 + 1
@@ -180,7 +211,7 @@ def flowformer(grid, P, N, C, h):
 
 
 def focused(grid, P, N, C, h):
-    return 2 * N * C * C // h + 3 * N * C + depthwise(grid, 5, C)
+    return 2 * N * C * C // h + 2 * N * C + depthwise(grid, 5, C)
 
 
 def hedgehog(grid, P, N, C, h):
@@ -203,7 +234,7 @@ def mhla(grid, P, N, C, h, side=4):
 
 
 def polaformer(grid, P, N, C, h):
-    return 4 * N * C * C // h + 5 * N * C + depthwise(grid, 5, C) + N * C * C
+    return 4 * N * C * C // h + 7 * N * C + depthwise(grid, 5, C) + N * C * C
 
 
 def relu_linear(grid, P, N, C, h, scales=()):
@@ -295,9 +326,10 @@ FORMS = dict(
     softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
-    rmt=rmt, swin=swin, ttt=ttt, circulant=circulant, vssd=vssd, neighborhood=neighborhood,
+    rmt=rmt, swin=swin, ttt=ttt, circulant=circulant, vssd=vssd,
     agent=agent, cosformer=cosformer, flowformer=flowformer, focused=focused, hedgehog=hedgehog, inline=inline,
     mala=mala, mhla=mhla, polaformer=polaformer, relu_linear=relu_linear,
+    biformer=biformer, soft=soft, gated_linear=gated_linear, monarch=monarch, neighborhood=neighborhood,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none
@@ -310,7 +342,7 @@ def closed_form(mixer, grid, P, C, h, conv=False, stride_kv=1, **options):
     if mixer in WITHOUT_QKV:
         return FORMS[mixer](grid, P, N, C, h, **options)
     # AFT-conv has one key per head, and Reformer none
-    k_dim = {'aft_conv': h, 'reformer': 0}.get(mixer, C)
+    k_dim = {'aft_conv': h, 'reformer': 0, 'soft': 0}.get(mixer, C)
     keys = prod(ceil(side / stride_kv) for side in grid)
     convolutions = 9 * C * (n + keys + (k_dim > 0) * keys) if conv else 0
     projections = 2 * N * C * C + (P + keys) * C * (C + k_dim)
@@ -389,11 +421,15 @@ def model_form(model, backbone):
     """Patch embeddings, blocks and head of one of the zoo's models."""
     if backbone in ('deit', 'aft'):
         C, grid = model.embed_dim, model.patch_embed.grid_size
-        return prod(grid) * 3 * 256 * C + sum(block_form(b, grid) for b in model.blocks) + 1000 * C
-    kernels = (7, 3, 3) if backbone == 'cvt' else (4, 2, 2, 2)
+        return (
+            prod(grid) * 3 * prod(model.patch_embed.patch_size) * C
+            + sum(block_form(b, grid) for b in model.blocks)
+            + 1000 * C
+        )
     total, chans = 1000 * model.embed_dim, 3
-    for stage, kernel, C in zip(model.stages, kernels, [info['num_chs'] for info in model.feature_info]):
-        grid = stage.blocks[0].attn.grid_size
+    for i, (stage, C) in enumerate(zip(model.stages, [info['num_chs'] for info in model.feature_info])):
+        first, later = (model.patch_size + 3, 3) if backbone == 'cvt' else (model.patch_size, 2)
+        grid, kernel = stage.blocks[0].attn.grid_size, later if i else first
         total += prod(grid) * kernel**2 * chans * C + sum(block_form(b, grid) for b in stage.blocks)
         chans = C
     return total

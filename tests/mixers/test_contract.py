@@ -35,6 +35,24 @@ def test_every_parameter_gets_a_gradient(name, kwargs):
     assert without == []
 
 
+# docs/mixers.md has these lists: a backward pass of their own, and PyTorch's fused attention
+OWN_BACKWARD = ['linear', 'local', 'longformer', 'ls', 'performer', 'reformer']
+FUSED = ['global', 'linformer', 'nystrom', 'set', 'softmax', 'srformer']
+
+
+@pytest.mark.parametrize('name', list_mixers())
+def test_second_derivatives_exist_or_are_refused(name):
+    mixer = build(name, **SETTINGS.get(name, [{}])[0])
+    x = tokens(mixer).requires_grad_()
+    (grad,) = torch.autograd.grad(mixer(x, GRID).square().sum(), x, create_graph=True)
+    if name in OWN_BACKWARD + FUSED:
+        with pytest.raises(RuntimeError, match='once_differentiable|derivative for .* is not implemented'):
+            grad.square().sum().backward()
+    else:
+        grad.square().sum().backward()
+        assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize('std', [1, 3, 6])
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_a_sample_does_not_depend_on_its_batch(name, kwargs, std):

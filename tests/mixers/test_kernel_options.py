@@ -13,6 +13,7 @@ from vitzoo.metrics import health
 from vitzoo.metrics._attention import attention_weights
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._kernel import KernelMixer
+from vitzoo.mixers._rope import Rope
 
 NAMES = [name for name in vitzoo.list_mixers() if issubclass(mixer_class(name), KernelMixer)]
 UNMOVED = [name for name in NAMES if mixer_class(name).ignores_mean_key]
@@ -66,6 +67,17 @@ def test_queries_and_keys_are_convolved_and_then_centred():
     q, k, v = plain.to_qkv(x, GRID)
     q, k = q + convolved(mixer.dwc_q.weight, q), k + convolved(mixer.dwc_k.weight, k)
     assert_near(mixer(x, GRID), plain.project(plain.mix(q, k - k.mean(dim=2, keepdim=True), v, GRID)))
+
+
+def test_rotary_positions_rotate_convolved_queries_and_keys_before_keys_are_centred():
+    plain = make('linear')
+    mixer, x = same_weights(make('linear', dwc='qk', center_keys=True), plain), tokens(plain)
+    angles = torch.randn(20, 4, dtype=torch.float64)
+    rope = Rope(torch.cat([angles.sin(), angles.cos()], dim=-1))
+    q, k, v = plain.to_qkv(x, GRID)
+    q, k = (rope.rotate(y + convolved(conv.weight, y)) for y, conv in ((q, mixer.dwc_q), (k, mixer.dwc_k)))
+    expected = plain.project(plain.mix(q, k - k.mean(dim=2, keepdim=True), v, GRID))
+    assert_near(mixer(x, GRID, rope), expected)
 
 
 def test_further_heads_of_other_scales_have_no_convolution_of_their_own():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import build, tokens
+from helpers import GRID, build, tokens
 from torch.nn import functional as F
 
 from vitzoo.mixers.softmax import softmax_naive
@@ -37,3 +37,12 @@ def test_published_long_short_bias_shares_rows_and_the_clean_one_does_not():
         offsets = (window_size + side - 1) ** 2
         assert clean.table.shape[0] == offsets == clean.index.unique().numel()
         assert published.index.unique().numel() < offsets
+
+
+def test_ls_trains_if_it_is_compiled_without_inductor():
+    mixer = build('ls', GRID, 1, window_size=3, rank=2, dtype=torch.float32)
+    x = tokens(mixer, dtype=torch.float32).requires_grad_()
+    mixer(x, GRID).square().sum().backward()
+    expected, x.grad = x.grad, None
+    torch.compile(mixer, backend='aot_eager', fullgraph=True)(x, GRID).square().sum().backward()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4)

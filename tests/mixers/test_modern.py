@@ -1,6 +1,9 @@
 """Kernel mixers since 2020: equal to recordings of the official classes, and the options that all of them share."""
 
+from pathlib import Path
+
 import pytest
+import safetensors.torch
 import torch
 from helpers import GRID, assert_near, build, golden, tokens
 from torch.nn import functional as F
@@ -17,15 +20,20 @@ HEADS = 3
 KERNEL_MIXERS = [name for name in vitzoo.list_mixers() if issubclass(mixer_class(name), KernelMixer)]
 
 
-def layers(recording: dict, **sources: list[str]) -> dict:
+def recording(name: str) -> dict[str, torch.Tensor]:
+    """A recording of tests/golden, or else of ../shared/golden/modern."""
+    kept = safetensors.torch.load_file(Path(__file__).parents[1] / 'golden' / 'modern_kernels.safetensors')
+    own = {key.removeprefix(f'{name}/'): tensor for key, tensor in kept.items() if key.startswith(f'{name}/')}
+    return own or golden(f'modern/{name}')
+
+
+def layers(r: dict, **sources: list[str]) -> dict:
     """Linear layers of ours, each the concatenation of the recorded layers named."""
     return {
-        f'{ours}.{kind}': torch.cat([recording[f'state.{name}.{kind}'] for name in names]).flatten(
-            1 if kind == 'weight' else 0
-        )
+        f'{ours}.{kind}': torch.cat([r[f'state.{name}.{kind}'] for name in names]).flatten(1 if kind == 'weight' else 0)
         for ours, names in sources.items()
         for kind in ('weight', 'bias')
-        if f'state.{names[0]}.{kind}' in recording
+        if f'state.{names[0]}.{kind}' in r
     }
 
 
@@ -41,8 +49,8 @@ def of_heads(x: torch.Tensor) -> torch.Tensor:
     return x.squeeze(0).unflatten(1, (HEADS, -1)).transpose(0, 1)
 
 
-def depthwise(recording: dict, name: str) -> dict:
-    return {f'conv.{kind}': recording[f'state.{name}.{kind}'] for kind in ('weight', 'bias')}
+def depthwise(r: dict, name: str) -> dict:
+    return {f'conv.{kind}': r[f'state.{name}.{kind}'] for kind in ('weight', 'bias')}
 
 
 def agent(r: dict) -> dict:
@@ -149,22 +157,22 @@ def assert_recorded(found: torch.Tensor, expected: torch.Tensor) -> None:
     ('name', 'convert', 'kwargs'), RECORDINGS, ids=lambda case: case if isinstance(case, str) else ''
 )
 def test_a_mixer_equals_the_recording_of_the_official_class(name, convert, kwargs):
-    recording = golden(f'modern/{name}')
-    state = convert(recording)
+    recorded = recording(name)
+    state = convert(recorded)
     mixer = vitzoo.create_mixer(convert.__name__, 48, HEADS, grid_size=(8, 8), **kwargs).eval()
     mixer.load_state_dict(state, strict=True)
     with torch.no_grad():
-        assert_recorded(mixer(recording['input'], (8, 8)), recording['output'])
+        assert_recorded(mixer(recorded['input'], (8, 8)), recorded['output'])
 
 
 def test_hedgehog_equals_the_recording():
-    r = golden('modern/hedgehog_a')
+    r = recording('hedgehog_a')
     maps = (r[f'state.feature_map_{name}.mlp.layer'] for name in 'qk')
     assert_recorded(hedgehog_attention(r['q'], r['k'], r['v'], *maps), r['output'])
 
 
 def test_flow_attention_of_another_number_of_sources_equals_the_recording():
-    r = golden('modern/flowformer_core_a')
+    r = recording('flowformer_core_a')
 
     def project(x, name):
         return F.linear(x, r[f'state.{name}_projection.weight'], r[f'state.{name}_projection.bias'])
@@ -175,7 +183,7 @@ def test_flow_attention_of_another_number_of_sources_equals_the_recording():
 
 
 def test_the_first_weights_between_blocks_equal_the_recording():
-    expected = golden('modern/mhla_a')['extra.piece_attn_init'][:, :, 0, 0]
+    expected = recording('mhla_a')['extra.piece_attn_init'][:, :, 0, 0]
     torch.testing.assert_close(block_mixing_weights(2, 'linear'), expected)
 
 

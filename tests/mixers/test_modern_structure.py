@@ -10,6 +10,7 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
 from vitzoo import create_mixer
+from vitzoo.mixers.monarch import monarch_attention
 
 
 @pytest.mark.parametrize('layer', [0, 1])
@@ -65,6 +66,27 @@ def test_neighborhood_attends_the_positions_that_natten_documents(size, kernel_s
     assert weights.nonzero().flatten().tolist() == expected
 
 
+@pytest.mark.parametrize(('grid', 'num_prefix_tokens'), [((20, 1), 0), ((20, 1), 2), ((1, 20), 0)])
+def test_monarch_of_one_row_or_column_is_softmax(grid, num_prefix_tokens):
+    mixer = build('monarch', grid, num_prefix_tokens)
+    softmax = build('softmax', grid, num_prefix_tokens)
+    softmax.load_state_dict(mixer.state_dict())
+    assert_near(mixer(tokens(mixer), grid), softmax(tokens(mixer), grid))
+
+
+def test_each_step_of_monarch_brings_its_weights_closer_to_the_maximum_of_softmax():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 20, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    scores = q @ k.mT
+    objectives = []
+    for num_steps in (1, 2, 4, 16):
+        weights = monarch_attention(q, k, torch.eye(20, dtype=torch.float64)[None, None], GRID, num_steps, 1.0)
+        assert_near(weights.sum(dim=-1), torch.ones(1, 1, 20, dtype=torch.float64))
+        objectives.append(((scores - weights.log()) * weights).sum().item())
+    assert objectives == sorted(objectives)
+    assert objectives[0] < objectives[-1] < scores.logsumexp(dim=-1).sum().item()
+
+
 def state(recording, renames):
     """The recorded parameters under our names; official layers of one name are concatenated, in the order of names."""
     parts = {}
@@ -89,6 +111,18 @@ RECORDINGS = {
         {'in_proj': 'in_proj', 'conv2d': 'conv', 'A_log': 'log_a', 'D': 'skip', 'dt_bias': 'dt_bias', 'norm': 'norm'}
         | {'out_proj': 'proj'},
     ),
+    'biformer_a': ('biformer', dict(num_windows=4), {'qkv.qkv': 'qkv', 'lepe': 'lepe', 'wo': 'proj'}),
+    'biformer_nchw_a': (
+        'biformer',
+        dict(num_windows=4),
+        {'qkv_linear': 'qkv', 'lepe': 'lepe', 'output_linear': 'proj'},
+    ),
+    'soft_a': (
+        'soft',
+        dict(ratio=2),
+        {'W_q': 'qkv', 'W_v': 'qkv', 'attn.Qlandmark_op': 'landmarks', 'attn.Qnorm_act.0': 'norm'}
+        | {'attn.conv': 'conv', 'ff': 'proj'},
+    ),
 }
 
 
@@ -102,11 +136,16 @@ def divide_ttt(official):
 
 
 def recording(name):
-    """A recording of tests/golden, or of ../shared/golden/modern."""
+    """A recording of tests/golden, or else of ../shared/golden/modern; sources are in the metadata of the files."""
     kept = Path(__file__).parents[1] / 'golden' / 'modern_structure.safetensors'
     tensors = safetensors.torch.load_file(kept) if kept.exists() else {}
     own = {key.removeprefix(f'{name}.'): tensor for key, tensor in tensors.items() if key.startswith(f'{name}.')}
     return own or golden(f'modern/{name}')
+
+
+def to_tokens(x):
+    """(B, 64, 48) from tokens, from (B, 8, 8, 48), or from (B, 48, 8, 8)."""
+    return x.flatten(2).mT if x.ndim == 4 and x.shape[1] == 48 else x.reshape(-1, 64, 48)
 
 
 @pytest.mark.parametrize('name', RECORDINGS)
@@ -119,7 +158,8 @@ def test_a_mixer_reproduces_the_authors_class(name):
         official = divide_ttt(official)
     # the official output projection of vssd has no bias
     official.setdefault('proj.bias', torch.zeros(48))
-    mixer.load_state_dict(official)
-    x, expected = (recorded[key].reshape(2, 64, 48) for key in ('input', 'output'))
+    own = mixer.state_dict()
+    mixer.load_state_dict({key: tensor.reshape(own[key].shape) for key, tensor in official.items()})
+    x, expected = (to_tokens(recorded[key]) for key in ('input', 'output'))
     with torch.no_grad():
         assert relative_error(mixer(x, (8, 8)), expected) < 2e-5

@@ -201,9 +201,14 @@ def test_device_dtype_mode_and_dropout_are_those_of_the_attention():
     'name, kwargs, what',
     [
         ('resnet18', {}, 'ResNet'),
-        ('swin_tiny_patch4_window7_224', {'depths': (1, 1, 1, 1)}, 'SwinTransformer'),
-        ('samvit_base_patch16', {'depth': 1}, 'VisionTransformerSAM'),
-        ('deit_performer_tiny', {'depth': 1}, 'DeiT'),
+        (
+            'swinv2_tiny_window8_256',
+            {'depths': (1, 1, 1, 1)},
+            'SwinTransformerV2.*directions.*vit_small_patch16_dinov3',
+        ),
+        ('samvit_base_patch16', {}, 'VisionTransformerSAM.*depends on the queries.*vit_base_patch16_dinov3'),
+        ('deit_performer_tiny', {}, 'DeiT: its mixer is an argument.*vit_tiny_patch16_224'),
+        ('pvt_v2_b2_li', {}, 'pools the keys'),
         ('vit_tiny_patch16_224', {'depth': 1, 'block_fn': 'ParallelScalingBlock'}, 'ParallelScalingBlock'),
         ('vit_tiny_patch16_224', {'depth': 1, 'attn_layer': 'diff'}, 'DiffAttention'),
         ('vit_tiny_patch16_224', {'depth': 1, 'gated': True}, 'gated'),

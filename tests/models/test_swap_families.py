@@ -11,8 +11,8 @@ from vitzoo.mixers._rope import Rope
 
 # their outputs are not functions of the products of queries with keys
 WITHOUT_ROPE = [
-    'aft_conv', 'aft_full', 'aft_local', 'aft_simple', 'fourier', 'hydra', 'pool', 'set', 'srformer', 'synthesizer',
-    'xca',
+    'aft_conv', 'aft_full', 'aft_local', 'aft_simple', 'circulant', 'fourier', 'hydra', 'pool', 'set', 'srformer',
+    'synthesizer', 'ttt', 'vssd', 'xca',
 ]  # fmt: skip
 WITH_ROPE = [mixer for mixer in vitzoo.list_mixers() if mixer_class(mixer).has_rope]
 TINY = dict(img_size=(64, 96), embed_dim=48, num_heads=4, depth=2, num_classes=5)
@@ -48,12 +48,26 @@ FAMILIES = {
 # timm and vitzoo resample a bias of relative positions each in their own way, and CaiT is made for one size
 ONE_SIZE = [family for family in FAMILIES if family.startswith(('relative', 'beit', 'cait'))]
 
+SMALL = dict(embed_dims=(16, 32), depths=(1, 1), num_heads=(2, 2), num_classes=5)
+PYRAMIDS = {
+    'pvt': ('pvt_v2_b0', dict(SMALL, sr_ratios=(4, 2))),
+    'pvt without reduction': ('pvt_v2_b0', dict(SMALL, sr_ratios=(1, 1))),
+    'twins global': ('twins_pcpvt_small', dict(SMALL, sr_ratios=(4, 2))),
+    # windows as large as the grids of the stages
+    'twins local': ('twins_svt_small', dict(SMALL, sr_ratios=(1, 1), wss=(16, 8))),
+    'swin': (
+        'swin_tiny_patch4_window7_224',
+        dict(img_size=64, embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=(16, 16), num_classes=5),
+    ),
+}
+
 
 def build(family, **kwargs):
     """A small model with no parameter left at a special value, in which a mistake could hide."""
-    name, own = FAMILIES[family]
+    name, own = {**FAMILIES, **PYRAMIDS}[family]
+    own = own if family in PYRAMIDS else {**TINY, **own}
     torch.manual_seed(0)
-    model = timm.create_model(name, **{**TINY, **own, **kwargs}).eval()
+    model = timm.create_model(name, **{**own, **kwargs}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -270,3 +284,38 @@ def test_naflex_refuses_patches_and_images_of_another_size():
             patches=torch.zeros(1, 24, 768), patch_coord=torch.zeros(1, 24, 2), patch_valid=torch.ones(1, 24)
         )
         model(patches)
+
+
+@pytest.mark.parametrize('family', PYRAMIDS)
+def test_the_attention_of_a_pyramid_is_replaced_over_whole_stages(family):
+    # torch's fused kernels round in another way for timm's windows, and timm does not fuse Swin's by default
+    timm.layers.set_fused_attn(family not in ('swin', 'twins local'))
+    try:
+        model = build(family)
+        before = outputs(model, images((64, 64)))
+        vitzoo.swap_mixer(model, 'srformer' if family in ('pvt', 'twins global') else 'softmax')
+        assert_equal(outputs(model, images((64, 64))), before)
+        assert all(not report.lost for report in model.inheritance.values())
+    finally:
+        timm.layers.set_fused_attn(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('family', ['pvt', 'twins local', 'swin'])
+def test_every_mixer_takes_the_place_of_attention_in_pyramids(family):
+    for mixer in vitzoo.list_mixers():
+        model = vitzoo.swap_mixer(build(family), mixer)
+        model.set_input_size((64, 96))
+        logits = outputs(model, images())[0]
+        torch.testing.assert_close(outputs(model, images()[:1])[0], logits[:1], rtol=1e-4, atol=1e-5)
+        model.train()(images()).square().sum().backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_blocks_of_a_pyramid_are_counted_through_its_stages():
+    model = vitzoo.swap_mixer(build('swin'), 'linear', blocks=[1, -1])
+    kinds = [type(block.attn).__name__ for layer in model.layers for block in layer.blocks]
+    assert kinds == ['WindowAttention', 'Linear', 'Linear']
+    model.set_input_size((96, 64))
+    assert [mixer.grid_size for mixer in model.mixers().values()] == [(24, 16), (12, 8)]
+    assert outputs(model, images((96, 64)))[0].isfinite().all()

@@ -48,6 +48,16 @@ def save(model, folder, **kwargs):
     return f'local-dir:{folder}'
 
 
+FAMILIES = {
+    'vit_small_patch16_dinov3': SMALL,
+    'vit_small_patch16_rope_mixed_224': SMALL,
+    'beit_base_patch16_224': SMALL,
+    'vit_relpos_small_patch16_224': SMALL,
+    'cait_xxs24_224': SMALL,
+    'naflexvit_base_patch16_gap': {key: value for key, value in SMALL.items() if key != 'img_size'},
+}
+
+
 def load(source, **kwargs):
     return timm.create_model(source, pretrained=True, **kwargs).eval()
 
@@ -100,6 +110,22 @@ def test_the_config_has_the_base_and_its_data_config(saved):
     assert describe_architecture(config) == (
         'vit_tiny_patch16_224 with ls in block 0, aft_full in block 1, softmax in block 2'
     )
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_every_family_loads_with_the_same_logits_also_at_another_size(name, tmp_path):
+    model = timm.create_model(name, **FAMILIES[name])
+    vitzoo.swap_mixer(model, ['linformer', 'softmax'], blocks=[0, 2])
+    size = resolve_data_config(model)['input_size'][1:]
+    loaded = load(save(perturb(model), tmp_path))
+    assert torch.equal(outputs(loaded, images(*size)), outputs(model, images(*size)))
+    assert type(loaded) is type(model) and resolve_data_config(loaded)['input_size'][1:] == size
+    if hasattr(model, 'set_input_size'):
+        other = load(f'local-dir:{tmp_path}', img_size=(48, 80))
+        model.set_input_size((48, 80))
+        assert torch.equal(outputs(other, images(48, 80)), outputs(model, images(48, 80)))
+        back = load(save(other, tmp_path / 'other'))
+        assert torch.equal(outputs(back, images(48, 80)), outputs(model, images(48, 80)))
 
 
 def read_config(source):
@@ -230,9 +256,17 @@ def test_wrong_arguments_of_the_entrypoint_are_refused(kwargs, message):
         timm.create_model('vitzoo_swapped', device='meta', **kwargs)
 
 
-def test_the_commands_ask_for_the_folder_instead_of_the_name():
-    with pytest.raises(UserError, match='give the folder'):
-        find_model('vitzoo_swapped')
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        ({}, 'cannot be made: vitzoo_swapped needs base_model'),
+        (dict(base_model='test_vit', swap_mixer=[dict(mixer='ls')], dept=2), "no argument 'dept', did you mean depth"),
+        (dict(base_model='test_vit', swap_mixer=[dict(mixer='ls', blocks=[9])]), 'There is no block 9'),
+    ],
+)
+def test_the_commands_refuse_wrong_arguments_of_the_name(kwargs, message):
+    with pytest.raises(UserError, match=message):
+        create_model(find_model('vitzoo_swapped'), model_kwargs=kwargs)
 
 
 def test_a_folder_with_an_unknown_mixer_is_one_sentence(saved, tmp_path):

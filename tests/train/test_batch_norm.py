@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from processes import start_processes, train_and_log
+from processes import read_log, start_processes, train_and_log
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -31,9 +31,17 @@ def keep_statistics(run) -> None:
 
 
 def test_statistics_are_averaged_over_the_processes_after_an_epoch(images, tmp_path):
-    arguments = [*RUN, '--model-ema', '--data-dir', images, '--output', str(tmp_path / 'run')]
-    outcome = start_processes(2, train_and_log, arguments, str(tmp_path / 'log'), keep_statistics, 5)
+    arguments = [*RUN, '--model-ema', '--data-dir', images, '--output']
+    outcome = start_processes(
+        2, train_and_log, [*arguments, str(tmp_path / 'run')], str(tmp_path / 'log'), keep_statistics, 5
+    )
     assert outcome.codes == [0, 0], outcome.err
+    # the losses are those of as many accumulation steps, which normalize over the same images
+    accumulated = [*arguments, str(tmp_path / 'one'), '--grad-accum-steps', '2']
+    assert start_processes(1, train_and_log, accumulated, str(tmp_path / 'parts')).codes == [0]
+    expected = read_log(tmp_path / 'parts', 1)
+    for step, entries in read_log(tmp_path / 'log', 2).items():
+        assert entries[0]['loss'] == pytest.approx(expected[step][0]['loss'], abs=1e-5)
     first, second = (load_file(tmp_path / f'run-{rank}.safetensors') for rank in range(2))
     assert not all(torch.equal(first[name], second[name]) for name in first)
     (checkpoint,) = list_checkpoints(tmp_path / 'run' / 'checkpoints')

@@ -144,6 +144,13 @@ def test_two_starts_that_choose_the_same_folder_get_two(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.rglob('*')] == ['runs', 'test_vit', 'recipe.yaml']
 
 
+def test_a_folder_may_have_a_name_that_looks_like_markup(images, tmp_path, capsys):
+    folder = tmp_path / 'run [old] [/x]'
+    train([*TINY, '--data-dir', images, '--output', str(folder), '--epochs', '1'])
+    printed = capsys.readouterr().out
+    assert f'output {folder}' in printed and f'{folder} has the raw weights' in printed
+
+
 def test_a_run_that_ended_while_another_start_waited_for_its_folder_is_kept(images, tmp_path, monkeypatch):
     arguments = [*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1']
 

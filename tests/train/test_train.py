@@ -207,7 +207,7 @@ def test_a_mixed_batch_of_odd_size_keeps_its_last_image():
     'options',
     [
         '--amp --amp-dtype bfloat16 --clip-grad 1',
-        '--amp --amp-dtype float16',
+        '--no-aug --channels-last --cutmix-minmax 0.2 0.8 --mixup-off-epoch 1 --eval-metric loss --dist-bn none',
         '--clip-grad 0.1 --clip-mode agc --opt sgd --sched step --decay-epochs 1',
         '--clip-grad 0.1 --clip-mode value --bce-loss --bce-target-thresh 0.2 --mixup 0.2 --mixup-mode elem',
         '--layer-decay 0.7 --opt-betas 0.9 0.95 --opt-eps 1e-6 --smoothing 0 --sched wsd --grad-checkpointing',

@@ -1,15 +1,15 @@
 """AFT-conv without exp(k) v in memory: exponential, depthwise convolution, quotient and gate in one kernel.
 
-    out_i = sigmoid(q_i) (W_i(e v) + c (S(e v) - B_i(e v))) / (W_i(e) + c (S(e) - B_i(e)))
-    e_j = exp(k_j - max k),  S(x) = sum_j x_j,  B_i(x) = sum of x_j near i,  c = exp(-shift)
-    W_i(x) = sum of exp(w_ij - shift) x_j near i,  shift = max(w, 0)
+    out_i = sigmoid(q_i) (W_i(e v) + c S_i(e v)) / (W_i(e) + c S_i(e))
+    e_j = exp(k_j - max k),  S_i(x) = sum of x_j far from the tile of i,  c = exp(-shift)
+    W_i(x) = sum of exp(w_ij - shift) x_j over the tokens near the tile of i,  shift = max(w, 0) - 40
 
-j is near i if the convolution kernel around i covers it. W and B are matrix products: the rows are the tokens of an
-8 x 8 tile, the columns the tokens near any of them. Most weights between them are not 0, and they are the same for all
-tiles and samples of a head. In this form no weight is negative and the common part of S and B cancels exactly, so
-bfloat16 is precise enough.
-
-Prefix tokens are part of S and near nothing. The sums over all tokens are a separate pass over k and v.
+with w_ij = 0 where the convolution kernel around i does not cover j. W is a matrix product: the rows are the tokens of
+an 8 x 8 tile, the columns those that the kernel around any of them covers. Most weights between them are not c, and
+they are the same for all tiles and samples of a head. S is the same for all tokens of a tile, and is the sum of prefix
+tokens, of rows above and below, and of both ends of the rows between, which are a separate pass over k and v. No sum
+is the difference of others, so a large key with a small weight does not cancel the rest, and bfloat16 is precise
+enough.
 
 Bytes of a forward pass, for N tokens, C channels and two bytes per number: 10 N C (v once for the sums, then q, v and
 out; a tile and its halo are 5 tiles, mostly from the cache). The PyTorch form moves about 60 N C, in float32. Backward
@@ -36,7 +36,9 @@ _CHUNK = 256
 # programs that fill any GPU; a sum is split over as many
 _NUM_PROGRAMS = 512
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-_TINY: tl.constexpr = tl.constexpr(1e-30)
+_TINY: tl.constexpr = tl.constexpr(1e-36)
+# the largest exponent of a weight, so that weights far below it do not underflow
+_HEADROOM: tl.constexpr = tl.constexpr(40.0)
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -72,27 +74,8 @@ def _load_ev(k_ptr, v_ptr, token, mask, k_max, k_n, v_n, D, BLOCK_D: tl.constexp
 
 @triton.jit
 def _far_weight(shift_ptr, head):
-    """c; never 0, which would give 0 / 0 for a token whose near weights are all 0."""
+    """c; never 0, which would give 0 / 0 for a token whose other weights are all 0."""
     return tl.maximum(tl.exp2(-tl.load(shift_ptr + head) * RCP_LN2), _TINY)
-
-
-@triton.jit
-def _add_near(weight, x, y, wx, bx, wy, by, PRECISION: tl.constexpr):
-    """Add a block of columns to W and B of a matrix x and of a vector y."""
-    weight_wide = weight.to(tl.float32)
-    is_near = tl.where(weight_wide > 0, 1.0, 0.0)
-    wx = dot(weight, x, wx, PRECISION)
-    bx = dot(is_near.to(weight.dtype), x, bx, PRECISION)
-    wy += tl.sum(weight_wide * y[None, :], axis=1)
-    by += tl.sum(is_near * y[None, :], axis=1)
-    return wx, bx, wy, by
-
-
-@triton.jit
-def _store_sums(ptr, row, num, den, D, BLOCK_D: tl.constexpr):
-    channel = tl.arange(0, BLOCK_D)
-    tl.store(ptr + row * (D + 1) + channel, num, mask=channel < D)
-    tl.store(ptr + row * (D + 1) + D, den)
 
 
 @triton.jit
@@ -101,13 +84,13 @@ def _weight_kernel(
     KERNEL_SIZE: tl.constexpr, FLIP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """exp(w - shift) between the tokens of a tile and a block of the tokens around it, and the shift."""
+    """exp(w - shift) between the tokens of a tile and a block of the tokens around it, or c, and the shift."""
     head, block = tl.program_id(0), tl.program_id(1)
     tap = tl.arange(0, TAPS)
     w = tl.load(
         kernel_ptr + head * KERNEL_SIZE * KERNEL_SIZE + tap, mask=tap < KERNEL_SIZE * KERNEL_SIZE, other=float('-inf')
     )
-    shift = tl.maximum(tl.max(w, axis=0), 0.0)
+    shift = tl.maximum(tl.max(w, axis=0), 0.0) - _HEADROOM
     tl.store(shift_ptr + head, shift, mask=block == 0)
     SIDE: tl.constexpr = TILE + KERNEL_SIZE - 1
     row, column = tl.arange(0, TILE * TILE)[:, None], (block * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -117,35 +100,49 @@ def _weight_kernel(
     if FLIP:
         tap = KERNEL_SIZE * KERNEL_SIZE - 1 - tap
     w = tl.load(kernel_ptr + head * KERNEL_SIZE * KERNEL_SIZE + tap, mask=is_near, other=0.0)
-    # above 0 if near, because `_add_near` tests for it
-    weight = tl.where(is_near, tl.maximum(tl.exp2((w - shift) * RCP_LN2), _TINY), 0.0)
+    weight = tl.where(column < SIDE * SIDE, tl.maximum(tl.exp2((w - shift) * RCP_LN2), _TINY), 0.0)
     weight_ptr += (head * TILE * TILE + row) * COLUMNS + column
     tl.store(weight_ptr, weight.to(weight_ptr.dtype.element_ty))
 
 
 @triton.jit
-def _sum_kernel(
-    k_ptr, v_ptr, k_max_ptr, sums_ptr, k_b, k_h, k_n, v_b, v_h, v_n, heads, N, D,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
+def _row_kernel(
+    y_ptr, x_ptr, k_max_ptr, sums_ptr, y_b, y_h, y_n, x_b, x_h, x_n, heads, W, P, D,
+    IS_KEYS: tl.constexpr, KERNEL_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """S(e v) and S(e) of a chunk of tokens."""
-    bh, chunk = tl.program_id(0), tl.program_id(1)
+    """Sums of a row of the grid over what is left and right of each tile and its halo, and last over the whole row.
+
+    Of e v and e if y is k and x is v, else of x and y.
+    """
+    bh, row, columns = tl.program_id(0), tl.program_id(1), tl.cdiv(W, TILE)
     b, head = (bh // heads).to(tl.int64), bh % heads
-    k_ptr, v_ptr = k_ptr + b * k_b + head * k_h, v_ptr + b * v_b + head * v_h
-    k_max = tl.load(k_max_ptr + bh)
-    num = tl.zeros((BLOCK_D,), tl.float32)
-    den = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, CHUNK, BLOCK_N):
-        token = chunk * CHUNK + start + tl.arange(0, BLOCK_N)
-        ev, e = _load_ev(k_ptr, v_ptr, token, token < N, k_max, k_n, v_n, D, BLOCK_D, DTYPE)
-        num += tl.sum(ev.to(tl.float32), axis=0)
-        den += e
-    _store_sums(sums_ptr, (bh * tl.num_programs(1) + chunk).to(tl.int64), num, tl.sum(den, axis=0), D, BLOCK_D)
+    y_ptr, x_ptr = y_ptr + b * y_b + head * y_h, x_ptr + b * x_b + head * x_h
+    tile, channel = tl.arange(0, TILES), tl.arange(0, BLOCK_D)
+    first = tl.where(tile < columns, tile * TILE - KERNEL_SIZE // 2, W)
+    last = (tile + 1) * TILE + KERNEL_SIZE // 2
+    num, den = tl.zeros((TILES, BLOCK_D), tl.float32), tl.zeros((TILES,), tl.float32)
+    for start in range(0, W, BLOCK_N):
+        place = start + tl.arange(0, BLOCK_N)
+        token = P + row * W + place
+        if IS_KEYS:
+            x, y = _load_ev(y_ptr, x_ptr, token, place < W, tl.load(k_max_ptr + bh), y_n, x_n, D, BLOCK_D, DTYPE)
+        else:
+            x = load_rows(x_ptr, token, place < W, x_n, D, BLOCK_D)
+            y = tl.load(y_ptr + token.to(tl.int64) * y_n, mask=place < W, other=0.0)
+        is_outside = (place[None, :] < first[:, None]) | (place[None, :] >= last[:, None])
+        weight = tl.where(is_outside, 1.0, 0.0)
+        num = dot(weight.to(x.dtype), x, num, PRECISION)
+        den += tl.sum(weight * y[None, :], axis=1)
+    sums_ptr += ((bh * tl.num_programs(1) + row).to(tl.int64) * (columns + 1) + tile) * (D + 1)
+    mask = (tile <= columns)[:, None] & (channel < D)[None, :]
+    tl.store(sums_ptr[:, None] + channel[None, :], num, mask=mask)
+    tl.store(sums_ptr + D, den, mask=tile <= columns)
 
 
 @triton.jit
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, weight_ptr, shift_ptr, k_max_ptr, sums_ptr, out_ptr, den_ptr,
+    q_ptr, k_ptr, v_ptr, weight_ptr, shift_ptr, k_max_ptr, outside_ptr, out_ptr, den_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, H, W, P, D,
     KERNEL_SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -159,18 +156,17 @@ def _forward_kernel(
     ROWS: tl.constexpr = TILE * TILE
     row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     weight_ptr += (head * ROWS + row)[:, None] * COLUMNS + tl.arange(0, BLOCK_N)[None, :]
-    num, box_num = tl.zeros((ROWS, BLOCK_D), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
-    den, box_den = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    num, den = tl.zeros((ROWS, BLOCK_D), tl.float32), tl.zeros((ROWS,), tl.float32)
     for start in range(0, COLUMNS, BLOCK_N):
         place, on_grid = _locate(tile, start, H, W, TILE + KERNEL_SIZE - 1, TILE, BLOCK_N)
         weight = tl.load(weight_ptr + start)
         ev, e = _load_ev(k_ptr, v_ptr, P + place, on_grid, k_max, k_n, v_n, D, BLOCK_D, weight.dtype)
-        num, box_num, den, box_den = _add_near(weight, ev, e, num, box_num, den, box_den, PRECISION)
+        num = dot(weight, ev, num, PRECISION)
+        den += tl.sum(weight.to(tl.float32) * e[None, :], axis=1)
     far = _far_weight(shift_ptr, head)
-    num_sum = tl.load(sums_ptr + bh * (D + 1) + channel, mask=channel < D, other=0.0)
-    num += far * (num_sum[None, :] - box_num)
-    # if all tokens are near, the difference is rounding error
-    den += far * tl.maximum(tl.load(sums_ptr + bh * (D + 1) + D) - box_den, 0.0)
+    outside_ptr += tl.program_id(0).to(tl.int64) * (D + 1)
+    num += far * tl.load(outside_ptr + channel, mask=channel < D, other=0.0)[None, :]
+    den += far * tl.load(outside_ptr + D)
     place, on_grid = _locate(tile, 0, H, W, TILE, TILE, ROWS)
     q = load_rows(q_ptr, P + place, on_grid, q_n, D, BLOCK_D).to(tl.float32)
     out = tl.sigmoid(q) * num / den[:, None]
@@ -180,15 +176,13 @@ def _forward_kernel(
 
 @triton.jit
 def _dq_kernel(
-    q_ptr, do_ptr, out_ptr, den_ptr, dq_ptr, dnum_ptr, dden_ptr, sums_ptr,
+    q_ptr, do_ptr, out_ptr, den_ptr, dq_ptr, dnum_ptr, dden_ptr,
     q_b, q_h, q_n, heads, N, D, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dq, the gradients of numerator and denominator, and the sums of these two over a chunk of tokens."""
+    """dq, and the gradients of numerator and denominator, of a chunk of tokens."""
     bh, chunk = tl.program_id(0), tl.program_id(1)
     b, head = (bh // heads).to(tl.int64), bh % heads
     base = (b * N * heads + head) * D
-    dnum_sum = tl.zeros((BLOCK_D,), tl.float32)
-    dden_sum = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, CHUNK, BLOCK_N):
         token = chunk * CHUNK + start + tl.arange(0, BLOCK_N)
         is_token = token < N
@@ -202,15 +196,11 @@ def _dq_kernel(
         store_rows(dnum_ptr + base, dnum, token, is_token, heads * D, D, BLOCK_D)
         dden = -tl.sum(do_out, axis=1) / den
         tl.store(dden_ptr + bh.to(tl.int64) * N + token, dden, mask=is_token)
-        dnum_sum += tl.sum(dnum.to(tl.float32), axis=0)
-        dden_sum += dden
-    row = (bh * tl.num_programs(1) + chunk).to(tl.int64)
-    _store_sums(sums_ptr, row, dnum_sum, tl.sum(dden_sum, axis=0), D, BLOCK_D)
 
 
 @triton.jit
 def _dkv_kernel(
-    k_ptr, v_ptr, weight_ptr, shift_ptr, k_max_ptr, sums_ptr, dnum_ptr, dden_ptr, dk_ptr, dv_ptr,
+    k_ptr, v_ptr, weight_ptr, shift_ptr, k_max_ptr, outside_ptr, dnum_ptr, dden_ptr, dk_ptr, dv_ptr,
     k_b, k_h, k_n, v_b, v_h, v_n, heads, H, W, P, D,
     KERNEL_SIZE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -224,18 +214,18 @@ def _dkv_kernel(
     weight_ptr += (head * ROWS + row)[:, None] * COLUMNS + tl.arange(0, BLOCK_N)[None, :]
     base = b * N * heads + head
     # gradients of e v and e
-    dev, box_dev = tl.zeros((ROWS, BLOCK_D), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
-    de, box_de = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    dev, de = tl.zeros((ROWS, BLOCK_D), tl.float32), tl.zeros((ROWS,), tl.float32)
     for start in range(0, COLUMNS, BLOCK_N):
         place, on_grid = _locate(tile, start, H, W, TILE + KERNEL_SIZE - 1, TILE, BLOCK_N)
         dnum = load_rows(dnum_ptr + base * D, P + place, on_grid, heads * D, D, BLOCK_D)
         dden = tl.load(dden_ptr + bh.to(tl.int64) * N + P + place, mask=on_grid, other=0.0)
         weight = tl.load(weight_ptr + start)
-        dev, box_dev, de, box_de = _add_near(weight, dnum, dden, dev, box_dev, de, box_de, PRECISION)
+        dev = dot(weight, dnum, dev, PRECISION)
+        de += tl.sum(weight.to(tl.float32) * dden[None, :], axis=1)
     far = _far_weight(shift_ptr, head)
-    dnum_sum = tl.load(sums_ptr + bh * (D + 1) + channel, mask=channel < D, other=0.0)
-    dev += far * (dnum_sum[None, :] - box_dev)
-    de += far * (tl.load(sums_ptr + bh * (D + 1) + D) - box_de)
+    outside_ptr += tl.program_id(0).to(tl.int64) * (D + 1)
+    dev += far * tl.load(outside_ptr + channel, mask=channel < D, other=0.0)[None, :]
+    de += far * tl.load(outside_ptr + D)
     place, on_grid = _locate(tile, 0, H, W, TILE, TILE, ROWS)
     k_ptr += b * k_b + head * k_h + (P + place).to(tl.int64) * k_n
     k = tl.load(k_ptr, mask=on_grid, other=float('-inf')).to(tl.float32)
@@ -352,6 +342,12 @@ class _Sizes:
         """Compile-time sizes of the table of weights."""
         return dict(KERNEL_SIZE=self.kernel_size, TILE=_TILE, COLUMNS=self.columns)
 
+    def row_blocks(self) -> dict:
+        """Compile-time sizes of the kernel over rows."""
+        tiles = max(16, triton.next_power_of_2(triton.cdiv(self.W, _TILE) + 1))
+        blocks = dict(BLOCK_N=16, BLOCK_D=self.block_d, DTYPE=_TRITON_DTYPES[self.operand_dtype])
+        return dict(KERNEL_SIZE=self.kernel_size, TILE=_TILE, TILES=tiles, PRECISION=self.precision, **blocks)
+
     def tile_blocks(self) -> dict:
         """Compile-time sizes of the kernels over tiles."""
         num_warps = 4 if self.operand_dtype == torch.bfloat16 and self.block_d <= 32 else 8
@@ -373,6 +369,34 @@ def _far_weights(shift: torch.Tensor) -> torch.Tensor:
     return (-shift).exp().clamp(min=_TINY.value)
 
 
+def _sum_outside(
+    y: torch.Tensor, x: torch.Tensor, k_max: torch.Tensor, prefix: torch.Tensor, sizes: _Sizes, is_keys: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the tokens outside each tile and its halo (B, heads, tiles, D + 1), and over all (B, heads, 1, D + 1).
+
+    `prefix` are the terms of the prefix tokens, (B, heads, P, D + 1).
+    """
+    H, columns, halo = sizes.H, triton.cdiv(sizes.W, _TILE), sizes.kernel_size // 2
+    rows = k_max.new_empty(sizes.B, sizes.heads, H, columns + 1, sizes.D + 1)
+    _row_kernel[sizes.B * sizes.heads, H](
+        y, x, k_max, rows, *y.stride()[:3], *x.stride()[:3], sizes.heads, sizes.W, sizes.P, sizes.D,
+        IS_KEYS=is_keys, **sizes.row_blocks(),
+    )  # fmt: skip
+    ends, whole = rows.split([columns, 1], dim=3)
+    row = torch.arange(H, device=x.device)
+    first = row[::_TILE, None] - halo
+    is_between = ((row >= first) & (row < first + _TILE + 2 * halo)).to(rows.dtype)  # (tiles along y, H)
+    outside = is_between @ ends.flatten(3) + ((1 - is_between) @ whole.squeeze(3)).repeat(1, 1, 1, columns)
+    prefix = prefix.sum(dim=2, keepdim=True)
+    return outside.view(sizes.B, sizes.heads, -1, sizes.D + 1) + prefix, whole.sum(dim=2) + prefix
+
+
+def _prefix_terms(k: torch.Tensor, v: torch.Tensor, k_max: torch.Tensor, sizes: _Sizes) -> torch.Tensor:
+    """e v and e of the prefix tokens, (B, heads, P, D + 1)."""
+    e = (k[:, :, : sizes.P].float() - k_max[..., None, None]).exp()
+    return torch.cat([e * v[:, :, : sizes.P].float(), e], dim=-1)
+
+
 @torch.library.custom_op('vitzoo::aft_conv', mutates_args=())
 def forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, H: int, W: int
@@ -384,21 +408,16 @@ def forward_op(
     den = q.new_empty(q.shape[:3], dtype=torch.float32)
     with torch.cuda.device_of(q):
         k_max = k.amax(dim=(2, 3)).float()
-        sums = k_max.new_empty(sizes.B, sizes.heads, sizes.chunks, sizes.D + 1)
         strides = *k.stride()[:3], *v.stride()[:3]
-        _sum_kernel[sizes.B * sizes.heads, sizes.chunks](
-            k, v, k_max, sums, *strides, sizes.heads, sizes.N, sizes.D,
-            DTYPE=_TRITON_DTYPES[sizes.operand_dtype], **sizes.chunk_blocks(),
-        )  # fmt: skip
-        sums = sums.sum(dim=2)
+        outside, total = _sum_outside(k, v, k_max, _prefix_terms(k, v, k_max, sizes), sizes, is_keys=True)
         weight, shift = _make_weights(kernel.contiguous(), sizes, flip=False)
         _forward_kernel[(sizes.B * sizes.heads * sizes.tiles,)](
-            q, k, v, weight, shift, k_max, sums, out, den,
+            q, k, v, weight, shift, k_max, outside, out, den,
             *q.stride()[:3], *strides, *sizes.shape(), **sizes.tile_blocks(),
         )  # fmt: skip
     P = sizes.P
     if P:
-        num_sum, den_sum = sums.unsqueeze(2).split([sizes.D, 1], dim=-1)
+        num_sum, den_sum = total.split([sizes.D, 1], dim=-1)
         out[:, :, :P] = q[:, :, :P].float().sigmoid() * (num_sum / den_sum)
         den[:, :, :P] = _far_weights(shift)[:, None] * den_sum.squeeze(-1)
     return out, den, k_max
@@ -415,18 +434,18 @@ def backward_op(
     do, out = (x.transpose(1, 2).contiguous() for x in (do, out))
     dq, dk, dv, dnum = empty_output(q), empty_output(k), empty_output(v), empty_output(v, sizes.operand_dtype)
     dden = torch.empty_like(den)
-    sums = k_max.new_empty(sizes.B, sizes.heads, sizes.chunks, sizes.D + 1)
     strides = *k.stride()[:3], *v.stride()[:3]
     blocks = sizes.tile_blocks()
     with torch.cuda.device_of(q):
         _dq_kernel[sizes.B * sizes.heads, sizes.chunks](
-            q, do, out, den, dq, dnum, dden, sums,
+            q, do, out, den, dq, dnum, dden,
             *q.stride()[:3], sizes.heads, sizes.N, sizes.D, **sizes.chunk_blocks(),
         )  # fmt: skip
-        sums = sums.sum(dim=2)
+        prefix = torch.cat([dnum[:, :, : sizes.P].float(), dden[:, :, : sizes.P, None]], dim=-1)
+        outside, total = _sum_outside(dden, dnum, k_max, prefix, sizes, is_keys=False)
         weight, shift = _make_weights(kernel, sizes, flip=True)
         _dkv_kernel[(sizes.B * sizes.heads * sizes.tiles,)](
-            k, v, weight, shift, k_max, sums, dnum, dden, dk, dv, *strides, *sizes.shape(), **blocks
+            k, v, weight, shift, k_max, outside, dnum, dden, dk, dv, *strides, *sizes.shape(), **blocks
         )
         blocks_n = sizes.columns // sizes.block_n
         parts = min(sizes.B * sizes.tiles, triton.cdiv(_NUM_PROGRAMS, sizes.heads * blocks_n))
@@ -441,7 +460,7 @@ def backward_op(
     P = sizes.P
     if P:
         e = (k[:, :, :P].float() - k_max[..., None, None]).exp() * _far_weights(shift)[:, None, None]
-        dnum_sum, dden_sum = sums.unsqueeze(2).split([sizes.D, 1], dim=-1)
+        dnum_sum, dden_sum = total.split([sizes.D, 1], dim=-1)
         dv[:, :, :P] = e * dnum_sum
         dk[:, :, :P] = e * ((dnum_sum * v[:, :, :P].float()).sum(dim=-1, keepdim=True) + dden_sum)
     return dq, dk, dv, dkernel

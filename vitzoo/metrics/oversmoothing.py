@@ -1,9 +1,10 @@
 """Oversmoothing: the similarity of an image's tokens after each block, by several measures.
 
 The default is the mean cosine similarity: patch tokens only, self-pairs excluded, signed, measured on block outputs and
-averaged over images, as first defined by Gong et al. (https://arxiv.org/abs/2104.12753). With unit tokens u the mean
-over the pairs i != j is (|sum u|^2 - N) / (N (N - 1)), which costs O(N C) where the similarity matrix costs O(N^2 C).
-Options select the conventions of other papers; `MEASURES` lists the other measures.
+averaged over images, as in the first version of Gong et al. (https://arxiv.org/abs/2104.12753v1); their later version
+averages |cos|, for which there is the option `absolute`. With unit tokens u the mean over the pairs i != j is
+(|sum u|^2 - N) / (N (N - 1)), which costs O(N C) where the similarity matrix costs O(N^2 C). Options
+select the conventions of other papers; `MEASURES` lists the other measures.
 """
 
 from collections.abc import Callable, Iterable

@@ -15,7 +15,7 @@ class KernelMixer(QKVMixer):
     `dwc` adds a 3 x 3 depthwise convolution on the grid: 'v' adds the convolved values to the mixed values, which
     restores the rank that kernels lack (FLatten, section 4.2, https://arxiv.org/abs/2308.00442), and 'qk' adds to
     queries and keys their own convolution (https://arxiv.org/abs/2605.02772). The kernels of the convolution start at
-    0, so a new layer computes the same as without. Prefix tokens are not convolved.
+    0, so a new layer computes the same as without. Prefix tokens are not convolved; rotary positions come after it.
 
     `center_keys` subtracts from the keys their mean over all tokens, per sample and head. Softmax does not change if a
     constant is added to all keys; most kernels do, and the keys of trained softmax attention have a large mean
@@ -62,9 +62,12 @@ class KernelMixer(QKVMixer):
     def to_qkv(
         self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = super().to_qkv(x, grid_size, rope)
+        q, k, v = super().to_qkv(x, grid_size)
         if self.dwc_q is not None:
-            q, k = q + self.dwc_q(q, grid_size).to(q.dtype), k + self.dwc_k(k, grid_size).to(k.dtype)
+            q, k = q + self.dwc_q(q, grid_size), k + self.dwc_k(k, grid_size)
+        if rope is not None:
+            q, k = rope.rotate(q), rope.rotate(k)
+        q, k = q.to(v.dtype), k.to(v.dtype)
         if self.center_keys:
             k = k - k.mean(dim=2, keepdim=True)
         return q, k, v

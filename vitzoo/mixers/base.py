@@ -100,9 +100,11 @@ class TokenMixer(nn.Module):
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
     * `has_rel_bias`: takes `rel_bias='table'`, a learned relative position bias;
     * `has_talking_heads`: takes `talking_heads`, linear layers over the heads;
+    * `has_reduction`: takes `sr_ratio`, the ratio of the grids of queries and keys;
     * `grid_bound`: has parameters for one grid size with any options, which `set_input_size` resamples;
     * `has_qk_norm`: takes `qk_norm` and `norm_layer`, which normalize queries and keys;
     * `has_rope`: `forward` takes `rope`, rotary positions, and compares rotated queries with rotated keys;
+    * `has_own_rope`: rotates queries and keys by positions of its own unless `rope=False`;
     * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare;
     * `parts`: names of the parts that it consists of; while `part` is one of them, the others are left out.
 
@@ -117,9 +119,11 @@ class TokenMixer(nn.Module):
     subsampled_kv = False
     has_rel_bias = False
     has_talking_heads = False
+    has_reduction = False
     grid_bound = False
     has_qk_norm = False
     has_rope = False
+    has_own_rope = False
     approximates_softmax = False
     parts: tuple[str, ...] = ()
     part: str | None = None

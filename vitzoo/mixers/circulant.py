@@ -79,6 +79,7 @@ if torch.ops.aten._fft_c2r not in flop_registry:
 class Circulant(QKVMixer):
     """Circulant attention of every channel, times a gate of the token."""
 
+    has_rope = False
     op = staticmethod(circulant_attention)
     op_naive = staticmethod(circulant_naive)
 

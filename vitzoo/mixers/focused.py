@@ -61,19 +61,22 @@ def focused_attention(
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        divisor = F.softplus(divisor.to(dtype))
-        q, k = (_focus((x.to(dtype).relu() + _EPS) / divisor, power) for x in (q, k))
+        width = F.softplus(divisor.to(dtype))
+        (q, q_scale), (k, k_scale) = (_focus(x.to(dtype), width, power) for x in (q, k))
+        k = k * k_scale
         context = k.mT @ v.to(dtype)  # (B, heads, d, d)
-        out = q @ context / (q @ k.sum(dim=2).unsqueeze(-1) + _EPS * k.shape[2])
+        # the scale of a query only changes the weight of the constant
+        out = q @ context / (q @ k.sum(dim=2).unsqueeze(-1) + _EPS * k.shape[2] / q_scale)
     return out.to(v.dtype) if conv is None else (out + conv(v, grid_size)).to(v.dtype)
 
 
-def _focus(x: torch.Tensor, power: float) -> torch.Tensor:
-    """|x| x^p / |x^p| of positive tokens (B, heads, N, d), with norms over all heads."""
-    # the direction does not depend on the scale, and the powers of values up to 1 do not overflow
-    focused = (x / x.detach().amax(dim=(1, 3), keepdim=True)) ** power
-    norm, focused_norm = (torch.linalg.vector_norm(y, dim=(1, 3), keepdim=True) for y in (x, focused))
-    return focused * (norm / focused_norm)
+def _focus(x: torch.Tensor, width: torch.Tensor, power: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """phi of tokens (B, heads, N, d) as two factors, of which the second is a number per token (B, 1, N, 1)."""
+    x = torch.addcmul(_EPS / width, x.relu(), 1 / width)
+    norm = torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True)
+    # phi does not depend on the factor under the power, and the powers of values up to 1 do not overflow
+    focused = (x / norm.detach()) ** power
+    return focused, norm / torch.linalg.vector_norm(focused, dim=(1, 3), keepdim=True)
 
 
 @register_mixer('focused')

@@ -104,7 +104,12 @@ def long_short_attention(
 
 def _norm_tokens(norm: nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
     """Normalise each token of (B, heads, N, d) over all heads together."""
-    return x if norm is None else split_heads(norm(x.transpose(1, 2).flatten(2)).to(x.dtype), x.shape[1])
+    if norm is None:
+        return x
+    B, heads, N, d = x.shape
+    # rows of one matrix, because compiled code fails in the backward pass of a layer norm of transposed tokens
+    rows = norm(x.transpose(1, 2).reshape(B * N, heads * d)).to(x.dtype)
+    return split_heads(rows.view(B, N, heads * d), heads)
 
 
 @register_mixer('ls')

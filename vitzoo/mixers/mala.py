@@ -105,6 +105,7 @@ class MALA(KernelMixer):
     not fit the rotations.
     """
 
+    has_own_rope = True
     op = staticmethod(mala_attention)
     op_naive = staticmethod(mala_naive)
 

@@ -23,6 +23,8 @@ from .base import no_autocast, register_mixer
 __all__ = ['PolaFormer', 'pola_attention', 'pola_naive']
 
 _EPS = 1e-6
+# of a magnitude, whose logarithm is taken
+_TINY = 1e-30
 
 
 def pola_naive(
@@ -67,23 +69,24 @@ def pola_attention(
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        p = 1 + alpha * power.to(dtype).sigmoid()
-        divisor = F.softplus(divisor.to(dtype))
-        q, k = ((x.to(dtype) / divisor) for x in (q, k))
-        q, same, opposite = _signs(q, p, 1), _signs(k, p, 1), _signs(k, p, -1)
-        v_same, v_opposite = v.to(dtype).chunk(2, dim=-1)
-        out = torch.cat([_attend(q, same, v_same), _attend(q, opposite, v_opposite)], dim=-1)
+        p, divisor = 1 + alpha * power.to(dtype).sigmoid(), F.softplus(divisor.to(dtype))
+        q, k = _signed_powers(q.to(dtype) / divisor, p), _signed_powers(k.to(dtype) / divisor, p)
+        context, total = k.mT @ v.to(dtype), k.sum(dim=2).unsqueeze(-1)  # (B, heads, 2d, d), (B, heads, 2d, 1)
+        d = v.shape[-1]
+        # products of opposite signs: exchange the positive and the negative features of the keys
+        same, opposite = context[..., : d // 2], context[..., d // 2 :].roll(d, dims=2)
+        sums = q @ torch.cat([same, opposite], dim=-1)  # (B, heads, N, d)
+        normalizers = q @ torch.cat([total, total.roll(d, dims=2)], dim=-1) + _EPS * k.shape[2]  # (B, heads, N, 2)
+        out = (sums.unflatten(-1, (2, -1)) / normalizers.unsqueeze(-1)).flatten(-2)
     out = out if conv is None else out + conv(v, grid_size)
     return out.to(v.dtype) if gate is None else (out * gate).to(v.dtype)
 
 
-def _signs(x: torch.Tensor, p: torch.Tensor, first: int) -> torch.Tensor:
-    """Powers of the values of the sign `first`, then of the other, (B, heads, N, 2d)."""
-    return torch.cat([(first * x).relu() ** p, (-first * x).relu() ** p], dim=-1)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return q @ (k.mT @ v) / (q @ k.sum(dim=2).unsqueeze(-1) + _EPS * k.shape[2])
+def _signed_powers(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Powers of the positive values and of the magnitudes of the negative ones, (B, heads, N, 2d)."""
+    # not pow, whose gradient for the exponent is slow
+    powers = (p * x.abs().clamp(min=_TINY).log2()).exp2()
+    return torch.cat([powers.masked_fill(x <= 0, 0), powers.masked_fill(x >= 0, 0)], dim=-1)
 
 
 @register_mixer('polaformer')

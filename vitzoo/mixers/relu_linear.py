@@ -93,4 +93,4 @@ class ReluLinear(KernelMixer):
         if self.proj_scales is None:
             return super().project(x)
         own, others = (part.transpose(1, 2).flatten(2) for part in x.tensor_split([self.num_heads], dim=1))
-        return self.proj_drop(self.proj(own) + self.proj_scales(others))
+        return self.proj_drop(self.proj(self.scale_norm(own)) + self.proj_scales(others))

@@ -108,8 +108,9 @@ def _clip(gradient: torch.Tensor) -> torch.Tensor:
 
 def _patches(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     """Tokens (B, H*W, d) -> the 3 x 3 tokens around each, zero outside the grid, (B, d, H*W, 9)."""
-    image = F.pad(x.mT.unflatten(2, grid_size), (1, 1, 1, 1))
-    return image.unfold(2, 3, 1).unfold(3, 3, 1).flatten(4).flatten(2, 3)
+    (H, W), image = grid_size, F.pad(x.mT.unflatten(2, grid_size), (1, 1, 1, 1))
+    near = [image[:, :, y : y + H, x : x + W] for y in range(3) for x in range(3)]
+    return torch.stack(near, dim=4).flatten(2, 3)
 
 
 @register_mixer('ttt')
@@ -121,6 +122,8 @@ class TTT(QKVMixer):
     channels to rotate.
     """
 
+    has_rope = False
+    has_own_rope = True
     op = staticmethod(train_and_apply)
     op_naive = staticmethod(train_and_apply_naive)
 
@@ -159,7 +162,7 @@ class TTT(QKVMixer):
         mixed, local = self.op(q, k, v, *conv, self.w1, self.w2, self.w3, grid_size).split(
             [self.dim, self.head_dim], dim=-1
         )
-        return self.proj_drop(self.proj(mixed) + self.proj_conv(local))
+        return self.proj_drop(self.proj(self.scale_norm(mixed)) + self.proj_conv(local))
 
     def _rotate(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Rotate half of the pairs of the channels of all heads by the row of a token, the other half by its column."""

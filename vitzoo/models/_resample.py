@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import to_2tuple
+from timm.models._input import get_model_traits
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -112,7 +113,7 @@ def resample_checkpoint(
 
 def is_resizable(model: nn.Module) -> bool:
     """Return True if the image size of a model of timm can be read and changed."""
-    return hasattr(model, 'set_input_size') and hasattr(model, 'patch_embed')
+    return hasattr(model, 'set_input_size') and get_model_traits(model).get('img_size') is not None
 
 
 def _declared_sizes(model: nn.Module) -> list[tuple[int, int]]:
@@ -148,8 +149,9 @@ def _square_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int, 
 
 
 def _img_size(model: nn.Module) -> tuple[int, int]:
-    patch_embed = getattr(model, 'patch_embed', None)
-    return to_2tuple(model.img_size if patch_embed is None else patch_embed.img_size)
+    if hasattr(model, 'patch_embed'):
+        return to_2tuple(model.patch_embed.img_size)
+    return to_2tuple(model.img_size if hasattr(model, 'img_size') else get_model_traits(model)['img_size'])
 
 
 def _bound_names(model: nn.Module) -> list[str]:

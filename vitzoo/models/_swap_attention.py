@@ -13,6 +13,9 @@ from timm.layers import Attention, AttentionRope, RelPosMlp
 from timm.models.beit import Attention as BeitAttention
 from timm.models.cait import TalkingHeadAttn
 from timm.models.eva import EvaAttention
+from timm.models.pvt_v2 import Attention as PVTAttention
+from timm.models.swin_transformer import WindowAttention
+from timm.models.twins import GlobalSubSampleAttn, LocallyGroupedAttn
 from timm.models.vision_transformer_relpos import RelPosAttention
 from torch import Tensor, nn
 
@@ -54,6 +57,8 @@ class AttentionParts:
             settings.update(rel_bias='table')
         if 'proj_l.weight' in self.weights and cls.has_talking_heads:
             settings.update(talking_heads=True)
+        if hasattr(self.attn, 'sr') and cls.has_reduction:
+            settings.update(sr_ratio=1 if self.attn.sr is None else self.attn.sr.stride[0])
         return settings
 
     def weights_for(self, mixer: TokenMixer) -> dict[str, Tensor]:
@@ -93,12 +98,25 @@ def _attention(attn: Attention | AttentionRope | EvaAttention) -> AttentionParts
     return AttentionParts(attn, _norms(attn, 'norm'), _rename(weights, 'norm.', 'scale_norm.'))
 
 
-def _plain_attention(attn: RelPosAttention | BeitAttention | TalkingHeadAttn) -> AttentionParts:
+def _plain_attention(
+    attn: RelPosAttention | BeitAttention | TalkingHeadAttn | WindowAttention | LocallyGroupedAttn,
+) -> AttentionParts:
     """An attention with one layer of queries, keys and values; the bias of relative positions is read elsewhere."""
     weights = fuse_qkv({name: w for name, w in _weights(attn).items() if not name.startswith(_BIAS_PREFIXES)})
     if len(weights['qkv.weight']) != 3 * weights['qkv.weight'].shape[1]:
         raise Unsupported('its heads do not have the width dim / num_heads')
     return AttentionParts(attn, _norms(attn), weights)
+
+
+def _reduced_attention(attn: PVTAttention | GlobalSubSampleAttn) -> AttentionParts:
+    """Attention to a reduced grid, whose layers are those of `SRFormer`."""
+    if getattr(attn, 'pool', None) is not None:
+        raise Unsupported('its attention pools the keys to 7 x 7 tokens')
+    weights = _weights(attn)
+    for kind in ('weight', 'bias'):
+        if f'q.{kind}' in weights:
+            weights[f'qkv.{kind}'] = torch.cat([weights.pop(f'q.{kind}'), weights.pop(f'kv.{kind}')])
+    return AttentionParts(attn, {}, weights)
 
 
 _BIAS_PREFIXES = ('rel_pos.', 'relative_position_bias_table')
@@ -109,6 +127,10 @@ _READERS = {
     RelPosAttention: _plain_attention,
     BeitAttention: _plain_attention,
     TalkingHeadAttn: _plain_attention,
+    WindowAttention: _plain_attention,
+    LocallyGroupedAttn: _plain_attention,
+    PVTAttention: _reduced_attention,
+    GlobalSubSampleAttn: _reduced_attention,
 }
 
 

@@ -5,6 +5,9 @@ from timm.layers import register_notrace_module
 from timm.models.beit import Block as BeitBlock
 from timm.models.cait import LayerScaleBlock
 from timm.models.eva import EvaBlock, EvaBlockPostNorm
+from timm.models.pvt_v2 import Block as PVTBlock
+from timm.models.swin_transformer import SwinTransformerBlock
+from timm.models.twins import Block as TwinsBlock
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock
 from timm.models.vision_transformer_relpos import RelPosBlock, ResPostRelPosBlock
 from torch import nn
@@ -145,6 +148,45 @@ class SwappedLayerScaleBlock(SwappedTimmBlock, LayerScaleBlock):
         return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
 
 
+@register_notrace_module
+class SwappedSwinBlock(SwappedTimmBlock, SwinTransformerBlock):
+    """timm's block of `SwinTransformer` with a token mixer over the whole grid instead of its windows."""
+
+    def keep_settings(self, attn: nn.Module) -> None:
+        # the mask of shifted windows
+        self.attn_mask = None
+
+    def set_input_size(self, feat_size: tuple[int, int], *args, **kwargs) -> None:
+        self.input_resolution = feat_size
+        self.attn.set_input_size(feat_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, W, C) -> (B, H, W, C)."""
+        grid_size = tuple(x.shape[1:3])
+        x = x.flatten(1, 2)
+        x = x + self.drop_path1(self.attn(self.norm1(x), grid_size))
+        x = x + self.drop_path2(self.mlp(self.norm2(x)))
+        return x.unflatten(1, grid_size)
+
+
+@register_notrace_module
+class SwappedPVTBlock(SwappedTimmBlock, PVTBlock):
+    """timm's block of `PyramidVisionTransformerV2` with a token mixer, on the grid of its input."""
+
+    def forward(self, x: torch.Tensor, feat_size: tuple[int, int]) -> torch.Tensor:
+        x = x + self.drop_path1(self.attn(self.norm1(x), tuple(feat_size)))
+        return x + self.drop_path2(self.mlp(self.norm2(x), feat_size))
+
+
+@register_notrace_module
+class SwappedTwinsBlock(SwappedTimmBlock, TwinsBlock):
+    """timm's block of `Twins` with a token mixer over the whole grid, that of its input."""
+
+    def forward(self, x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        x = x + self.drop_path1(self.attn(self.norm1(x), tuple(size)))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
 # the block that takes the place of each block of timm, by changing the class of the instance
 SWAPPED_BLOCKS = {
     Block: SwappedBlock,
@@ -156,4 +198,7 @@ SWAPPED_BLOCKS = {
     ResPostRelPosBlock: SwappedResPostRelPosBlock,
     BeitBlock: SwappedBeitBlock,
     LayerScaleBlock: SwappedLayerScaleBlock,
+    SwinTransformerBlock: SwappedSwinBlock,
+    PVTBlock: SwappedPVTBlock,
+    TwinsBlock: SwappedTwinsBlock,
 }

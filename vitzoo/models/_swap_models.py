@@ -1,12 +1,19 @@
 """timm's vision transformers with token mixers in their blocks: grid, image size and weight decay."""
 
+from collections.abc import Callable
+from math import ceil, floor
+
 import torch
 from timm.layers import to_2tuple
+from timm.models._input import get_model_input_config, update_model_input_size
 from timm.models.beit import Beit
 from timm.models.cait import Cait
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
 from timm.models.naflexvit import NaFlexVit
+from timm.models.pvt_v2 import PyramidVisionTransformerV2
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.twins import Twins
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import nn
@@ -22,13 +29,17 @@ __all__ = ['SWAPPED_MODELS', 'SwappedModel']
 class SwappedModel:
     """A model of timm that `swap_mixer` changed.
 
-    `grid_sizes` and `num_prefix_in_blocks` are also called with a model that is not changed yet.
+    `token_blocks`, `grid_size_of` and `num_prefix_in_blocks` are also called with a model that is not changed yet.
     """
 
     # name of the model's bias of relative positions for all blocks, which becomes part of the mixers
     shared_bias = None
 
-    def grid_size_of(self, index: int) -> tuple[int, int]:
+    def token_blocks(self) -> dict[str, nn.Module]:
+        """The blocks whose attention can be replaced, by name, in order."""
+        return {f'blocks.{i}': block for i, block in enumerate(self.blocks)}
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
         """The grid of the tokens in a block."""
         return tuple(self.patch_embed.grid_size)
 
@@ -42,8 +53,8 @@ class SwappedModel:
     def mixers(self) -> dict[str, TokenMixer]:
         """The mixers by their names in the model."""
         return {
-            '.'.join(part for part in ('blocks', str(i), name, 'attn') if part): holder.attn
-            for i, block in enumerate(self.blocks)
+            '.'.join(part for part in (path, name, 'attn') if part): holder.attn
+            for path, block in self.token_blocks().items()
             if isinstance(block, SwappedTimmBlock)
             for name, holder in block.attention_holders().items()
         }
@@ -51,7 +62,7 @@ class SwappedModel:
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         mixers = {f'{path}.{name}' for path, mixer in self.mixers().items() for name in mixer.no_weight_decay()}
-        return super().no_weight_decay() | mixers
+        return set(super().no_weight_decay()) | mixers
 
 
 class _ResizableModel(SwappedModel):
@@ -117,7 +128,7 @@ class SwappedCait(SwappedModel, Cait):
 class SwappedNaFlexViT(SwappedModel, NaFlexVit):
     """A timm NaFlexVit that `swap_mixer` changed: it takes images of one size, at first that of its positions."""
 
-    def grid_size_of(self, index: int) -> tuple[int, int]:
+    def grid_size_of(self, name: str) -> tuple[int, int]:
         return tuple(self.embeds.pos_embed_grid_size)
 
     def has_pos_embed(self) -> bool:
@@ -127,6 +138,7 @@ class SwappedNaFlexViT(SwappedModel, NaFlexVit):
         """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
         for mixer in self.mixers().values():
             mixer.set_input_size(self.embeds.dynamic_feat_size(to_2tuple(img_size)))
+        update_model_input_size(self, to_2tuple(img_size))
 
     def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, **kwargs) -> dict:
         if patch_coord is not None:
@@ -134,6 +146,75 @@ class SwappedNaFlexViT(SwappedModel, NaFlexVit):
         for name, mixer in self.mixers().items():
             check_grid(name, mixer.grid_size, self.embeds.dynamic_feat_size(x.shape[-2:]))
         return super()._forward_embeds(x, patch_coord=patch_coord, **kwargs)
+
+
+class SwappedSwin(SwappedModel, SwinTransformer):
+    """A timm SwinTransformer that `swap_mixer` changed: its mixers act on whole stages."""
+
+    def token_blocks(self) -> dict[str, nn.Module]:
+        return {
+            f'layers.{i}.blocks.{j}': block
+            for i, layer in enumerate(self.layers)
+            for j, block in enumerate(layer.blocks)
+        }
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        return tuple(SwappedSwin.token_blocks(self)[name].input_resolution)
+
+    def num_prefix_in_blocks(self) -> int:
+        return 0
+
+
+class SwappedPVT(SwappedModel, PyramidVisionTransformerV2):
+    """A timm PyramidVisionTransformerV2 that `swap_mixer` changed.
+
+    Blocks get the grid of each image; mixers that are bound to a grid start with that of timm's image size.
+    """
+
+    def token_blocks(self) -> dict[str, nn.Module]:
+        return {
+            f'stages.{i}.blocks.{j}': block
+            for i, stage in enumerate(self.stages)
+            for j, block in enumerate(stage.blocks)
+        }
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        return _stage_grid(name, get_model_input_config(self)['input_size'][1:], ceil)
+
+    def num_prefix_in_blocks(self) -> int:
+        return 0
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
+        for name, mixer in self.mixers().items():
+            mixer.set_input_size(_stage_grid(name, to_2tuple(img_size), ceil))
+
+
+class SwappedTwins(SwappedModel, Twins):
+    """A timm Twins that `swap_mixer` changed: its mixers act on whole stages.
+
+    Blocks get the grid of each image; mixers that are bound to a grid start with that of the model's image size.
+    """
+
+    def token_blocks(self) -> dict[str, nn.Module]:
+        return {f'blocks.{i}.{j}': block for i, stage in enumerate(self.blocks) for j, block in enumerate(stage)}
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        return _stage_grid(name, self.patch_embeds[0].img_size, floor)
+
+    def num_prefix_in_blocks(self) -> int:
+        return 0
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
+        for name, mixer in self.mixers().items():
+            mixer.set_input_size(_stage_grid(name, to_2tuple(img_size), floor))
+
+
+def _stage_grid(name: str, img_size: tuple[int, int], rounded: Callable[[float], int]) -> tuple[int, int]:
+    """The grid of a block's stage; the name of the block has the index of the stage in second place."""
+    reduction = 4 * 2 ** int(name.split('.')[1])
+    return tuple(rounded(size / reduction) for size in img_size)
 
 
 # the model that takes the place of each model of timm, by changing the class of the instance
@@ -145,4 +226,7 @@ SWAPPED_MODELS = {
     Beit: SwappedBeit,
     Cait: SwappedCait,
     NaFlexVit: SwappedNaFlexViT,
+    SwinTransformer: SwappedSwin,
+    PyramidVisionTransformerV2: SwappedPVT,
+    Twins: SwappedTwins,
 }

@@ -21,10 +21,21 @@ def name_entrypoint(model: nn.Module) -> None:
         return
     update_model_args(model, base_model=config['architecture'])
     model.pretrained_cfg = model.default_cfg = {**config, 'architecture': ARCHITECTURE}
-    if hasattr(model, 'patch_embed'):
+    size = _image_size(model)
+    if size is not None:
         # the mixers have a grid even if the base model takes images of any size
-        update_model_input_size(model, model.patch_embed.img_size)
+        update_model_input_size(model, size)
         model._traits = {**model._traits, 'fixed_input_size': True}
+
+
+def _image_size(model: nn.Module) -> tuple[int, int] | None:
+    """The image size of the model's patches; None for models of several stages, which have it in their config."""
+    if hasattr(getattr(model, 'patch_embed', None), 'img_size'):
+        return model.patch_embed.img_size
+    if not hasattr(model, 'embeds'):
+        return None
+    # NaFlexVit
+    return tuple(side * patch for side, patch in zip(model.embeds.pos_embed_grid_size, model.embeds.patch_size))
 
 
 def parse_swaps(text: str, blocks: str | None = None, mixer_kwargs: dict | None = None) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """In-place replacement of the attention of a timm vision transformer by a token mixer that inherits its weights."""
 
 import logging
+from math import log
 
 from timm.models._input import update_model_args
 from timm.models.vision_transformer import init_weights_vit_timm
@@ -17,6 +18,23 @@ from .inherit import Inheritance, inherit_weights, summarize_names
 __all__ = ['swap_mixer']
 
 _logger = logging.getLogger(__name__)
+# millions of parameters
+_SIZES = {
+    'vit_tiny_patch16_224': 6,
+    'vit_small_patch16_dinov3': 22,
+    'vit_base_patch16_dinov3': 86,
+    'vit_large_patch16_dinov3': 303,
+    'vit_huge_patch14_224': 631,
+}
+_REASONS = {
+    **dict.fromkeys(('AFT', 'CvT', 'DeiT', 'ViL'), 'its mixer is an argument, timm.create_model(..., mixer=...)'),
+    **dict.fromkeys(
+        ('SwinTransformerV2', 'SwinTransformerV2Cr'), 'its attention compares directions with learned scales'
+    ),
+    **dict.fromkeys(('MultiScaleVit', 'Hiera'), 'its attention reduces the number of queries'),
+    'VisionTransformerSAM': 'its attention has a bias of positions that depends on the queries',
+    'Xcit': 'its attention is between channels',
+}
 
 
 def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
@@ -37,18 +55,20 @@ def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | Non
         TypeError: The mixer does not have one of the arguments.
     """
     family = _family(model)
-    indices = _block_indices(model, blocks)
+    timm_blocks = family.token_blocks(model)
+    paths = list(timm_blocks)
+    indices = _block_indices(len(paths), blocks)
     names = dict(zip(indices, _mixer_names(mixer, len(indices), mixer_kwargs)))
-    new = {i: _new_mixers(family, model, i, name, mixer_kwargs) for i, name in names.items()}
-    used_rope = _uses_rope(model)
+    new = {i: _new_mixers(family, model, i, paths[i], name, mixer_kwargs) for i, name in names.items()}
+    used_rope = _uses_rope(model, timm_blocks)
     for i, mixers in new.items():
-        _put(model.blocks[i], [mixer for mixer, _ in mixers])
+        _put(timm_blocks[paths[i]], [mixer for mixer, _ in mixers])
     model.__class__ = family
     _drop_shared_bias(model)
-    if _uses_rope(model) != used_rope:
+    if _uses_rope(model, timm_blocks) != used_rope:
         # parameters of rotary positions without a use would have no gradient
         model.rope.requires_grad_(not used_rope)
-    reports = {i: _merge(model.blocks[i], [report for _, report in mixers]) for i, mixers in new.items()}
+    reports = {i: _merge(timm_blocks[paths[i]], [report for _, report in mixers]) for i, mixers in new.items()}
     model.inheritance = {**getattr(model, 'inheritance', {}), **reports}
     for name in dict.fromkeys(names.values()):
         _warn_of_losses(model, name, [i for i in indices if names[i] == name])
@@ -63,18 +83,23 @@ def _family(model: nn.Module) -> type[SwappedModel]:
     """The class of the model after the swap; raises ValueError if it is not supported."""
     family = SWAPPED_MODELS.get(type(model), type(model))
     if not issubclass(family, SwappedModel):
-        supported = ', '.join(cls.__name__ for cls in SWAPPED_MODELS)
+        reason = _REASONS.get(type(model).__name__, 'its attention is not one that mixers can take the place of')
         raise ValueError(
-            f"swap_mixer does not support {type(model).__name__}: it takes timm's {supported} models, such as "
-            f'deit3_small_patch16_224 and vit_small_patch16_dinov3.'
+            f'swap_mixer does not support {type(model).__name__}: {reason}. A model of about its size that it supports '
+            f'is {_model_of_size(model)}; docs/swap.md lists the others.'
         )
     if not isinstance(getattr(model, 'patch_drop', None), (nn.Identity, type(None))):
         raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; build the model without it.')
     return family
 
 
-def _block_indices(model: nn.Module, blocks: list[int] | None) -> list[int]:
-    depth = len(model.blocks)
+def _model_of_size(model: nn.Module) -> str:
+    """The supported model whose number of parameters is nearest."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return min(_SIZES, key=lambda name: abs(log(_SIZES[name] * 1e6 / max(size, 1))))
+
+
+def _block_indices(depth: int, blocks: list[int] | None) -> list[int]:
     wrong = [i for i in blocks or [] if not -depth <= i < depth]
     if wrong:
         raise ValueError(f'There is no block {wrong[0]}: the model has {depth}, from 0 to {depth - 1}.')
@@ -96,10 +121,10 @@ def _mixer_names(mixer: str | list[str], num_blocks: int, mixer_kwargs: dict) ->
 
 
 def _new_mixers(
-    family: type[SwappedModel], model: nn.Module, index: int, name: str, mixer_kwargs: dict
+    family: type[SwappedModel], model: nn.Module, index: int, path: str, name: str, mixer_kwargs: dict
 ) -> list[tuple[TokenMixer, Inheritance]]:
     """Mixers in place of the attention layers of a block, and what they inherit."""
-    block, cls = model.blocks[index], mixer_class(name)
+    block, cls = model.get_submodule(path), mixer_class(name)
     shared_bias = family.shared_bias and getattr(model, family.shared_bias)
     try:
         holders = _attention_holders(block).values()
@@ -112,10 +137,13 @@ def _new_mixers(
     new = []
     for number, part in enumerate(parts):
         settings = part.settings(cls) | dict(
-            grid_size=family.grid_size_of(model, index),
+            grid_size=family.grid_size_of(model, path),
             num_prefix_tokens=family.num_prefix_in_blocks(model),
             layer=index * len(parts) + number,
         )
+        if cls.has_own_rope and getattr(model, 'rope', None) is not None:
+            # the weights are made for the positions of the model
+            settings['rope'] = False
         mixer = create_mixer(name, **{**settings, **mixer_kwargs})
         mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
         if 'proj.bias' not in part.weights and isinstance(getattr(mixer, 'proj', None), nn.Linear):
@@ -144,16 +172,16 @@ def _put(block: nn.Module, mixers: list[TokenMixer]) -> None:
 
 def _drop_shared_bias(model: SwappedModel) -> None:
     """Drop a bias for all blocks that no block uses any more, whose parameters would have no gradient."""
-    if model.shared_bias and all(isinstance(block, SwappedTimmBlock) for block in model.blocks):
+    if model.shared_bias and all(isinstance(block, SwappedTimmBlock) for block in model.token_blocks().values()):
         setattr(model, model.shared_bias, None)
 
 
-def _uses_rope(model: nn.Module) -> bool:
+def _uses_rope(model: nn.Module, blocks: dict[str, nn.Module]) -> bool:
     """True if the model has rotary positions and a block, of timm or with a mixer, that uses them."""
     has_rope = any(
         not isinstance(block, SwappedTimmBlock)
         or any(holder.attn.has_rope for holder in block.attention_holders().values())
-        for block in model.blocks
+        for block in blocks.values()
     )
     return has_rope and getattr(model, 'rope', None) is not None
 
@@ -172,8 +200,9 @@ def _merge(block: SwappedTimmBlock, reports: list[Inheritance]) -> Inheritance:
 
 def _warn_of_losses(model: nn.Module, name: str, indices: list[int]) -> None:
     """Warn of the weights, and of the rotary positions, that blocks lose by the mixer `name`."""
-    prefix = 'attn.' if len(model.blocks[indices[0]].attention_holders()) == 1 else ''
-    lost = [f'blocks.{i}.{prefix}{tensor}' for i in indices for tensor in model.inheritance[i].lost]
+    blocks = list(model.token_blocks().items())
+    prefix = 'attn.' if len(blocks[indices[0]][1].attention_holders()) == 1 else ''
+    lost = [f'{blocks[i][0]}.{prefix}{tensor}' for i in indices for tensor in model.inheritance[i].lost]
     if lost:
         _logger.warning('%s does not inherit all weights of the attention, in %s', name, summarize_names(lost))
     if getattr(model, 'rope', None) is not None and not mixer_class(name).has_rope:

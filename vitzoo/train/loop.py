@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import timm
@@ -41,6 +43,7 @@ from vitzoo.train.build import (
     build_train_loader,
     build_val_loader,
     compile_model,
+    convert_format,
     freeze,
     plan_batches,
     synchronize_batch_norm,
@@ -69,7 +72,8 @@ def train(argv: list[str] | None = None) -> dict | None:
     with claim_folder(accelerator, folder, is_named) as lock:
         if is_named:
             # another run may have ended in it just before it was locked
-            _, checkpoints = choose_folder(recipe)
+            with raise_together(accelerator):
+                _, checkpoints = choose_folder(recipe)
         scores = train_in_folder(set_up(recipe, accelerator, lock), checkpoints, stop)
     accelerator.end_training()
     return scores
@@ -79,7 +83,8 @@ def train_in_folder(run: Run, checkpoints: list[Path], stop: 'StopSignal') -> di
     """Train in a locked folder, from the newest intact checkpoint if there are any; result and errors as in `train`."""
     if checkpoints:
         # before anything is written, so that a run that cannot resume leaves the folder as it was
-        resume_run(run, checkpoints)
+        with raise_together(run.accelerator):
+            resume_run(run, checkpoints)
     is_elsewhere = bool(checkpoints) and not contains_checkpoint(run.folder, checkpoints[0])
     open_folder(run, is_new=not checkpoints or is_elsewhere)
     if is_elsewhere:
@@ -142,6 +147,9 @@ def create_accelerator(recipe: Recipe) -> Accelerator:
         raise UserError(f'{kind.value} is not supported; launch with --multi_gpu, or with --use_fsdp --fsdp_version 2')
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError('FSDP version 1 is not supported; launch with --use_fsdp --fsdp_version 2')
+    if accelerator.mixed_precision == 'fp16' and accelerator.device.type == 'cpu':
+        # Accelerate would compute in float32
+        raise UserError('amp_dtype float16 needs a GPU; on a CPU, use --amp-dtype bfloat16 or no --amp')
     return accelerator
 
 
@@ -154,32 +162,51 @@ def _mixed_precision(recipe: Recipe) -> str | None:
     return 'bf16' if recipe.amp_dtype == 'bfloat16' else 'fp16'
 
 
+@contextmanager
+def raise_together(accelerator: Accelerator) -> Iterator[None]:
+    """Raise a UserError of any process on all of them, at the end of the block.
+
+    Otherwise a launcher could kill rank 0 because of the error of another, before rank 0 prints it.
+    """
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    message = next(filter(None, gather_object([message])), None)
+    if message:
+        raise UserError(message)
+
+
 def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
     """Open the data, and build everything that training uses."""
-    train_set, val_set = open_data(recipe)
-    plan = plan_batches(recipe, len(train_set), accelerator.num_processes)
-    num_classes = recipe.num_classes or len(train_set.class_names)
+    with raise_together(accelerator):
+        train_set, val_set = open_data(recipe)
+        plan = plan_batches(recipe, len(train_set), accelerator.num_processes)
+        num_classes = recipe.num_classes or len(train_set.class_names)
 
-    # the same initial weights on all processes
-    seed_everything(recipe.seed)
-    raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
-    if recipe.sync_bn:
-        raw_model = synchronize_batch_norm(raw_model, accelerator)
-    frozen = freeze(raw_model, recipe.freeze)
-    data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
-    train_set.transform = train_transform(recipe, data_config)
-    val_set.transform = eval_transform(data_config)
+        # the same initial weights on all processes
+        seed_everything(recipe.seed)
+        raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
+        if recipe.sync_bn:
+            raw_model = synchronize_batch_norm(raw_model, accelerator)
+        raw_model = convert_format(raw_model, recipe, accelerator)
+        frozen = freeze(raw_model, recipe.freeze)
+        data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
+        train_set.transform = train_transform(recipe, data_config)
+        val_set.transform = eval_transform(data_config)
 
-    # before the model is wrapped, so that parameters keep their names and order
-    ema = build_ema(recipe, raw_model)
-    optimizer = build_optimizer(recipe, raw_model, plan.lr)
-    scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
-    mixup = build_mixup(recipe, num_classes)
-    loss = build_loss(recipe, mixup, train_set, num_classes)
-    compile_model(raw_model, recipe.torchcompile)
+        # before the model is wrapped, so that parameters keep their names and order
+        ema = build_ema(recipe, raw_model)
+        optimizer = build_optimizer(recipe, raw_model, plan.lr)
+        scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
+        mixup = build_mixup(recipe, num_classes, data_config['input_size'][1:])
+        loss = build_loss(recipe, mixup, train_set, num_classes)
+        compile_model(raw_model, recipe.torchcompile, recipe.torchcompile_mode)
     full_model = FullModel(accelerator, raw_model)
     model, optimizer = accelerator.prepare(raw_model, optimizer)
-    task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator.device)
+    with raise_together(accelerator):
+        task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator.device)
     return Run(
         recipe=recipe,
         plan=plan,
@@ -200,7 +227,8 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
         normalize=Normalize(data_config).to(accelerator.device),
         train_loader=build_train_loader(recipe, plan, train_set, accelerator.process_index),
         val_loader=build_val_loader(recipe, plan, val_set, accelerator.process_index),
-        console=Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True),
+        # paths may contain what rich takes for markup
+        console=Console(quiet=not accelerator.is_main_process, highlight=False, markup=False, soft_wrap=True),
     )
 
 
@@ -255,6 +283,8 @@ def _check_targets(recipe: Recipe, train_set: Images) -> None:
         raise UserError('balance: sampler needs one class per image; with multi_label, use balance: loss')
     if recipe.multi_label and recipe.kd_model_name:
         raise UserError('kd_model_name does not work with multi_label, because teachers predict one class per image')
+    if recipe.eval_metric == 'map' and not recipe.multi_label:
+        raise UserError('eval_metric map is measured with multi_label only; use top1, top5 or loss')
 
 
 def open_folder(run: Run, is_new: bool) -> None:
@@ -290,9 +320,11 @@ def open_folder(run: Run, is_new: bool) -> None:
 
 
 def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
-    """Train the rest of the current epoch, save, evaluate and log it; False if stopped by SIGTERM."""
+    """Train the rest of the current epoch, save, evaluate if due, and log it; False if the run has to stop."""
     plan, recipe, epoch = run.plan, run.recipe, len(run.history)
     first_step, last_step = run.step, (epoch + 1) * plan.steps_per_epoch
+    if run.mixup is not None:
+        run.mixup.mixup_enabled = not 0 < recipe.mixup_off_epoch <= epoch
     run.train_loader.batch_sampler.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
     micro_batches = iter(run.train_loader)
     run.task.train()
@@ -317,12 +349,20 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
             run.console.print(f'stopped {why} after step {run.step}; continue with --resume {run.folder}')
             return False
     row = dict(epoch=epoch + 1, step=run.step, lr=learning_rate(run), train_loss=sum(run.losses) / len(run.losses))
-    row |= dict(images_per_second=round(run.speed, 1), **evaluate_epoch(run, display))
-    run.history.append(row)
+    run.history.append(dict(row, images_per_second=round(run.speed, 1)))
     run.losses = []
+    if (epoch + 1) % recipe.val_interval == 0 or epoch + 1 == plan.epochs:
+        end_epoch(run, display)
+    else:
+        report_epoch(run)
+    return True
+
+
+def end_epoch(run: Run, display: Display) -> None:
+    """Evaluate the model, log the epoch, and export the model if it is the best."""
+    run.history[-1] |= evaluate_epoch(run, display)
     report_epoch(run)
     export_best(run)
-    return True
 
 
 def share_statistics(run: Run) -> None:
@@ -368,16 +408,26 @@ def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
 
 
 def export_best(run: Run) -> None:
-    """Export the model to best/ if its top-1 is higher than that of every epoch before in this branch."""
-    best_top1 = [max(row['top1'], row.get('ema_top1', 0.0)) for row in run.history[run.best_from :]]
-    if best_top1[-1] > max(best_top1[:-1], default=-1.0):
+    """Export the model to best/ if it is better than in every epoch before in this branch."""
+    rows = [row for row in run.history[run.best_from :] if 'eval_loss' in row]
+    *earlier, last = (max(rate(row, run.recipe), rate(row, run.recipe, 'ema_')) for row in rows)
+    if not earlier or last > max(earlier):
         export(run, run.folder / 'best')
 
 
+def rate(row: dict, recipe: Recipe, prefix: str = '') -> float:
+    """The recipe's metric in a row of metrics.csv, negated if lower is better; -inf if it is not a number."""
+    metric = recipe.eval_metric or ('map' if recipe.multi_label else 'top1')
+    value = row.get(prefix + ('eval_loss' if metric == 'loss' else metric), math.nan)
+    if math.isnan(value):
+        return -math.inf
+    return -value if metric == 'loss' else value
+
+
 def export(run: Run, folder: Path) -> str:
-    """Export the raw weights or their EMA, whichever had the better top-1; returns 'raw' or 'ema'."""
+    """Export the raw weights or their EMA, whichever is better by the recipe's metric; returns 'raw' or 'ema'."""
     row = run.history[-1]
-    weights = 'ema' if run.ema is not None and row['ema_top1'] >= row['top1'] else 'raw'
+    weights = 'ema' if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe) else 'raw'
     model = run.ema.module if weights == 'ema' else run.full_model.gather()
     info = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
     if run.recipe.multi_label:

@@ -4,19 +4,22 @@
 <run>/held_out.csv                       the images held out for validation, if the dataset has no validation split
 <run>/metrics.csv, curves.png            one row per epoch, and its plot
 <run>/config.json, model.safetensors     the trained model, as written by timm.models.save_for_hf
-<run>/best/                              the model of the epoch with the best top-1
+<run>/best/                              the model of the epoch with the best eval_metric
 <run>/checkpoints/                       see vitzoo.train.checkpoint
 <run>/abandoned/                         run folders of what was trained after a checkpoint that was resumed later
 <run>/.lock                              see vitzoo.train.lock
 """
 
+import copy
 import csv
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
@@ -195,7 +198,7 @@ def write_metrics(folder: Path, history: list[dict]) -> None:
     """Rewrite metrics.csv, so that a resumed run does not repeat a row."""
     partial = folder / '.metrics.csv'
     with partial.open('w', newline='') as file:
-        writer = csv.DictWriter(file, fieldnames=list(history[-1]))
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(chain(*history))))
         writer.writeheader()
         writer.writerows(history)
     partial.replace(folder / 'metrics.csv')
@@ -209,6 +212,9 @@ def export_model(folder: Path, model: nn.Module, class_names: list[str], data_co
     """
     partial = folder.parent / f'.export-{folder.name}'
     shutil.rmtree(partial, ignore_errors=True)
+    if not all(tensor.is_contiguous() for tensor in model.state_dict().values()):
+        # safetensors has no memory formats
+        model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
     save_for_hf(
         model,
         str(partial),
