@@ -11,15 +11,16 @@ from vitzoo.errors import UserError
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._grid_conv import GridConv
 from vitzoo.mixers._kernel import KernelMixer
+from vitzoo.mixers._random import RandomFeatureMixer
 from vitzoo.models.swap import swap_mixer
 from vitzoo.transfer.attention import mixer_paths
 
-# what would change the inherited queries, keys and values or the output from the first step on
+# options that would change the inherited queries, keys and values, or the output, from the first step on
 _LEFT_OUT = {
     'inline': dict(residual=False),
     'ls': dict(dual_norm=False),
     'mala': dict(gate=False, rope=False),
-    'polaformer': dict(gate=False),
+    'polaformer': dict(gate=False, center_keys=False),
 }
 
 
@@ -27,19 +28,21 @@ def start_arguments(mixer: str) -> dict:
     """Arguments with which a mixer starts as its window or kernel attention of inherited queries, keys and values.
 
     Without new norms, gates and rotations; kernel mixers with centered keys if they depend on a constant in the keys,
-    which softmax attention ignores, and with a depthwise convolution of the values, which adds nothing at first.
+    which softmax attention ignores, and with a depthwise convolution of the values, which adds nothing at first. The
+    estimates of random features are unbiased with any constant, and were less exact with centered keys on a trained
+    model (`vitzoo transfer --probe-only`), as was polaformer.
 
     Raises:
         ValueError: There is no such mixer.
     """
     cls = mixer_class(mixer)
-    arguments = dict(_LEFT_OUT.get(mixer, {}))
+    arguments: dict = {}
     if issubclass(cls, KernelMixer):
-        if not cls.ignores_mean_key:
+        if not cls.ignores_mean_key and not issubclass(cls, RandomFeatureMixer):
             arguments['center_keys'] = True
         if 'conv_size' not in inspect.signature(cls).parameters:
             arguments['dwc'] = 'v'
-    return arguments
+    return {**arguments, **_LEFT_OUT.get(mixer, {})}
 
 
 def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, seed: int) -> nn.Module:
