@@ -96,6 +96,7 @@ LAYERS = [
     ['bench', 'convert', 'explain', 'list', 'predict'],
     ['transfer'],
     ['report'],
+    ['study'],
     ['cli'],
     ['__main__'],
 ]
