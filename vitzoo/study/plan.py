@@ -73,6 +73,8 @@ class Cell:
         if self.command == 'train':
             neutral = tuple(key for key, spec in FIELDS.items() if spec.metadata['on_resume'] == NEUTRAL)
         settings = {key: value for key, value in self.options.items() if key not in neutral}
+        if self.teacher is not None:
+            settings['teacher'] = self.teacher.name
         evaluations = {
             name: {key: value for key, value in options.items() if key != 'workers'}
             for name, options in self.evaluations.items()
