@@ -70,7 +70,7 @@ def with_way(**way) -> dict:
         (dict(baseline='cvt_nano'), "'cvt_nano' is not a model of this study"),
         (dict(baseline={'cvt_*': 'deit_ls_nano'}), "no model of this study matches 'cvt_"),
         (dict(evaluations=None), 'has no evaluations'),
-        (dict(evaluations=dict(clean=dict(corupt=True))), "evaluations.clean: unknown option 'corupt', did you mean corrupt"),
+        (dict(evaluations=dict(clean=dict(corupt=True))), "unknown option 'corupt', did you mean corrupt"),
         (dict(evaluations=dict(clean=dict(measures=['cosin']))), "evaluations.clean: .*'cosin' is not one of"),
         (dict(evaluations=dict(clean=dict(plot='a.png'))), "'plot' cannot be given here"),
         (dict(evaluations=dict(train={})), "'train' is the name of a command"),
@@ -80,7 +80,7 @@ def with_way(**way) -> dict:
         (with_way(train=dict(seed=1)), "ways.other.train: 'seed' cannot be given here"),
         (with_way(), 'add train: or transfer:'),
         (with_way(transfer={}, teacher='deit_ls_nano'), 'ways.other has no teacher_way'),
-        (with_way(transfer={}, teacher='cvt_13', teacher_way='scratch', mixers='ls'), "no cell trains the teacher 'cvt_13'"),
+        (with_way(transfer={}, teacher='cvt_13', teacher_way='scratch', mixers='ls'), "the teacher 'cvt_13'"),
         (
             with_way(transfer=dict(steps=-1), teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
             "ways.other.transfer: .*'-1' is not",
@@ -103,8 +103,11 @@ def test_a_file_that_is_not_a_mapping_is_refused(tmp_path):
 
 
 def test_options_become_the_words_of_a_command_line():
-    options = dict(img_size=96, measures=['a', 'b'], corrupt=True, health=False, device=None, mixer_kwargs=dict(rank=2))
-    assert to_words(options) == '--img-size 96 --measures a b --corrupt --mixer-kwargs rank=2'.split()
+    options = dict(img_size=96, measures=['a', 'b'], corrupt=True, health=False, device=None, workers=0)
+    options |= dict(mixer_kwargs=dict(rank=2))
+    assert to_words(options) == [
+        *('--img-size', '96', '--measures', 'a', 'b', '--corrupt', '--workers', '0', '--mixer-kwargs', 'rank=2')
+    ]
     assert to_words(dict(measures=['a', 'b']), ',') == ['--measures', 'a,b']
 
 

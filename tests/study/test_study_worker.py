@@ -221,7 +221,7 @@ def test_a_step_that_was_stopped_is_neither_finished_nor_failed(study, code):
         return code
 
     Worker(study, execute=stop).run()
-    assert set(states(study)) == {'to do', 'waiting for its teacher'}
+    assert set(states(study)) == {'to do', 'waiting for a teacher'}
     assert len(seen) == 9
     executor = Executor()
     Worker(study, execute=executor).run()
@@ -236,7 +236,7 @@ def test_a_worker_that_should_stop_stops(study):
 
 
 def test_the_time_left_follows_from_finished_cells(study):
-    assert describe_cells(study) == '15 cells: 9 to do, 6 waiting for its teacher'
+    assert describe_cells(study) == '15 cells: 9 to do, 6 waiting for a teacher'
     for step in ('train', 'clean', 'corrupt'):
         study.cells[0].record.finish(step, 60.0, 'vitzoo')
     assert describe_cells(study).endswith('about 42 min left')

@@ -151,7 +151,8 @@ def to_words(options: Mapping[str, Any], separator: str | None = None) -> list[s
     """A command line of options; a list is several words, or one word with a separator."""
     words = []
     for key, value in options.items():
-        if value in (None, False):
+        # 0 is a value
+        if value is None or value is False:
             continue
         words.append(f'--{key.replace("_", "-")}')
         if isinstance(value, dict):

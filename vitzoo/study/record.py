@@ -97,10 +97,10 @@ class CellRecord:
         """Where the record of an evaluation is."""
         return self.folder / EVALUATIONS / f'{evaluation}.json'
 
-    def finish(self, step: str, seconds: float, command: str) -> None:
-        """Record that a step is finished."""
-        found = self._read()
-        found['finished'][step] = dict(settings=self.expected[step], seconds=round(seconds, 2), command=command)
+    def finish(self, step: str, seconds: float, command: str, place: dict[str, Any] | None = None) -> None:
+        """Record that a step is finished, and for an evaluation on which machine."""
+        found, about = self._read(), dict(command=command, place=place or {})
+        found['finished'][step] = dict(settings=self.expected[step], seconds=round(seconds, 2), **about)
         self._write(found)
 
     def fail(self, step: str, code: int, message: str) -> None:

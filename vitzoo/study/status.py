@@ -14,7 +14,7 @@ class CellState(Enum):
     FAILED = 'failed'
     RUNNING = 'running'
     FREE = 'to do'
-    WAITING = 'waiting for its teacher'
+    WAITING = 'waiting for a teacher'
 
 
 def find_state(cell: Cell, is_claimed: bool | None = None) -> CellState:

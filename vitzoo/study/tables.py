@@ -168,7 +168,7 @@ def _page_records(study: Study, cell: Cell) -> list[dict]:
     record: dict = {}
     for name in names:
         (found,) = read_records(str(cell.record.results_file(name)))
-        record = found | record
+        record = found | cell.record.finished[name]['place'] | record
     trained = cell.record.finished.get(cell.command, {})
     commands = [trained['command']] if 'command' in trained else []
     return [record | read_transfer(str(cell.folder)) | dict(commands=commands)]

@@ -92,19 +92,24 @@ class Worker:
             command = [*self.launch, '-m', f'vitzoo.{words[0]}', *words[1:]]
             code = self.execute(command, cell.folder / LOG, claim, self.should_stop)
             claim.lock.check()
-            if self.should_stop() or code in _STOPPED or (code == 0 and not all(path.is_file() for path in expected)):
+            is_done = code == 0 and all(path.is_file() for path in expected)
+            if not is_done and (code == 0 or code in _STOPPED or self.should_stop()):
                 # a training that gets SIGTERM ends with exit code 0, and continues from its checkpoint
                 self.skipped.add(cell.name)
                 _log(f'{cell.name}: stopped; run the study again to continue')
                 return
-            if code != 0:
+            if not is_done:
                 message = _last_line(cell.folder / LOG)
                 cell.record.fail(step, code, message)
                 _log(f'{cell.name}: {step} failed with exit code {code}: {message}')
                 return
+            place = {}
             if step != cell.command:
                 expected[0].replace(cell.record.results_file(step))
-            cell.record.finish(step, time.perf_counter() - start, shlex.join(['vitzoo', *words]))
+                place = _find_place(cell.evaluations[step])
+            cell.record.finish(step, time.perf_counter() - start, shlex.join(['vitzoo', *words]), place)
+            if self.should_stop():
+                return
         _log(f'{cell.name}: finished after {cell.record.seconds:.0f} s')
 
     def _sleep(self, seconds: float) -> None:
@@ -141,6 +146,15 @@ def run_process(command: list[str], log: Path, claim: Claim, should_stop: Callab
             process.wait()
             raise
     return process.returncode
+
+
+def _find_place(options: dict) -> dict:
+    """Machine, precision, versions and load of an evaluation that has just ended on this machine."""
+    # lazy: a worker without evaluations does not need the report
+    from vitzoo.report import gather
+    from vitzoo.validate.options import parse_args
+
+    return gather.describe_place(parse_args(['model', *to_words(options, ',')]))
 
 
 def _command_line(cell: Cell, step: str) -> tuple[list[str], list[Path]]:
