@@ -129,6 +129,17 @@ def test_finished_cells_with_other_options_are_refused(tmp_path):
     run_study(['status', write_study(tmp_path, ways=ways)])
 
 
+def test_a_training_continues_only_with_the_options_that_it_started_with(tmp_path):
+    def stop(command, *args):
+        (Path(value_after(command, '--output')) / 'checkpoints').mkdir(exist_ok=True)
+        return -15
+
+    Worker(read_study(write_study(tmp_path)), execute=stop).run()
+    ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs=3, lr=2e-3))}
+    with pytest.raises(UserError, match='was computed with train lr = 0.001, not 0.002'):
+        run_study(['run', write_study(tmp_path, ways=ways)])
+
+
 class Killed(BaseException):
     """The end of a worker by SIGKILL."""
 

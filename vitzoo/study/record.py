@@ -60,16 +60,18 @@ class CellRecord:
         return sum(step['seconds'] for step in self.finished.values())
 
     def check(self) -> None:
-        """Check that the finished steps had the options that the study has now.
+        """Check that the steps computed so far had the options that the study has now.
 
         Raises:
             UserError: They had others, or the file cannot be read.
         """
-        for step, found in self.finished.items():
-            # an evaluation that was removed from the study
-            if step not in self.expected:
-                continue
-            before, now = found['settings'], self.expected[step]
+        computed = {step: found['settings'] for step, found in self.finished.items()}
+        if (self.folder / 'checkpoints').exists():
+            # resuming with others would mix two recipes in one model
+            computed = self._read()['started'] | computed
+        for step, before in computed.items():
+            # an evaluation may have been removed from the study
+            now = self.expected.get(step, before)
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             if changed:
                 key = changed[0]
@@ -97,6 +99,11 @@ class CellRecord:
         """Where the record of an evaluation is."""
         return self.folder / EVALUATIONS / f'{evaluation}.json'
 
+    def start(self, step: str) -> None:
+        """Record the options that a step starts with."""
+        found = self._read()
+        self._write(found | dict(started=found['started'] | {step: self.expected[step]}))
+
     def finish(self, step: str, seconds: float, command: str, place: dict[str, Any] | None = None) -> None:
         """Record that a step is finished, and for an evaluation on which machine."""
         found, about = self._read(), dict(command=command, place=place or {})
@@ -116,9 +123,9 @@ class CellRecord:
     def _read(self) -> dict:
         try:
             found = json.loads(self.path.read_text(encoding='utf-8'))
-            return dict(finished=found['finished'], failure=found['failure'])
+            return {key: found[key] for key in ('started', 'finished', 'failure')}
         except FileNotFoundError:
-            return dict(finished={}, failure=None)
+            return dict(started={}, finished={}, failure=None)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"cannot read '{self.path}': {error}; remove it to compute the cell again") from error
 

@@ -87,10 +87,12 @@ class Worker:
         """Compute the missing steps of a cell, up to the first that fails."""
         for step in cell.record.missing:
             _log(f'{cell.name}: {step} ({describe_cells(self.study)})')
+            cell.record.start(step)
             words, expected = _command_line(cell, step)
             start = time.perf_counter()
             command = [*self.launch, '-m', f'vitzoo.{words[0]}', *words[1:]]
             code = self.execute(command, cell.folder / LOG, claim, self.should_stop)
+            seconds = time.perf_counter() - start
             claim.lock.check()
             is_done = code == 0 and all(path.is_file() for path in expected)
             if not is_done and (code == 0 or code in _STOPPED or self.should_stop()):
@@ -107,7 +109,7 @@ class Worker:
             if step != cell.command:
                 expected[0].replace(cell.record.results_file(step))
                 place = _find_place(cell.evaluations[step])
-            cell.record.finish(step, time.perf_counter() - start, shlex.join(['vitzoo', *words]), place)
+            cell.record.finish(step, seconds, shlex.join(['vitzoo', *words]), place)
             if self.should_stop():
                 return
         _log(f'{cell.name}: finished after {cell.record.seconds:.0f} s')
