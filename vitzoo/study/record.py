@@ -99,10 +99,9 @@ class CellRecord:
         """Where the record of an evaluation is."""
         return self.folder / EVALUATIONS / f'{evaluation}.json'
 
-    def start(self, step: str) -> None:
-        """Record the options that a step starts with."""
-        found = self._read()
-        self._write(found | dict(started=found['started'] | {step: self.expected[step]}))
+    def start(self) -> None:
+        """Record the options that the training or transfer starts with."""
+        self._write(self._read() | dict(started={self.command: self.expected[self.command]}))
 
     def finish(self, step: str, seconds: float, command: str, place: dict[str, Any] | None = None) -> None:
         """Record that a step is finished, and for an evaluation on which machine."""

@@ -87,7 +87,8 @@ class Worker:
         """Compute the missing steps of a cell, up to the first that fails."""
         for step in cell.record.missing:
             _log(f'{cell.name}: {step} ({describe_cells(self.study)})')
-            cell.record.start(step)
+            if step == cell.command:
+                cell.record.start()
             words, expected = _command_line(cell, step)
             start = time.perf_counter()
             command = [*self.launch, '-m', f'vitzoo.{words[0]}', *words[1:]]
