@@ -85,6 +85,7 @@ def test_unfinished_cells_are_left_out(study, path, capsys):
     assert rows['deit_softmax_nano'].values[column].n == 2
     assert rows['deit_ls_nano'].values[column].n == 3
     assert rows['deit_ls_nano'].differences[column].n == 2
+    assert '(2 of 3 seeds)' in format_markdown(study, list(rows.values()))
     run_study(['status', path])
     out = capsys.readouterr().out
     assert '15 cells: 14 finished, 1 to do, about' in out and '14 of 15 cells are finished' in out

@@ -125,7 +125,10 @@ def _format_difference(row: Row, column: Column) -> str:
     difference = row.differences.get(column)
     if difference is None:
         return '–'
-    return f'{_format_estimate(difference, column, "+")} {row.verdicts[column]}'.strip()
+    # the baseline may lack seeds that the model has
+    pairs = f'({difference.n} of {row.values[column].n} seeds)' if difference.n < row.values[column].n else ''
+    words = [_format_estimate(difference, column, '+'), pairs, row.verdicts[column]]
+    return ' '.join(word for word in words if word)
 
 
 def _format_estimate(value: Estimate, column: Column, sign: str) -> str:
