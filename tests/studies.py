@@ -26,7 +26,7 @@ STUDY = dict(
 def write_study(folder: Path, **changes) -> str:
     """Write the file of the study, whose folder is in `folder`."""
     path = folder / 'study.yaml'
-    path.write_text(yaml.safe_dump(dict(STUDY, output=str(folder / 'out')) | changes))
+    path.write_text(yaml.safe_dump(dict(STUDY, output=str(folder / 'out')) | changes, sort_keys=False))
     return str(path)
 
 
