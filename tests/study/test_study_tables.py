@@ -9,7 +9,7 @@ from studies import Executor, write_study
 from vitzoo.errors import UserError
 from vitzoo.study.command import run_study
 from vitzoo.study.plan import Study, read_study
-from vitzoo.study.results import Column, collect
+from vitzoo.study.results import ResultColumn, collect
 from vitzoo.study.tables import format_latex, format_markdown
 from vitzoo.study.worker import Worker
 
@@ -43,7 +43,7 @@ def study(path) -> Study:
 
 def test_rows_are_ranked_and_judged_by_paired_differences(study):
     rows = {row.model: row for row in collect(study)}
-    column = Column('clean', 'top1')
+    column = ResultColumn('clean', 'top1')
     assert [rows[name].rank for name in ('deit_ls_nano', 'deit_softmax_nano')] == [1, 2]
     assert rows['deit_softmax_nano'].is_baseline and not rows['deit_softmax_nano'].differences
     # the intervals of the two means overlap, but that of the difference excludes zero
@@ -81,7 +81,7 @@ def test_the_words_need_more_than_one_seed(tmp_path):
 def test_unfinished_cells_are_left_out(study, path, capsys):
     (study.cells[0].folder / 'cell.json').unlink()
     rows = {row.model: row for row in collect(study)}
-    column = Column('clean', 'top1')
+    column = ResultColumn('clean', 'top1')
     assert rows['deit_softmax_nano'].values[column].n == 2
     assert rows['deit_ls_nano'].values[column].n == 3
     assert rows['deit_ls_nano'].differences[column].n == 2

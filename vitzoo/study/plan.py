@@ -36,7 +36,7 @@ _NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes')
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """One model trained, or converted, in one way with one seed.
 
     Args:
@@ -54,7 +54,7 @@ class Cell:
     options: dict[str, Any]
     evaluations: dict[str, dict[str, Any]]
     root: Path
-    teacher: 'Cell | None' = None
+    teacher: 'StudyCell | None' = None
 
     @property
     def name(self) -> str:
@@ -93,11 +93,11 @@ class Study:
 
     title: str
     folder: Path
-    cells: tuple[Cell, ...]
+    cells: tuple[StudyCell, ...]
     baselines: dict[str, str]
     evaluations: dict[str, dict[str, Any]]
 
-    def baseline_of(self, cell: Cell) -> tuple[str, str] | None:
+    def baseline_of(self, cell: StudyCell) -> tuple[str, str] | None:
         """Way and model that a cell is compared with: its teacher, or the baseline in the same way."""
         if cell.teacher is not None:
             return cell.teacher.way, cell.teacher.model
@@ -133,7 +133,7 @@ def read_study(path: str) -> Study:
     models = _expand('models', values['models']) if 'models' in values else []
     common = _Common(data_dir, folder, models, evaluations)
     ways = {_check_name(name): _mapping(f'ways.{name}', way) for name, way in _mapping('ways', values['ways']).items()}
-    cells: dict[str, Cell] = {}
+    cells: dict[str, StudyCell] = {}
     # the first seed of all ways, then the second, so that a study that is stopped early compares all models
     for seed in _read_seeds(values.get('seeds', [0])):
         for name, way in ways.items():
@@ -165,7 +165,7 @@ def to_words(options: Mapping[str, Any], separator: str | None = None) -> list[s
     return words
 
 
-def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[Cell]:
+def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[StudyCell]:
     place = f'ways.{name}'
     _check_keys(place, way, _WAY_KEYS['train'])
     given = dict(_mapping(f'{place}.train', way['train'] or {}))
@@ -181,11 +181,11 @@ def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[Cell]
     for model in models:
         options = {**base, 'data_dir': common.data_dir, **given, 'model': model, 'seed': seed}
         make_recipe(options)
-        found.append(Cell(name, model, seed, 'train', options, common.evaluations, common.folder))
+        found.append(StudyCell(name, model, seed, 'train', options, common.evaluations, common.folder))
     return found
 
 
-def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Iterable[Cell]) -> list[Cell]:
+def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Iterable[StudyCell]) -> list[StudyCell]:
     place = f'ways.{name}'
     if 'transfer' not in way:
         raise UserError(f'{place} must have the options of a training or of a transfer; add train: or transfer:')
@@ -207,7 +207,7 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
         words = ['teacher', '--output', 'student', *to_words(options)]
         _parse(f'{place}.transfer', parse_transfer_args, words, options, TransferOptions)
         label = f'{way["teacher"]}_to_{mixer}'
-        found.append(Cell(name, label, seed, 'transfer', options, common.evaluations, common.folder, teachers[0]))
+        found.append(StudyCell(name, label, seed, 'transfer', options, common.evaluations, common.folder, teachers[0]))
     return found
 
 

@@ -39,7 +39,7 @@ METRICS = {
 }
 
 
-class Column(NamedTuple):
+class ResultColumn(NamedTuple):
     """A metric of an evaluation."""
 
     evaluation: str
@@ -66,10 +66,10 @@ class Row:
     way: str
     model: str
     baseline: tuple[str, str] | None
-    values: dict[Column, Estimate] = field(default_factory=dict)
-    differences: dict[Column, Estimate] = field(default_factory=dict)
-    verdicts: dict[Column, str] = field(default_factory=dict)
-    doubts: set[Column] = field(default_factory=set)
+    values: dict[ResultColumn, Estimate] = field(default_factory=dict)
+    differences: dict[ResultColumn, Estimate] = field(default_factory=dict)
+    verdicts: dict[ResultColumn, str] = field(default_factory=dict)
+    doubts: set[ResultColumn] = field(default_factory=set)
     rank: int = 0
 
     @property
@@ -80,7 +80,7 @@ class Row:
 
 def collect(study: Study) -> list[Row]:
     """The rows that have results, of each way by rank."""
-    values: dict[tuple[str, str], dict[Column, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    values: dict[tuple[str, str], dict[ResultColumn, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     baselines, doubts = {}, defaultdict(set)
     for cell in study.cells:
         baselines[cell.way, cell.model] = study.baseline_of(cell)
@@ -89,9 +89,9 @@ def collect(study: Study) -> list[Row]:
             for key in METRICS:
                 value = _scalar(record.get(key))
                 if value is not None:
-                    values[cell.way, cell.model][Column(evaluation, key)][cell.seed] = value
+                    values[cell.way, cell.model][ResultColumn(evaluation, key)][cell.seed] = value
             if record.get('speed_doubt'):
-                doubts[cell.way, cell.model].add(Column(evaluation, 'images_per_second'))
+                doubts[cell.way, cell.model].add(ResultColumn(evaluation, 'images_per_second'))
     rows = []
     for (way, model), columns in values.items():
         row = Row(way, model, baselines[way, model], doubts=doubts[way, model])
@@ -106,15 +106,15 @@ def collect(study: Study) -> list[Row]:
     return _rank(study, rows)
 
 
-def visible_columns(study: Study, rows: list[Row]) -> list[Column]:
+def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     """The columns of the tables: accuracies of every evaluation, costs and oversmoothing of the first."""
     first, *others = study.evaluations
     keys = [key for key in METRICS if key not in ('top5', 'loss', 'corrupt_relative')]
-    columns = [Column(first, key) for key in keys]
+    columns = [ResultColumn(first, key) for key in keys]
     for evaluation in others:
         is_repeated = _inputs(study, evaluation) == _inputs(study, first)
         columns += [
-            Column(evaluation, key)
+            ResultColumn(evaluation, key)
             for key in keys
             if METRICS[key].sign and not (is_repeated and key in ('top1', 'map'))
         ]
@@ -140,7 +140,7 @@ def _rank(study: Study, rows: list[Row]) -> list[Row]:
     ways = list(dict.fromkeys(cell.way for cell in study.cells))
 
     def accuracy(row: Row) -> float:
-        found = row.values.get(Column(first, 'top1')) or row.values.get(Column(first, 'map'))
+        found = row.values.get(ResultColumn(first, 'top1')) or row.values.get(ResultColumn(first, 'map'))
         return found.mean if found else -1.0
 
     for way in ways:

@@ -4,7 +4,7 @@ from collections import Counter
 from enum import Enum
 
 from vitzoo.study.claim import is_claimed as is_cell_claimed
-from vitzoo.study.plan import Cell, Study
+from vitzoo.study.plan import StudyCell, Study
 
 
 class CellState(Enum):
@@ -17,7 +17,7 @@ class CellState(Enum):
     WAITING = 'waiting for a teacher'
 
 
-def find_state(cell: Cell, is_claimed: bool | None = None) -> CellState:
+def find_state(cell: StudyCell, is_claimed: bool | None = None) -> CellState:
     """The state of a cell, from the files in its folder.
 
     Args:

@@ -7,8 +7,8 @@ from pathlib import Path
 from vitzoo.report import read_records, write_report
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
-from vitzoo.study.plan import Cell, Study
-from vitzoo.study.results import METRICS, Column, Row, visible_columns
+from vitzoo.study.plan import StudyCell, Study
+from vitzoo.study.results import METRICS, ResultColumn, Row, visible_columns
 
 _CSV_KEYS = (
     *('way', 'model', 'evaluation', 'metric', 'seeds', 'mean', 'low', 'high', 'is_doubtful'),
@@ -113,7 +113,7 @@ def _grid(study: Study, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     return headings, lines
 
 
-def _format_value(row: Row, column: Column) -> str:
+def _format_value(row: Row, column: ResultColumn) -> str:
     value = row.values.get(column)
     if value is None:
         return '–'
@@ -121,7 +121,7 @@ def _format_value(row: Row, column: Column) -> str:
     return f'{text}?' if column in row.doubts else text
 
 
-def _format_difference(row: Row, column: Column) -> str:
+def _format_difference(row: Row, column: ResultColumn) -> str:
     difference = row.differences.get(column)
     if difference is None:
         return '–'
@@ -131,7 +131,7 @@ def _format_difference(row: Row, column: Column) -> str:
     return ' '.join(word for word in words if word)
 
 
-def _format_estimate(value: Estimate, column: Column, sign: str) -> str:
+def _format_estimate(value: Estimate, column: ResultColumn, sign: str) -> str:
     metric = column.metric
     text = format(value.mean * metric.factor, f'{sign}.{metric.digits}f')
     if metric.is_exact or value.half_width is None:
@@ -163,7 +163,7 @@ def _notes(study: Study, rows: list[Row]) -> list[str]:
     return notes
 
 
-def _page_records(study: Study, cell: Cell) -> list[dict]:
+def _page_records(study: Study, cell: StudyCell) -> list[dict]:
     """The record of a cell for the HTML page: its first evaluation, and the corruptions of the others."""
     names = [name for name in study.evaluations if name in cell.record.finished]
     if not names:

@@ -11,7 +11,7 @@ import yaml
 
 from vitzoo.errors import UserError
 from vitzoo.study.claim import Claim
-from vitzoo.study.plan import Cell, Study, to_words
+from vitzoo.study.plan import StudyCell, Study, to_words
 from vitzoo.study.status import CellState, describe_cells, find_state
 from vitzoo.train.lock import LostLock
 
@@ -83,7 +83,7 @@ class Worker:
                 claim.release()
         return False
 
-    def _compute(self, cell: Cell, claim: Claim) -> None:
+    def _compute(self, cell: StudyCell, claim: Claim) -> None:
         """Compute the missing steps of a cell, up to the first that fails."""
         for step in cell.record.missing:
             _log(f'{cell.name}: {step} ({describe_cells(self.study)})')
@@ -160,7 +160,7 @@ def _find_place(options: dict) -> dict:
     return gather.describe_place(parse_args(['model', *to_words(options, ',')]))
 
 
-def _command_line(cell: Cell, step: str) -> tuple[list[str], list[Path]]:
+def _command_line(cell: StudyCell, step: str) -> tuple[list[str], list[Path]]:
     """The words after `vitzoo` that compute a step, and the files that it writes at its end."""
     folder = str(cell.folder)
     if step != cell.command:
@@ -176,7 +176,7 @@ def _command_line(cell: Cell, step: str) -> tuple[list[str], list[Path]]:
     return ['transfer', str(cell.teacher.folder), *words, '--resume'], expected
 
 
-def _write_options(cell: Cell) -> Path:
+def _write_options(cell: StudyCell) -> Path:
     """Write the options of a training or transfer to a file for --config."""
     path = cell.folder / OPTIONS_FILE
     partial = path.with_name(f'.{path.name}')
