@@ -11,7 +11,7 @@ help:
 	@echo 'make test          check the style and run the tests'
 	@echo 'make lint          check the style only'
 	@echo 'make format        fix the style'
-	@echo 'make docs          write docs/mixers.md and the tables of docs/models.md, performance.md and targets.md'
+	@echo 'make docs          write docs/mixers.md and the tables of docs/models.md, performance.md, targets.md, swap.md and transfer.md'
 	@echo 'make measure       append to weights/benchmarks.csv (25 minutes on 2 idle cores)'
 	@echo 'make bench-import  time `import vitzoo` against `import timm`'
 	@echo 'make clean         remove .venv, caches and $(DEMO)'
@@ -37,6 +37,8 @@ docs: .venv/installed
 	$(BIN)/python tools/docs_models.py
 	$(BIN)/python tools/docs_performance.py
 	$(BIN)/python tools/docs_targets.py
+	$(BIN)/python tools/docs_transfer.py
+	$(BIN)/python tools/docs_swap.py
 
 measure: .venv/installed
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[bench]'

@@ -21,12 +21,19 @@ DIM, HEADS, GRID = 12, 3, (4, 5)
 SETTINGS = {
     'aft_conv': [{'kernel_size': 3}, {'kernel_size': 7}],
     'aft_local': [{'window_size': 2, 'bias_dim': 4}, {'window_size': 3, 'bias_dim': 4}],
+    'agent': [{'num_cells': 2}, {'num_cells': 3, 'agent_bias': False, 'conv_size': 0}],
+    'biformer': [{'num_windows': 3, 'topk': 2}, {'num_windows': 2, 'topk': 1, 'lepe_size': 3}],
     'bigbird': [
         {'block_size': 2, 'num_global_blocks': 0, 'num_random_blocks': 1},
         {'block_size': 1, 'num_global_blocks': 2, 'num_random_blocks': 2, 'seed': 5},
         {'block_size': 3, 'num_random_blocks': 0},
     ],
+    'focused': [{'conv_size': 3}, {'power': 2, 'conv_size': 0, 'pos_embed': True}],
+    'flowformer': [{}, {'clamp': False}],
+    'gated_linear': [{'rank': 3}],
     'global': [{'num_global': 3}, {'num_global': 1}],
+    'hedgehog': [{}, {'num_features': 3}],
+    'inline': [{}, {'residual': False, 'mean_scores': False}],
     'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
     'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
     'longformer': [
@@ -44,6 +51,18 @@ SETTINGS = {
         {'window_size': 2, 'rank': 0},
         {'window_size': 1, 'rank': 1, 'rel_bias': 'table'},
         {'window_size': 4, 'rank': 2, 'rel_bias': 'nvidia'},
+        {'window_size': 2, 'rank': 2, 'dual_norm': False},
+    ],
+    'mala': [{'conv_size': 3}, {'rope': False, 'gate': False, 'conv_size': 0, 'mean_scores': False}],
+    'mhla': [
+        {'num_blocks': 2, 'conv_size': 3},
+        {'num_blocks': 2, 'conv_size': 0, 'normalizer': 'position', 'rms_norm': True},
+    ],
+    'monarch': [{}, {'num_steps': 3}],
+    'neighborhood': [
+        {'kernel_size': 3},
+        {'kernel_size': 2, 'dilation': 2},
+        {'kernel_size': 5, 'dilation': 3, 'rel_bias': 'none'},
     ],
     'nystrom': [
         {'num_landmarks': 5},
@@ -51,17 +70,21 @@ SETTINGS = {
         {'num_landmarks': 4, 'conv_kernel_size': 5},
     ],
     'performer': [{'num_features': 16}, {'num_features': 9, 'eps': 1e-4}, {'num_features': 6, 'kernel': 'relu'}],
+    'polaformer': [{'conv_size': 3}, {'conv_size': 0, 'gate': False, 'pos_embed': True}],
     'pool': [{}, {'pool_size': 5}],
     'reformer': [
         {'num_hashes': 1, 'bucket_size': 2},
         {'num_hashes': 3, 'bucket_size': 3},
         {'num_hashes': 2, 'bucket_size': 64},
     ],
+    'relu_linear': [{}, {'scales': (3,)}],
     'rfa': [{'num_features': 16}, {'num_features': 16, 'gate': True}],
+    'rmt': [{}, {'decay': 'weights'}, {'decomposed': False}, {'decomposed': False, 'decay': 'weights'}],
     'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
     'set': [{'num_inducing': 5}, {'num_inducing': 1}],
     'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
-    'softmax': [{}, {'rel_bias': 'table'}],
+    'soft': [{'ratio': 2}, {'ratio': 3, 'conv_size': 5}],
+    'softmax': [{}, {'talking_heads': True}, {'rel_bias': 'table'}],
     'sparse': [
         {},
         {'stride': 3},
@@ -69,12 +92,15 @@ SETTINGS = {
         {'pattern': 'fixed', 'stride': 4, 'num_summaries': 2},
     ],
     'srformer': [{'sr_ratio': 3}, {'sr_ratio': 2, 'norm': 'instance'}],
+    'swin': [{'window_size': 2}, {'window_size': 3, 'shift': True}, {'window_size': 3, 'rel_bias': 'none', 'layer': 1}],
     'synthesizer': [
         {},
         {'variant': 'random'},
         {'variant': 'factorized_dense'},
         {'variant': 'factorized_random', 'rank': 3},
     ],
+    'ttt': [{}, {'rope': True}],
+    'vssd': [{'d_state': 5}, {'d_state': 3, 'expand': 1, 'qkv_bias': False}],
 }
 
 
@@ -171,12 +197,25 @@ SMALL = {
     'vil': dict(embed_dims=(16, 24, 24, 32), num_heads=(1, 2, 2, 2), depths=(1, 1, 1, 1)),
 }
 SMALLEST = {'aft': 'tiny', 'cvt': '13', 'deit': 'tiny', 'vil': 'tiny'}
-COMBINATIONS = [
-    f'{backbone}_{mixer.removeprefix(backbone + "_")}_{size}'
-    for backbone, size in SMALLEST.items()
-    for mixer in vitzoo.list_mixers()
-    if f'{backbone}_{mixer}' not in vitzoo.list_mixers()
-]
+
+
+def combinations() -> list:
+    """A name of every mixer in every backbone; those beyond one backbone per mixer, in turn, are marked slow.
+
+    Softmax and long-short attention are tested in all backbones.
+    """
+    params = []
+    for i, mixer in enumerate(vitzoo.list_mixers()):
+        for j, (backbone, size) in enumerate(SMALLEST.items()):
+            if f'{backbone}_{mixer}' in vitzoo.list_mixers():
+                continue
+            is_first = i % len(SMALLEST) == j or mixer in ('ls', 'softmax')
+            name = f'{backbone}_{mixer.removeprefix(backbone + "_")}_{size}'
+            params.append(pytest.param(name, marks=[] if is_first else pytest.mark.slow))
+    return params
+
+
+COMBINATIONS = combinations()
 
 
 def build_model(name: str, img_size: int = 64, **kwargs) -> nn.Module:

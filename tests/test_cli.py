@@ -9,6 +9,7 @@ import pytest
 import timm
 
 import vitzoo
+from vitzoo import errors
 from vitzoo.cli import COMMANDS, main
 from vitzoo.errors import RankError, UserError, run_command
 
@@ -34,10 +35,22 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
 )
 def test_other_ranks_print_only_errors_of_their_own(error, message, capsys, monkeypatch):
     monkeypatch.setenv('RANK', '1')
+    monkeypatch.setattr(errors, '_have_joined', lambda: True)
     with pytest.raises(SystemExit) as end:
         run_command(fail(error))
     assert end.value.code == 2
     assert capsys.readouterr() == ('', message)
+
+
+@pytest.mark.parametrize(('rank', 'waits'), [('0', []), ('1', [errors.WAIT_SECONDS])])
+def test_another_rank_waits_for_the_first_before_it_prints_an_error_that_it_may_share(rank, waits, capsys, monkeypatch):
+    slept = []
+    monkeypatch.setenv('RANK', rank)
+    monkeypatch.setattr(errors.time, 'sleep', slept.append)
+    with pytest.raises(SystemExit) as end:
+        run_command(fail(UserError('empty')))
+    assert (end.value.code, slept) == (2, waits)
+    assert capsys.readouterr() == ('', 'vitzoo: error: empty\n')
 
 
 def test_an_interrupt_is_exit_code_130(capsys):

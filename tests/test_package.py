@@ -94,6 +94,7 @@ LAYERS = [
     ['figures', 'load'],
     ['doctor', 'train', 'validate'],
     ['bench', 'convert', 'explain', 'list', 'predict'],
+    ['transfer'],
     ['report'],
     ['cli'],
     ['__main__'],

@@ -36,6 +36,7 @@ MODELS = {
     'vil': ('vil_tiny', VIL | dict(mixer_kwargs=SHIFT)),
     'vit': ('test_vit', {}),
     'resnet': ('test_resnet', {}),
+    'swapped': ('vitzoo_swapped', dict(base_model='test_vit', swap_mixer=[dict(mixer='aft_full', blocks=[0])])),
     'distilled': ('deit_tiny_distilled_patch16_224', DEIT),
 }
 CLASSES = ['blue', 'green', 'red']

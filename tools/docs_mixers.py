@@ -47,9 +47,16 @@ measurements are for a layer of DeiT-Small ({dim} wide, {heads} heads) with defa
   neighbours are not similar. `vitzoo validate --health` measures the error in a model, on images.
 * **bound**: has parameters for one grid, which `set_input_size` resamples. Every mixer works on any grid.
 
+Mixers of kernels and feature maps have two options in common. `dwc='v'` adds a 3 × 3 depthwise convolution of the
+values to the output, and `dwc='qk'` adds to queries and keys their own; both start at 0, so a model with inherited
+weights gives the same output as without. `center_keys=True` subtracts from the keys their mean over the tokens, which
+makes no difference to softmax attention but does to most kernels; `agent` and `inline`, to which it makes none, do not
+take it.
+
 Some fast forms cannot be differentiated twice: `linear`, `performer` and `reformer`, and on a CPU `local`, `longformer`
-and `ls`, have a backward pass of their own, and `global`, `linformer`, `nystrom`, `set`, `softmax` and `srformer` use
-PyTorch's fused attention. A second derivative raises an error; the `op_naive` of each mixer has one.
+and `ls`, have a backward pass of their own, and `biformer`, `global`, `linformer`, `nystrom`, `set`, `softmax` and
+`srformer` use PyTorch's fused attention. A second derivative raises an error; the `op_naive` of
+each mixer has one.
 
 {cheaper}
 """
@@ -239,7 +246,7 @@ def count_projections(mixer: TokenMixer, x: torch.Tensor, grid_size: tuple[int, 
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         mixer(x, grid_size)
     # mixers without `qkv` have separate layers
-    names = ('qkv', 'proj') if isinstance(mixer, QKVMixer) else ('q', 'kv', 'v', 'proj')
+    names = ('qkv', 'proj') if isinstance(mixer, QKVMixer) else ('q', 'kv', 'v', 'in_proj', 'proj')
     counts = counter.get_flop_counts()
     return sum(sum(counts.get(f'{type(mixer).__name__}.{name}', {}).values()) for name in names) // 2
 

@@ -3,11 +3,13 @@
 # _threads is first, because its setting has no effect once torch is imported
 from . import _threads, models
 from .mixers import create_mixer, list_mixers, register_mixer, set_step
+from .models._attn_layer import attn_layer
 from .models.inherit import Inheritance, inherit_weights
 from .models.swap import swap_mixer
 
 __all__ = [
     'Inheritance',
+    'attn_layer',
     'create_mixer',
     'inherit_weights',
     'list_mixers',

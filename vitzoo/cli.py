@@ -12,6 +12,7 @@ COMMANDS = {
     'doctor': 'find problems in a folder of images, and how to fix them',
     'predict': 'predict the classes of images',
     'explain': 'draw the image regions that predictions are based on',
+    'transfer': 'replace the attention of a pretrained ViT by efficient mixers, without labels',
     'convert': 'convert an official checkpoint, or weights of another model, to a folder that timm loads',
     'bench': 'benchmark speed and memory against other implementations',
     'list': 'list the models and the token mixers',

@@ -1,12 +1,14 @@
-"""`vitzoo convert`: convert an official checkpoint, or weights of another model, to a folder that timm loads.
+"""`vitzoo convert`: convert an official checkpoint, or a model with other mixers, to a folder that timm loads.
 
 Examples:
     vitzoo convert model_best.pth --model vil_ls_medium.nvidia_in1k --out vil_ls_medium
     vitzoo convert --from deit_small_patch16_224 --to deit_performer_small --out deit_performer_small
     vitzoo convert --from vil_small --checkpoint model_best.pth --to vil_nystrom_small --out vil_nystrom_small
+    vitzoo convert --from vit_small_patch14_dinov2 --swap ls:0-9,softmax:10,11 --out dinov2_ls
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +20,10 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from vitzoo.data import resolve_data_config
+from vitzoo.data.held_out import HELD_OUT
+from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import UserError, run_command
-from vitzoo.load import create_model, find_model, load_model
+from vitzoo.load import create_model, find_model, load_model, read_about, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -45,7 +49,9 @@ def convert(argv: list[str] | None = None) -> None:
     folder = Path(args.out)
     if folder.is_file() or any((folder / name).exists() for name in ('config.json', 'model.safetensors')):
         raise UserError(f"'{folder}' already contains a model; choose another --out")
-    if args.parent:
+    if args.swap:
+        model, data_config, about = _swap_parent(args)
+    elif args.parent:
         model, data_config, about = _start_from_parent(args)
     else:
         model = load_official(args.file, args.model, args.model_kwargs)
@@ -59,6 +65,10 @@ def convert(argv: list[str] | None = None) -> None:
         data_config=data_config,
         model_config=about,
     )
+    held_out = read_about(args.parent).get('held_out') if args.swap else None
+    if held_out:
+        # `vitzoo validate` must not evaluate the images that the parent was trained on
+        shutil.copyfile(held_out, folder / HELD_OUT)
     print(f"wrote {folder}, which timm.create_model('local-dir:{folder}', pretrained=True) loads")
 
 
@@ -72,14 +82,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--checkpoint', metavar='FILE', help='weights of the --from model (default: its published ones)')
     add('--random-weights', action='store_true', help='initialise the --from model randomly')
     add('--to', metavar='NAME', help='model that inherits')
+    add('--swap', metavar='MIXERS', help="replace the attention of the --from model: 'ls', or 'ls:0-9,softmax:10,11'")
+    add('--blocks', metavar='N,N-N', help='blocks in which --swap replaces it, such as 2,3,5-11 (default: all)')
+    add('--mixer-kwargs', nargs='+', type=_keyword, default=[], metavar='KEY=VALUE', help='arguments of the mixer')
     add('--out', required=True, metavar='DIR', help='folder to write config.json and model.safetensors to')
     add('--model-kwargs', nargs='+', type=_keyword, default=[], metavar='KEY=VALUE', help='arguments of the new model')
     args = parser.parse_args(argv)
-    if not (args.file and args.model) and not (args.parent and args.to):
-        parser.error('either OFFICIAL_FILE and --model, or --from and --to, are required')
-    if (args.file or args.model) and (args.parent or args.to):
-        parser.error('OFFICIAL_FILE and --model cannot be combined with --from and --to')
-    args.model_kwargs = dict(args.model_kwargs)
+    if not (args.file and args.model) and not (args.parent and (args.to or args.swap)):
+        parser.error('either OFFICIAL_FILE and --model, or --from and --to or --swap, are required')
+    if (args.file or args.model) and (args.parent or args.to or args.swap):
+        parser.error('OFFICIAL_FILE and --model cannot be combined with --from, --to and --swap')
+    if args.to and args.swap:
+        parser.error('--to and --swap cannot be combined')
+    if not args.swap and (args.blocks or args.mixer_kwargs):
+        parser.error('--blocks and --mixer-kwargs need --swap')
+    args.model_kwargs, args.mixer_kwargs = dict(args.model_kwargs), dict(args.mixer_kwargs)
     return args
 
 
@@ -173,6 +190,20 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
     return model, data_config, {'label_names': parent.pretrained_cfg.get('label_names'), 'vitzoo': about}
 
 
+def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
+    """The parent with other mixers, the data config that is given, and further entries of config.json."""
+    model, source = _load_parent(args)
+    swapped = swap_in(args.parent, model, args.swap, args.mixer_kwargs, args.blocks)
+    reports = list(model.inheritance.values())
+    share = sum(report.share for report in reports) / len(reports)
+    new = ', '.join(dict.fromkeys(name for report in reports for name in report.initialized)) or 'none'
+    print(f"{args.parent} ({source}) with {swapped}\ninherited {share:.2%} of the attention's parameters")
+    print(f'initialized in the mixers: {new}')
+    about = {key: value for key, value in read_about(args.parent).items() if key in ('multi_label', *DATA_OPTIONS)}
+    about |= {'parent': args.parent, 'weights': source, 'inherited': round(share, 4)}
+    return model, _given_size(args), {'label_names': model.pretrained_cfg.get('label_names'), 'vitzoo': about}
+
+
 def _given_size(args: argparse.Namespace) -> dict:
     """The image size among the model's arguments, as a data config."""
     size = args.model_kwargs.get('img_size')
@@ -180,9 +211,11 @@ def _given_size(args: argparse.Namespace) -> dict:
 
 
 def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
+    # those of the model that inherits are not the parent's
+    kwargs = args.model_kwargs if args.swap else {}
     if args.checkpoint:
-        return load_official(args.checkpoint, args.parent, {}), args.checkpoint
-    parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights)
+        return load_official(args.checkpoint, args.parent, kwargs), args.checkpoint
+    parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)
     if source == 'random weights' and not args.random_weights:
         raise UserError(f'there are no published weights of {args.parent}; pass a --checkpoint')
     return parent, source
@@ -199,6 +232,9 @@ def _check_forward(model: nn.Module, data_config: dict) -> None:
 def _bias_index(model: nn.Module) -> dict:
     """The `rel_bias` argument of a long-short model, written out because its name may only imply it."""
     first = next((module for module in model.modules() if isinstance(module, TokenMixer)), None)
+    if hasattr(model, 'inheritance'):
+        # a swapped model, whose config has the arguments of its mixers
+        return {}
     given = getattr(model, '_model_args', {}).get('mixer_kwargs') or {}
     # a sequence is exported as given; a dict applies to the mixer of the first stage
     if not isinstance(first, LongShort) or not isinstance(given, dict):

@@ -2,8 +2,12 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+
+# time for rank 0 to meet the error that another rank has found
+WAIT_SECONDS = 30
 
 
 class UserError(ValueError):
@@ -25,15 +29,20 @@ def run_command(main: Callable[[list[str] | None], None], argv: list[str] | None
     """Run a command's main function and exit with the code that a shell expects.
 
     A `UserError` is printed as one line on stderr with exit code 2, in a distributed run by rank 0 only, and a
-    `RankError` by the rank that raises it. Ctrl-C exits with 130, and a closed output pipe, as with `head`, with 141.
-    Every other exception keeps its traceback.
+    `RankError` by the rank that raises it. Before the processes have joined, the other ranks wait for rank 0 to print
+    its error, because launchers kill all processes when the first one fails. Ctrl-C exits with 130, and a closed output
+    pipe, as with `head`, with 141. Every other exception keeps its traceback.
     """
     try:
         main(argv)
         sys.stdout.flush()
     except UserError as error:
         # torchrun and accelerate launch both set RANK
-        if os.environ.get('RANK', '0') == '0' or isinstance(error, RankError):
+        is_first = os.environ.get('RANK', '0') == '0'
+        if not is_first and not _have_joined():
+            # killed meanwhile, unless this error is of this rank only
+            time.sleep(WAIT_SECONDS)
+        if is_first or not _have_joined() or isinstance(error, RankError):
             print(f'vitzoo: error: {error}', file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
@@ -42,6 +51,12 @@ def run_command(main: Callable[[list[str] | None], None], argv: list[str] | None
         # otherwise Python would flush the rest of the output at exit and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+
+
+def _have_joined() -> bool:
+    """Return True if this process can communicate with those of the other ranks."""
+    distributed = sys.modules.get('torch.distributed')
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -161,7 +161,6 @@ def draw_explanation(path: str, image: Tensor, heat: Tensor, title: str) -> None
 
 def draw_curves(folder: Path, history: list[dict]) -> None:
     """Draw loss, accuracy and learning rate per epoch to curves.png in `folder`."""
-    epochs = [row['epoch'] for row in history]
     panels = {
         'loss': dict(train_loss='training', eval_loss='validation', ema_eval_loss='validation, averaged weights'),
         'top-1 in %': dict(top1='validation', ema_top1='validation, averaged weights'),
@@ -170,8 +169,10 @@ def draw_curves(folder: Path, history: list[dict]) -> None:
     figure = Figure(figsize=(12, 3.6), layout='constrained')
     for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items()):
         for name, label in curves.items():
-            if name in history[-1]:
-                axes.plot(epochs, [row[name] for row in history], marker='.', label=label)
+            # not every epoch is validated
+            rows = [row for row in history if name in row]
+            if rows:
+                axes.plot([row['epoch'] for row in rows], [row[name] for row in rows], marker='.', label=label)
         axes.set(title=title, xlabel='epoch')
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)

@@ -1,19 +1,24 @@
 """CPU processes for `accelerate launch --cpu --num_processes N`, which starts one and leaves the others to mpirun."""
 
+import logging
 import os
 import sys
 from pathlib import Path
 
 from accelerate.commands.launch import launch_command_parser
 from psutil import Process
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 LAUNCHERS = ('launch', 'launch.py', 'accelerate-launch', 'accelerate.commands.launch')
 
 
 def start_missing_processes() -> None:
-    """Re-execute the command under torchrun, with the number of processes that `accelerate launch --cpu` was given.
+    """Run the command in the number of processes that `accelerate launch --cpu` was given, and exit when they end.
 
-    Does nothing if the command was not launched that way, or all processes are running.
+    Does nothing if the command was not launched that way, or all processes are running. The exit code is that of the
+    first process that failed.
     """
     # the launcher sets the rendezvous port if and only if there are several processes
     needs_several = os.environ.get('ACCELERATE_USE_CPU', '').lower() == 'true' and 'MASTER_PORT' in os.environ
@@ -22,7 +27,24 @@ def start_missing_processes() -> None:
         return
     options = _torchrun_options(Process().parent().cmdline())
     if options is not None:
-        os.execv(sys.executable, [sys.executable, '-m', 'torch.distributed.run', *options, *sys.argv])
+        _run_processes([*options, *sys.argv])
+
+
+def _run_processes(arguments: list[str]) -> None:
+    """Run torchrun without its report of a failure, because the processes print their errors themselves."""
+    logging.disable(logging.ERROR)
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            print(f'vitzoo: error: process {rank} was killed by {failure.signal_name()}', file=sys.stderr)
+            raise SystemExit(128 - failure.exitcode) from None
+        raise SystemExit(failure.exitcode) from None
+    except SignalException as error:
+        # the processes got the signal too
+        raise SystemExit(128 + error.sigval.value) from None
+    raise SystemExit
 
 
 def _torchrun_options(command_line: list[str]) -> list[str] | None:

@@ -15,12 +15,13 @@ from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
-import vitzoo  # noqa: F401  registers the models
+import vitzoo
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models._resample import resample_checkpoint
+from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps
 
 SOURCES = ('local-dir:', 'hf-hub:')
 
@@ -58,6 +59,7 @@ def load_model(
     num_classes: int | None = None,
     checkpoint: str | None = None,
     pretrained: bool = True,
+    model_kwargs: dict | None = None,
 ) -> tuple[nn.Module, str]:
     """Create a model with the weights of a checkpoint, else of its folder, else published ones, else random ones.
 
@@ -67,6 +69,7 @@ def load_model(
         num_classes: New number of classes; without a checkpoint the weights are then random.
         checkpoint: A .safetensors or .pth file.
         pretrained: Whether to download published weights.
+        model_kwargs: Model arguments chosen by the user; they override the others.
 
     Returns:
         The model in eval mode and the origin of its weights: 'checkpoint', 'trained', 'published' or 'random weights'.
@@ -84,7 +87,9 @@ def load_model(
     elif num_classes is not None:
         source = 'random weights'
     pretrained = source in ('trained', 'published')
-    model = create_model(name, img_size=img_size, num_classes=num_classes, pretrained=pretrained)
+    model = create_model(
+        name, img_size=img_size, model_kwargs=model_kwargs, num_classes=num_classes, pretrained=pretrained
+    )
     if checkpoint is not None:
         load_weights(model, checkpoint)
     return model.eval(), source
@@ -111,7 +116,9 @@ def create_model(
     try:
         return timm.create_model(source, **{**kwargs, **chosen})
     except TypeError as error:
-        accepted = _accepted_arguments(source)
+        accepted = _accepted_arguments(chosen.get('base_model', source))
+        if name == ARCHITECTURE:
+            accepted |= {'base_model', 'swap_mixer'}
         if img_size is not None and 'img_size' not in accepted:
             return create_model(name, model_kwargs=model_kwargs, **kwargs)
         unknown = [key for key, value in {**kwargs, **chosen}.items() if value is not None and key not in accepted]
@@ -125,11 +132,45 @@ def create_model(
         summary, *problems = str(error).split('\n\t')
         if summary.startswith('Error(s) in loading state_dict'):
             raise UserError(_describe_misfit(name, chosen, problems)) from error
-        if not chosen:
+        if not chosen and not is_trained_folder(name) and name != ARCHITECTURE:
             raise
         raise UserError(_cannot_be_made(name, chosen, error)) from error
     except OSError as error:
         raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a checkpoint file') from error
+
+
+def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks: str | None = None) -> str:
+    """Replace the attention of a model as the user asks for it, and describe the result.
+
+    Args:
+        name: Name of the model in errors.
+        mixer: A mixer, or mixers with their blocks such as 'ls:0-9,softmax:10,11'.
+        mixer_kwargs: Arguments of the mixer; if there are several, a mapping of their names to the arguments of each.
+        blocks: Blocks of the mixer, such as '2,3,5-11'; by default all.
+
+    Raises:
+        UserError: The text is wrong, or the model, a block or a mixer cannot be swapped.
+    """
+    if isinstance(model, (vitzoo.models.CvT, vitzoo.models.DeiT, vitzoo.models.ViL)):
+        raise UserError(
+            f'{name} is a model of vitzoo, whose mixer is part of its name: train it with --model-kwargs mixer={mixer},'
+            f' or convert it with --to NAME'
+        )
+    try:
+        swaps = parse_swaps(mixer, blocks, mixer_kwargs)
+        for swap in swaps:
+            vitzoo.swap_mixer(model, **swap)
+    except (TypeError, ValueError) as error:
+        raise UserError(f'the mixers of {name} cannot be changed: {error}') from error
+    return describe_swaps(model._model_args['swap_mixer'])
+
+
+def describe_architecture(config: dict) -> str:
+    """The architecture in a folder's config.json; for a swapped model that of its base, and its mixers."""
+    args = config.get('model_args', {})
+    if config['architecture'] != ARCHITECTURE:
+        return config['architecture']
+    return f'{args["base_model"]} with {describe_swaps(args["swap_mixer"])}'
 
 
 def fit_data_config(name: str, model: nn.Module, img_size: tuple[int, int] | int | None = None) -> dict:
@@ -257,7 +298,7 @@ def _accepted_arguments(source: str) -> set[str]:
 
 def _cannot_be_made(name: str, chosen: dict, error: Exception) -> str:
     arguments = ', '.join(f'{key}={value}' for key, value in chosen.items())
-    return f'{name} cannot be made with {arguments}: {error}'
+    return f'{name} cannot be made{" with " if chosen else ""}{arguments}: {error}'
 
 
 def _describe_misfit(name: str, chosen: dict, problems: list[str]) -> str:

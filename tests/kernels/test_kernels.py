@@ -39,6 +39,8 @@ IS_INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 needs_kernels = pytest.mark.skipif(
     not HAS_TRITON or not (IS_INTERPRETED or DEVICE == 'cuda'), reason='runs in a subprocess, or on a GPU'
 )
+# the interpreter takes seconds to minutes for each
+slow = pytest.mark.slow
 # relative to the norm; Triton's interpreter truncates bfloat16, with twice the error of rounding to nearest and a bias
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}
 
@@ -49,8 +51,10 @@ def child(*command: str, **env: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(IS_INTERPRETED or DEVICE == 'cuda' or not HAS_TRITON, reason='the tests below run here')
-def test_the_kernels_pass_in_the_interpreter(triton_interpreter):
-    done = child('-m', 'pytest', 'tests/kernels/test_kernels.py', '-n', '0', '-k', 'not compile', TRITON_INTERPRET='1')
+@pytest.mark.parametrize('speed', ['not slow', pytest.param('slow', marks=pytest.mark.slow)])
+def test_the_kernels_pass_in_the_interpreter(speed, triton_interpreter):
+    command = ('-m', 'pytest', 'tests/kernels/test_kernels.py', '-n', '0', '-k', 'not compile', '-m', speed)
+    done = child(*command, TRITON_INTERPRET='1')
     assert done.returncode == 0, done.stdout
     assert ' passed' in done.stdout
 
@@ -125,9 +129,13 @@ def run(op, args, dtype, device='cpu'):
     return [x.double().cpu() for x in (out, *grads)]
 
 
+# a case of each kernel, and all the others
+QUICK = [('aft_conv_small_grid', torch.bfloat16), ('performer_few', torch.float32), ('performer_few', torch.float16)]
+THOROUGH = [(case, dtype) for case in CASES for dtype in TOLERANCE if (case, dtype) not in QUICK]
+
+
 @needs_kernels
-@pytest.mark.parametrize('dtype', TOLERANCE, ids=str)
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case, dtype', [*QUICK, *(pytest.param(*each, marks=slow) for each in THOROUGH)], ids=str)
 def test_a_kernel_equals_the_naive_form_with_gradients(case, dtype, experimental, calls):
     op, naive, args = CASES[case]
     # rounded first, so that both see the same numbers
@@ -150,7 +158,7 @@ def test_the_kernel_of_aft_conv_is_precise_if_keys_or_weights_are_far_apart(expe
 
 
 @needs_kernels
-@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer'])
+@pytest.mark.parametrize('case', [pytest.param('aft_conv_small_grid', marks=slow), 'performer_few'])
 def test_a_kernel_is_deterministic(case, experimental):
     op, _, args = CASES[case]
     first, second = (run(op, args, torch.float32, DEVICE) for _ in range(2))
@@ -202,6 +210,7 @@ def test_a_kernel_is_used_under_the_compiler(case, target, experimental):
 
 
 @needs_kernels
+@slow
 def test_flops_are_those_of_the_formula(experimental):
     # 2 samples, 2 heads; 3 x 5 cells of 33 channels, 7 x 7 taps on numerator and denominator
     macs = 4 * (15 * 49 * 34 + 2 * 15 * 33)
@@ -270,6 +279,7 @@ def bench_args(monkeypatch):
 
 
 @needs_kernels
+@slow
 @pytest.mark.parametrize('name', [task.name for task in contenders.KERNEL_TASKS])
 def test_the_benchmark_reports_time_and_work_of_a_kernel(name, bench_args, calls):
     (task,) = (task for task in contenders.KERNEL_TASKS if task.name == name)
@@ -303,6 +313,7 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}
 
 
 @pytest.mark.skipif(triton_version() < (3, 3), reason='needs the compiler interface of Triton 3.3')
+@slow
 @pytest.mark.parametrize('name', ['aft_conv', 'favor'])
 def test_the_kernels_compile_within_the_limits_of_gpus(name):
     done = child('tools/compile_ahead.py', name, TRITON_INTERPRET='0')

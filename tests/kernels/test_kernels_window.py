@@ -15,6 +15,7 @@ from vitzoo.mixers._window import window_attention, window_attention_naive
 
 pytest.importorskip('triton')
 
+slow = pytest.mark.slow
 HEADS, SCALE = 2, 0.3
 # relative to the norm: the rounding error of inputs and weights
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -102,14 +103,13 @@ def kernel_calls(monkeypatch):
     return import_and_watch
 
 
-@pytest.mark.parametrize(
-    'shape, dtype',
-    [
-        *((shape, torch.float32) for shape in SHAPES),
-        *((shape, dtype) for shape in ('half', 'blocks') for dtype in (torch.bfloat16, torch.float16)),
-    ],
-    ids=str,
-)
+QUICK = [('none', torch.float32), ('far', torch.float32), ('one', torch.float32), ('far', torch.bfloat16)]
+# the interpreter takes seconds for each
+THOROUGH = [(shape, torch.float32) for shape in ('half', 'whole', 'blocks')]
+THOROUGH += [(shape, dtype) for shape in ('half', 'blocks') for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize('shape, dtype', [*QUICK, *(pytest.param(*case, marks=slow) for case in THOROUGH)], ids=str)
 def test_output_and_gradients_equal_the_specification(shape, dtype, device, kernel_calls):
     calls = kernel_calls()
     inputs = make_inputs(shape, device, dtype, batch_size=1 + (shape == 'half'))
@@ -119,13 +119,14 @@ def test_output_and_gradients_equal_the_specification(shape, dtype, device, kern
     assert_close(got, expected, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize('shape', ['half', 'none'])
+@pytest.mark.parametrize('shape', [pytest.param('half', marks=slow), 'none'])
 def test_biases_are_optional(shape, device):
     inputs = make_inputs(shape, device, has_bias=False)
     expected = run_with_gradients(window_attention_naive, shape, [x.double() for x in inputs])
     assert_close(run_with_gradients(window_attention, shape, inputs), expected, 1e-6)
 
 
+@slow
 @pytest.mark.parametrize('dtype', TOLERANCES, ids=str)
 def test_large_scores_stay_finite_and_as_precise_as_in_pytorch(dtype, device):
     inputs = make_inputs('half', device, dtype, std=10.0)
@@ -141,6 +142,7 @@ def test_large_scores_stay_finite_and_as_precise_as_in_pytorch(dtype, device):
         assert (x - exact).norm() <= max((y - exact).norm(), rounding * exact.norm())
 
 
+@slow
 def test_a_bias_of_minus_infinity_masks_keys(device):
     inputs = make_inputs('whole', device)
     # mask the first rows of the halo, which are whole blocks of keys in larger windows
@@ -160,12 +162,14 @@ def test_inputs_may_have_any_strides(device):
         assert all(torch.equal(x, y) for x, y in zip(got, expected))
 
 
+@slow
 def test_gradients_are_deterministic(device):
     inputs = make_inputs('half', device)
     first, second = (run_with_gradients(window_attention, 'half', inputs) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second))
 
 
+@slow
 def test_gradients_do_not_depend_on_the_number_of_parts(device, monkeypatch):
     inputs = make_inputs('half', device)
     expected = run_with_gradients(window_attention_naive, 'half', [x.double() for x in inputs])
@@ -184,6 +188,7 @@ def test_only_inputs_output_and_lse_are_saved_for_backward(device):
     assert [x.shape for x in own if x.shape != out.shape[:3]] == []
 
 
+@slow
 def test_torch_accepts_the_custom_op_with_and_without_biases(device):
     from vitzoo.kernels import window  # noqa: F401
 
@@ -194,6 +199,7 @@ def test_torch_accepts_the_custom_op_with_and_without_biases(device):
         torch.library.opcheck(torch.ops.vitzoo.window_attention, args)
 
 
+@slow
 def test_a_compiled_function_has_the_same_output_and_gradients(device):
     torch._dynamo.reset()
     inputs = make_inputs('half', device)
@@ -210,7 +216,7 @@ def counted_flops(shape, inputs):
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-@pytest.mark.parametrize('shape', ['half', 'one'])
+@pytest.mark.parametrize('shape', [pytest.param('half', marks=slow), 'one'])
 def test_flops_equal_those_of_the_pytorch_form(shape, device, kernel_calls):
     calls = kernel_calls()
     forward, backward = counted_flops(shape, make_inputs(shape, device))
@@ -254,9 +260,9 @@ def test_unsupported_inputs_fall_back_to_pytorch(device, kernel_calls):
 
 MIXERS = [
     ('ls', {'window_size': 3, 'rank': 2, 'rel_bias': 'table'}),
-    ('longformer', {'window_size': 2, 'rel_bias': 'table'}),
-    ('longformer', {'window_size': 2, 'exact': True}),
-    ('local', {'block_size': 3, 'memory_halo': 1}),
+    pytest.param('longformer', {'window_size': 2, 'rel_bias': 'table'}, marks=slow),
+    pytest.param('longformer', {'window_size': 2, 'exact': True}, marks=slow),
+    pytest.param('local', {'block_size': 3, 'memory_halo': 1}, marks=slow),
 ]
 
 
@@ -315,7 +321,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize('case', [*USUAL, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)], ids=str)
+@slow
+@pytest.mark.parametrize('case', [*USUAL, *OTHERS], ids=str)
 def test_the_kernels_compile_within_the_limits_of_gpus(case):
     pytest.importorskip('triton', minversion='3.3')
     done = child('tools/compile_ahead.py', 'window', *map(str, case), TRITON_INTERPRET='0')

@@ -29,6 +29,7 @@ CASES = {
     'nystrom_grid': ('nystrom', dict(landmarks='grid', num_landmarks=16)),
     'nystrom_conv': ('nystrom', dict(conv_kernel_size=7)),
     'performer_eps': ('performer', dict(eps=1e-4)),
+    'relu_linear_scales': ('relu_linear', dict(scales=(3, 5))),
     'rfa_gated': ('rfa', dict(gate=True)),
     'sparse_fixed': ('sparse', dict(pattern='fixed')),
     'srformer_4': ('srformer', dict(sr_ratio=4)),
@@ -73,6 +74,82 @@ def ls(grid, P, N, C, h, window_size=7, rank=8):
     return landmarks + window(grid, window_size, window_size // 2, rank + P, C) + attend(P, N, C)
 
 
+def swin(grid, P, N, C, h, window_size=7):
+    return window(grid, window_size, 0, P, C) + attend(P, N, C)
+
+
+def ttt(grid, P, N, C, h):
+    """Inner forward and backward pass, then the outer one; the gates are products too."""
+    n, d = prod(grid), C // h
+    own_layers = N * 4 * C * d
+    network = 6 * N * C * d + (1 + 1 + 3 + 1) * N * C
+    return own_layers + network + 2 * 9 * n * d
+
+
+def circulant(grid, P, N, C, h):
+    """Three transforms of q, k and v, and one of the weights; two inverse ones. Complex products are one product."""
+    n, half = prod(grid), grid[0] * (grid[1] // 2 + 1)
+    return N * C * C + 6 * 2.5 * n * C * log2(n) + 2 * half * C + N * C + attend(P, N, C)
+
+
+def vssd(grid, P, N, C, h, d_state=64, expand=2):
+    n, inner = prod(grid), expand * C
+    projections = N * C * (2 * inner + 2 * d_state + h) + N * inner * C
+    convolution = 9 * n * (inner + 2 * d_state)
+    return projections + convolution + 2 * N * inner * d_state + N * (h + 3 * inner)
+
+
+def biformer(grid, P, N, C, h, num_windows=7, topk=4, lepe=25):
+    sides = [ceil(side / num_windows) for side in grid]
+    T, s = prod(ceil(side / own) for side, own in zip(grid, sides)), prod(sides)
+    routing = 2 * T * s * C + T * T * C
+    return routing + attend(T * s, min(topk, T) * s + P, C) + attend(P, N, C) + lepe * prod(grid) * C
+
+
+def soft(grid, P, N, C, h, ratio=4, conv=9):
+    m = prod(ceil(side / ratio) for side in grid)
+    landmarks = m * ratio**2 * C * C // h
+    kernels = (N + m) * m * C
+    newton = (20 * 2 * m**3 + m * m) * h
+    return landmarks + kernels + newton + 2 * N * m * C + m * m * C + conv * prod(grid) * C
+
+
+def gated_linear(grid, P, N, C, h, rank=16, chunk=16):
+    """Forth and back: scores within chunks and what they gather, then keys into a state and queries out of it."""
+    n, d, size = N - P, C // h, min(chunk, N - P)
+    chunks = ceil(n / size)
+    doubling = sum((chunks - 2**i) * (C * d + C) for i in range(ceil(log2(chunks))))
+    scan = chunks * size * size * 3 * C + chunks * size * (2 * C * d + 2 * C) + doubling
+    prefix = (P > 0) * (n + P + P + N) * C * d
+    return n * (rank * C + 2 * rank * C) + N * C * C + 2 * scan + 2 * n * C + prefix + N * C
+
+
+def monarch(grid, P, N, C, h, num_steps=2):
+    n, (H, W) = prod(grid), grid
+    step = 2 * n * (H + W) * C + n * W * h
+    return num_steps * step + n * (H + W) * C + attend(n, P, C) + attend(P, N, C)
+
+
+def neighborhood(grid, P, N, C, h, kernel_size=7):
+    """Tiles of k // 2 + 1 queries per side, with the keys of all of them."""
+    side = kernel_size // 2 + 1
+    tiles, keys = (
+        prod(f(size) for size in grid) for f in (lambda s: ceil(s / side), lambda s: min(side + kernel_size - 1, s))
+    )
+    return attend(tiles * side**2, keys + P, C) + attend(P, N, C)
+
+
+def rmt(grid, P, N, C, h, decomposed=True, lepe=25):
+    """Rotations of pairs of channels are four products for each pair of queries and of keys."""
+    n = prod(grid)
+    rotations = 4 * n * C + 2 * n * C // 2
+    if decomposed:
+        mixing = attend(n, grid[1], C) + attend(n, P + grid[0], C)
+    else:
+        mixing = attend(n, P + n, C)
+    return rotations + mixing + attend(P, N, C) + lepe * n * C
+
+
 def sparse(grid, P, N, C, h, pattern='strided', summaries=2):
     H, W = grid
     far = H * W * H if pattern == 'strided' else H * W * H * min(summaries, W)
@@ -114,6 +191,55 @@ def nystrom(grid, P, N, C, h, num_landmarks=64, iterations=6, landmarks='segment
         # 4 x 4 cells of a square, 3 x 5 of what is wider, and the prefix tokens
         m = P + (16 if grid[0] == grid[1] else 15)
     return 4 * N * m * C + 2 * m * m * C + 4 * iterations * h * m**3 + N * conv_kernel_size * C
+
+
+def depthwise(grid, size, C):
+    return prod(grid) * size**2 * C
+
+
+def agent(grid, P, N, C, h, agents=49):
+    return 2 * attend(N, agents, C) + depthwise(grid, 3, C)
+
+
+def cosformer(grid, P, N, C, h):
+    n, sums = prod(grid), C * (C // h + 1)
+    return 4 * n * C + 4 * n * sums + (P > 0) * 2 * (n + P) * sums
+
+
+def flowformer(grid, P, N, C, h):
+    return 2 * N * C * C // h + 8 * N * C
+
+
+def focused(grid, P, N, C, h):
+    return 2 * N * C * C // h + 2 * N * C + depthwise(grid, 5, C)
+
+
+def hedgehog(grid, P, N, C, h):
+    return 6 * N * C * C // h + 2 * N * C
+
+
+def inline(grid, P, N, C, h):
+    return (2 * N + 10) * C * C // h + depthwise(grid, 3, C)
+
+
+def mala(grid, P, N, C, h):
+    return 2 * N * C * C // h + 4 * N * C + 4 * prod(grid) * C + depthwise(grid, 5, C) + N * C * C
+
+
+def mhla(grid, P, N, C, h, side=4):
+    sizes = [ceil(length / side) for length in grid]
+    blocks = prod(ceil(length / size) for length, size in zip(grid, sizes))
+    tokens = blocks * prod(sizes) + P
+    return (2 * tokens + (blocks + (P > 0)) ** 2) * C * (C // h + 1) + depthwise(grid, 5, C)
+
+
+def polaformer(grid, P, N, C, h):
+    return 4 * N * C * C // h + 7 * N * C + depthwise(grid, 5, C) + N * C * C
+
+
+def relu_linear(grid, P, N, C, h, scales=()):
+    further = sum(3 * depthwise(grid, size, C) + 3 * N * C * C // h + N * C * C for size in scales)
+    return (1 + len(scales)) * linear(grid, P, N, C, h) + further
 
 
 def xca(grid, P, N, C, h):
@@ -200,10 +326,14 @@ FORMS = dict(
     softmax=softmax, linformer=linformer, longformer=longformer, local=local, ls=ls, sparse=sparse, bigbird=bigbird,
     performer=performer, linear=linear, rfa=rfa, nystrom=nystrom, xca=xca, hydra=hydra, aft_simple=aft_simple,
     aft_full=aft_full, aft_local=aft_local, aft_conv=aft_conv, reformer=reformer, routing=routing, sinkhorn=sinkhorn,
+    rmt=rmt, swin=swin, ttt=ttt, circulant=circulant, vssd=vssd,
+    agent=agent, cosformer=cosformer, flowformer=flowformer, focused=focused, hedgehog=hedgehog, inline=inline,
+    mala=mala, mhla=mhla, polaformer=polaformer, relu_linear=relu_linear,
+    biformer=biformer, soft=soft, gated_linear=gated_linear, monarch=monarch, neighborhood=neighborhood,
     srformer=srformer, synthesizer=synthesizer, fourier=fourier, pool=pool, **{'global': group, 'set': induced_set},
 )  # fmt: skip
 # their form has the projections, or there are none
-WITHOUT_QKV = ('srformer', 'synthesizer', 'fourier', 'pool')
+WITHOUT_QKV = ('srformer', 'synthesizer', 'fourier', 'pool', 'vssd')
 
 
 def closed_form(mixer, grid, P, C, h, conv=False, stride_kv=1, **options):
@@ -212,7 +342,7 @@ def closed_form(mixer, grid, P, C, h, conv=False, stride_kv=1, **options):
     if mixer in WITHOUT_QKV:
         return FORMS[mixer](grid, P, N, C, h, **options)
     # AFT-conv has one key per head, and Reformer none
-    k_dim = {'aft_conv': h, 'reformer': 0}.get(mixer, C)
+    k_dim = {'aft_conv': h, 'reformer': 0, 'soft': 0}.get(mixer, C)
     keys = prod(ceil(side / stride_kv) for side in grid)
     convolutions = 9 * C * (n + keys + (k_dim > 0) * keys) if conv else 0
     projections = 2 * N * C * C + (P + keys) * C * (C + k_dim)
@@ -291,11 +421,15 @@ def model_form(model, backbone):
     """Patch embeddings, blocks and head of one of the zoo's models."""
     if backbone in ('deit', 'aft'):
         C, grid = model.embed_dim, model.patch_embed.grid_size
-        return prod(grid) * 3 * 256 * C + sum(block_form(b, grid) for b in model.blocks) + 1000 * C
-    kernels = (7, 3, 3) if backbone == 'cvt' else (4, 2, 2, 2)
+        return (
+            prod(grid) * 3 * prod(model.patch_embed.patch_size) * C
+            + sum(block_form(b, grid) for b in model.blocks)
+            + 1000 * C
+        )
     total, chans = 1000 * model.embed_dim, 3
-    for stage, kernel, C in zip(model.stages, kernels, [info['num_chs'] for info in model.feature_info]):
-        grid = stage.blocks[0].attn.grid_size
+    for i, (stage, C) in enumerate(zip(model.stages, [info['num_chs'] for info in model.feature_info])):
+        first, later = (model.patch_size + 3, 3) if backbone == 'cvt' else (model.patch_size, 2)
+        grid, kernel = stage.blocks[0].attn.grid_size, later if i else first
         total += prod(grid) * kernel**2 * chans * C + sum(block_form(b, grid) for b in stage.blocks)
         chans = C
     return total

@@ -65,7 +65,9 @@ def test_xca_does_not_change_with_the_scale_of_queries_and_keys():
     assert_near(xca(1e3 * q, 1e-3 * k, v, temperature), xca(q, k, v, temperature))
 
 
-@pytest.mark.parametrize('name', ['hydra', 'linear', 'set', 'xca', 'rfa', 'global'])
+@pytest.mark.parametrize(
+    'name', ['flowformer', 'global', 'hedgehog', 'hydra', 'linear', 'relu_linear', 'rfa', 'set', 'xca']
+)
 def test_mixers_without_positions_follow_a_permutation_of_the_tokens(name):
     mixer = build(name)
     x, order = tokens(mixer), torch.randperm(20, generator=torch.Generator().manual_seed(2))
@@ -395,6 +397,10 @@ def macs(name, side, **kwargs):
 @pytest.mark.parametrize(
     'name, kwargs',
     [
+        *((name, {}) for name in ('agent', 'cosformer', 'flowformer', 'focused', 'hedgehog', 'inline', 'mala', 'mhla')),
+        ('polaformer', {}),
+        ('relu_linear', {'scales': (5,)}),
+        ('linear', {'dwc': 'qk', 'center_keys': True}),
         ('global', {}),
         ('hydra', {}),
         ('linear', {}),

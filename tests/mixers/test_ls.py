@@ -20,6 +20,14 @@ def test_long_short_with_one_window_and_rank_0_is_softmax_on_normalised_keys_and
     torch.testing.assert_close(mixer(x, (5, 5)), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize('window_size', [5, 9])
+def test_long_short_without_norms_is_softmax_attention(window_size):
+    mixer = build('ls', (5, 5), window_size=window_size, rank=0, dual_norm=False)
+    x = tokens(mixer)
+    expected = mixer.project(softmax_naive(*mixer.qkv(x, (5, 5)), mixer.scale))
+    torch.testing.assert_close(mixer(x, (5, 5)), expected, rtol=1e-9, atol=1e-9)
+
+
 def test_published_long_short_bias_shares_rows_and_the_clean_one_does_not():
     for window_size, rows in ((7, 253), (8, 375)):
         published = build('ls', window_size=window_size, rel_bias='nvidia').rel_bias

@@ -477,6 +477,75 @@ def test_a_model_is_built_for_the_image_size_of_its_config(name, size):
     assert model.img_size == (size, size) == tuple(model.pretrained_cfg['input_size'][1:])
 
 
+def vit(folder, **kwargs):
+    """The folder of a plain vision transformer with two labels, and its kind of data."""
+    torch.manual_seed(0)
+    model = timm.create_model('vit_tiny_patch16_224', **{**SMALL['deit'], 'num_classes': 2, **kwargs})
+    model_config = dict(label_names=['cat', 'dog'], vitzoo=dict(multi_label=True, val_split='night', epochs=3))
+    data_config = dict(mean=(0.3, 0.4, 0.5), crop_pct=1.0)
+    save_for_hf(model, str(folder), safe_serialization=True, model_config=model_config, data_config=data_config)
+    return model
+
+
+def test_convert_swaps_the_mixers_of_a_folder(tmp_path, capsys):
+    model = vit(tmp_path / 'parent')
+    (tmp_path / 'parent' / 'held_out.csv').write_text('file,sha256\n')
+    argv = ['--from', str(tmp_path / 'parent'), '--swap', 'ls:0,softmax:1', '--out', str(tmp_path / 'out')]
+    convert([*argv, '--mixer-kwargs', 'ls={rank: 2, window_size: 3}'])
+    assert 'with ls in block 0, softmax in block 1\ninherited 100.00%' in capsys.readouterr().out
+    swapped = loaded(tmp_path / 'out')
+    config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    vitzoo.swap_mixer(model, 'ls', blocks=[0], rank=2, window_size=3)
+    model.load_state_dict(swapped.state_dict())
+    x = torch.rand(1, 3, 64, 64)
+    assert torch.equal(swapped(x), model.eval()(x))
+    assert (swapped.pretrained_cfg['mean'], swapped.pretrained_cfg['label_names']) == ([0.3, 0.4, 0.5], ['cat', 'dog'])
+    about = {'multi_label': True, 'val_split': 'night', 'parent': argv[1], 'weights': 'trained', 'inherited': 1.0}
+    assert config['vitzoo'] == about
+    assert (tmp_path / 'out' / 'held_out.csv').is_file()
+    # a swapped folder is swapped again, at another size
+    again = ['--from', str(tmp_path / 'out'), '--swap', 'aft_full', '--blocks', '0-1', '--model-kwargs', 'img_size=96']
+    convert([*again, '--out', str(tmp_path / 'again')])
+    assert loaded(tmp_path / 'again')(torch.rand(1, 3, 96, 96)).isfinite().all()
+
+
+def test_a_checkpoint_is_swapped_too(tmp_path):
+    model = vit(tmp_path / 'parent')
+    argv = ['--checkpoint', str(tmp_path / 'parent' / 'model.safetensors'), '--swap', 'softmax', '--out']
+    kwargs = words({**SMALL['deit'], 'num_classes': 2})
+    convert(['--from', 'vit_tiny_patch16_224', *argv, str(tmp_path / 'out'), '--model-kwargs', *kwargs])
+    x = torch.rand(1, 3, 64, 64)
+    assert torch.equal(loaded(tmp_path / 'out')(x), model.eval()(x))
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ('--swap lss', 'Unknown mixer .lss., did you mean ls'),
+        ('--swap ls:0-2', 'no block 2: the model has 2, from 0 to 1'),
+        ('--swap ls:0,softmax:0', "block 0 has two mixers in 'ls:0,softmax:0', ls and softmax"),
+        ('--swap ls --blocks 1-0', "'1-0' in the blocks '1-0' is not a number or a range"),
+        ('--swap ls --mixer-kwargs ranc=2', 'ranc'),
+        ('--swap ls:0,pool:1 --mixer-kwargs rank=2', 'must be those of one of them'),
+    ],
+)
+def test_a_wrong_swap_is_one_sentence(options, message, tmp_path, capsys):
+    vit(tmp_path / 'parent')
+    error = fails(capsys, '--from', tmp_path / 'parent', *options.split(), '--out', tmp_path / 'out')
+    assert re.search(message, error)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_what_cannot_be_swapped_is_one_sentence(tmp_path, capsys):
+    argv = ['--random-weights', '--swap', 'ls', '--out', tmp_path / 'out']
+    assert 'does not support ResNet' in fails(capsys, '--from', 'test_resnet', *argv)
+    assert '--model-kwargs mixer=ls' in fails(capsys, '--from', 'deit_performer_tiny', *argv)
+    for usage in (['--from', 'test_vit', '--to', 'deit_ls_tiny', '--swap', 'ls'], ['--from', 'x', '--blocks', '1']):
+        with pytest.raises(SystemExit) as end:
+            main([*usage, '--out', 'x'])
+        assert end.value.code == 2
+
+
 def official_names(weights):
     """The names of ViL's code."""
     renames = [

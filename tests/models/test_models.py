@@ -131,6 +131,18 @@ def test_an_image_too_small_for_the_backbone_is_refused(name, size):
         build(name, img_size=size)
 
 
+@pytest.mark.parametrize('name', ['deit_softmax_nano', 'vil_nano', 'cvt_nano', 'aft_conv_nano'])
+def test_a_nano_model_has_256_tokens_at_128_pixels_and_takes_64_to_160(name):
+    model = timm.create_model(name, num_classes=10).eval()
+    assert 1e6 < sum(p.numel() for p in timm.create_model(name).parameters()) < 2e6
+    assert model.default_cfg['input_size'] == (3, 128, 128)
+    assert blocks(model)[0].attn.grid_size == (16, 16)
+    for size in (64, 96, 160):
+        model.set_input_size(size)
+        assert blocks(model)[0].attn.grid_size == (size // 8, size // 8)
+        assert model(images(size, size)).isfinite().all()
+
+
 @pytest.mark.parametrize('size', ['tiny', 'small', 'base'])
 def test_deit_with_softmax_gives_timms_logits(size):
     torch.manual_seed(0)

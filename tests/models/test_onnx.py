@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from helpers import build_model as build
 from helpers import images, mixers_of_ours
+from timm.models import save_for_hf
 
 import vitzoo
 
@@ -15,6 +17,8 @@ pytest.importorskip('onnxscript')
 OPSET = 18
 # torch's exporter has no translation for its stable sort
 NOT_EXPORTED = ('reformer',)
+# a window, a sort, a convolution, landmarks; the exporter takes seconds for each mixer
+QUICK = ('aft_conv', 'ls', 'nystrom', 'sinkhorn')
 DOCS = Path(__file__).resolve().parents[2] / 'docs' / 'export.md'
 
 
@@ -24,7 +28,14 @@ def run_exported(model, x, path):
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
 
-@pytest.mark.parametrize('mixer', [mixer for mixer in vitzoo.list_mixers() if mixer not in NOT_EXPORTED])
+@pytest.mark.parametrize(
+    'mixer',
+    [
+        pytest.param(mixer, marks=[] if mixer in QUICK else pytest.mark.slow)
+        for mixer in vitzoo.list_mixers()
+        if mixer not in NOT_EXPORTED
+    ],
+)
 @pytest.mark.filterwarnings('ignore')
 def test_an_onnx_model_gives_the_same_logits(mixer, tmp_path):
     model, x = build(f'deit_{mixer}_tiny', depth=1), images()
@@ -33,10 +44,22 @@ def test_an_onnx_model_gives_the_same_logits(mixer, tmp_path):
     torch.testing.assert_close(run_exported(model, x, tmp_path / 'model.onnx'), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['aft_linear_tiny', 'cvt_linear_13', 'vil_linear_tiny'])
 @pytest.mark.filterwarnings('ignore')
 def test_the_other_backbones_export_too(name, tmp_path):
     model, x = build(name), images()
+    with torch.no_grad():
+        expected = model(x)
+    torch.testing.assert_close(run_exported(model, x, tmp_path / 'model.onnx'), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'vit_small_patch16_dinov3'])
+@pytest.mark.filterwarnings('ignore')
+def test_a_swapped_model_of_a_folder_exports_too(name, tmp_path):
+    model = timm.create_model(name, depth=1, embed_dim=24, num_heads=2, img_size=32, num_classes=3)
+    save_for_hf(vitzoo.swap_mixer(model, 'linear'), str(tmp_path), safe_serialization=True)
+    model, x = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval(), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         expected = model(x)
     torch.testing.assert_close(run_exported(model, x, tmp_path / 'model.onnx'), expected, rtol=1e-4, atol=1e-5)

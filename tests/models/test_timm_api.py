@@ -3,7 +3,8 @@
 import pytest
 import timm
 import torch
-from helpers import COMBINATIONS, SMALL, images
+from helpers import COMBINATIONS, GRID, SETTINGS, SMALL, images, tokens
+from helpers import build as build_mixer
 from helpers import build_model as build
 from timm.models import save_for_hf
 from timm.models._features_fx import create_feature_extractor, get_graph_node_names
@@ -11,7 +12,8 @@ from torch._dynamo.testing import CompileCounter
 
 import vitzoo
 
-# each mixer in one block, alternating between backbones, because compiling takes seconds per block
+slow = pytest.mark.slow
+# each mixer in one block, alternating between backbones, because compiling and exporting take seconds per block
 TWO_STAGES = dict(embed_dims=(16, 24), num_heads=(1, 2), depths=(1, 1), num_prefix_tokens=(1, 0))
 ONE_BLOCK = [
     (f'deit_{mixer}_tiny', dict(depth=1))
@@ -69,25 +71,45 @@ def test_pretrained_weights_adapt_to_other_channels_and_classes(name, in_chans, 
     assert all(torch.equal(own[key], tensor) for key, tensor in body.items())
 
 
-def compilable(name, kwargs):
+def compilable(name, *kwargs, **options):
     # torch 2.6 itself cannot compile a real FFT of a dynamic batch
     fails = 'fourier' in name and torch.__version__.startswith('2.6')
-    return pytest.param(name, kwargs, marks=pytest.mark.xfail(fails, reason='torch 2.6 compiles no real FFT'))
+    xfail = pytest.mark.xfail(fails, reason='torch 2.6 compiles no real FFT')
+    return pytest.param(name, *kwargs, marks=[xfail, *options.get('marks', [])])
 
 
-@pytest.mark.parametrize('name, kwargs', [compilable(*case) for case in ONE_BLOCK + OPTIONS])
-def test_a_compiled_model_has_no_graph_break_and_stays_compiled_on_the_last_batch(name, kwargs):
+def assert_compiles_once(module, batch):
+    """Check that there is no graph break, and that the size of the last batch does not compile again."""
     torch._dynamo.reset()
     counter = CompileCounter()
-    model = build(name, **kwargs)
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(images()), model(images()))
-        compiled(images(batch_size=3))
-        # the second batch size made the batch dimension dynamic; no other size compiles again
+        torch.testing.assert_close(compiled(*batch(2)), module(*batch(2)))
+        compiled(*batch(3))
+        # the second batch size made the batch dimension dynamic
         frames = counter.frame_count
-        compiled(images(batch_size=5))
+        compiled(*batch(5))
     assert counter.frame_count == frames <= 2
+
+
+@pytest.mark.parametrize('mixer', [compilable(mixer) for mixer in vitzoo.list_mixers()])
+def test_a_compiled_mixer_has_no_graph_break_and_stays_compiled_on_the_last_batch(mixer):
+    kwargs = SETTINGS.get(mixer, [{}])[0]
+    module = build_mixer(mixer, num_prefix_tokens=1, dtype=torch.float32, **kwargs).eval()
+    assert_compiles_once(module, lambda B: (tokens(module, B, dtype=torch.float32), GRID))
+
+
+@pytest.mark.parametrize('name, kwargs', [compilable(*case, marks=[slow]) for case in ONE_BLOCK + OPTIONS])
+def test_a_compiled_model_has_no_graph_break_and_stays_compiled_on_the_last_batch(name, kwargs):
+    assert_compiles_once(build(name, **kwargs), lambda B: (images(batch_size=B),))
+
+
+@pytest.mark.parametrize(
+    'name',
+    ['aft_linear_tiny', 'deit_softmax_tiny', *(pytest.param(n, marks=slow) for n in ('cvt_ls_13', 'vil_ls_tiny'))],
+)
+def test_every_backbone_compiles_without_a_graph_break(name):
+    assert_compiles_once(build(name), lambda B: (images(batch_size=B),))
 
 
 def test_a_random_shift_compiles_to_one_graph_for_all_neighbours():
@@ -100,6 +122,7 @@ def test_a_random_shift_compiles_to_one_graph_for_all_neighbours():
     assert not torch.equal(logits[0].expand_as(logits), logits)
 
 
+@slow
 @pytest.mark.parametrize('name, kwargs', ONE_BLOCK + OPTIONS)
 def test_an_exported_program_gives_the_same_logits(name, kwargs):
     model, x = build(name, **kwargs), images()

@@ -1,5 +1,6 @@
 """Training gives the same numbers on one process, on several, and on several machines."""
 
+import logging
 import os
 import shutil
 import signal
@@ -11,12 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from processes import free_port, read_log, start_processes, train_and_log
 from safetensors.torch import load_file
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.tensor import DTensor
 from toys import read_metrics
 
-from vitzoo.launch import start_missing_processes
+from vitzoo.errors import UserError, run_command
+from vitzoo.launch import _run_processes, start_missing_processes
+from vitzoo.train.loop import raise_together
 
 ROOT = Path(__file__).parents[2]
 # nothing random that involves several images, such as mixup, whose pairs are within a micro-batch
@@ -104,10 +110,47 @@ def test_torchrun_starts_the_processes_that_accelerate_launch_on_cpus_does_not(m
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, 'argv', ['train.py', '--epochs', '2'])
     started = []
-    monkeypatch.setattr(os, 'execv', lambda path, command: started.append(command))
-    start_missing_processes()
-    torchrun = [sys.executable, '-m', 'torch.distributed.run']
-    assert started == [[*torchrun, *options.split(), 'train.py', '--epochs', '2']]
+    monkeypatch.setattr('vitzoo.launch.torchrun.run', started.append)
+    with pytest.raises(SystemExit) as exit:
+        start_missing_processes()
+    assert exit.value.code is None
+    assert started == [torchrun.parse_args([*options.split(), 'train.py', '--epochs', '2'])]
+
+
+@pytest.mark.parametrize(
+    ('exitcode', 'code', 'words'), [(2, 2, ''), (-9, 137, 'vitzoo: error: process 1 was killed by SIGKILL\n')]
+)
+def test_the_exit_code_of_a_process_is_that_of_the_command(tmp_path, monkeypatch, capsys, exitcode, code, words):
+    def fail(args):
+        failure = ProcessFailure(local_rank=1, pid=5, exitcode=exitcode, error_file=str(tmp_path / 'none'))
+        raise ChildFailedError('train.py', {1: failure})
+
+    monkeypatch.setattr('vitzoo.launch.torchrun.run', fail)
+    monkeypatch.setattr(logging, 'disable', lambda level: None)
+    with pytest.raises(SystemExit) as exit:
+        _run_processes(['--standalone', 'train.py'])
+    assert exit.value.code == code
+    assert capsys.readouterr().err == words
+
+
+def fail_on(rank: int) -> None:
+    """Make a mistake that only one process sees, after the processes have joined."""
+    accelerator = Accelerator(cpu=True)
+
+    def command(argv) -> None:
+        with raise_together(accelerator):
+            if accelerator.process_index == rank:
+                raise UserError(f'process {rank} has no such folder')
+
+    run_command(command)
+
+
+def test_a_mistake_that_one_process_sees_is_printed_once_by_the_first(tmp_path):
+    outcome = start_processes(2, fail_on, 1)
+    assert outcome.codes == [2, 2]
+    assert [line for line in outcome.err.splitlines() if 'vitzoo' in line] == [
+        'vitzoo: error: process 1 has no such folder'
+    ]
 
 
 @pytest.mark.slow
@@ -132,8 +175,8 @@ def train_sharded(argv: list[str], log: str, event=None, at: int = -1) -> None:
 
     create_accelerator = train_module.create_accelerator
 
-    def create_sharded(recipe, folder):
-        accelerator = create_accelerator(recipe, folder)
+    def create_sharded(recipe):
+        accelerator = create_accelerator(recipe)
         wrap = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block'])
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
         accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)

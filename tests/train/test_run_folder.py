@@ -7,12 +7,14 @@ from pathlib import Path
 from shlex import split
 
 import pytest
+from accelerate import Accelerator
 
 from vitzoo.errors import UserError
+from vitzoo.train import loop as train_module
 from vitzoo.train.checkpoint import _explain_failure, list_checkpoints
 from vitzoo.train.loop import train
 from vitzoo.train.recipe import Recipe
-from vitzoo.train.run_folder import new_folder, prepare_folder
+from vitzoo.train.run_folder import claim_folder, new_folder
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 TINY = split('--model test_vit --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --crop-pct 1')
@@ -127,13 +129,37 @@ def test_a_full_disk_before_the_first_checkpoint_leaves_nothing_to_resume(tmp_pa
     assert _explain_failure(tmp_path, OSError('No space left')).endswith('and continue with --resume')
 
 
-def test_of_two_starts_that_choose_the_same_folder_the_second_does_not_delete_the_first(tmp_path, monkeypatch):
+def test_two_starts_that_choose_the_same_folder_get_two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
     first, second = (new_folder(Recipe(model='test_vit')) for _ in range(2))
     assert first == second
-    prepare_folder(first, is_new=True, is_named=False)
-    (first / 'recipe.yaml').write_text('# model  test_vit')
-    with pytest.raises(FileExistsError):
-        prepare_folder(second, is_new=True, is_named=False)
-    assert (first / 'recipe.yaml').is_file()
-    assert new_folder(Recipe(model='test_vit')).name == 'test_vit-2'
+    with (
+        claim_folder(accelerator, first, is_named=False) as lock,
+        claim_folder(accelerator, second, is_named=False) as other,
+    ):
+        assert [lock.folder.name, other.folder.name] == ['test_vit', 'test_vit-2']
+        (lock.folder / 'recipe.yaml').write_text('# model  test_vit')
+    # the second wrote nothing, and the locks are gone
+    assert [path.name for path in tmp_path.rglob('*')] == ['runs', 'test_vit', 'recipe.yaml']
+
+
+def test_a_folder_may_have_a_name_that_looks_like_markup(images, tmp_path, capsys):
+    folder = tmp_path / 'run [old] [/x]'
+    train([*TINY, '--data-dir', images, '--output', str(folder), '--epochs', '1'])
+    printed = capsys.readouterr().out
+    assert f'output {folder}' in printed and f'{folder} has the raw weights' in printed
+
+
+def test_a_run_that_ended_while_another_start_waited_for_its_folder_is_kept(images, tmp_path, monkeypatch):
+    arguments = [*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1']
+
+    def end_another_run(recipe):
+        (tmp_path / 'recipe.yaml').write_text('# model  test_vit')
+        return create_accelerator(recipe)
+
+    create_accelerator = train_module.create_accelerator
+    monkeypatch.setattr(train_module, 'create_accelerator', end_another_run)
+    with pytest.raises(UserError, match='there is a run in'):
+        train(arguments)
+    assert (tmp_path / 'recipe.yaml').read_text() == '# model  test_vit'

@@ -163,6 +163,7 @@ def test_only_the_last_complete_checkpoints_are_kept_and_listed(images, tmp_path
     assert [path.name for path in list_checkpoints(folder)] == ['step-00000015', 'step-00000020']
 
 
+@pytest.mark.slow
 def test_two_launched_processes_train_like_one_with_two_accumulation_steps(images, tmp_path):
     arguments = [*TINY, *AUGMENTED, '--data-dir', images, '--epochs', '2', '--output']
     launch = [sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', 'train.py']
@@ -206,7 +207,7 @@ def test_a_mixed_batch_of_odd_size_keeps_its_last_image():
     'options',
     [
         '--amp --amp-dtype bfloat16 --clip-grad 1',
-        '--amp --amp-dtype float16',
+        '--no-aug --channels-last --cutmix-minmax 0.2 0.8 --mixup-off-epoch 1 --eval-metric loss --dist-bn none',
         '--clip-grad 0.1 --clip-mode agc --opt sgd --sched step --decay-epochs 1',
         '--clip-grad 0.1 --clip-mode value --bce-loss --bce-target-thresh 0.2 --mixup 0.2 --mixup-mode elem',
         '--layer-decay 0.7 --opt-betas 0.9 0.95 --opt-eps 1e-6 --smoothing 0 --sched wsd --grad-checkpointing',

@@ -6,6 +6,8 @@ from shlex import split
 import pytest
 import timm
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -244,6 +246,52 @@ def test_a_tracker_logs_every_epoch(images, tmp_path):
         assert [scalar.value for scalar in scalars] == pytest.approx([float(row[name]) for row in rows])
 
 
+class StandInTracker(GeneralTracker):
+    """A tracker whose package need not be installed."""
+
+    name, requires_logging_directory, tracker = 'stand_in', False, None
+    started, logged = [], []
+
+    def __init__(self, project: str):
+        super().__init__()
+
+    def store_init_configuration(self, values: dict) -> None:
+        self.started.append(values)
+
+    def log(self, values: dict, step: int | None = None) -> None:
+        self.logged.append((step, values))
+
+
+@pytest.fixture
+def stand_in(monkeypatch) -> type:
+    monkeypatch.setattr(StandInTracker, 'started', [])
+    monkeypatch.setattr(StandInTracker, 'logged', [])
+    monkeypatch.setattr('vitzoo.train.progress.get_available_trackers', lambda: [LoggerType.WANDB])
+    monkeypatch.setattr('accelerate.tracking.get_available_trackers', lambda: [LoggerType.WANDB])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, 'wandb', StandInTracker)
+    return StandInTracker
+
+
+def test_a_tracker_gets_the_recipe_and_the_rows_of_the_metrics(images, tmp_path, stand_in):
+    run_once(images, tmp_path / 'run', '--epochs', '2', '--val-interval', '2', '--log-with', 'wandb')
+    (settings,) = stand_in.started
+    assert settings['model'] == 'test_vit' and settings['lr'] == 1e-3 and settings['clip_grad'] == 'None'
+    assert [step for step, _ in stand_in.logged] == [5, 10]
+    first, last = (values for _, values in stand_in.logged)
+    assert first['epoch'] == 1 and 'top1' not in first and {'top1', 'eval_loss'} <= last.keys()
+    # a reserved name of some trackers
+    assert 'step' not in first
+
+
+def test_a_tracker_that_cannot_start_is_a_sentence(images, tmp_path, monkeypatch, stand_in):
+    def refuse(self, values):
+        raise Exception('not logged in')
+
+    monkeypatch.setattr(stand_in, 'store_init_configuration', refuse)
+    with pytest.raises(UserError, match=r'cannot start log_with wandb \(not logged in\); set it up, or leave out'):
+        run_once(images, tmp_path / 'run', '--log-with', 'wandb')
+
+
 def test_the_best_epoch_is_exported_as_well_as_the_last(images, tmp_path, monkeypatch):
     from vitzoo.train import loop as train_module
 
@@ -285,7 +333,7 @@ def test_checkpointed_activations_change_neither_loss_nor_gradients():
         ('bf16', [], 'bf16'),
         ('bf16', ['--amp', 'no'], 'fp32'),
         ('no', ['--amp'], 'bf16'),
-        ('bf16', ['--amp', '--amp-dtype', 'float16'], 'fp16'),
+        (None, ['--model-dtype', 'bfloat16'], 'bf16'),
     ],
 )
 def test_the_recipe_takes_precedence_over_the_precision_of_the_launcher(

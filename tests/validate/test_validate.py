@@ -247,6 +247,7 @@ def validate_in_two_processes(folder: Path, *argv, timeout: int = 180) -> tuple[
     return record, child.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(data, trained, tmp_path):
     argv = (trained, '--data-dir', data, '--batch-size', 3)
     two, printed = validate_in_two_processes(tmp_path, *argv)

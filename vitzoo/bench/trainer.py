@@ -37,6 +37,7 @@ from vitzoo.bench._options import parse_common
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
 from vitzoo.load import find_models
 from vitzoo.options import positive
+from vitzoo.train.lock import FolderLock
 from vitzoo.train.loop import create_accelerator, set_up
 from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.train.run import Run
@@ -108,8 +109,7 @@ def make_run(recipe: Recipe) -> Run:
     """The state of `vitzoo train` before its first step."""
     # an earlier model may have set another precision
     AcceleratorState._reset_state(reset_partial_state=True)
-    folder = Path('runs')
-    return set_up(recipe, create_accelerator(recipe, folder), folder)
+    return set_up(recipe, create_accelerator(recipe), FolderLock(Path('runs')))
 
 
 def vitzoo_step(run: Run, batches: list[list[torch.Tensor]]) -> Callable[[int], object]:

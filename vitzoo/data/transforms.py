@@ -8,6 +8,7 @@ transform for the data config.
 
 import os
 import random
+import re
 from itertools import chain
 from typing import BinaryIO
 
@@ -19,11 +20,21 @@ from timm.data.auto_augment import posterize
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor, nn
 from torchvision.transforms import Compose, Grayscale, PILToTensor, ToPILImage, ToTensor
-from torchvision.transforms.v2.functional import resize
+from torchvision.transforms.v2.functional import pil_to_tensor, resize
 
-from vitzoo.data.decode import read_crop
+from vitzoo.data.decode import read_crop, read_rgb
 from vitzoo.errors import UserError, did_you_mean
 
+# settings of each policy of timm, which follow its name and are separated by hyphens
+_NUMBER = r'\d+(\.\d+)?'
+_POLICIES = {
+    'rand': rf'(m|n|mmax)\d+|inc[01]|(mstd|p){_NUMBER}|t(weights|3a|3aw)',
+    'augmix': rf'(m|w|d)\d+|b[01]|(mstd|a){_NUMBER}',
+    **dict.fromkeys(('original', 'originalr', 'v0', 'v0r', '3a'), rf'mstd{_NUMBER}'),
+}
+_EXAMPLES = dict(rand='rand-m9-mstd0.5-inc1', augmix='augmix-m5-w4-d2')
+# of timm's Gaussian blur, which mirrors that many pixels at each edge
+_BLUR_RADIUS = 11
 # pipelines of `albumentations: light`, `medium` and `strong`; the recipe's crop and flip come first
 PIPELINES = {
     'light': [
@@ -74,17 +85,33 @@ def train_transform(recipe, data_config: dict) -> 'TrainTransform':
     Raises:
         UserError: `aa`, the albumentations pipeline or the number of input channels is not supported.
     """
-    if recipe.aa and not recipe.aa.startswith(('rand', 'augmix', 'original', 'v0', '3a')):
-        raise UserError(f"unknown aa '{recipe.aa}'; use rand-…, augmix-…, original, v0 or 3a")
+    if recipe.aa:
+        _check_policy(recipe.aa)
+    size = data_config['input_size']
+    if recipe.gaussian_blur_prob and min(size[1:]) <= _BLUR_RADIUS:
+        raise UserError(f'gaussian_blur_prob needs images of more than {_BLUR_RADIUS} pixels, not {min(size[1:])}')
+    for name in ('scale', 'ratio'):
+        low, high = getattr(recipe, name)
+        if not 0 < low <= high:
+            raise UserError(f'{name} must be two increasing numbers above 0, not {low} {high}')
+    if recipe.no_aug:
+        resize, crop, _ = create_transform(
+            size, is_training=True, no_aug=True, interpolation=recipe.train_interpolation, use_prefetcher=True
+        ).transforms
+        return TrainTransform(Compose([resize, crop]), Compose(_to_channels(data_config)))
     crop_and_flip, augment, to_tensor = create_transform(
-        data_config['input_size'],
+        size,
         is_training=True,
         separate=True,
+        train_crop_mode=recipe.train_crop_mode,
         scale=recipe.scale,
         ratio=recipe.ratio,
         hflip=recipe.hflip,
         vflip=recipe.vflip,
         color_jitter=recipe.color_jitter or None,
+        color_jitter_prob=recipe.color_jitter_prob,
+        grayscale_prob=recipe.grayscale_prob,
+        gaussian_blur_prob=recipe.gaussian_blur_prob,
         auto_augment=recipe.aa,
         interpolation=recipe.train_interpolation or data_config['interpolation'],
         mean=data_config['mean'],
@@ -94,6 +121,8 @@ def train_transform(recipe, data_config: dict) -> 'TrainTransform':
         re_count=recipe.recount,
     )
     crop, *steps = crop_and_flip.transforms
+    if recipe.train_crop_mode != 'rrc':
+        crop, steps = Compose([crop, steps[0]]), steps[1:]
     _allow_posterize_to_0_bits(augment)
     if recipe.aug == 'albumentations':
         augment = Compose([Albumentations(recipe.albumentations)])
@@ -107,6 +136,17 @@ def train_transform(recipe, data_config: dict) -> 'TrainTransform':
     return TrainTransform(crop, Compose(steps))
 
 
+def _check_policy(aa: str) -> None:
+    """Check the name and the settings of a policy; timm ignores what it cannot read."""
+    name, *settings = aa.split('-')
+    if name not in _POLICIES:
+        raise UserError(f"unknown aa '{aa}'; use rand-…, augmix-…, original, v0 or 3a")
+    for setting in settings:
+        if not re.fullmatch(_POLICIES[name], setting):
+            example = _EXAMPLES.get(name, f'{name}-mstd0.5')
+            raise UserError(f"the setting '{setting}' of aa '{aa}' does not exist; an example is {example}")
+
+
 class TrainTransform:
     """A random crop, chosen before the image file is decoded, followed by the other steps.
 
@@ -114,17 +154,20 @@ class TrainTransform:
     normalized floats if `steps` normalize.
 
     Args:
-        crop: timm's random crop, of which the parameters and random numbers are used. Resizing is torch's, with
-            antialiasing: three times as fast as PIL's, and within 2 of 255 of it.
+        crop: timm's crop. Of a random resized crop the parameters and random numbers are used, and resizing is torch's,
+            with antialiasing: three times as fast as PIL's, and within 2 of 255 of it. Any other is applied to the
+            whole PIL image.
         steps: The remaining transforms, on uint8 tensors.
     """
 
-    def __init__(self, crop: RandomResizedCropAndInterpolation, steps: Compose):
+    def __init__(self, crop: RandomResizedCropAndInterpolation | Compose, steps: Compose):
         self.crop, self.steps = crop, steps
 
     def read(self, file: BinaryIO | Image.Image) -> Tensor:
         """Read a random crop of an image or an image file and resize it: uint8 (3, H, W)."""
         crop = self.crop
+        if isinstance(crop, Compose):
+            return pil_to_tensor(crop(read_rgb(file)))
         pixels = read_crop(file, self._choose_crop, crop.size)
         # timm has a tuple of modes for 'random'
         modes = crop.interpolation

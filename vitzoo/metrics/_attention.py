@@ -8,6 +8,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from vitzoo.mixers import TokenMixer
+from vitzoo.mixers._rope import Rope
 
 
 @dataclass
@@ -35,10 +36,12 @@ class AttentionWeights:
 
 
 @torch.no_grad()
-def attention_weights(attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None) -> AttentionWeights | None:
+def attention_weights(
+    attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None, *rope: Rope
+) -> AttentionWeights | None:
     """Attention weights of a layer for its input x (B, N, C); None if its output is not a weighted mean of tokens."""
     if isinstance(attn, TokenMixer) and attn.token_weights:
-        q, k, v = attn.to_qkv(x, grid_size)
+        q, k, v = attn.to_qkv(x, grid_size, *rope)
         return AttentionWeights(lambda values: attn.mix(q, k, values, grid_size), v)
     if isinstance(attn, Attention):
         return _timm_weights(attn, x)

@@ -82,8 +82,8 @@ class HealthProbe:
     def _measurer(self, name: str):
         @torch.no_grad()
         def measure(mixer: QKVMixer, args: tuple) -> None:
-            x, grid_size = args
-            for sign, values in mixer.health(*mixer.to_qkv(x, grid_size), grid_size).items():
+            grid_size = args[1]
+            for sign, values in mixer.health(*mixer.to_qkv(*args), grid_size).items():
                 self._values.setdefault((name, sign), []).append(values)
 
         return measure

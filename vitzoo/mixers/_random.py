@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from .base import QKVMixer
+from ._kernel import KernelMixer
+from ._rope import Rope
 
 __all__ = ['RandomFeatureMixer', 'draw_generator']
 
@@ -21,7 +22,7 @@ def draw_generator(seed: int, layer: int, index: int = 0) -> torch.Generator:
     return torch.Generator(device='cpu').manual_seed(int(state))
 
 
-class RandomFeatureMixer(QKVMixer):
+class RandomFeatureMixer(KernelMixer):
     """A mixer with `num_features` random features, a buffer that is saved with the weights.
 
     Subclasses define how features are drawn and, by `buffer_name`, the name of the buffer. The features depend on
@@ -60,10 +61,12 @@ class RandomFeatureMixer(QKVMixer):
         """Draw random features from a generator, in float32."""
         raise NotImplementedError
 
-    def to_qkv(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def to_qkv(
+        self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.redraw_every:
             self.warn_without_step(f'redraw_every={self.redraw_every}')
-        return super().to_qkv(x, grid_size)
+        return super().to_qkv(x, grid_size, rope)
 
     def set_step(self, step: int) -> None:
         super().set_step(step)

@@ -25,9 +25,16 @@ __all__ = [
 ]
 
 
-def tile(x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int]) -> torch.Tensor:
-    """Tokens (B, heads, H*W, d) -> tiles (B, heads, T, h*w, d) of `window_size` = (h, w), zero-padded."""
+def tile(
+    x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int], shift: tuple[int, int] = (0, 0)
+) -> torch.Tensor:
+    """Tokens (B, heads, H*W, d) -> tiles (B, heads, T, h*w, d) of `window_size` = (h, w), zero-padded.
+
+    The padded grid is rolled up and to the left by `shift`.
+    """
     x = _pad(x.unflatten(2, grid_size), grid_size, window_size, (0, 0))  # (B, heads, rows, columns, d)
+    if any(shift):
+        x = x.roll((-shift[0], -shift[1]), dims=(2, 3))
     x = x.unflatten(3, (-1, window_size[1])).unflatten(2, (-1, window_size[0]))
     return x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
 
@@ -45,11 +52,15 @@ def tile_with_halo(
     return x.permute(0, 1, 2, 3, 5, 6, 4).flatten(4, 5).flatten(2, 3)  # from (B, heads, rows, columns, d, h, w)
 
 
-def untile(x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int]) -> torch.Tensor:
+def untile(
+    x: torch.Tensor, grid_size: tuple[int, int], window_size: tuple[int, int], shift: tuple[int, int] = (0, 0)
+) -> torch.Tensor:
     """Tiles (B, heads, T, h*w, d) -> tokens (B, heads, H*W, d), the inverse of `tile`."""
     H, W = grid_size
     x = x.unflatten(2, (-(-H // window_size[0]), -1)).unflatten(4, window_size)
     x = x.transpose(3, 4).flatten(4, 5).flatten(2, 3)  # (B, heads, rows, columns, d)
+    if any(shift):
+        x = x.roll(shift, dims=(2, 3))
     return x[:, :, :H, :W].flatten(2, 3)
 
 

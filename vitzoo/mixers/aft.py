@@ -216,6 +216,8 @@ class _FactoredBias(QKVMixer):
     """AFT with the position bias w_ij = u_i . u'_j of equation 3, factors of rank `bias_dim` per token."""
 
     grid_bound = True
+    # exp(k) weighs the values and q gates them; they are never multiplied
+    has_rope = False
 
     def __init__(self, dim: int, num_heads: int, *, bias_dim: int = 128, device=None, dtype=None, **kwargs) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
@@ -276,6 +278,7 @@ class AFTLocal(_FactoredBias):
 class AFTSimple(QKVMixer):
     """AFT-simple: a softmax over tokens in each channel, gated by the query."""
 
+    has_rope = False
     op = staticmethod(aft_simple)
     op_naive = staticmethod(aft_simple_naive)
 
@@ -291,6 +294,7 @@ class AFTConv(QKVMixer):
     new layer is AFT-simple with one key per head.
     """
 
+    has_rope = False
     op = staticmethod(aft_conv)
     op_naive = staticmethod(aft_conv_naive)
 

@@ -4,6 +4,7 @@ A mixer takes (B, P + H*W, dim) tokens, the P prefix tokens (class, distillation
 raster order, and returns the same shape. It does not depend on the backbone that contains it.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from vitzoo.errors import did_you_mean
 from ._grid import check_grid
 from ._numerics import no_autocast
 from ._qkv import LinearQKV
+from ._rope import Rope
 from ._softmax_health import SoftmaxHealth
 
 __all__ = [
@@ -47,6 +49,11 @@ def register_mixer(name: str) -> Callable[[type['TokenMixer']], type['TokenMixer
                 raise TypeError(
                     f"Mixer '{name}' needs a static `{attr}`: every mixer has a fast op and its naive form."
                 )
+        # a mixer of a package of its own may override these without rotary positions
+        cls.has_rope = cls.has_rope and all(
+            'rope' in inspect.signature(method).parameters
+            for method in (cls.forward, getattr(cls, 'to_qkv', cls.forward))
+        )
         _mixers[name] = cls
         # a leaf for torch.fx: control flow in a mixer depends on the grid size
         return register_notrace_module(cls)
@@ -92,9 +99,14 @@ class TokenMixer(nn.Module):
       summing to 1 (those of nystrom nearly), for a v of any width;
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
     * `has_rel_bias`: takes `rel_bias='table'`, a learned relative position bias;
+    * `has_talking_heads`: takes `talking_heads`, linear layers over the heads;
+    * `has_reduction`: takes `sr_ratio`, the ratio of the grids of queries and keys;
     * `grid_bound`: has parameters for one grid size with any options, which `set_input_size` resamples;
     * `has_qk_norm`: takes `qk_norm` and `norm_layer`, which normalize queries and keys;
-    * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare.
+    * `has_rope`: `forward` takes `rope`, rotary positions, and compares rotated queries with rotated keys;
+    * `has_own_rope`: rotates queries and keys by positions of its own unless `rope=False`;
+    * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare;
+    * `parts`: names of the parts that it consists of; while `part` is one of them, the others are left out.
 
     Backbones build every mixer with the same keywords: those of this class and `qkv_bias`, `proj_drop`, `device` and
     `dtype`, which a subclass takes itself. `layer` is the index of the mixer among all mixers of its model. Random
@@ -106,9 +118,15 @@ class TokenMixer(nn.Module):
     token_weights = False
     subsampled_kv = False
     has_rel_bias = False
+    has_talking_heads = False
+    has_reduction = False
     grid_bound = False
     has_qk_norm = False
+    has_rope = False
+    has_own_rope = False
     approximates_softmax = False
+    parts: tuple[str, ...] = ()
+    part: str | None = None
 
     op: Callable[..., torch.Tensor]
     op_naive: Callable[..., torch.Tensor]
@@ -204,10 +222,12 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
     describe; `scale` multiplies q.k and is head_dim ** -0.5 by default. With `LinearQKV` the parameters are called
     `qkv` and `proj` as in timm, so a ViT checkpoint loads strictly into every mixer that adds none. `qk_norm`
     normalizes the queries and keys of each head with `norm_layer(head_dim)`, as timm's attention does; raises
-    ValueError for a mixer with narrower keys.
+    ValueError for a mixer with narrower keys. `scale_norm` applies `norm_layer(dim)` before `proj`, as in EVA-02. A
+    subclass whose output is not a function of products q_i . k_j sets `has_rope = False`.
     """
 
     has_qk_norm = True
+    has_rope = True
 
     def __init__(
         self,
@@ -222,6 +242,7 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         shared_qk: bool = False,
         qkv_layer: Callable[..., nn.Module] = LinearQKV,
         qk_norm: bool = False,
+        scale_norm: bool = False,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
         device=None,
         dtype=None,
@@ -248,6 +269,7 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm and not shared_qk else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
+        self.scale_norm = norm_layer(dim, **dd) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -265,16 +287,22 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         """Dropout rate of the attention weights in the current mode, 0 in evaluation."""
         return self.attn_drop.p if self.training else 0.0
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.to_qkv(x, grid_size)
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
+        q, k, v = self.to_qkv(x, grid_size, rope)
         x = self.mix(q, k, v, grid_size)
         return self.project(x)
 
-    def to_qkv(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens (B, N, dim) -> queries, keys and values (B, heads, N, head_dim)."""
+    def to_qkv(
+        self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens (B, N, dim) -> queries, keys and values (B, heads, N, head_dim); `rope` rotates queries and keys."""
         q, k, v = self.qkv(x, grid_size)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            # keys shared with the queries have no channels
+            q, k = rope.rotate(q), rope.rotate(k) if k.shape[-1] else k
         # under autocast a norm returns float32
-        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
+        return q.to(v.dtype), k.to(v.dtype), v
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Queries, keys and values (B, heads, N, head_dim) -> mixed values (B, heads, N, head_dim)."""
@@ -282,5 +310,5 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Merge the heads and project: (B, heads, N, head_dim) -> (B, N, dim)."""
-        x = x.transpose(1, 2).flatten(2)
+        x = self.scale_norm(x.transpose(1, 2).flatten(2))
         return self.proj_drop(self.proj(x))

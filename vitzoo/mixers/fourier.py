@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from .base import ParameterFreeMixer, no_autocast, register_mixer
 
-__all__ = ['Fourier', 'fourier', 'fourier_naive']
+__all__ = ['Fourier', 'fft_flops', 'fourier', 'fourier_naive']
 
 
 def fourier_naive(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
@@ -56,7 +56,7 @@ def fourier(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return torch.cat([zero.to(x.dtype), image], dim=1)
 
 
-def _fft_flops(shape: tuple[int, ...], dims: list[int], *args, out_shape=None, **kwargs) -> int:
+def fft_flops(shape: tuple[int, ...], dims: list[int], *args, out_shape=None, **kwargs) -> int:
     """5 n log2(n) for a transform of n complex numbers: the textbook count of radix 2."""
     n = math.prod(shape[dim] for dim in dims)
     return int(5 * math.prod(shape) * math.log2(n))
@@ -65,7 +65,7 @@ def _fft_flops(shape: tuple[int, ...], dims: list[int], *args, out_shape=None, *
 # torch's FLOP counter has no formula for FFTs and would count none
 for _op in (torch.ops.aten._fft_c2c, torch.ops.aten._fft_r2c):
     if _op not in flop_registry:
-        register_flop_formula(_op)(_fft_flops)
+        register_flop_formula(_op)(fft_flops)
 
 
 @register_mixer('fourier')

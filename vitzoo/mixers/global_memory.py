@@ -15,6 +15,7 @@ Vision Longformer and its official code (`only_glo`), https://arxiv.org/abs/2103
 import torch
 from torch import nn
 
+from ._rope import Rope
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -85,10 +86,10 @@ class GlobalMemory(QKVMixer):
         if num_global:
             nn.init.trunc_normal_(self.memory, std=0.02)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
         if self.memory is not None:
             x = torch.cat([self.memory.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
-        q, k, v = self.to_qkv(x, grid_size)
+        q, k, v = self.to_qkv(x, grid_size, rope)
         num_all = self.num_global + self.num_prefix_tokens
         x = self.op(q, k, v, self.num_global, num_all, self.scale, self.dropout_p)
         return self.project(x)

@@ -10,7 +10,8 @@ https://arxiv.org/abs/2209.07484
 
 import torch
 
-from .base import QKVMixer, no_autocast, register_mixer
+from ._kernel import KernelMixer
+from .base import no_autocast, register_mixer
 
 __all__ = ['Hydra', 'hydra_attention', 'hydra_naive']
 
@@ -38,9 +39,10 @@ def _normalize(x: torch.Tensor) -> torch.Tensor:
 
 
 @register_mixer('hydra')
-class Hydra(QKVMixer):
+class Hydra(KernelMixer):
     """Hydra attention with the paper's cosine similarity."""
 
+    has_rope = False
     op = staticmethod(hydra_attention)
     op_naive = staticmethod(hydra_naive)
 

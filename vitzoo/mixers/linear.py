@@ -10,9 +10,10 @@ Transformers are RNNs, section 3.2, https://arxiv.org/abs/2006.16236
 import torch
 from torch.nn import functional as F
 
+from ._kernel import KernelMixer
 from ._numerics import LOG2_E
 from ._positive_features import feature_attention
-from .base import QKVMixer, no_autocast, register_mixer
+from .base import no_autocast, register_mixer
 
 __all__ = ['Linear', 'linear_attention', 'linear_naive']
 
@@ -58,7 +59,7 @@ class _EluFeatures:
 
 
 @register_mixer('linear')
-class Linear(QKVMixer):
+class Linear(KernelMixer):
     """Linear attention with the feature map elu(x) + 1."""
 
     token_weights = True

@@ -18,6 +18,7 @@ from torch import nn
 from ._qkv import split_heads, split_qkv
 from ._random_shift import draw_neighbour, shifted_attention
 from ._rel_bias import OffsetBias, PrefixBias
+from ._rope import Rope
 from ._window import window_attention
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -179,9 +180,9 @@ class Longformer(QKVMixer):
         # attention over all tokens has no equivalent of a bias limited to the window or of a second set of keys
         self.approximates_softmax = rel_bias == 'none' and self.q_global is None
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.to_qkv(x, grid_size)
-        return self.project(self.mix(q, k, v, grid_size, *self.to_global_qkv(x)))
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
+        q, k, v = self.to_qkv(x, grid_size, rope)
+        return self.project(self.mix(q, k, v, grid_size, *self.to_global_qkv(x, rope)))
 
     def mix(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int], *global_qkv: torch.Tensor
@@ -198,18 +199,21 @@ class Longformer(QKVMixer):
             self.exact, neighbour, *global_qkv,
         )  # fmt: skip
 
-    def to_global_qkv(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def to_global_qkv(self, x: torch.Tensor, rope: Rope | None = None) -> tuple[torch.Tensor, ...]:
         """Queries of the prefix tokens and the keys and values that they attend; empty if projections are shared."""
         if self.q_global is None:
             return ()
         q = split_heads(self.q_global(x[:, : self.num_prefix_tokens]), self.num_heads)
         k, v = (split_heads(part, self.num_heads) for part in self.kv_global(x).chunk(2, dim=-1))
-        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            k = rope.rotate(k)
+        return q.to(v.dtype), k.to(v.dtype), v
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         if self.proj_global is None:
             return super().project(x)
-        x = x.transpose(1, 2).flatten(2)
+        x = self.scale_norm(x.transpose(1, 2).flatten(2))
         prefix, grid = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         return self.proj_drop(torch.cat([self.proj_global(prefix), self.proj(grid)], dim=1))
 
@@ -227,10 +231,12 @@ class Longformer(QKVMixer):
             }
         return {**inherited, **copied}
 
-    def to_qkv(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def to_qkv(
+        self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.shift_steps is not None:
             self.warn_without_step(f'shift_steps={self.shift_steps}')
-        return super().to_qkv(x, grid_size)
+        return super().to_qkv(x, grid_size, rope)
 
     def set_step(self, step: int) -> None:
         super().set_step(step)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ._qkv import split_heads
 from ._rel_bias import OffsetBias
+from ._rope import Rope
 from ._window import window_attention, window_attention_naive
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -28,7 +29,7 @@ def long_short_naive(
     k: torch.Tensor,
     v: torch.Tensor,
     dynamic_proj: nn.Linear | None,
-    norm_full: nn.LayerNorm,
+    norm_full: nn.LayerNorm | None,
     norm_landmarks: nn.LayerNorm | None,
     grid_size: tuple[int, int],
     window_size: int,
@@ -41,6 +42,8 @@ def long_short_naive(
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
 
     def layer_norm(norm, x):
+        if norm is None:
+            return x
         x = x.transpose(1, 2).flatten(2)
         x = (x - x.mean(dim=-1, keepdim=True)) / (x.var(dim=-1, keepdim=True, correction=0) + norm.eps).sqrt()
         return (x * norm.weight + norm.bias).unflatten(2, (heads, -1)).transpose(1, 2)
@@ -66,7 +69,7 @@ def long_short_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     dynamic_proj: nn.Linear | None,
-    norm_full: nn.LayerNorm,
+    norm_full: nn.LayerNorm | None,
     norm_landmarks: nn.LayerNorm | None,
     grid_size: tuple[int, int],
     window_size: int,
@@ -78,7 +81,7 @@ def long_short_attention(
     """x (B, P + H*W, dim) and q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d).
 
     W_P is `dynamic_proj`, LN is `norm_full`, and LN_dp is `norm_landmarks`; there is no low-rank projection if
-    `dynamic_proj` is None. `bias` is (heads, w*w, (w + 2 halo)^2).
+    `dynamic_proj` is None, and no DualLN if the norms are. `bias` is (heads, w*w, (w + 2 halo)^2).
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     k, v = _norm_tokens(norm_full, k), _norm_tokens(norm_full, v)
@@ -99,8 +102,10 @@ def long_short_attention(
     return torch.cat([prefix, grid.to(prefix.dtype)], dim=2)
 
 
-def _norm_tokens(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+def _norm_tokens(norm: nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
     """Normalise each token of (B, heads, N, d) over all heads together."""
+    if norm is None:
+        return x
     B, heads, N, d = x.shape
     # rows of one matrix, because compiled code fails in the backward pass of a layer norm of transposed tokens
     rows = norm(x.transpose(1, 2).reshape(B * N, heads * d)).to(x.dtype)
@@ -113,6 +118,8 @@ class LongShort(QKVMixer):
 
     `rel_bias` is 'none', 'table' (one row per offset), or 'nvidia': the index of the published ViL-LS models, in which
     different offsets share rows (361 offsets on 253 rows at w = 7). The table belongs to the window, not to the grid.
+    `dual_norm=False` leaves DualLN out, so that keys and values inherited from softmax attention keep their scale. The
+    `parts` are 'local', without the low-rank projection, and 'global', without the window.
     """
 
     attn_weights = True
@@ -128,6 +135,7 @@ class LongShort(QKVMixer):
         window_size: int = 7,
         rank: int = 8,
         rel_bias: str = 'none',
+        dual_norm: bool = True,
         device=None,
         dtype=None,
         **kwargs,
@@ -141,20 +149,25 @@ class LongShort(QKVMixer):
         self.window_size = window_size
         self.halo = max(1, window_size // 2)
         self.rank = rank
+        self.parts = ('local', 'global') if rank else ()
         self.dynamic_proj = nn.Linear(dim, num_heads * rank, **dd) if rank else None
-        self.norm_full = nn.LayerNorm(dim, **dd)
-        self.norm_landmarks = nn.LayerNorm(dim, **dd) if rank else None
+        self.norm_full = nn.LayerNorm(dim, **dd) if dual_norm else None
+        self.norm_landmarks = nn.LayerNorm(dim, **dd) if rank and dual_norm else None
         self.rel_bias = None
         if rel_bias != 'none':
             row_stride = window_size + 2 * self.halo if rel_bias == 'nvidia' else None
             window = (window_size, window_size)
             self.rel_bias = OffsetBias(num_heads, window, halo=self.halo, row_stride=row_stride, **dd)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.to_qkv(x, grid_size)
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
+        q, k, v = self.to_qkv(x, grid_size, rope)
         bias = self.rel_bias() if self.rel_bias is not None else None
+        dynamic_proj = None if self.part == 'local' else self.dynamic_proj
+        if self.part == 'global':
+            window = self.window_size**2, (self.window_size + 2 * self.halo) ** 2
+            bias = q.new_full((1, *window), -torch.inf)
         x = self.op(
-            x, q, k, v, self.dynamic_proj, self.norm_full, self.norm_landmarks,
+            x, q, k, v, dynamic_proj, self.norm_full, self.norm_landmarks,
             grid_size, self.window_size, self.halo, self.scale, bias, self.dropout_p,
         )  # fmt: skip
         return self.project(x)

@@ -157,10 +157,11 @@ class RFA(RandomFeatureMixer):
         shape = (self.num_heads, self.num_features, self.head_dim)
         return torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.to_qkv(x, grid_size)
+    def mix_input(
+        self, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
+    ) -> torch.Tensor:
         gate = None if self.gate is None else self.gate(x[:, self.num_prefix_tokens :]).mT
-        return self.project(self.op(q, k, v, self.directions, self.sigma, gate))
+        return self.op(q, k, v, self.directions, self.sigma, gate)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """The form without a gate, which depends only on q, k and v."""

@@ -60,6 +60,7 @@ class InducedSet(QKVMixer):
     """Induced set attention through `num_inducing` learned points."""
 
     attn_weights = True
+    has_rope = False
     op = staticmethod(set_attention)
     op_naive = staticmethod(set_naive)
 

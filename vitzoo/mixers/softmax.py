@@ -2,12 +2,14 @@
 
     out_i = sum_j softmax_j(scale * q_i . k_j + bias_ij) v_j
 
-Quadratic in the number of tokens: O(N^2 dim). Attention Is All You Need, https://arxiv.org/abs/1706.03762; relative
-bias as in ViL, https://arxiv.org/abs/2103.15358
+With talking heads, linear layers mix the heads of the scores before, and of the weights after the softmax. Quadratic in
+the number of tokens: O(N^2 dim). Attention Is All You Need, https://arxiv.org/abs/1706.03762; relative bias as in ViL,
+https://arxiv.org/abs/2103.15358; Talking-Heads Attention, https://arxiv.org/abs/2003.02436, with biases as in CaiT
 """
 
 import torch
 from timm.layers import is_exporting, use_fused_attn
+from torch import nn
 from torch.nn import functional as F
 
 from ._rel_bias import OffsetBias, PrefixBias
@@ -23,13 +25,19 @@ def softmax_naive(
     scale: float,
     bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    proj_l: nn.Linear | None = None,
+    proj_w: nn.Linear | None = None,
 ) -> torch.Tensor:
     """The textbook formula; arguments as `softmax_attention`."""
     scores = scale * q @ k.transpose(-2, -1)
     if bias is not None:
         scores = scores + bias
+    if proj_l is not None:
+        scores = torch.einsum('gh,bhij->bgij', proj_l.weight, scores) + proj_l.bias[:, None, None]
     scores = scores - scores.amax(dim=-1, keepdim=True)
     attn = scores.exp() / scores.exp().sum(dim=-1, keepdim=True)
+    if proj_w is not None:
+        attn = torch.einsum('gh,bhij->bgij', proj_w.weight, attn) + proj_w.bias[:, None, None]
     return F.dropout(attn, dropout_p) @ v
 
 
@@ -40,18 +48,30 @@ def softmax_attention(
     scale: float,
     bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    proj_l: nn.Linear | None = None,
+    proj_w: nn.Linear | None = None,
 ) -> torch.Tensor:
-    """Queries (B, heads, N, d), keys and values (B, heads, M, d), bias (heads, N, M) -> (B, heads, N, d)."""
+    """Queries (B, heads, N, d), keys and values (B, heads, M, d), bias (heads, N, M) -> (B, heads, N, d).
+
+    `proj_l` and `proj_w` mix the heads of the scores and of the weights.
+    """
     # torch.export decomposes sdpa with a bias into operations whose output strides do not match
-    if use_fused_attn() and not (bias is not None and is_exporting()):
+    if use_fused_attn() and proj_l is None and not (bias is not None and is_exporting()):
         # sdpa requires the bias in the dtype of the queries, which autocast does not ensure
         bias = None if bias is None else bias.to(q.dtype).unsqueeze(0)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     scores = (scale * q) @ k.transpose(-2, -1)
     if bias is not None:
         scores = scores + bias
+    scores = _mix_heads(scores, proj_l)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    attn = _mix_heads(attn, proj_w)
     return F.dropout(attn, dropout_p) @ v
+
+
+def _mix_heads(scores: torch.Tensor, proj: nn.Linear | None) -> torch.Tensor:
+    """A linear layer over the heads of (B, heads, N, M)."""
+    return scores if proj is None else proj(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 @register_mixer('softmax')
@@ -59,16 +79,28 @@ class Softmax(QKVMixer):
     """Softmax attention, with PyTorch's fused kernel if timm's `use_fused_attn` allows it.
 
     `rel_bias` is 'none' or 'table' (a learned bias per head for each 2-D offset, and for pairs with prefix tokens).
+    `talking_heads` adds the layers that mix the heads, and forms all N x N scores.
     """
 
     attn_weights = True
     token_weights = True
     subsampled_kv = True
     has_rel_bias = True
+    has_talking_heads = True
     op = staticmethod(softmax_attention)
     op_naive = staticmethod(softmax_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, rel_bias: str = 'none', device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        rel_bias: str = 'none',
+        talking_heads: bool = False,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rel_bias not in ('none', 'table'):
             raise ValueError(f"rel_bias of softmax is 'none' or 'table', not {rel_bias!r}.")
@@ -76,10 +108,14 @@ class Softmax(QKVMixer):
         self.rel_bias = OffsetBias(num_heads, self.grid_size, **dd) if rel_bias == 'table' else None
         has_prefix = self.rel_bias is not None and self.num_prefix_tokens
         self.prefix_bias = PrefixBias(num_heads, self.num_prefix_tokens, **dd) if has_prefix else None
+        self.proj_l = nn.Linear(num_heads, num_heads, **dd) if talking_heads else None
+        self.proj_w = nn.Linear(num_heads, num_heads, **dd) if talking_heads else None
+        # mixed weights do not sum to 1
+        self.token_weights = not talking_heads
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         bias = None if self.rel_bias is None else self.bias(grid_size)
-        return self.op(q, k, v, self.scale, bias, self.dropout_p)
+        return self.op(q, k, v, self.scale, bias, self.dropout_p, self.proj_l, self.proj_w)
 
     def bias(self, grid_size: tuple[int, int]) -> torch.Tensor:
         """Relative bias of every pair of tokens, (heads, P + H*W, P + H*W)."""

@@ -114,6 +114,7 @@ class SRFormer(TokenMixer):
 
     attn_weights = True
     has_qk_norm = True
+    has_reduction = True
     op = staticmethod(spatial_reduction_attention)
     op_naive = staticmethod(spatial_reduction_naive)
 

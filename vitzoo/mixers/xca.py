@@ -48,6 +48,7 @@ class XCA(QKVMixer):
     """Cross-covariance attention; `attn_drop` acts on the weights between channels."""
 
     attn_weights = True
+    has_rope = False
     op = staticmethod(xca)
     op_naive = staticmethod(xca_naive)
 

@@ -7,6 +7,7 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 
 from vitzoo.mixers import create_mixer
+from vitzoo.mixers._rope import Rope
 
 __all__ = ['Block']
 
@@ -60,8 +61,8 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        """Tokens (B, P + H*W, C) and the grid size (H, W) -> (B, P + H*W, C)."""
-        x = x + self.drop_path1(self.attn(self.norm1(x), grid_size))
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], *rope: Rope) -> torch.Tensor:
+        """Tokens (B, P + H*W, C), the grid size (H, W) and, if used, rotary positions -> (B, P + H*W, C)."""
+        x = x + self.drop_path1(self.attn(self.norm1(x), grid_size, *rope))
         x = x + self.drop_path2(self.mlp(self.norm2(x)))
         return x

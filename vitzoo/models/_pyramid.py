@@ -165,6 +165,7 @@ class Pyramid(nn.Module):
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         self.img_size = to_2tuple(img_size)
+        self.patch_size = reductions[0]
         self.in_chans = in_chans
         self.num_classes = num_classes
         self.drop_rate = drop_rate
@@ -188,14 +189,14 @@ class Pyramid(nn.Module):
         self.apply(_init_weights)
 
     @staticmethod
-    def grid_sizes(img_size: tuple[int, int], num_stages: int) -> list[tuple[int, int]]:
-        """The (H, W) of each stage's tokens for an image of `img_size`."""
+    def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:
+        """The (H, W) of each stage's tokens for an image of `img_size`, of which the first stage has patches."""
         raise NotImplementedError
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resample everything bound to the image size, an int or (H, W)."""
         self.img_size = to_2tuple(img_size)
-        grid_sizes = self.grid_sizes(self.img_size, len(self.stages))
+        grid_sizes = self.grid_sizes(self.img_size, len(self.stages), self.patch_size)
         for stage, grid_size in zip(self.stages, grid_sizes, strict=True):
             stage.set_input_size(grid_size)
         update_model_input_size(self, self.img_size)

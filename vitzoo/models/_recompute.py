@@ -8,17 +8,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def recompute_block(block: nn.Module, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """Call `block(x, grid_size)` and recompute its activations in the backward pass.
+def recompute_block(block: nn.Module, x: torch.Tensor, *args) -> torch.Tensor:
+    """Call `block(x, *args)` and recompute its activations in the backward pass.
 
     BatchNorm updates its running statistics once, as without checkpointing.
     """
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     # torch.compile takes no such context and needs none: it does not repeat the update of a buffer
     if not norms or torch.compiler.is_compiling():
-        return checkpoint(block, x, grid_size)
+        return checkpoint(block, x, *args)
     contexts = nullcontext(), _KeepStatistics(norms)
-    return checkpoint(block, x, grid_size, use_reentrant=False, context_fn=lambda: contexts)
+    return checkpoint(block, x, *args, use_reentrant=False, context_fn=lambda: contexts)
 
 
 class _KeepStatistics:
@@ -30,10 +30,10 @@ class _KeepStatistics:
     def __enter__(self) -> None:
         self.momenta = [norm.momentum for norm in self.norms]
         self.counts = [norm.num_batches_tracked for norm in self.norms]
-        for norm in self.norms:
+        for norm, count in zip(self.norms, self.counts):
             norm.momentum = 0.0
-            # None, as in a BatchNorm without statistics, is not counted up
-            norm.num_batches_tracked = None
+            # a count that is thrown away; SyncBatchNorm does not accept None, and a BatchNorm without statistics has it
+            norm.num_batches_tracked = count if count is None else torch.zeros_like(count)
 
     def __exit__(self, *exc_info) -> None:
         for norm, momentum, count in zip(self.norms, self.momenta, self.counts):

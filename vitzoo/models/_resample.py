@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import to_2tuple
+from timm.models._input import get_model_traits
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from vitzoo.mixers import TokenMixer
 
 from ._pyramid import Pyramid
 
-__all__ = ['resample_checkpoint', 'resample_weights']
+__all__ = ['is_resizable', 'resample_checkpoint', 'resample_weights']
 
 _logger = logging.getLogger(__name__)
 # no published weights are for larger images
@@ -87,7 +88,7 @@ def resample_checkpoint(
 ) -> dict[str, Tensor]:
     """Resample the weights in a file to the image size of a model, as `resample_weights` does.
 
-    Models other than those of vitzoo and timm's VisionTransformer are left to timm.
+    Models other than those of vitzoo, swapped ones and timm's VisionTransformer are left to timm.
 
     Args:
         img_size: Height and width of the images of these weights, if known.
@@ -95,7 +96,7 @@ def resample_checkpoint(
     Raises:
         ValueError: The image size is not known, and the weights fit with several grids.
     """
-    if not isinstance(model, (Pyramid, VisionTransformer)):
+    if not isinstance(model, (Pyramid, VisionTransformer)) and not (_mixers(model) and is_resizable(model)):
         return state_dict
     if img_size is None and _fits(_shapes(model, _img_size(model)), state_dict):
         for size in _declared_sizes(model):
@@ -108,6 +109,11 @@ def resample_checkpoint(
                 )
         return state_dict
     return resample_weights(state_dict, model, img_size)
+
+
+def is_resizable(model: nn.Module) -> bool:
+    """Return True if the image size of a model of timm can be read and changed."""
+    return hasattr(model, 'set_input_size') and get_model_traits(model).get('img_size') is not None
 
 
 def _declared_sizes(model: nn.Module) -> list[tuple[int, int]]:
@@ -143,14 +149,18 @@ def _square_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int, 
 
 
 def _img_size(model: nn.Module) -> tuple[int, int]:
-    patch_embed = getattr(model, 'patch_embed', None)
-    return to_2tuple(model.img_size if patch_embed is None else patch_embed.img_size)
+    if hasattr(model, 'patch_embed'):
+        return to_2tuple(model.patch_embed.img_size)
+    return to_2tuple(model.img_size if hasattr(model, 'img_size') else get_model_traits(model)['img_size'])
 
 
 def _bound_names(model: nn.Module) -> list[str]:
-    """Names of the tensors that may depend on the image size: those of mixers and of position embeddings."""
+    """Names of the tensors that may depend on the image size: those of mixers, and positions."""
     mixers = [f'{path}.{name}' for path, mixer in _mixers(model) for name in mixer.state_dict()]
-    return mixers + [name for name in model.state_dict() if 'pos_embed' in name.split('.')]
+    positions = {'pos_embed', 'relative_position_bias_table'}
+    return list(
+        dict.fromkeys(mixers + [name for name in model.state_dict() if positions.intersection(name.split('.'))])
+    )
 
 
 def _mixers(model: nn.Module) -> list[tuple[str, TokenMixer]]:

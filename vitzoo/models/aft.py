@@ -10,6 +10,7 @@ from torch import nn
 from vitzoo.mixers import mixer_class
 
 from ._register import cfg, register_variants, swapped
+from .deit import SIZES as DEIT_SIZES
 from .deit import DeiT
 from .deit import checkpoint_filter_fn as deit_checkpoint_filter_fn
 
@@ -41,7 +42,7 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) 
     return deit_checkpoint_filter_fn(state_dict, model)
 
 
-SIZES = {'tiny': dict(embed_dim=192, num_heads=3), 'small': dict(embed_dim=384, num_heads=6)}
+SIZES = {size: DEIT_SIZES[size] for size in ('nano', 'tiny', 'small')}
 
 
 def _aft_conv(size: str, num_heads: int, **kwargs) -> dict:
@@ -56,6 +57,7 @@ VARIANTS = {
         for size, args in SIZES.items()
     },
     # numbers of heads and kernel sizes from table 7 of the paper, its best rows without a suffix
+    'aft_conv_nano': _aft_conv('nano', 96),
     'aft_conv_tiny': _aft_conv('tiny', 192),
     'aft_conv_tiny_h32': _aft_conv('tiny', 32),
     'aft_conv_small': _aft_conv('small', 384),
@@ -67,7 +69,8 @@ VARIANTS = {
 def _cfg(name: str) -> dict:
     args = VARIANTS[name]
     is_fixed = args.get('pos_embed') == 'learn' or mixer_class(args['mixer']).grid_bound
-    return cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=is_fixed)
+    size = args.get('img_size', 224)
+    return cfg(first_conv='patch_embed.proj', input_size=(3, size, size), crop_pct=0.9, fixed_input_size=is_fixed)
 
 
 register_variants(

@@ -23,12 +23,12 @@ from ._resample import resample_weights
 
 __all__ = ['CvT', 'checkpoint_filter_fn']
 
-STEM_CONV = dict(kernel_size=7, stride=4, padding=2)
 DOWNSAMPLE_CONV = dict(kernel_size=3, stride=2, padding=1)
 
 
-def _embed_convs(num_stages: int) -> list[dict]:
-    return [STEM_CONV] + [DOWNSAMPLE_CONV] * (num_stages - 1)
+def _embed_convs(num_stages: int, patch_size: int) -> list[dict]:
+    stem = dict(kernel_size=patch_size + 3, stride=patch_size, padding=patch_size // 2)
+    return [stem] + [DOWNSAMPLE_CONV] * (num_stages - 1)
 
 
 class ConvEmbed(nn.Module):
@@ -52,8 +52,8 @@ class CvT(Pyramid):
     `mixer` is one name, or one per stage. `stride_kv` subsamples keys and values if the mixer supports it (softmax);
     mixers that are linear in the number of tokens, or need keys on the grid of the queries, run at stride 1. Attention
     scores are scaled by dim ** -0.5, not head_dim ** -0.5, as in the published models. Stochastic depth is in the last
-    stage only, rising linearly to `drop_path_rate`, as in the paper's recipe. Raises ValueError if an image is too
-    small to leave a token.
+    stage only, rising linearly to `drop_path_rate`, as in the paper's recipe. `patch_size` is the stride of the first
+    convolution. Raises ValueError if an image is too small to leave a token.
     """
 
     def __init__(
@@ -76,15 +76,16 @@ class CvT(Pyramid):
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        patch_size: int = 4,
         device=None,
         dtype=None,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
-        grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages)
+        grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)
         mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
         stages = build_stages(
-            [partial(ConvEmbed, **conv) for conv in _embed_convs(num_stages)],
+            [partial(ConvEmbed, **conv) for conv in _embed_convs(num_stages, patch_size)],
             embed_dims,
             num_heads,
             depths,
@@ -104,7 +105,7 @@ class CvT(Pyramid):
         super().__init__(
             stages,
             embed_dims,
-            [4 * 2**i for i in range(num_stages)],
+            [patch_size * 2**i for i in range(num_stages)],
             img_size=img_size,
             in_chans=in_chans,
             num_classes=num_classes,
@@ -115,9 +116,9 @@ class CvT(Pyramid):
         )
 
     @staticmethod
-    def grid_sizes(img_size: tuple[int, int], num_stages: int) -> list[tuple[int, int]]:
+    def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:
         sizes, size = [], img_size
-        for conv in _embed_convs(num_stages):
+        for conv in _embed_convs(num_stages, patch_size):
             size = tuple((side + 2 * conv['padding'] - conv['kernel_size']) // conv['stride'] + 1 for side in size)
             sizes.append(size)
         if min(sizes[-1]) < 1:
@@ -186,6 +187,8 @@ SIZES = {
     '13': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 2, 10)),
     '21': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 4, 16)),
     'w24': dict(embed_dims=(192, 768, 1024), num_heads=(3, 12, 16), depths=(2, 2, 20)),
+    # for images of 64 to 160 pixels: 16 x 16 tokens in the first stage at 128
+    'nano': dict(embed_dims=(48, 96, 192), num_heads=(1, 3, 6), depths=(2, 2, 2), patch_size=8, img_size=128),
 }
 # tests/model_names.txt lists the names that `swapped` generates
 VARIANTS = {
@@ -195,8 +198,9 @@ VARIANTS = {
 
 
 def _cfg(name: str, **kwargs) -> dict:
-    mixer = VARIANTS[name].get('mixer', 'softmax')
-    return cfg(first_conv='stages.0.embed.proj', fixed_input_size=mixer_class(mixer).grid_bound, **kwargs)
+    args = VARIANTS[name]
+    size, is_fixed = args.get('img_size', 224), mixer_class(args.get('mixer', 'softmax')).grid_bound
+    return cfg(first_conv='stages.0.embed.proj', input_size=(3, size, size), fixed_input_size=is_fixed, **kwargs)
 
 
 def _weights(hub_id: str, img_size: int = 224) -> dict:

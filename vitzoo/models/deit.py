@@ -5,11 +5,14 @@ https://arxiv.org/abs/2012.12877
 """
 
 import torch
-from timm.layers import LayerNorm, PatchEmbed, calculate_drop_path_rates, to_2tuple
+from timm.layers import LayerNorm, PatchEmbed, RotaryEmbeddingCat, calculate_drop_path_rates, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
 from torch import nn
+
+from vitzoo.mixers import mixer_class
+from vitzoo.mixers._rope import Rope
 
 from ._block import Block
 from ._official import unwrap
@@ -30,8 +33,10 @@ class AnySizePatchEmbed(PatchEmbed):
 class DeiT(VisionTransformer):
     """Vision transformer with `mixer` in its blocks; everything else is timm's, including parameter names.
 
-    Without position embedding (`pos_embed='none'`) and with a mixer that is not bound to the grid, the model takes
-    images of any size. Raises ValueError for an image smaller than a patch.
+    `pos_embed` is 'learn', 'none', or 'rope' for rotary positions on both axes, with the frequencies of RoPE-ViT
+    (https://arxiv.org/abs/2403.13298). Without a learned embedding and with a mixer that is not bound to the grid, the
+    model takes images of any size. Raises ValueError for an image smaller than a patch, and for rotary positions with a
+    mixer that does not compare queries with keys, or with heads whose width is not a multiple of 4.
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class DeiT(VisionTransformer):
         dd = {'device': device, 'dtype': dtype}
         if patch_drop_rate:
             raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; leave it at 0.')
+        self._check_pos_embed(pos_embed, mixer, embed_dim // num_heads)
+        any_size = pos_embed in ('none', 'rope')
         # depth 0, because timm's own blocks would be built only to be replaced
         super().__init__(
             img_size=img_size,
@@ -74,15 +81,18 @@ class DeiT(VisionTransformer):
             depth=0,
             num_heads=num_heads,
             class_token=class_token,
-            pos_embed=pos_embed,
+            pos_embed='none' if any_size else pos_embed,
             reg_tokens=reg_tokens,
-            dynamic_img_size=pos_embed == 'none',
+            dynamic_img_size=any_size,
             drop_rate=drop_rate,
             pos_drop_rate=pos_drop_rate,
             weight_init='skip',
-            embed_layer=AnySizePatchEmbed if pos_embed == 'none' else PatchEmbed,
+            embed_layer=AnySizePatchEmbed if any_size else PatchEmbed,
             **dd,
         )
+        self.rope = None
+        if pos_embed == 'rope':
+            self.rope = RotaryEmbeddingCat(embed_dim // num_heads, in_pixels=False, temperature=100.0, **dd)
         grid_size = self.patch_embed.grid_size
         if min(grid_size) < 1:
             raise ValueError(
@@ -149,8 +159,9 @@ class DeiT(VisionTransformer):
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         intermediates, P = [], self.num_prefix_tokens
         x, grid_size = self.embed(x)
+        positions = self.positions(grid_size)
         for i, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
-            x = recompute_block(block, x, grid_size) if self.grad_checkpointing else block(x, grid_size)
+            x = recompute_block(block, x, *positions) if self.grad_checkpointing else block(x, *positions)
             if i in take_indices:
                 tokens = self.norm(x) if norm else x
                 grid = tokens[:, P:]
@@ -165,10 +176,26 @@ class DeiT(VisionTransformer):
         x = self._pos_embed(self.patch_embed(x))
         return self.norm_pre(x), grid_size
 
+    def positions(self, grid_size: tuple[int, int]) -> tuple[tuple[int, int]] | tuple[tuple[int, int], Rope]:
+        """The arguments of a block next to the tokens: the grid and, if used, rotary positions."""
+        return (grid_size,) if self.rope is None else (grid_size, Rope(self.rope.get_embed(grid_size)))
+
+    @staticmethod
+    def _check_pos_embed(pos_embed: str, mixer: str, head_dim: int) -> None:
+        if pos_embed not in ('', 'none', 'learn', 'rope'):
+            raise ValueError(f"pos_embed is 'learn', 'none' or 'rope', not {pos_embed!r}.")
+        if pos_embed == 'rope' and not mixer_class(mixer).has_rope:
+            raise ValueError(
+                f"pos_embed='rope' rotates queries and keys, which {mixer} does not compare; use 'learn' or 'none'."
+            )
+        if pos_embed == 'rope' and head_dim % 4:
+            raise ValueError(f"pos_embed='rope' needs heads whose width is a multiple of 4, not {head_dim}.")
+
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
         x, grid_size = self.embed(x)
+        positions = self.positions(grid_size)
         for block in self.blocks:
-            x = recompute_block(block, x, grid_size) if self.grad_checkpointing else block(x, grid_size)
+            x = recompute_block(block, x, *positions) if self.grad_checkpointing else block(x, *positions)
         return self.norm(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,15 +216,23 @@ SIZES = {
     'tiny': dict(embed_dim=192, num_heads=3),
     'small': dict(embed_dim=384, num_heads=6),
     'base': dict(embed_dim=768, num_heads=12),
+    # for images of 64 to 160 pixels: 16 x 16 tokens at 128
+    'nano': dict(embed_dim=96, num_heads=3, patch_size=8, img_size=128),
 }
 # tests/model_names.txt lists these names
 VARIANTS = swapped('deit', SIZES)
+
+
+def _cfg(name: str) -> dict:
+    size = VARIANTS[name].get('img_size', 224)
+    return cfg(first_conv='patch_embed.proj', input_size=(3, size, size), crop_pct=0.9, fixed_input_size=True)
+
 
 register_variants(
     __name__,
     DeiT,
     VARIANTS,
-    lambda name: cfg(first_conv='patch_embed.proj', crop_pct=0.9, fixed_input_size=True),
+    _cfg,
     filter_fn=checkpoint_filter_fn,
     out_indices=3,
 )

@@ -1,175 +1,215 @@
-"""In-place replacement of the attention of a timm VisionTransformer by a token mixer that inherits its weights."""
+"""In-place replacement of the attention of a timm vision transformer by a token mixer that inherits its weights."""
 
 import logging
-from copy import deepcopy
+from math import log
 
-import torch
-from timm.layers import Attention, register_notrace_module
 from timm.models._input import update_model_args
-from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vision_transformer import init_weights_vit_timm
 from torch import nn
 
-from vitzoo.mixers import QKVMixer, TokenMixer, create_mixer, mixer_class
-from vitzoo.mixers._grid import check_grid
-from vitzoo.models.inherit import Inheritance, inherit_weights, summarize_names
+from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
 
-__all__ = ['SwappedBlock', 'SwappedDistilledViT', 'SwappedViT', 'swap_mixer']
+from ._swap_attention import Unsupported, take_apart
+from ._swap_blocks import SWAPPED_BLOCKS, SwappedTimmBlock
+from ._swap_models import SWAPPED_MODELS, SwappedModel
+from ._swap_record import name_entrypoint
+from .inherit import Inheritance, inherit_weights, summarize_names
+
+__all__ = ['swap_mixer']
 
 _logger = logging.getLogger(__name__)
+# millions of parameters
+_SIZES = {
+    'vit_tiny_patch16_224': 6,
+    'vit_small_patch16_dinov3': 22,
+    'vit_base_patch16_dinov3': 86,
+    'vit_large_patch16_dinov3': 303,
+    'vit_huge_patch14_224': 631,
+}
+_REASONS = {
+    **dict.fromkeys(('AFT', 'CvT', 'DeiT', 'ViL'), 'its mixer is an argument, timm.create_model(..., mixer=...)'),
+    **dict.fromkeys(
+        ('SwinTransformerV2', 'SwinTransformerV2Cr'), 'its attention compares directions with learned scales'
+    ),
+    **dict.fromkeys(('MultiScaleVit', 'Hiera'), 'its attention reduces the number of queries'),
+    'VisionTransformerSAM': 'its attention has a bias of positions that depends on the queries',
+    'Xcit': 'its attention is between channels',
+}
 
 
-def swap_mixer(model: VisionTransformer, mixer: str, blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
-    """Replace the attention of a timm VisionTransformer by `mixer`, in all blocks or in the given ones.
+def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
+    """Replace the attention of a timm vision transformer by `mixer`, in all blocks or in the given ones.
 
-    The model is changed in place and returned. The mixer inherits the settings and weights of the attention under the
-    same parameter names (`blocks.0.attn.qkv.weight`, …); parameters that attention does not have are initialised.
-    The `Inheritance` of each new mixer, by block, is in `model.inheritance`, and a warning names the weights of the
-    attention that are lost. Random values of mixers are drawn from their `seed`, and are never inherited.
+    The model is changed in place and returned. A list of mixers has one for each of these blocks. A mixer inherits the
+    settings and weights of the attention under the same parameter names (`blocks.0.attn.qkv.weight`, …); parameters
+    that attention does not have are initialised. Rotary positions rotate the queries and keys of the mixer. The
+    `Inheritance` of each block is in `model.inheritance`; warnings name the weights of the attention that are lost, and
+    the blocks that lose rotary positions. Random values of mixers are drawn from their `seed`, and are never inherited.
     `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the model's image
-    size, and follows `model.set_input_size()`. To load a checkpoint of the swapped model, repeat the swap first.
+    size, and follows `model.set_input_size()`. timm exports and loads the model as any other; to load a bare checkpoint
+    of it, repeat the swap first. The models, and what each mixer inherits from them, are in docs/swap.md.
 
     Raises:
-        ValueError: The type of the model, of a block or of its attention is not supported, or the block or mixer does
-            not exist.
+        ValueError: The type of the model, of a block or of its attention is not supported, the block or mixer does not
+            exist, or the list of mixers does not fit the blocks.
         TypeError: The mixer does not have one of the arguments.
     """
-    _check_model(model)
-    indices = _block_indices(model, blocks)
-    mixers = {i: _mixer_for(model, i, mixer, mixer_kwargs) for i in indices}
-    for i, (new, _) in mixers.items():
-        # change the class in place so that weights, hooks and references to the modules survive
-        model.blocks[i].__class__ = SwappedBlock
-        model.blocks[i].attn = new
-    model.__class__ = SwappedDistilledViT if isinstance(model, VisionTransformerDistilled) else SwappedViT
-    model.inheritance = {**getattr(model, 'inheritance', {}), **{i: report for i, (_, report) in mixers.items()}}
-    lost = [f'blocks.{i}.attn.{name}' for i in indices for name in model.inheritance[i].lost]
-    if lost:
-        _logger.warning('%s does not inherit all weights of the attention, in %s', mixer, summarize_names(lost))
-    # recorded in an exported config, which then does not load as the model without the swap
+    family = _family(model)
+    timm_blocks = family.token_blocks(model)
+    paths = list(timm_blocks)
+    indices = _block_indices(len(paths), blocks)
+    names = dict(zip(indices, _mixer_names(mixer, len(indices), mixer_kwargs)))
+    new = {i: _new_mixers(family, model, i, paths[i], name, mixer_kwargs) for i, name in names.items()}
+    used_rope = _uses_rope(model, timm_blocks)
+    for i, mixers in new.items():
+        _put(timm_blocks[paths[i]], [mixer for mixer, _ in mixers])
+    model.__class__ = family
+    _drop_shared_bias(model)
+    if _uses_rope(model, timm_blocks) != used_rope:
+        # parameters of rotary positions without a use would have no gradient
+        model.rope.requires_grad_(not used_rope)
+    reports = {i: _merge(timm_blocks[paths[i]], [report for _, report in mixers]) for i, mixers in new.items()}
+    model.inheritance = {**getattr(model, 'inheritance', {}), **reports}
+    for name in dict.fromkeys(names.values()):
+        _warn_of_losses(model, name, [i for i in indices if names[i] == name])
+    # recorded in an exported config, whose architecture repeats the swaps
     swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
     update_model_args(model, swap_mixer=[*swaps, {'mixer': mixer, 'blocks': indices, **mixer_kwargs}])
+    name_entrypoint(model)
     return model
 
 
-@register_notrace_module
-class SwappedBlock(Block):
-    """timm's block with a token mixer as its attention, on the grid set by `set_input_size`."""
-
-    def forward(self, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
-        """(B, P + H*W, C) -> (B, P + H*W, C); raises ValueError for a mask or a different number of tokens."""
-        if attn_mask is not None or is_causal:
-            raise ValueError('Token mixers do not support attn_mask or is_causal.')
-        P, (H, W) = self.attn.num_prefix_tokens, self.attn.grid_size
-        if x.shape[1] != P + H * W:
-            raise ValueError(
-                f'{type(self.attn).__name__} is set to {P} prefix tokens and a {H} x {W} grid, and got {x.shape[1]} '
-                f'tokens: call model.set_input_size() with the image size.'
-            )
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), (H, W))))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-
-
-class _Swapped:
-    """Image size and weight decay of the mixers, for a VisionTransformer that has some."""
-
-    def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
-    ) -> None:
-        """Resample everything bound to the image size, an int or (H, W)."""
-        super().set_input_size(img_size=img_size, patch_size=patch_size)
-        for _, mixer in self._mixers():
-            mixer.set_input_size(self.patch_embed.grid_size)
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        mixers = {f'blocks.{i}.attn.{name}' for i, mixer in self._mixers() for name in mixer.no_weight_decay()}
-        return super().no_weight_decay() | mixers
-
-    def _mixers(self) -> list[tuple[int, TokenMixer]]:
-        return [(i, block.attn) for i, block in enumerate(self.blocks) if isinstance(block, SwappedBlock)]
-
-    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
-        if self.dynamic_img_size:
-            # grids of different shape may have the same number of tokens; x is (B, H, W, C) here
-            check_grid(type(self).__name__, self.patch_embed.grid_size, x.shape[1:3])
-        return super()._pos_embed(x)
-
-
-class SwappedViT(_Swapped, VisionTransformer):
-    """A timm VisionTransformer that `swap_mixer` changed."""
-
-
-class SwappedDistilledViT(_Swapped, VisionTransformerDistilled):
-    """A timm VisionTransformerDistilled that `swap_mixer` changed."""
-
-
-def _check_model(model: nn.Module) -> None:
-    if type(model) not in (VisionTransformer, VisionTransformerDistilled, SwappedViT, SwappedDistilledViT):
+def _family(model: nn.Module) -> type[SwappedModel]:
+    """The class of the model after the swap; raises ValueError if it is not supported."""
+    family = SWAPPED_MODELS.get(type(model), type(model))
+    if not issubclass(family, SwappedModel):
+        reason = _REASONS.get(type(model).__name__, 'its attention is not one that mixers can take the place of')
         raise ValueError(
-            f"swap_mixer does not support {type(model).__name__}: it takes timm's VisionTransformer and "
-            f'VisionTransformerDistilled models, such as deit3_small_patch16_224 and vit_small_patch14_dinov2, not '
-            f'those with rotary positions (DINOv3, EVA-02, PE).'
+            f'swap_mixer does not support {type(model).__name__}: {reason}. A model of about its size that it supports '
+            f'is {_model_of_size(model)}; docs/swap.md lists the others.'
         )
-    if not isinstance(model.patch_drop, nn.Identity):
+    if not isinstance(getattr(model, 'patch_drop', None), (nn.Identity, type(None))):
         raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; build the model without it.')
+    return family
 
 
-def _block_indices(model: VisionTransformer, blocks: list[int] | None) -> list[int]:
-    depth = len(model.blocks)
+def _model_of_size(model: nn.Module) -> str:
+    """The supported model whose number of parameters is nearest."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return min(_SIZES, key=lambda name: abs(log(_SIZES[name] * 1e6 / max(size, 1))))
+
+
+def _block_indices(depth: int, blocks: list[int] | None) -> list[int]:
     wrong = [i for i in blocks or [] if not -depth <= i < depth]
     if wrong:
         raise ValueError(f'There is no block {wrong[0]}: the model has {depth}, from 0 to {depth - 1}.')
-    indices = list(range(depth)) if blocks is None else sorted({i % depth for i in blocks})
-    for i in indices:
-        reason = _unsupported(model.blocks[i])
-        if reason:
-            raise ValueError(
-                f"swap_mixer cannot replace the attention of block {i}: {reason}. It supports timm's Attention in "
-                f"timm's Block, with or without qk_norm, layer scale and biases."
-            )
-    return indices
+    return list(range(depth)) if blocks is None else sorted({i % depth for i in blocks})
 
 
-def _unsupported(block: nn.Module) -> str | None:
-    """The feature of a block that mixers do not have, or None."""
-    if type(block) not in (Block, SwappedBlock):
-        return f'it is a {type(block).__name__}'
-    attn = block.attn
-    if isinstance(attn, QKVMixer):
-        return None
-    if type(attn) is not Attention:
-        return f'it has {type(attn).__name__}'
-    if attn.gate is not None:
-        return 'its attention is gated'
-    if not isinstance(attn.norm, nn.Identity):
-        return 'its attention has scale_norm'
-    if attn.attn_dim != attn.qkv.in_features:
-        return f'its attn_head_dim is {attn.head_dim}, not dim / num_heads'
-    return None
+def _mixer_names(mixer: str | list[str], num_blocks: int, mixer_kwargs: dict) -> list[str]:
+    """The mixer of each block."""
+    if isinstance(mixer, str):
+        return [mixer] * num_blocks
+    if len(mixer) != num_blocks:
+        raise ValueError(f'A list of {len(mixer)} mixers does not fit {num_blocks} blocks: give one for each block.')
+    if mixer_kwargs and len(set(mixer)) > 1:
+        raise ValueError(
+            f'It is unclear to which of several mixers {", ".join(mixer_kwargs)} belongs: call swap_mixer for each '
+            f'mixer, with its blocks.'
+        )
+    return list(mixer)
 
 
-def _mixer_for(model: VisionTransformer, index: int, name: str, mixer_kwargs: dict) -> tuple[TokenMixer, Inheritance]:
-    """A mixer with the settings and weights of a block's attention, and what it inherited."""
-    attn = model.blocks[index].attn
-    settings = dict(
-        dim=attn.qkv.in_features,
-        num_heads=attn.num_heads,
-        grid_size=model.patch_embed.grid_size,
-        num_prefix_tokens=model.num_prefix_tokens,
-        layer=index,
-        qkv_bias=attn.qkv.bias is not None,
-        attn_drop=attn.attn_drop.p,
-        proj_drop=attn.proj_drop.p,
-        device=attn.qkv.weight.device,
-        dtype=attn.qkv.weight.dtype,
+def _new_mixers(
+    family: type[SwappedModel], model: nn.Module, index: int, path: str, name: str, mixer_kwargs: dict
+) -> list[tuple[TokenMixer, Inheritance]]:
+    """Mixers in place of the attention layers of a block, and what they inherit."""
+    block, cls = model.get_submodule(path), mixer_class(name)
+    shared_bias = family.shared_bias and getattr(model, family.shared_bias)
+    try:
+        holders = _attention_holders(block).values()
+        parts = [take_apart(holder.attn, shared_bias) for holder in holders]
+    except Unsupported as error:
+        raise ValueError(
+            f"swap_mixer cannot replace the attention of block {index}: {error}. It supports timm's Attention, "
+            f'AttentionRope and EvaAttention, with or without qk_norm, scale_norm and biases.'
+        ) from None
+    new = []
+    for number, part in enumerate(parts):
+        settings = part.settings(cls) | dict(
+            grid_size=family.grid_size_of(model, path),
+            num_prefix_tokens=family.num_prefix_in_blocks(model),
+            layer=index * len(parts) + number,
+        )
+        if cls.has_own_rope and getattr(model, 'rope', None) is not None:
+            # the weights are made for the positions of the model
+            settings['rope'] = False
+        mixer = create_mixer(name, **{**settings, **mixer_kwargs})
+        mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
+        if 'proj.bias' not in part.weights and isinstance(getattr(mixer, 'proj', None), nn.Linear):
+            mixer.proj.register_parameter('bias', None)
+        report = inherit_weights(mixer, part.weights_for(mixer))
+        new.append((mixer.train(part.attn.training), report))
+    return new
+
+
+def _attention_holders(block: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a block that have an attention layer `attn`, by name; raises Unsupported for an unknown block."""
+    cls = SWAPPED_BLOCKS.get(type(block), type(block))
+    if not issubclass(cls, SwappedTimmBlock):
+        raise Unsupported(f'it is a {type(block).__name__}')
+    return cls.attention_holders(block)
+
+
+def _put(block: nn.Module, mixers: list[TokenMixer]) -> None:
+    """Replace the attention layers of a block."""
+    # change the class in place so that weights, hooks and references to the modules survive
+    block.__class__ = SWAPPED_BLOCKS.get(type(block), type(block))
+    for holder, mixer in zip(block.attention_holders().values(), mixers, strict=True):
+        block.keep_settings(holder.attn)
+        holder.attn = mixer
+
+
+def _drop_shared_bias(model: SwappedModel) -> None:
+    """Drop a bias for all blocks that no block uses any more, whose parameters would have no gradient."""
+    if model.shared_bias and all(isinstance(block, SwappedTimmBlock) for block in model.token_blocks().values()):
+        setattr(model, model.shared_bias, None)
+
+
+def _uses_rope(model: nn.Module, blocks: dict[str, nn.Module]) -> bool:
+    """True if the model has rotary positions and a block, of timm or with a mixer, that uses them."""
+    has_rope = any(
+        not isinstance(block, SwappedTimmBlock)
+        or any(holder.attn.has_rope for holder in block.attention_holders().values())
+        for block in blocks.values()
     )
-    # mixers without queries and keys have nothing to normalize
-    if not isinstance(attn.q_norm, nn.Identity) and mixer_class(name).has_qk_norm:
-        settings.update(qk_norm=True, norm_layer=lambda *args, **kwargs: deepcopy(attn.q_norm))
-    new = create_mixer(name, **{**settings, **mixer_kwargs})
-    new.apply(model._init_weights)
-    if attn.proj.bias is None and isinstance(getattr(new, 'proj', None), nn.Linear):
-        new.proj.register_parameter('bias', None)
-    report = inherit_weights(new, {name: parameter.detach() for name, parameter in attn.named_parameters()})
-    return new.train(attn.training), report
+    return has_rope and getattr(model, 'rope', None) is not None
+
+
+def _merge(block: SwappedTimmBlock, reports: list[Inheritance]) -> Inheritance:
+    """One report for a block; if it has several mixers, with their names."""
+    if len(reports) == 1:
+        return reports[0]
+    names = [f'{name}.attn' for name in block.attention_holders()]
+    lists = {
+        label: [f'{name}.{tensor}' for name, report in zip(names, reports) for tensor in getattr(report, label)]
+        for label in ('copied', 'fitted', 'initialized', 'dropped', 'lost')
+    }
+    return Inheritance(**lists, share=sum(report.share for report in reports) / len(reports))
+
+
+def _warn_of_losses(model: nn.Module, name: str, indices: list[int]) -> None:
+    """Warn of the weights, and of the rotary positions, that blocks lose by the mixer `name`."""
+    blocks = list(model.token_blocks().items())
+    prefix = 'attn.' if len(blocks[indices[0]][1].attention_holders()) == 1 else ''
+    lost = [f'{blocks[i][0]}.{prefix}{tensor}' for i in indices for tensor in model.inheritance[i].lost]
+    if lost:
+        _logger.warning('%s does not inherit all weights of the attention, in %s', name, summarize_names(lost))
+    if getattr(model, 'rope', None) is not None and not mixer_class(name).has_rope:
+        _logger.warning(
+            '%s does not compare queries with keys: the rotary positions of the model are lost in %d blocks, and it %s '
+            'a position embedding',
+            name,
+            len(indices),
+            'keeps' if model.has_pos_embed() else 'does not have',
+        )

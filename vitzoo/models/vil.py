@@ -21,8 +21,6 @@ from ._resample import resample_weights
 
 __all__ = ['ViL', 'checkpoint_filter_fn']
 
-PATCH_SIZES = (4, 2, 2, 2)
-
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
@@ -85,12 +83,16 @@ def _resample(positions: torch.Tensor, size: int) -> torch.Tensor:
     return F.interpolate(positions.float().transpose(1, 2), size=size, mode='linear').transpose(1, 2)
 
 
+def _patch_sizes(num_stages: int, patch_size: int) -> tuple[int, ...]:
+    return (patch_size,) + (2,) * (num_stages - 1)
+
+
 class ViL(Pyramid):
     """Multi-scale vision transformer.
 
     `mixer` is one name, or one per stage. With `pos_embed='rel'` mixers that support it learn a relative position bias,
     and the others have no positions; with 'abs' every stage adds an absolute position embedding. The stages divide the
-    grid by 4, 2, 2 and 2, rounding down. With `pool_include_prefix` the average includes the prefix tokens
+    grid by `patch_size`, 2, 2 and 2, rounding down. With `pool_include_prefix` the average includes the prefix tokens
     of the last stage, as in the authors' models with global tokens there. Raises ValueError if an image is too small to
     leave a token.
     """
@@ -116,6 +118,7 @@ class ViL(Pyramid):
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        patch_size: int = 4,
         device=None,
         dtype=None,
     ) -> None:
@@ -123,7 +126,7 @@ class ViL(Pyramid):
             raise ValueError(f"pos_embed of ViL is 'rel' or 'abs', not {pos_embed!r}.")
         dd = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
-        grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages)
+        grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)
         mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
         if pos_embed == 'rel':
             mixers = [
@@ -131,7 +134,7 @@ class ViL(Pyramid):
                 for name, kwargs in mixers
             ]
         stages = build_stages(
-            [partial(PatchEmbed, patch_size=patch_size) for patch_size in PATCH_SIZES[:num_stages]],
+            [partial(PatchEmbed, patch_size=side) for side in _patch_sizes(num_stages, patch_size)],
             embed_dims,
             num_heads,
             depths,
@@ -152,7 +155,7 @@ class ViL(Pyramid):
         super().__init__(
             stages,
             embed_dims,
-            [4 * 2**i for i in range(num_stages)],
+            [patch_size * 2**i for i in range(num_stages)],
             img_size=img_size,
             in_chans=in_chans,
             num_classes=num_classes,
@@ -164,13 +167,13 @@ class ViL(Pyramid):
         )
 
     @staticmethod
-    def grid_sizes(img_size: tuple[int, int], num_stages: int) -> list[tuple[int, int]]:
+    def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:
         sizes, size = [], img_size
-        for patch_size in PATCH_SIZES[:num_stages]:
-            size = tuple(side // patch_size for side in size)
+        for divisor in _patch_sizes(num_stages, patch_size):
+            size = tuple(side // divisor for side in size)
             sizes.append(size)
         if min(sizes[-1]) < 1:
-            least = 2 ** (num_stages + 1)
+            least = patch_size * 2 ** (num_stages - 1)
             raise ValueError(
                 f'img_size {img_size} is too small for ViL, whose last stage needs at least {least} x {least}.'
             )
@@ -267,6 +270,8 @@ SIZES = {
     'small': NATIVE_SIZES['small'],
     'medium': NATIVE_SIZES['medium_deep'],
     'base': NATIVE_SIZES['base_deep'],
+    # for images of 64 to 160 pixels: 16 x 16 tokens in the first stage at 128
+    'nano': {**_stages((48, 96, 128, 192), (3, 3, 4, 6), (2, 2, 2, 1)), 'patch_size': 8, 'img_size': 128},
 }
 # window sizes of the first two stages in models that were fine-tuned at 384 with other windows than at 224
 WINDOWS_384 = {'medium_wide': (8, 12), 'base_deep': (6, 8), 'base_wide': (8, 8)}
@@ -294,6 +299,7 @@ VARIANTS = {
         }
         for size, (first, second) in WINDOWS_384.items()
     },
+    'vil_nano': SIZES['nano'],
     **swapped('vil', SIZES, _first_two_stages),
     'vil_ls_medium': _nvidia_long_short('medium'),
     'vil_ls_medium_384': {**_nvidia_long_short('medium', window_size=8), 'img_size': 384},

@@ -20,10 +20,11 @@ from vitzoo.data import Images, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
-from vitzoo.load import find_models, load_model, readable
+from vitzoo.load import describe_architecture, find_models, load_model, readable
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain
+from vitzoo.report.transfers import read_transfer
 from vitzoo.validate.error_analysis import count_confusions
 from vitzoo.validate.evaluation import open_validation_data, validate_model
 from vitzoo.validate.options import EvalOptions, check_single_model
@@ -83,7 +84,7 @@ def describe_model(name: str, options: EvalOptions) -> dict:
         pretrained=options.pretrained,
     )
     config = resolve_data_config(model, options.img_size)
-    about = find_origin(name)
+    about = find_origin(name) | read_transfer(name)
     if options.has_data:
         images = open_validation_data(options.data_dir, model, eval_transform(config), name, options.data_options)
         if not images.is_multi_label:
@@ -94,7 +95,7 @@ def describe_model(name: str, options: EvalOptions) -> dict:
 def find_origin(name: str) -> dict:
     """The architecture of a model, and for the folder of a run the command that trained it."""
     config, recipe = Path(name) / 'config.json', Path(name) / 'recipe.yaml'
-    architecture = json.loads(config.read_text())['architecture'] if config.is_file() else name
+    architecture = describe_architecture(json.loads(config.read_text())) if config.is_file() else name
     commands = [f'vitzoo train --config {recipe} --output {name}'] if recipe.is_file() else []
     return dict(architecture=architecture, commands=commands)
 

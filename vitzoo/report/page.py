@@ -20,10 +20,12 @@ from vitzoo.report.sections import (
     scaling_section,
 )
 from vitzoo.report.table import models_section
+from vitzoo.report.transfers import transfer_section
 
 # id, title and function of the sections between the table of models and the commands
 _SECTIONS = (
     ('cost', 'Accuracy and cost', cost_section),
+    ('transfer', 'Transfer', transfer_section),
     ('oversmoothing', 'Oversmoothing', oversmoothing_section),
     ('health', 'Approximation of softmax attention', health_section),
     ('scaling', 'Scaling', scaling_section),

@@ -2,8 +2,9 @@
 
 import timm
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from timm.data import Mixup
+from timm.layers import convert_sync_batchnorm
 from timm.loss import compute_class_weights, create_classification_loss
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
@@ -17,7 +18,15 @@ from torch.utils.data import DataLoader
 from vitzoo.data import Images, eval_loader, train_loader
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.load import create_model, find_model, fit_data_config, is_trained_folder, label_names, load_weights
+from vitzoo.load import (
+    create_model,
+    find_model,
+    fit_data_config,
+    is_trained_folder,
+    label_names,
+    load_weights,
+    swap_in,
+)
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.train.distill import distillation_task
 from vitzoo.train.loss import BalancedLoss, count_labels
@@ -106,6 +115,12 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
         PartialState().print(f'note   {name} has a head for the classes {old}; it is kept for the classes {new}')
     if recipe.initial_checkpoint:
         _start_from(model, recipe.initial_checkpoint)
+    if recipe.mixer is not None:
+        # after the checkpoint, which mixers inherit as well
+        swapped = swap_in(name, model, recipe.mixer, recipe.mixer_kwargs)
+        PartialState().print(f'note   the attention of {name} is replaced: {swapped}')
+    elif recipe.mixer_kwargs:
+        raise UserError(f'mixer_kwargs {recipe.mixer_kwargs} need a mixer; add --mixer NAME, or use --model-kwargs')
     if recipe.grad_checkpointing:
         model.set_grad_checkpointing()
     # check the image size before the first step does
@@ -137,6 +152,19 @@ def _num_classes_in(model: nn.Module, path: str) -> int | None:
     name = names[0] if isinstance(names, tuple | list) else names
     head = unwrap(read_checkpoint(path)).get(f'{name}.weight')
     return None if head is None else len(head)
+
+
+def synchronize_batch_norm(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Convert BatchNorm so that it normalizes over the images of all processes; parameters and their names stay.
+
+    Raises:
+        UserError: PyTorch has no synchronized BatchNorm for this device.
+    """
+    if accelerator.num_processes == 1:
+        return model
+    if accelerator.device.type == 'cpu':
+        raise UserError('sync_bn needs GPUs, because PyTorch has no synchronized BatchNorm on CPUs; leave it out')
+    return convert_sync_batchnorm(model)
 
 
 def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:
@@ -186,50 +214,97 @@ def _named_parameters(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
     return parameters
 
 
-def compile_model(model: nn.Module, backend: str | None) -> None:
+def convert_format(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> nn.Module:
+    """Convert the model, and what it is called with, to the recipe's dtype and memory format; its outputs are float32.
+
+    Raises:
+        UserError: The recipe has a dtype for the model and mixed precision.
+    """
+    if recipe.model_dtype != 'float32':
+        if accelerator.mixed_precision != 'no':
+            raise UserError(f'model_dtype {recipe.model_dtype} leaves nothing to amp; leave out one of them')
+        model = model.to(getattr(torch, recipe.model_dtype))
+        model.register_forward_pre_hook(_cast_input)
+        model.register_forward_hook(_cast_output)
+    if recipe.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        model.register_forward_pre_hook(_to_channels_last)
+    return model
+
+
+def _cast_input(model: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    # the averaged weights stay in float32
+    return inputs[0].to(next(model.parameters()).dtype)
+
+
+def _cast_output(model: nn.Module, inputs: tuple, logits):
+    # distilled models return the logits of both heads in training
+    return tuple(part.float() for part in logits) if isinstance(logits, tuple) else logits.float()
+
+
+def _to_channels_last(model: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    return inputs[0].contiguous(memory_format=torch.channels_last)
+
+
+def compile_model(model: nn.Module, backend: str | None, mode: str | None = None) -> None:
     """Compile the model's forward pass in place, which keeps its parameter names.
 
     Raises:
-        UserError: torch.compile has no such backend.
+        UserError: torch.compile has no such backend, or the backend has no modes.
     """
+    if mode is not None and backend != 'inductor':
+        raise UserError(f'torchcompile_mode {mode} needs --torchcompile inductor')
     if backend is None:
         return
     backends = torch.compiler.list_backends(exclude_tags=())
     if backend not in backends:
         raise UserError(f"torch.compile has no backend '{backend}', only {', '.join(backends)}")
-    model.compile(backend=backend)
+    model.compile(backend=backend, mode=mode)
 
 
 def build_ema(recipe: Recipe, model: nn.Module) -> ModelEmaV3 | None:
     """An exponential moving average of the model's weights, if the recipe has one."""
     if not recipe.model_ema:
         return None
-    # buffers are copied: averages of BatchNorm counters or random projections are meaningless
-    return ModelEmaV3(model, recipe.model_ema_decay, use_warmup=recipe.model_ema_warmup, exclude_buffers=True)
+    return ModelEmaV3(
+        model,
+        recipe.model_ema_decay,
+        use_warmup=recipe.model_ema_warmup,
+        # small updates would be rounded to nothing in bfloat16
+        dtype=torch.float32,
+        # buffers are copied: averages of BatchNorm counters or random projections are meaningless
+        exclude_buffers=True,
+    )
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
     """The recipe's timm optimizer, without weight decay on biases and norms.
 
     Raises:
-        UserError: timm has no such optimizer.
+        UserError: timm has no such optimizer, or it cannot be used.
     """
     if recipe.opt.lower() not in list_optimizers():
         raise UserError(f"unknown optimizer '{recipe.opt}'{did_you_mean(recipe.opt, list_optimizers())}")
+    if recipe.opt.lower() == 'adahessian':
+        raise UserError('opt adahessian needs second derivatives, which training does not compute; choose another opt')
     overrides = {}
     if recipe.opt_eps is not None:
         overrides['eps'] = recipe.opt_eps
     if recipe.opt_betas is not None:
         overrides['betas'] = tuple(recipe.opt_betas)
-    return create_optimizer_v2(
-        model,
-        opt=recipe.opt,
-        lr=lr,
-        weight_decay=recipe.weight_decay,
-        momentum=recipe.momentum,
-        layer_decay=recipe.layer_decay,
-        **overrides,
-    )
+    try:
+        return create_optimizer_v2(
+            model,
+            opt=recipe.opt,
+            lr=lr,
+            weight_decay=recipe.weight_decay,
+            momentum=recipe.momentum,
+            layer_decay=recipe.layer_decay,
+            **overrides,
+        )
+    except (AssertionError, ImportError) as error:
+        # timm's way to ask for CUDA or a package
+        raise UserError(f'opt {recipe.opt} cannot be used here: {error}; choose another opt') from error
 
 
 def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) -> Scheduler:
@@ -258,13 +333,23 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
     return scheduler
 
 
-def build_mixup(recipe: Recipe, num_classes: int) -> Mixup | None:
-    """Mixup and CutMix of batches, None if both are disabled."""
-    if not recipe.mixup and not recipe.cutmix:
+def build_mixup(recipe: Recipe, num_classes: int, img_size: tuple[int, int]) -> Mixup | None:
+    """Mixup and CutMix of batches, None if both are disabled.
+
+    Raises:
+        UserError: There is no box of whole pixels in the range of `cutmix_minmax`.
+    """
+    if not recipe.mixup and not recipe.cutmix and recipe.cutmix_minmax is None:
         return None
+    if recipe.cutmix_minmax is not None:
+        low, high = recipe.cutmix_minmax
+        # the sides are drawn below the upper end
+        if any(int(side * low) >= int(side * high) for side in img_size):
+            raise UserError(f'cutmix_minmax {low} {high} has no whole number of pixels for images of {img_size}')
     return Mixup(
         mixup_alpha=recipe.mixup,
         cutmix_alpha=recipe.cutmix,
+        cutmix_minmax=recipe.cutmix_minmax,
         prob=recipe.mixup_prob,
         switch_prob=recipe.mixup_switch_prob,
         mode=recipe.mixup_mode,

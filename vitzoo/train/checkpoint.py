@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from vitzoo.errors import UserError
 from vitzoo.train.full_model import FullModel
+from vitzoo.train.lock import FolderLock
 from vitzoo.train.run_folder import FILE_ERRORS, write_on_main
 
 
@@ -34,19 +35,20 @@ class NonFiniteWeights(UserError):
 
 def save_checkpoint(
     accelerator: Accelerator,
-    folder: Path,
+    lock: FolderLock,
     state: dict,
     full_model: FullModel,
     ema: nn.Module | None,
     optimizer: Optimizer,
     keep: int,
 ) -> None:
-    """Write a checkpoint of step `state['step']` to `folder`, and delete all but the last `keep`.
+    """Write a checkpoint of step `state['step']` to the locked run folder, and delete all but the last `keep`.
 
     Raises:
         UserError: On every process, if a weight is not finite, or the main process could not write. Earlier checkpoints
             are not touched.
     """
+    folder = lock.folder / 'checkpoints'
     final = folder / f'step-{state["step"]:08d}'
     partial = folder / f'.partial-{final.name}'
     # collective operations, so before the main process writes alone
@@ -63,7 +65,7 @@ def save_checkpoint(
         for old in list_checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
 
-    write_on_main(accelerator, write, lambda error: _explain_failure(folder, error))
+    write_on_main(accelerator, lock, write, lambda error: _explain_failure(folder, error))
 
 
 def load_checkpoint(

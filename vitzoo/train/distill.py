@@ -1,13 +1,17 @@
 """Knowledge distillation from a teacher, with timm's tasks."""
 
+from functools import partial
+
 import torch
 from timm.task import LogitDistillationTask, TokenDistillationTask, TrainingTask
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, label_names, load_model
+from vitzoo.mixers import TokenMixer
 from vitzoo.train.recipe import Recipe
 
 
@@ -25,6 +29,110 @@ class HardDistillationTask(LogitDistillationTask):
         task_loss, kd_loss = self.criterion(logits, target), F.cross_entropy(logits, teacher_label)
         loss = self.task_loss_weight * task_loss + self.distill_loss_weight * kd_loss
         return dict(loss=loss, output=logits, task_loss=task_loss, kd_loss=kd_loss)
+
+
+class NetworkLoss:
+    """Difference of a student's forward pass from a teacher's, whose attention layers have the same paths.
+
+        L = L_tokens + KL(teacher's logits, student's logits) + block_weight * mean over mixers of L_attention
+
+    L_tokens is the mean squared error of the final tokens, normalized to unit variance, and L_attention that of the
+    attention outputs, each divided by the variance of the teacher's output for the image. All terms are means over
+    images, so they do not depend on how a batch is divided. A student without a head has no divergence. ViT-AdaLA,
+    stage 2, https://arxiv.org/abs/2603.16063, with the term of https://arxiv.org/abs/2410.10254.
+
+    While the context is open, call the student and then the teacher on a batch, and the object for the loss.
+    """
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, block_weight: float = 0.1, temperature: float = 1.0):
+        self.student, self.teacher = unwrap_model(student), teacher
+        self.block_weight, self.temperature = block_weight, temperature
+
+    def __enter__(self) -> 'NetworkLoss':
+        paths = [name for name, module in self.student.named_modules() if isinstance(module, TokenMixer)]
+        self.records = [_Record(model, paths if self.block_weight else []) for model in (self.student, self.teacher)]
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        for record in self.records:
+            record.close()
+
+    def __call__(self) -> Tensor:
+        student, teacher = self.records
+        loss = F.mse_loss(*(F.layer_norm(x.tokens.float(), x.tokens.shape[-1:]) for x in (student, teacher)))
+        if self.student.num_classes:
+            loss = loss + divergence(student.output, teacher.output, self.temperature)
+        if student.attention:
+            errors = [_relative_error(student.attention[name], teacher.attention[name]) for name in student.attention]
+            loss = loss + self.block_weight * torch.stack(errors).mean()
+        for record in self.records:
+            record.clear()
+        return loss
+
+
+class TransferTask(LogitDistillationTask):
+    """Distillation of a whole network into one with other mixers, by `NetworkLoss`.
+
+    Labels are used only if `task_loss_weight` is not 0.
+    """
+
+    def __init__(self, *args, block_weight: float = 0.1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.block_weight = block_weight
+
+    def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
+        teacher_input = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+        with NetworkLoss(
+            self.trainable_module, self.teacher.model, self.block_weight, self.temperature
+        ) as network_loss:
+            logits = self.trainable_module(input)
+            with torch.no_grad():
+                self.teacher(teacher_input)
+            kd_loss = network_loss()
+        loss = self.distill_loss_weight * kd_loss
+        if self.task_loss_weight:
+            loss = loss + self.task_loss_weight * self.criterion(logits, target)
+        return dict(loss=loss, output=logits, kd_loss=kd_loss)
+
+
+class _Record:
+    """Final tokens, output and attention outputs of the last forward pass of a model."""
+
+    def __init__(self, model: nn.Module, paths: list[str]):
+        self.model, self.attention = model, {}
+        self.tokens = self.output = None
+        self.hooks = [model.get_submodule(path).register_forward_hook(partial(self._keep, path)) for path in paths]
+        self.forward_head = model.forward_head
+        model.forward_head = self._keep_tokens
+
+    def clear(self) -> None:
+        self.attention.clear()
+        self.tokens = self.output = None
+
+    def close(self) -> None:
+        del self.model.forward_head
+        for hook in self.hooks:
+            hook.remove()
+
+    def _keep(self, path: str, attn: nn.Module, args: tuple, output: Tensor) -> None:
+        self.attention[path] = output
+
+    def _keep_tokens(self, tokens: Tensor, *args, **kwargs) -> Tensor:
+        self.tokens = tokens
+        self.output = self.forward_head(tokens, *args, **kwargs)
+        return self.output
+
+
+def divergence(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
+    """KL divergence of (B, num_classes) logits from the teacher's, averaged over images and scaled by temperature^2."""
+    student, teacher = ((x.float() / temperature).log_softmax(dim=1) for x in (logits, teacher_logits))
+    return temperature**2 * F.kl_div(student, teacher, reduction='batchmean', log_target=True)
+
+
+def _relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """Squared error of (B, …) as a fraction of the variance of each image's target, averaged over images."""
+    output, target = output.float().flatten(1), target.float().flatten(1)
+    return ((output - target).square().mean(dim=1) / target.var(dim=1).clamp(min=1e-12)).mean()
 
 
 def distillation_task(
@@ -64,6 +172,8 @@ def _create_task(
         return LogitDistillationTask(**options)
     if recipe.kd_distill_type == 'hard':
         return HardDistillationTask(**options)
+    if recipe.kd_distill_type == 'transfer':
+        return _transfer_task(recipe, options)
     try:
         return TokenDistillationTask(distill_type=recipe.kd_token_distill_type, **options)
     except ValueError as error:
@@ -71,6 +181,25 @@ def _create_task(
             f'{recipe.model} has no distillation token; use a model that has one, such as'
             f' deit_tiny_distilled_patch16_224, or --kd-distill-type logit'
         ) from error
+
+
+def _transfer_task(recipe: Recipe, options: dict) -> TransferTask:
+    """The task of `vitzoo transfer`; without weights in the recipe, labels are not used."""
+    student, teacher = unwrap_model(options['student_model']), options['teacher_model']
+    modules = dict(teacher.named_modules())
+    paths = [name for name, module in student.named_modules() if isinstance(module, TokenMixer)]
+    missing = next((path for path in paths if path not in modules), None)
+    if not paths or missing:
+        reason = f'the teacher {recipe.kd_model_name} has no {missing}' if paths else f'{recipe.model} has no mixers'
+        raise UserError(
+            f'{reason}; --kd-distill-type transfer needs a student that is the teacher with another --mixer'
+        )
+    if recipe.torchcompile:
+        raise UserError('--kd-distill-type transfer reads the attention of each block; leave out --torchcompile')
+    weights = dict(distill_loss_weight=recipe.distill_loss_weight, task_loss_weight=recipe.task_loss_weight)
+    defaults = dict(distill_loss_weight=1.0, task_loss_weight=0.0)
+    given = {name: weight for name, weight in weights.items() if weight is not None}
+    return TransferTask(**options | defaults | given, block_weight=recipe.kd_block_weight)
 
 
 def _mean_and_std(data_config: dict, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,12 @@
 """The training loop: set up a run, train and evaluate it epoch by epoch, and export the model."""
 
 import math
+import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import timm
@@ -11,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, gather_object
 from rich.console import Console
+from timm.utils import distribute_bn
 from torch import nn
 
 from vitzoo.data import (
@@ -39,16 +43,19 @@ from vitzoo.train.build import (
     build_train_loader,
     build_val_loader,
     compile_model,
+    convert_format,
     freeze,
     plan_batches,
+    synchronize_batch_norm,
 )
 from vitzoo.train.full_model import FullModel
+from vitzoo.train.lock import FolderLock
 from vitzoo.train.progress import Display, describe_run, learning_rate, parse_trackers, report_epoch, start_trackers
 from vitzoo.train.recipe import Recipe, save_recipe
 from vitzoo.train.recipe_cli import load_recipe
 from vitzoo.train.resume import choose_folder, contains_checkpoint, resume_run, save_run
 from vitzoo.train.run import Run
-from vitzoo.train.run_folder import export_model, prepare_folder, set_aside, write_on_main
+from vitzoo.train.run_folder import claim_folder, export_model, remove_old_run, set_aside, write_on_main
 from vitzoo.train.step import train_step
 
 
@@ -59,33 +66,48 @@ def train(argv: list[str] | None = None) -> dict | None:
         UserError: The command line, the recipe, the data or the model is invalid, the loss is not finite, or the disk
             is full.
     """
-    recipe = load_recipe(argv)
+    stop, recipe = StopSignal(), load_recipe(argv)
     folder, checkpoints = choose_folder(recipe)
-    accelerator = create_accelerator(recipe, folder)
-    run = set_up(recipe, accelerator, folder)
-    if checkpoints:
-        # before anything is written, so that a run that cannot resume leaves the folder as it was
-        resume_run(run, checkpoints)
-    is_elsewhere = bool(checkpoints) and not contains_checkpoint(folder, checkpoints[0])
-    open_folder(run, is_new=not checkpoints or is_elsewhere)
-    if is_elsewhere:
-        # so that --resume auto finds where this run began
-        save_run(run)
-    with StopSignal() as stop, Display(run) as display:
-        while len(run.history) < run.plan.epochs:
-            if not train_one_epoch(run, display, stop):
-                accelerator.end_training()
-                return None
-    scores = finish(run)
+    accelerator, is_named = create_accelerator(recipe), bool(recipe.output or recipe.resume)
+    with claim_folder(accelerator, folder, is_named) as lock:
+        if is_named:
+            # another run may have ended in it just before it was locked
+            with raise_together(accelerator):
+                _, checkpoints = choose_folder(recipe)
+        scores = train_in_folder(set_up(recipe, accelerator, lock), checkpoints, stop)
     accelerator.end_training()
     return scores
 
 
+def train_in_folder(run: Run, checkpoints: list[Path], stop: 'StopSignal') -> dict | None:
+    """Train in a locked folder, from the newest intact checkpoint if there are any; result and errors as in `train`."""
+    if checkpoints:
+        # before anything is written, so that a run that cannot resume leaves the folder as it was
+        with raise_together(run.accelerator):
+            resume_run(run, checkpoints)
+    is_elsewhere = bool(checkpoints) and not contains_checkpoint(run.folder, checkpoints[0])
+    open_folder(run, is_new=not checkpoints or is_elsewhere)
+    if is_elsewhere:
+        # so that --resume auto finds where this run began
+        save_run(run)
+    with stop, Display(run) as display:
+        while len(run.history) < run.plan.epochs:
+            if not train_one_epoch(run, display, stop):
+                return None
+    return finish(run)
+
+
 class StopSignal:
-    """Records whether this process received SIGTERM."""
+    """Records whether this process received SIGTERM, or torchrun, which started it, was killed."""
 
     def __init__(self):
         self.received = False
+        self.launcher = os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None
+
+    @property
+    def is_orphan(self) -> bool:
+        """True if torchrun has ended without ending this process."""
+        return self.launcher not in (None, os.getppid())
 
     def _handle(self, *signal_and_frame) -> None:
         self.received = True
@@ -102,7 +124,7 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self.previous)
 
 
-def create_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
+def create_accelerator(recipe: Recipe) -> Accelerator:
     """Create the Accelerator, which joins the processes started by `accelerate launch`.
 
     Raises:
@@ -115,7 +137,8 @@ def create_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
             cpu=not torch.accelerator.is_available(),
             mixed_precision=_mixed_precision(recipe),
             log_with=trackers or None,
-            project_config=ProjectConfiguration(project_dir=str(folder)),
+            # some trackers need a folder now; `start_trackers` sets that of the run
+            project_config=ProjectConfiguration(project_dir='runs'),
         )
     except ValueError as error:
         raise UserError(f'amp: {error}') from error
@@ -124,6 +147,9 @@ def create_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         raise UserError(f'{kind.value} is not supported; launch with --multi_gpu, or with --use_fsdp --fsdp_version 2')
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError('FSDP version 1 is not supported; launch with --use_fsdp --fsdp_version 2')
+    if accelerator.mixed_precision == 'fp16' and accelerator.device.type == 'cpu':
+        # Accelerate would compute in float32
+        raise UserError('amp_dtype float16 needs a GPU; on a CPU, use --amp-dtype bfloat16 or no --amp')
     return accelerator
 
 
@@ -136,35 +162,56 @@ def _mixed_precision(recipe: Recipe) -> str | None:
     return 'bf16' if recipe.amp_dtype == 'bfloat16' else 'fp16'
 
 
-def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
+@contextmanager
+def raise_together(accelerator: Accelerator) -> Iterator[None]:
+    """Raise a UserError of any process on all of them, at the end of the block.
+
+    Otherwise a launcher could kill rank 0 because of the error of another, before rank 0 prints it.
+    """
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    message = next(filter(None, gather_object([message])), None)
+    if message:
+        raise UserError(message)
+
+
+def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
     """Open the data, and build everything that training uses."""
-    train_set, val_set = open_data(recipe)
-    plan = plan_batches(recipe, len(train_set), accelerator.num_processes)
-    num_classes = recipe.num_classes or len(train_set.class_names)
+    with raise_together(accelerator):
+        train_set, val_set = open_data(recipe)
+        plan = plan_batches(recipe, len(train_set), accelerator.num_processes)
+        num_classes = recipe.num_classes or len(train_set.class_names)
 
-    # the same initial weights on all processes
-    seed_everything(recipe.seed)
-    raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
-    frozen = freeze(raw_model, recipe.freeze)
-    data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
-    train_set.transform = train_transform(recipe, data_config)
-    val_set.transform = eval_transform(data_config)
+        # the same initial weights on all processes
+        seed_everything(recipe.seed)
+        raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
+        if recipe.sync_bn:
+            raw_model = synchronize_batch_norm(raw_model, accelerator)
+        raw_model = convert_format(raw_model, recipe, accelerator)
+        frozen = freeze(raw_model, recipe.freeze)
+        data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
+        train_set.transform = train_transform(recipe, data_config)
+        val_set.transform = eval_transform(data_config)
 
-    # before the model is wrapped, so that parameters keep their names and order
-    ema = build_ema(recipe, raw_model)
-    optimizer = build_optimizer(recipe, raw_model, plan.lr)
-    scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
-    mixup = build_mixup(recipe, num_classes)
-    loss = build_loss(recipe, mixup, train_set, num_classes)
-    compile_model(raw_model, recipe.torchcompile)
+        # before the model is wrapped, so that parameters keep their names and order
+        ema = build_ema(recipe, raw_model)
+        optimizer = build_optimizer(recipe, raw_model, plan.lr)
+        scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
+        mixup = build_mixup(recipe, num_classes, data_config['input_size'][1:])
+        loss = build_loss(recipe, mixup, train_set, num_classes)
+        compile_model(raw_model, recipe.torchcompile, recipe.torchcompile_mode)
     full_model = FullModel(accelerator, raw_model)
     model, optimizer = accelerator.prepare(raw_model, optimizer)
-    task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator.device)
+    with raise_together(accelerator):
+        task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator.device)
     return Run(
         recipe=recipe,
         plan=plan,
         accelerator=accelerator,
-        folder=folder,
+        lock=lock,
         data_config=data_config,
         train_set=train_set,
         val_set=val_set,
@@ -180,7 +227,8 @@ def set_up(recipe: Recipe, accelerator: Accelerator, folder: Path) -> Run:
         normalize=Normalize(data_config).to(accelerator.device),
         train_loader=build_train_loader(recipe, plan, train_set, accelerator.process_index),
         val_loader=build_val_loader(recipe, plan, val_set, accelerator.process_index),
-        console=Console(quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True),
+        # paths may contain what rich takes for markup
+        console=Console(quiet=not accelerator.is_main_process, highlight=False, markup=False, soft_wrap=True),
     )
 
 
@@ -235,10 +283,12 @@ def _check_targets(recipe: Recipe, train_set: Images) -> None:
         raise UserError('balance: sampler needs one class per image; with multi_label, use balance: loss')
     if recipe.multi_label and recipe.kd_model_name:
         raise UserError('kd_model_name does not work with multi_label, because teachers predict one class per image')
+    if recipe.eval_metric == 'map' and not recipe.multi_label:
+        raise UserError('eval_metric map is measured with multi_label only; use top1, top5 or loss')
 
 
 def open_folder(run: Run, is_new: bool) -> None:
-    """Print the summary of the run, and create its folder with the effective recipe.
+    """Print the summary of the run, and write the effective recipe to its folder.
 
     Raises:
         UserError: The folder cannot be written, or is not shared by all machines.
@@ -250,7 +300,8 @@ def open_folder(run: Run, is_new: bool) -> None:
         run.recipe.albumentations = expand_pipeline(run.recipe.albumentations)
 
     def write() -> None:
-        prepare_folder(run.folder, is_new, is_named=bool(run.recipe.output or run.recipe.resume))
+        if is_new:
+            remove_old_run(run.folder)
         if run.later and not is_new:
             aside = set_aside(run.folder, run.later, len(run.history))
             run.console.print(f'note   later checkpoints and their models are now in {aside}')
@@ -260,16 +311,20 @@ def open_folder(run: Run, is_new: bool) -> None:
 
     # another process may still be looking for checkpoints in the folder
     run.accelerator.wait_for_everyone()
-    write_on_main(run.accelerator, write, lambda error: f"cannot write to the output folder '{run.folder}': {error}")
+    write_on_main(
+        run.accelerator, run.lock, write, lambda error: f"cannot write to the output folder '{run.folder}': {error}"
+    )
     if not all(gather_object([(run.folder / 'recipe.yaml').is_file()])):
         raise UserError(f"the output folder '{run.folder}' is not shared by all machines; choose another --output")
     start_trackers(run)
 
 
 def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
-    """Train the rest of the current epoch, save, evaluate and log it; False if stopped by SIGTERM."""
+    """Train the rest of the current epoch, save, evaluate if due, and log it; False if the run has to stop."""
     plan, recipe, epoch = run.plan, run.recipe, len(run.history)
     first_step, last_step = run.step, (epoch + 1) * plan.steps_per_epoch
+    if run.mixup is not None:
+        run.mixup.mixup_enabled = not 0 < recipe.mixup_off_epoch <= epoch
     run.train_loader.batch_sampler.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
     micro_batches = iter(run.train_loader)
     run.task.train()
@@ -278,24 +333,46 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
     start, saved_at = time.perf_counter(), time.monotonic()
     while run.step < last_step:
         is_overdue = 0 < recipe.checkpoint_minutes <= (time.monotonic() - saved_at) / 60
-        status = train_step(run, micro_batches, stop=stop.received, save=is_overdue)
+        must_stop = stop.received or stop.is_orphan or run.lock.is_lost
+        status = train_step(run, micro_batches, stop=must_stop, save=is_overdue)
         run.speed = (run.step - first_step) * plan.batch_size / (time.perf_counter() - start)
         display.show_step(run.speed)
         is_scheduled = recipe.checkpoint_every > 0 and run.step % recipe.checkpoint_every == 0
+        if run.step == last_step:
+            share_statistics(run)
         if status.stop or status.save or is_scheduled or run.step == last_step:
             # before the evaluation, which is repeated if the run resumes here
             save_run(run)
             saved_at = time.monotonic()
         if status.stop:
-            run.console.print(f'stopped by SIGTERM after step {run.step}; continue with --resume {run.folder}')
+            why = 'because its launcher was killed' if stop.is_orphan else 'by SIGTERM'
+            run.console.print(f'stopped {why} after step {run.step}; continue with --resume {run.folder}')
             return False
     row = dict(epoch=epoch + 1, step=run.step, lr=learning_rate(run), train_loss=sum(run.losses) / len(run.losses))
-    row |= dict(images_per_second=round(run.speed, 1), **evaluate_epoch(run, display))
-    run.history.append(row)
+    run.history.append(dict(row, images_per_second=round(run.speed, 1)))
     run.losses = []
+    if (epoch + 1) % recipe.val_interval == 0 or epoch + 1 == plan.epochs:
+        end_epoch(run, display)
+    else:
+        report_epoch(run)
+    return True
+
+
+def end_epoch(run: Run, display: Display) -> None:
+    """Evaluate the model, log the epoch, and export the model if it is the best."""
+    run.history[-1] |= evaluate_epoch(run, display)
     report_epoch(run)
     export_best(run)
-    return True
+
+
+def share_statistics(run: Run) -> None:
+    """Give BatchNorm the same running statistics on all processes, as timm does after every epoch."""
+    how, world_size = run.recipe.dist_bn, run.accelerator.num_processes
+    # synchronized statistics are the same already
+    if world_size == 1 or how == 'none' or run.recipe.sync_bn:
+        return
+    for model in [run.raw_model] + ([] if run.ema is None else [run.ema.module]):
+        distribute_bn(model, world_size, reduce=how == 'reduce')
 
 
 def evaluate_epoch(run: Run, display: Display) -> dict:
@@ -324,23 +401,33 @@ def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str
 def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
     """Evaluate a model on all processes, each on its share of the validation set."""
     if run.accelerator.num_processes > 1:
-        # BatchNorm statistics differ between processes, and those of rank 0 are saved
+        # buffers may differ between processes, and those of rank 0 are saved
         for buffer in model.buffers():
             buffer.copy_(broadcast(buffer))
     return evaluate(model, run.val_loader, run.accelerator, progress=advance)
 
 
 def export_best(run: Run) -> None:
-    """Export the model to best/ if its top-1 is higher than that of every epoch before in this branch."""
-    best_top1 = [max(row['top1'], row.get('ema_top1', 0.0)) for row in run.history[run.best_from :]]
-    if best_top1[-1] > max(best_top1[:-1], default=-1.0):
+    """Export the model to best/ if it is better than in every epoch before in this branch."""
+    rows = [row for row in run.history[run.best_from :] if 'eval_loss' in row]
+    *earlier, last = (max(rate(row, run.recipe), rate(row, run.recipe, 'ema_')) for row in rows)
+    if not earlier or last > max(earlier):
         export(run, run.folder / 'best')
 
 
+def rate(row: dict, recipe: Recipe, prefix: str = '') -> float:
+    """The recipe's metric in a row of metrics.csv, negated if lower is better; -inf if it is not a number."""
+    metric = recipe.eval_metric or ('map' if recipe.multi_label else 'top1')
+    value = row.get(prefix + ('eval_loss' if metric == 'loss' else metric), math.nan)
+    if math.isnan(value):
+        return -math.inf
+    return -value if metric == 'loss' else value
+
+
 def export(run: Run, folder: Path) -> str:
-    """Export the raw weights or their EMA, whichever had the better top-1; returns 'raw' or 'ema'."""
+    """Export the raw weights or their EMA, whichever is better by the recipe's metric; returns 'raw' or 'ema'."""
     row = run.history[-1]
-    weights = 'ema' if run.ema is not None and row['ema_top1'] >= row['top1'] else 'raw'
+    weights = 'ema' if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe) else 'raw'
     model = run.ema.module if weights == 'ema' else run.full_model.gather()
     info = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
     if run.recipe.multi_label:
@@ -353,6 +440,7 @@ def export(run: Run, folder: Path) -> str:
 
     write_on_main(
         run.accelerator,
+        run.lock,
         write,
         lambda error: f'cannot write the model to {folder}: {error}; free some space and --resume',
     )

@@ -6,19 +6,25 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType
+from accelerate.utils import LoggerType, ProjectConfiguration
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn, TimeRemainingColumn
 
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.metrics.speed import peak_process_megabytes
 from vitzoo.mixers import TokenMixer
-from vitzoo.train.recipe import NOT_SAVED
+from vitzoo.train.recipe import FIELDS, NOT_SAVED, Recipe
 from vitzoo.train.run import Run
 from vitzoo.train.run_folder import write_metrics, write_on_main
 
 # seconds between lines if the output is not a terminal
 LOG_SECONDS = 30
+# keys of which several have no effect together
+_CROPS = ('train_crop_mode', 'scale', 'ratio', 'hflip', 'vflip')
+_TIMM_AUGMENTATION = ('color_jitter', 'color_jitter_prob', 'grayscale_prob', 'gaussian_blur_prob', 'aa')
+_ERASING = ('remode', 'recount')
+_MIXING = ('mixup_prob', 'mixup_switch_prob', 'mixup_mode', 'mixup_off_epoch')
+_DISTILLATION = tuple(name for name, spec in FIELDS.items() if spec.metadata['group'] == 'distillation')
 # on a grid with a shorter side, attention has little to mix
 MIN_GRID_SIDE = 4
 
@@ -27,7 +33,8 @@ def describe_run(run: Run) -> list[str]:
     """A summary of the run, printed before it starts and stored in recipe.yaml."""
     recipe, plan, (_, height, width) = run.recipe, run.plan, run.data_config['input_size']
     params = sum(parameter.numel() for parameter in run.raw_model.parameters()) / 1e6
-    precision = run.accelerator.mixed_precision.replace('no', 'fp32')
+    full_precision = 'bf16' if recipe.model_dtype == 'bfloat16' else 'fp32'
+    precision = run.accelerator.mixed_precision.replace('no', full_precision)
     processes = f'{plan.world_size} process' + ('es' if plan.world_size > 1 else '')
     return [
         f'model  {recipe.model}, {params:.2f} M parameters, images {height} x {width}',
@@ -53,6 +60,7 @@ def _notes(run: Run) -> list[str]:
         notes.append(f'the last, incomplete batch is dropped: every epoch skips {dropped} images, chosen at random')
     if recipe.warmup_epochs >= recipe.epochs:
         notes.append(f'lr is never reached: warmup_epochs {recipe.warmup_epochs:g} of {recipe.epochs} epochs')
+    notes += [f'{name} has no effect {why}' for name, why in unused_keys(recipe).items()]
     if run.frozen:
         trained = sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad) / 1e6
         notes.append(f'frozen except for {trained:.2f} M parameters')
@@ -62,6 +70,32 @@ def _notes(run: Run) -> list[str]:
             f' larger img_size, or a smaller patch_size in model_kwargs'
         )
     return notes
+
+
+def unused_keys(recipe: Recipe) -> dict[str, str]:
+    """The keys of a recipe that are set but have no effect, each with the reason."""
+    settings, defaults = asdict(recipe), asdict(Recipe())
+    has_mixing = recipe.mixup or recipe.cutmix or recipe.cutmix_minmax
+    # in the order of precedence
+    unused = {
+        'with no_aug': (recipe.no_aug, _CROPS + _TIMM_AUGMENTATION + _ERASING + ('aug', 'albumentations', 'reprob')),
+        'with aug: albumentations': (recipe.aug == 'albumentations', _TIMM_AUGMENTATION),
+        'without aug: albumentations': (recipe.aug == 'timm', ('albumentations',)),
+        'with aa': (recipe.aa and '3a' not in recipe.aa, ('color_jitter_prob',)),
+        'without reprob': (not recipe.reprob, _ERASING),
+        'without mixup or cutmix': (not has_mixing, _MIXING),
+        'with cutmix_minmax': (recipe.cutmix_minmax, ('cutmix',)),
+        'without bce_loss': (not recipe.bce_loss and not recipe.multi_label, ('bce_target_thresh',)),
+        'without kd_model_name': (not recipe.kd_model_name, _DISTILLATION),
+        'without clip_grad': (not recipe.clip_grad, ('clip_mode',)),
+        'without amp': (not recipe.amp, ('amp_dtype',)),
+        'without model_ema': (not recipe.model_ema, ('model_ema_decay', 'model_ema_warmup')),
+    }
+    found = {}
+    for why, (is_unused, names) in unused.items():
+        changed = [name for name in names if is_unused and settings[name] != defaults[name]]
+        found = dict.fromkeys(changed, why) | found
+    return found
 
 
 def smallest_grid(run: Run) -> tuple[int, int] | None:
@@ -127,13 +161,20 @@ def learning_rate(run: Run) -> float:
 def report_epoch(run: Run) -> None:
     """Print the metrics of the last epoch, and write them to metrics.csv, curves.png and the trackers."""
     row = run.history[-1]
-    ema = f'  ema {row["ema_top1"]:5.2f} %' if run.ema is not None else ''
-    mean_precision = f'  mAP {row["map"]:5.2f} %' if 'map' in row else ''
-    run.console.print(
-        f'epoch {row["epoch"]:3}/{run.plan.epochs}  loss {row["train_loss"]:.4f}  lr {row["lr"]:.2e}'
-        f'  {row["images_per_second"]:.0f} images/s  validation loss {row["eval_loss"]:.4f}'
-        f'  top-1 {row["top1"]:5.2f} %{ema}{mean_precision}'
-    )
+    scores = {
+        'validation loss': ('eval_loss', '.4f'),
+        'top-1': ('top1', '5.2f'),
+        'ema': ('ema_top1', '5.2f'),
+        'mAP': ('map', '5.2f'),
+    }
+    words = [
+        f'{label} {row[name]:{form}}' + ' %' * (name != 'eval_loss')
+        for label, (name, form) in scores.items()
+        if name in row
+    ]
+    speed = f'{row["images_per_second"]:.0f} images/s'
+    line = f'epoch {row["epoch"]:3}/{run.plan.epochs}  loss {row["train_loss"]:.4f}  lr {row["lr"]:.2e}'
+    run.console.print('  '.join([line, speed, *words]))
 
     # lazy: importing matplotlib takes a second
     from vitzoo.figures import draw_curves
@@ -143,9 +184,13 @@ def report_epoch(run: Run) -> None:
         draw_curves(run.folder, run.history)
 
     write_on_main(
-        run.accelerator, write, lambda error: f'cannot write to {run.folder}: {error}; free some space and --resume'
+        run.accelerator,
+        run.lock,
+        write,
+        lambda error: f'cannot write to {run.folder}: {error}; free some space and --resume',
     )
-    run.accelerator.log({name: value for name, value in row.items() if name != 'epoch'}, step=row['step'])
+    # some trackers reserve the name 'step'
+    run.accelerator.log({name: value for name, value in row.items() if name != 'step'}, step=row['step'])
 
 
 def parse_trackers(names: str | None) -> list[str]:
@@ -166,8 +211,26 @@ def parse_trackers(names: str | None) -> list[str]:
 
 
 def start_trackers(run: Run) -> None:
-    """Start the trackers, with the recipe as their config."""
+    """Start the trackers on the main process, with the recipe as their config.
+
+    Raises:
+        UserError: On every process, if a tracker cannot be started.
+    """
     settings = {name: value for name, value in asdict(run.recipe).items() if name not in NOT_SAVED}
     # trackers accept only scalars and strings
     simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
-    run.accelerator.init_trackers('vitzoo', config=simple)
+    run.accelerator.project_configuration = ProjectConfiguration(project_dir=str(run.folder))
+
+    def start() -> None:
+        try:
+            run.accelerator.init_trackers('vitzoo', config=simple)
+        except Exception as error:
+            # each tracker has exceptions of its own, for a server that does not answer or a user who is not logged in
+            raise RuntimeError(error) from error
+
+    write_on_main(
+        run.accelerator,
+        run.lock,
+        start,
+        lambda error: f'cannot start log_with {run.recipe.log_with} ({error}); set it up, or leave out --log-with',
+    )

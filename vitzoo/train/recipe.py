@@ -74,15 +74,35 @@ class Recipe:
         None, "stochastic depth rate; by default the model's", low=0, high=1, on_resume=CHANGES
     )
     model_kwargs: dict = _model({}, 'further model arguments, as YAML or name=value …')
+    mixer: str | None = _model(
+        None, "replace the attention of a timm model, in all blocks (ls) or in some ('ls:0-9,softmax:10,11')"
+    )
+    mixer_kwargs: dict = _model({}, 'arguments of the mixer, as YAML or name=value …')
     grad_checkpointing: bool = _model(
         False, 'recompute activations in the backward pass to save memory', on_resume=NEUTRAL
     )
     freeze: str | None = _model(
         None, "modules to freeze, such as patch_embed,blocks.0, or 'backbone' for all but the classifier"
     )
+    sync_bn: bool = _model(
+        False, 'BatchNorm normalizes over the images of all processes (GPUs only)', on_resume=CHANGES
+    )
+    dist_bn: str = _model(
+        'reduce',
+        "BatchNorm's running statistics after an epoch: averaged over the processes, or those of the first",
+        choices=('none', 'reduce', 'broadcast'),
+        on_resume=CHANGES,
+    )
     torchcompile: str | None = _model(
         None, 'compile the model with this torch.compile backend, such as inductor', on_resume=NEUTRAL
     )
+    torchcompile_mode: str | None = _model(
+        None,
+        'mode of torchcompile inductor',
+        choices=('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'),
+        on_resume=NEUTRAL,
+    )
+    channels_last: bool = _model(False, 'channels-last memory format', on_resume=NEUTRAL)
 
     data_dir: str = _data(
         'sample',
@@ -113,6 +133,12 @@ class Recipe:
     albumentations: str | list = _augmentation(
         'medium', 'albumentations pipeline: light, medium, strong, or a list of {Name: {argument: value}}'
     )
+    no_aug: bool = _augmentation(False, 'only resize the training images, without random crops and augmentation')
+    train_crop_mode: str = _augmentation(
+        'rrc',
+        'random resized crop (rrc), or resize with the aspect ratio kept and a central (rkrc) or random (rkrr) crop',
+        choices=('rrc', 'rkrc', 'rkrr'),
+    )
     scale: list = _augmentation([0.08, 1.0], 'area range of random resized crops', low=0, lengths=(2,))
     ratio: list = _augmentation([3 / 4, 4 / 3], 'aspect ratio range of random resized crops', low=0, lengths=(2,))
     hflip: float = _augmentation(0.5, 'horizontal flip probability', low=0, high=1)
@@ -123,6 +149,11 @@ class Recipe:
     color_jitter: float | list = _augmentation(
         0.4, 'color jitter factor (timm; ignored with aa)', low=0, lengths=(3, 4)
     )
+    color_jitter_prob: float | None = _augmentation(
+        None, 'probability of color_jitter; by default it is always applied', low=0, high=1
+    )
+    grayscale_prob: float = _augmentation(0.0, 'probability of conversion to greyscale (timm)', low=0, high=1)
+    gaussian_blur_prob: float = _augmentation(0.0, 'probability of Gaussian blur (timm)', low=0, high=1)
     aa: str | None = _augmentation(None, 'AutoAugment policy, such as rand-m9-mstd0.5-inc1 or 3a (timm)')
     reprob: float = _augmentation(0.0, 'random erasing probability', low=0, high=1)
     remode: str = _augmentation('pixel', 'fill of erased regions', choices=('const', 'rand', 'pixel'))
@@ -135,6 +166,9 @@ class Recipe:
     )
     mixup: float = _augmentation(0.0, 'mixup alpha (0 disables mixup)', low=0)
     cutmix: float = _augmentation(0.0, 'cutmix alpha (0 disables cutmix)', low=0)
+    cutmix_minmax: list | None = _augmentation(
+        None, 'range of the side of the cutmix box relative to the image; enables cutmix', low=0, high=1, lengths=(2,)
+    )
     mixup_prob: float = _augmentation(1.0, 'probability of applying mixup or cutmix', low=0, high=1)
     mixup_switch_prob: float = _augmentation(
         0.5, 'probability of cutmix rather than mixup if both are enabled', low=0, high=1
@@ -142,6 +176,7 @@ class Recipe:
     mixup_mode: str = _augmentation(
         'batch', 'how mixing weights are drawn: per batch, pair or element', choices=('batch', 'pair', 'elem')
     )
+    mixup_off_epoch: int = _augmentation(0, 'disable mixup and cutmix after this many epochs (0: never)', low=0)
 
     smoothing: float = _loss(0.1, 'label smoothing', low=0, high=0.99)
     bce_loss: bool = _loss(False, 'use binary cross-entropy instead of softmax cross-entropy')
@@ -158,17 +193,21 @@ class Recipe:
     kd_model_name: str | None = _distillation(None, 'teacher: a pretrained timm model, or the folder of a training run')
     kd_distill_type: str = _distillation(
         'logit',
-        "distillation target: the teacher's soft labels, its predicted class, or either with a distillation token",
-        choices=('logit', 'hard', 'token'),
+        "distillation target: the teacher's soft labels, its predicted class, either with a distillation token, or for"
+        ' a student with other mixers its final tokens, attention outputs and soft labels',
+        choices=('logit', 'hard', 'token', 'transfer'),
     )
     kd_token_distill_type: str = _distillation(
         'soft', 'distillation target of the distillation token', choices=('soft', 'hard')
     )
     kd_temperature: float = _distillation(4.0, 'distillation temperature', low=0.01)
+    kd_block_weight: float = _distillation(0.1, 'weight of the attention outputs (with transfer)', low=0)
     distill_loss_weight: float | None = _distillation(
         None, 'weight of the distillation loss; by default 1, or 1 - task_loss_weight', low=0
     )
-    task_loss_weight: float | None = _distillation(None, 'weight of the classification loss; by default 1', low=0)
+    task_loss_weight: float | None = _distillation(
+        None, 'weight of the classification loss; by default 1, with transfer 0', low=0
+    )
 
     epochs: int = _optimizer(100, 'number of epochs', low=1)
     batch_size: int = _optimizer(128, 'images per optimizer step, over all processes', low=1, on_resume=FIXED)
@@ -196,7 +235,7 @@ class Recipe:
     warmup_epochs: float = _schedule(5.0, 'linear warm-up epochs, included in epochs', low=0)
     warmup_lr: float = _schedule(1e-6, 'learning rate at the start of the warm-up', low=0)
     min_lr: float = _schedule(1e-6, 'minimum learning rate', low=0)
-    cooldown_epochs: int = _schedule(0, 'epochs at the final learning rate, in addition to epochs', low=0)
+    cooldown_epochs: int = _schedule(0, 'further epochs at min_lr; step, multistep and constant go on', low=0)
     decay_epochs: float | None = _schedule(
         None, 'decay interval of step; length of the decay phase of wsd and rsqrt', low=0
     )
@@ -205,6 +244,12 @@ class Recipe:
 
     amp: bool | None = _precision(None, 'mixed precision; by default as configured in accelerate launch, else float32')
     amp_dtype: str = _precision('bfloat16', 'dtype for mixed precision', choices=('bfloat16', 'float16'))
+    model_dtype: str = _precision(
+        'float32',
+        'dtype of the weights and of all computations; bfloat16 needs half the memory of amp but rounds small updates',
+        choices=('float32', 'bfloat16'),
+        on_resume=FIXED,
+    )
     model_ema: bool = _precision(
         False, 'exponential moving average (EMA) of the weights, evaluated too', on_resume=FIXED
     )
@@ -215,6 +260,13 @@ class Recipe:
     output: str | None = _run(None, 'run folder; by default runs/<model>')
     overwrite: bool = _run(False, 'replace the run in the output folder')
     resume: str | None = _run(None, "'auto' (newest checkpoint in the output folder), or a run or checkpoint folder")
+    eval_metric: str | None = _run(
+        None,
+        'metric that selects the best epoch; by default top1, or map with multi_label',
+        choices=('top1', 'top5', 'loss', 'map'),
+        on_resume=FIXED,
+    )
+    val_interval: int = _run(1, 'epochs between validations; the last epoch is always validated', low=1)
     log_interval: int = _run(20, 'steps between updates of the progress bar', low=1)
     log_with: str | None = _run(None, 'Accelerate trackers, such as tensorboard,wandb,mlflow,trackio')
     checkpoint_every: int = _run(0, 'steps between checkpoints (0: only one after every epoch)', low=0)

@@ -73,8 +73,8 @@ def save_run(run: Run) -> None:
     state = dict(recipe=recipe, data=data_facts(run), step=run.step, losses=run.losses, history=run.history)
     state |= dict(best_from=run.best_from, speed=run.speed)
     ema = None if run.ema is None else run.ema.module
-    folder, keep = run.folder / 'checkpoints', run.recipe.checkpoint_hist
-    save_checkpoint(run.accelerator, folder, state, run.full_model, ema, run.optimizer, keep)
+    keep = run.recipe.checkpoint_hist
+    save_checkpoint(run.accelerator, run.lock, state, run.full_model, ema, run.optimizer, keep)
 
 
 def resume_run(run: Run, checkpoints: list[Path]) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from vitzoo.data import Images, Normalize
 from vitzoo.train.full_model import FullModel
+from vitzoo.train.lock import FolderLock
 from vitzoo.train.recipe import Recipe
 
 
@@ -52,7 +53,7 @@ class Run:
     recipe: Recipe
     plan: Plan
     accelerator: Accelerator
-    folder: Path
+    lock: FolderLock
     data_config: dict
     train_set: Images
     val_set: Images
@@ -83,3 +84,8 @@ class Run:
     best_from: int = 0
     # checkpoints of this folder after the one that the run went back to
     later: list[Path] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.lock.folder

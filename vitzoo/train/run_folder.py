@@ -4,18 +4,22 @@
 <run>/held_out.csv                       the images held out for validation, if the dataset has no validation split
 <run>/metrics.csv, curves.png            one row per epoch, and its plot
 <run>/config.json, model.safetensors     the trained model, as written by timm.models.save_for_hf
-<run>/best/                              the model of the epoch with the best top-1
+<run>/best/                              the model of the epoch with the best eval_metric
 <run>/checkpoints/                       see vitzoo.train.checkpoint
 <run>/abandoned/                         run folders of what was trained after a checkpoint that was resumed later
+<run>/.lock                              see vitzoo.train.lock
 """
 
+import copy
 import csv
 import json
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
@@ -24,6 +28,7 @@ from torch import nn
 
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
+from vitzoo.train.lock import FolderLock, FolderLocked, LostLock
 from vitzoo.train.recipe import Recipe
 
 RUN_FILES = ('recipe.yaml', HELD_OUT, 'metrics.csv', 'curves.png', 'config.json', 'model.safetensors')
@@ -85,18 +90,44 @@ def check_restart(folder: Path, overwrite: bool) -> None:
         )
 
 
-def prepare_folder(folder: Path, is_new: bool, is_named: bool = True) -> None:
-    """Create the folder; for a new run, remove what an older run wrote, except recipe.yaml, which will be replaced.
+@contextmanager
+def claim_folder(accelerator: Accelerator, folder: Path, is_named: bool) -> Iterator[FolderLock]:
+    """Create the folder and lock it; at the end, release it, and remove it if nothing was written.
 
     Args:
-        is_named: Whether the user named the folder; one that training chose must not exist yet.
+        is_named: Whether the user named the folder. If not, and another start has created it in the meantime, the next
+            free one is used.
 
     Raises:
-        FileExistsError: Another run has chosen the same folder in the meantime.
+        UserError: On every process, if another run is in progress in the folder, or it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=is_named or not is_new)
-    if not is_new:
-        return
+    lock, is_created = FolderLock(folder), not (is_named and folder.exists())
+
+    def acquire() -> None:
+        nonlocal lock
+        lock = FolderLock(folder if is_named else _create_free(folder))
+        lock.folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(wait=accelerator.print)
+
+    def explain(error: Exception) -> str:
+        return str(error) if isinstance(error, FolderLocked) else f"cannot write to '{folder}': {error}"
+
+    try:
+        write_on_main(accelerator, lock, acquire, explain)
+        if not is_named:
+            # processes may have chosen before and after the other start
+            (chosen,) = broadcast_object_list([str(lock.folder)])
+            lock = lock if accelerator.is_main_process else FolderLock(Path(chosen))
+        yield lock
+    finally:
+        lock.release()
+        if is_created and accelerator.is_main_process:
+            with suppress(OSError):
+                lock.folder.rmdir()
+
+
+def remove_old_run(folder: Path) -> None:
+    """Remove what an older run wrote, except recipe.yaml, which will be replaced."""
     written = [folder / name for name in RUN_FILES if name != 'recipe.yaml']
     written += [folder / 'best' / name for name in ('config.json', 'model.safetensors')]
     written += (folder / 'vitzoo').rglob('events.out.tfevents*')
@@ -139,16 +170,22 @@ def best_epoch(folder: Path) -> int:
         return 0
 
 
-def write_on_main(accelerator: Accelerator, write: Callable[[], None], explain: Callable[[Exception], str]) -> None:
+def write_on_main(
+    accelerator: Accelerator, lock: FolderLock, write: Callable[[], None], explain: Callable[[Exception], str]
+) -> None:
     """Call `write` on the main process, and wait for it on the others.
 
     Raises:
-        UserError: On every process, if the main process could not write; `explain` turns its error into the message.
+        UserError: On every process, if the main process could not write, or its lock was taken over; `explain` turns an
+            error of `write` into the message.
     """
     message = None
     if accelerator.is_main_process:
         try:
+            lock.check()
             write()
+        except LostLock as error:
+            message = str(error)
         except FILE_ERRORS as error:
             message = explain(error)
     # this broadcast is also the barrier that keeps the others from looking for files that do not exist yet
@@ -161,7 +198,7 @@ def write_metrics(folder: Path, history: list[dict]) -> None:
     """Rewrite metrics.csv, so that a resumed run does not repeat a row."""
     partial = folder / '.metrics.csv'
     with partial.open('w', newline='') as file:
-        writer = csv.DictWriter(file, fieldnames=list(history[-1]))
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(chain(*history))))
         writer.writeheader()
         writer.writerows(history)
     partial.replace(folder / 'metrics.csv')
@@ -175,6 +212,9 @@ def export_model(folder: Path, model: nn.Module, class_names: list[str], data_co
     """
     partial = folder.parent / f'.export-{folder.name}'
     shutil.rmtree(partial, ignore_errors=True)
+    if not all(tensor.is_contiguous() for tensor in model.state_dict().values()):
+        # safetensors has no memory formats
+        model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
     save_for_hf(
         model,
         str(partial),
@@ -204,5 +244,18 @@ def _is_run(folder: Path) -> bool:
 
 
 def _free_folder(folder: Path) -> Path:
-    candidates = [folder] + [folder.with_name(f'{folder.name}-{number}') for number in range(2, 1000)]
-    return next(candidate for candidate in candidates if not candidate.exists())
+    return next(candidate for candidate in _candidates(folder) if not candidate.exists())
+
+
+def _create_free(folder: Path) -> Path:
+    """Create the first of the candidates that does not exist; of two processes, only one succeeds in creating it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for candidate in _candidates(folder):
+        with suppress(FileExistsError):
+            candidate.mkdir()
+            return candidate
+    raise FileExistsError(f'all of {folder} to {candidate.name} exist')
+
+
+def _candidates(folder: Path) -> list[Path]:
+    return [folder] + [folder.with_name(f'{folder.name}-{number}') for number in range(2, 1000)]

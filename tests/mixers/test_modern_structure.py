@@ -1,0 +1,165 @@
+"""Structural mixers of 2021 to 2026, against the authors' classes and implementations of others."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from helpers import DIM, GRID, HEADS, assert_near, build, golden, relative_error, tokens
+from timm.models.swin_transformer import SwinTransformerBlock
+from torch import nn
+
+from vitzoo import create_mixer
+from vitzoo.mixers.monarch import monarch_attention
+
+
+@pytest.mark.parametrize('layer', [0, 1])
+@pytest.mark.parametrize(('grid', 'window_size'), [((8, 12), 4), ((6, 12), 3), ((4, 8), 4), ((5, 14), 7)])
+def test_swin_is_timms_block_on_a_grid_of_whole_windows(grid, window_size, layer):
+    torch.manual_seed(0)
+    shift = window_size // 2 * layer
+    # timm's windows take the size of a smaller grid
+    sizes = tuple(min(side, window_size) for side in grid)
+    block = SwinTransformerBlock(DIM, grid, HEADS, window_size=window_size, shift_size=shift).double()
+    block.norm1 = nn.Identity()
+    mixer = create_mixer('swin', DIM, HEADS, grid_size=grid, layer=layer, window_size=window_size).double()
+    weights = block.attn.state_dict()
+    table = mixer.rel_bias.table.data.unflatten(0, (2 * window_size - 1, -1))
+    rows, columns = (slice(window_size - size, window_size + size - 1) for size in sizes)
+    new = torch.randn_like(table[rows, columns])
+    table[rows, columns] = new
+    weights['relative_position_bias_table'] = new.flatten(0, 1)
+    block.attn.load_state_dict(weights)
+    mixer.load_state_dict({key: weights[key] for key in weights if not key.startswith('rel')}, strict=False)
+    x = torch.randn(2, grid[0] * grid[1], DIM, dtype=torch.float64)
+    expected = block._attn(x.unflatten(1, grid)).flatten(1, 2)
+    assert_near(mixer(x, grid), expected)
+
+
+def test_swin_in_one_window_without_bias_is_softmax():
+    mixer = build('swin', num_prefix_tokens=1, window_size=5, rel_bias='none', shift=True)
+    softmax = build('softmax', num_prefix_tokens=1)
+    softmax.load_state_dict(mixer.state_dict())
+    assert_near(mixer(tokens(mixer), GRID), softmax(tokens(mixer), GRID))
+
+
+@pytest.mark.parametrize(
+    ('size', 'kernel_size', 'dilation', 'position', 'expected'),
+    [
+        (9, 3, 1, 4, [3, 4, 5]),
+        (9, 3, 1, 0, [0, 1, 2]),
+        (9, 3, 1, 8, [6, 7, 8]),
+        (9, 4, 1, 4, [2, 3, 4, 5]),
+        (9, 4, 1, 7, [5, 6, 7, 8]),
+        (9, 3, 2, 1, [1, 3, 5]),
+        (9, 3, 2, 7, [3, 5, 7]),
+        (9, 3, 2, 8, [4, 6, 8]),
+        (10, 5, 3, 8, [2, 5, 8]),
+    ],
+)
+def test_neighborhood_attends_the_positions_that_natten_documents(size, kernel_size, dilation, position, expected):
+    # along a grid of one row, with equal scores: the weights of one-hot values
+    options = dict(kernel_size=kernel_size, dilation=dilation, rel_bias='none')
+    mixer = create_mixer('neighborhood', DIM, HEADS, grid_size=(1, size), **options)
+    zeros, values = torch.zeros(1, HEADS, size, 4), torch.eye(size).expand(1, HEADS, -1, -1)
+    weights = mixer.mix(zeros, zeros, values, (1, size))[0, 0, position]
+    assert weights.nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize(('grid', 'num_prefix_tokens'), [((20, 1), 0), ((20, 1), 2), ((1, 20), 0)])
+def test_monarch_of_one_row_or_column_is_softmax(grid, num_prefix_tokens):
+    mixer = build('monarch', grid, num_prefix_tokens)
+    softmax = build('softmax', grid, num_prefix_tokens)
+    softmax.load_state_dict(mixer.state_dict())
+    assert_near(mixer(tokens(mixer), grid), softmax(tokens(mixer), grid))
+
+
+def test_each_step_of_monarch_brings_its_weights_closer_to_the_maximum_of_softmax():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 20, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    scores = q @ k.mT
+    objectives = []
+    for num_steps in (1, 2, 4, 16):
+        weights = monarch_attention(q, k, torch.eye(20, dtype=torch.float64)[None, None], GRID, num_steps, 1.0)
+        assert_near(weights.sum(dim=-1), torch.ones(1, 1, 20, dtype=torch.float64))
+        objectives.append(((scores - weights.log()) * weights).sum().item())
+    assert objectives == sorted(objectives)
+    assert objectives[0] < objectives[-1] < scores.logsumexp(dim=-1).sum().item()
+
+
+def state(recording, renames):
+    """The recorded parameters under our names; official layers of one name are concatenated, in the order of names."""
+    parts = {}
+    for layer, own in renames.items():
+        for kind in ('', '.weight', '.bias'):
+            if f'state.{layer}{kind}' in recording:
+                parts.setdefault(own + kind, []).append(recording[f'state.{layer}{kind}'])
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+
+RMT_NAMES = {f'attn.{part}_proj': 'qkv' for part in 'qkv'} | {'attn.lepe.conv': 'lepe', 'attn.out_proj': 'proj'}
+# mixer, its options, and our names of the official parameters
+RECORDINGS = {
+    'rmt_decomposed_a': ('rmt', {}, RMT_NAMES),
+    'rmt_whole_a': ('rmt', dict(decomposed=False), RMT_NAMES),
+    'vittt_a': ('ttt', {}, {name: name for name in ('qkv', 'proj', 'w1', 'w2', 'w3')}),
+    'vittt_rope_d': ('ttt', dict(rope=True), {name: name for name in ('qkv', 'proj', 'w1', 'w2', 'w3')}),
+    'circulant_a': ('circulant', dict(qkv_bias=False), {'qkv': 'qkv', 'gate.0': 'gate', 'proj': 'proj'}),
+    'vssd_a': (
+        'vssd',
+        dict(d_state=16, qkv_bias=False),
+        {'in_proj': 'in_proj', 'conv2d': 'conv', 'A_log': 'log_a', 'D': 'skip', 'dt_bias': 'dt_bias', 'norm': 'norm'}
+        | {'out_proj': 'proj'},
+    ),
+    'biformer_a': ('biformer', dict(num_windows=4), {'qkv.qkv': 'qkv', 'lepe': 'lepe', 'wo': 'proj'}),
+    'biformer_nchw_a': (
+        'biformer',
+        dict(num_windows=4),
+        {'qkv_linear': 'qkv', 'lepe': 'lepe', 'output_linear': 'proj'},
+    ),
+    'soft_a': (
+        'soft',
+        dict(ratio=2),
+        {'W_q': 'qkv', 'W_v': 'qkv', 'attn.Qlandmark_op': 'landmarks', 'attn.Qnorm_act.0': 'norm'}
+        | {'attn.conv': 'conv', 'ff': 'proj'},
+    ),
+}
+
+
+def divide_ttt(official):
+    """The parts of the official layers that belong to f and to the convolution, with w1 and w2 without their batch."""
+    own = {name: official[name].squeeze(0) for name in ('w1', 'w2')} | {'w3': official['w3']}
+    for kind in ('weight', 'bias'):
+        own[f'qkv.{kind}'], own[f'qkv_conv.{kind}'] = official[f'qkv.{kind}'].split([144, 48])
+    own['proj.weight'], own['proj_conv.weight'] = official['proj.weight'].split([48, 16], dim=1)
+    return own | {'proj.bias': official['proj.bias']}
+
+
+def recording(name):
+    """A recording of tests/golden, or else of ../shared/golden/modern; sources are in the metadata of the files."""
+    kept = Path(__file__).parents[1] / 'golden' / 'modern_structure.safetensors'
+    tensors = safetensors.torch.load_file(kept) if kept.exists() else {}
+    own = {key.removeprefix(f'{name}.'): tensor for key, tensor in tensors.items() if key.startswith(f'{name}.')}
+    return own or golden(f'modern/{name}')
+
+
+def to_tokens(x):
+    """(B, 64, 48) from tokens, from (B, 8, 8, 48), or from (B, 48, 8, 8)."""
+    return x.flatten(2).mT if x.ndim == 4 and x.shape[1] == 48 else x.reshape(-1, 64, 48)
+
+
+@pytest.mark.parametrize('name', RECORDINGS)
+def test_a_mixer_reproduces_the_authors_class(name):
+    mixer_name, options, renames = RECORDINGS[name]
+    recorded = recording(name)
+    mixer = create_mixer(mixer_name, 48, 3, grid_size=(8, 8), **options).eval()
+    official = state(recorded, renames)
+    if mixer_name == 'ttt':
+        official = divide_ttt(official)
+    # the official output projection of vssd has no bias
+    official.setdefault('proj.bias', torch.zeros(48))
+    own = mixer.state_dict()
+    mixer.load_state_dict({key: tensor.reshape(own[key].shape) for key, tensor in official.items()})
+    x, expected = (to_tokens(recorded[key]) for key in ('input', 'output'))
+    with torch.no_grad():
+        assert relative_error(mixer(x, (8, 8)), expected) < 2e-5

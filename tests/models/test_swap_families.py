@@ -1,0 +1,321 @@
+"""Families of timm models whose attention is replaced: softmax in its place changes nothing, every mixer works."""
+
+import pytest
+import timm
+import torch
+
+import vitzoo
+from vitzoo.metrics.explanation import rollout
+from vitzoo.mixers import mixer_class
+from vitzoo.mixers._rope import Rope
+
+# their outputs are not functions of the products of queries with keys
+WITHOUT_ROPE = [
+    'aft_conv', 'aft_full', 'aft_local', 'aft_simple', 'circulant', 'fourier', 'hydra', 'pool', 'set', 'srformer',
+    'synthesizer', 'ttt', 'vssd', 'xca',
+]  # fmt: skip
+WITH_ROPE = [mixer for mixer in vitzoo.list_mixers() if mixer_class(mixer).has_rope]
+TINY = dict(img_size=(64, 96), embed_dim=48, num_heads=4, depth=2, num_classes=5)
+# each has something that the others have not
+FAMILIES = {
+    'dinov3': ('vit_small_patch16_dinov3', {}),
+    'dinov3 biases': ('vit_small_patch16_dinov3_qkvb', {}),
+    'dinov3 SwiGLU': ('vit_small_plus_patch16_dinov3', {}),
+    'eva': ('eva_giant_patch14_224', {'patch_size': 16}),
+    'eva02 separate layers': ('eva02_tiny_patch14_224', {'patch_size': 16}),
+    'eva02 scale norm': ('eva02_base_patch16_clip_224', {}),
+    'eva02 post norm': ('eva02_enormous_patch14_clip_224', {'patch_size': 16}),
+    'shared keys': ('vit_base_patch16_sapiens2', {'num_kv_heads': 2}),
+    'rope axial': ('vit_medium_patch16_rope_reg1_gap_256', {}),
+    'rope mixed': ('vit_small_patch16_rope_mixed_224', {}),
+    'rope with positions': ('vit_small_patch16_rope_ape_224', {}),
+    'perception encoder': ('vit_pe_core_tiny_patch16_384', {}),
+    'scale norm': ('beit3_base_patch16_224', {}),
+    'post norm': ('vit_tiny_patch16_224', {'block_fn': timm.models.vision_transformer.ResPostBlock}),
+    'parallel': ('vit_small_patch16_18x2_224', {}),
+    'relative mlp': ('vit_relpos_small_patch16_224', {}),
+    'relative mlp of Swin': ('vit_relpos_small_patch16_224', {'rel_pos_type': 'mlpswin'}),
+    'relative mlp with class token': ('vit_relpos_medium_patch16_cls_224', {}),
+    'relative mlp shared': ('vit_srelpos_small_patch16_224', {}),
+    'relative mlp post norm': ('vit_relpos_small_patch16_rpn_224', {}),
+    'relative table': ('vit_relpos_medium_patch16_cls_224', {'rel_pos_type': 'bias'}),
+    'beit': ('beit_base_patch16_224', {}),
+    'beitv2': ('beitv2_base_patch16_224', {}),
+    'cait': ('cait_xxs24_224', {}),
+    'naflex': ('naflexvit_base_patch16_map', {'pos_embed_grid_size': (4, 6)}),
+    'naflex rope': ('naflexvit_base_patch16_gap', {'pos_embed_grid_size': (4, 6), 'rope_type': 'mixed'}),
+}
+# timm and vitzoo resample a bias of relative positions each in their own way, and CaiT is made for one size
+ONE_SIZE = [family for family in FAMILIES if family.startswith(('relative', 'beit', 'cait'))]
+
+SMALL = dict(embed_dims=(16, 32), depths=(1, 1), num_heads=(2, 2), num_classes=5)
+PYRAMIDS = {
+    'pvt': ('pvt_v2_b0', dict(SMALL, sr_ratios=(4, 2))),
+    'pvt without reduction': ('pvt_v2_b0', dict(SMALL, sr_ratios=(1, 1))),
+    'twins global': ('twins_pcpvt_small', dict(SMALL, sr_ratios=(4, 2))),
+    # windows as large as the grids of the stages
+    'twins local': ('twins_svt_small', dict(SMALL, sr_ratios=(1, 1), wss=(16, 8))),
+    'swin': (
+        'swin_tiny_patch4_window7_224',
+        dict(img_size=64, embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=(16, 16), num_classes=5),
+    ),
+}
+
+
+def build(family, **kwargs):
+    """A small model with no parameter left at a special value, in which a mistake could hide."""
+    name, own = {**FAMILIES, **PYRAMIDS}[family]
+    own = own if family in PYRAMIDS else {**TINY, **own}
+    torch.manual_seed(0)
+    model = timm.create_model(name, **{**own, **kwargs}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def images(size=(64, 96), batch_size=2):
+    return torch.randn(batch_size, 3, *size, generator=torch.Generator().manual_seed(1))
+
+
+def outputs(model, x):
+    with torch.no_grad():
+        _, maps = model.forward_intermediates(x)
+        return [model(x), *maps]
+
+
+def assert_equal(ours, theirs):
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_softmax_leaves_logits_and_features_as_they_are_at_every_size(family, fused):
+    timm.layers.set_fused_attn(fused)
+    try:
+        model = build(family)
+        before = outputs(model, images())
+        vitzoo.swap_mixer(model, 'softmax')
+        assert_equal(outputs(model, images()), before)
+        assert all(not report.lost for report in model.inheritance.values())
+        if family in ONE_SIZE:
+            return
+        other = build(family)
+        for either in (model, other):
+            if hasattr(either, 'set_input_size'):
+                either.set_input_size((96, 48))
+        assert_equal(outputs(model, images((96, 48))), outputs(other, images((96, 48))))
+    finally:
+        timm.layers.set_fused_attn(True)
+
+
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+def test_every_mixer_takes_the_place_of_attention_with_rotary_positions(mixer):
+    model = vitzoo.swap_mixer(build('dinov3'), mixer)
+    x = images()
+    logits = outputs(model, x)[0]
+    torch.testing.assert_close(outputs(model, x[:1])[0], logits[:1], rtol=1e-4, atol=1e-5)
+    model.train()(x).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    model.eval().set_input_size((48, 80))
+    assert all(output.isfinite().all() for output in outputs(model, images((48, 80))))
+
+
+def test_every_mixer_that_compares_queries_with_keys_has_rotary_positions():
+    assert sorted(set(vitzoo.list_mixers()) - set(WITH_ROPE)) == WITHOUT_ROPE
+
+
+@pytest.mark.parametrize('mixer', WITH_ROPE)
+def test_rotary_positions_act_on_the_grid_and_not_on_prefix_tokens(mixer):
+    torch.manual_seed(0)
+    layer = vitzoo.create_mixer(mixer, 16, 2, grid_size=(4, 5), num_prefix_tokens=2).eval()
+    x, angles = torch.randn(2, 22, 16), torch.randn(20, 8)
+    q, k, _ = layer.to_qkv(x, (4, 5))
+    rotated_q, rotated_k, _ = layer.to_qkv(x, (4, 5), Rope(torch.cat([angles.sin(), angles.cos()], dim=-1)))
+    P = q.shape[2] - 20
+    assert torch.equal(rotated_q[:, :, :P], q[:, :, :P]) and torch.equal(rotated_k[:, :, :P], k[:, :, :P])
+    assert not torch.isclose(rotated_q[:, :, P:], q[:, :, P:]).all(dim=-1).any()
+    assert not torch.equal(layer(x, (4, 5)), layer(x, (4, 5), Rope(torch.cat([angles.sin(), angles.cos()], dim=-1))))
+
+
+@pytest.mark.parametrize('mixer, lost', [('pool', True), ('aft_simple', True), ('linear', False), ('ls', False)])
+@pytest.mark.parametrize('family', ['dinov3', 'rope with positions'])
+def test_a_warning_says_that_rotary_positions_are_lost(family, mixer, lost, caplog):
+    vitzoo.swap_mixer(build(family), mixer)
+    assert ('rotary positions of the model are lost in 2 blocks' in caplog.text) is lost
+    assert ('it keeps a position embedding' in caplog.text) is (lost and family != 'dinov3')
+
+
+@pytest.mark.parametrize('checkpointing', [False, True])
+@pytest.mark.parametrize('family', ['dinov3', 'rope mixed'])
+def test_gradients_are_those_of_timm_with_its_random_rotary_positions(family, checkpointing):
+    gradients = []
+    for swap in (False, True):
+        model = build(family, rope_jitter_coords=2.0, rope_shift_coords=0.3)
+        if swap:
+            vitzoo.swap_mixer(model, 'softmax')
+        model.train().set_grad_checkpointing(checkpointing)
+        torch.manual_seed(7)
+        model(images()).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert_equal(*gradients)
+
+
+def test_softmax_under_autocast_gives_the_logits_of_timm():
+    model = build('dinov3 biases')
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        before = outputs(model, images())
+        assert_equal(outputs(vitzoo.swap_mixer(model, 'softmax'), images()), before)
+
+
+def test_attention_maps_of_a_mixer_have_its_rotary_positions():
+    model = vitzoo.swap_mixer(build('dinov3', depth=1, global_pool='token'), 'softmax')
+    attn, inputs = model.blocks[0].attn, {}
+    attn.register_forward_pre_hook(lambda attn, args: inputs.update(args=args))
+    with torch.no_grad():
+        shares = rollout(model, images())
+        q, k, _ = attn.to_qkv(*inputs['args'])
+        row = (q[:, :, :1] @ k.mT * attn.scale).softmax(dim=-1).mean(dim=1)[:, 0, model.num_prefix_tokens :]
+    torch.testing.assert_close(shares.flatten(1), row / 2)
+
+
+def test_learned_rotary_positions_have_a_gradient_only_if_a_mixer_has_them():
+    model = vitzoo.swap_mixer(build('rope mixed'), 'pool', blocks=[0])
+    assert model.rope.freqs.requires_grad
+    vitzoo.swap_mixer(model, 'aft_simple', blocks=[1])
+    assert not model.rope.freqs.requires_grad
+    vitzoo.swap_mixer(model, 'linear', blocks=[1])
+    assert model.rope.freqs.requires_grad
+
+
+def test_a_list_has_a_mixer_for_each_block():
+    model = vitzoo.swap_mixer(build('dinov3', depth=3), ['softmax', 'ls', 'pool'])
+    assert [type(block.attn).__name__ for block in model.blocks] == ['Softmax', 'LongShort', 'Pool']
+    vitzoo.swap_mixer(model, ['linear', 'nystrom'], blocks=[0, 1])
+    assert [type(block.attn).__name__ for block in model.blocks] == ['Linear', 'Nystrom', 'Pool']
+    again = build('dinov3', depth=3)
+    for record in model._model_args['swap_mixer']:
+        vitzoo.swap_mixer(again, **record)
+    again.load_state_dict(model.state_dict())
+    assert_equal(outputs(again, images()), outputs(model, images()))
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (dict(mixer=['ls']), 'list of 1 mixers does not fit 2 blocks'),
+        (dict(mixer=['ls', 'softmax'], window_size=3), 'unclear to which of several mixers window_size belongs'),
+        (dict(mixer=['ls', 'sofmax']), 'did you mean'),
+    ],
+)
+def test_a_list_that_does_not_fit_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        vitzoo.swap_mixer(build('dinov3'), **arguments)
+
+
+def test_each_parallel_branch_has_its_mixer_and_its_layer():
+    model = vitzoo.swap_mixer(build('parallel'), 'linear')
+    assert [branch.attn.layer for block in model.blocks for branch in block.attns] == [0, 1, 2, 3]
+    assert 'attns.1.attn.qkv.weight' in model.inheritance[1].copied
+    assert vitzoo.swap_mixer(build('parallel'), 'pool').inheritance[0].lost[0] == 'attns.0.attn.qkv.weight'
+
+
+def test_a_different_grid_is_refused_if_the_image_size_is_not_set():
+    model = vitzoo.swap_mixer(build('dinov3'), 'softmax')
+    with pytest.raises(ValueError, match='set_input_size'):
+        model(images((96, 64)))
+
+
+@pytest.mark.parametrize('family', [family for family in ONE_SIZE if family != 'cait'])
+def test_a_bias_of_relative_positions_follows_the_image_size(family):
+    model = vitzoo.swap_mixer(build(family), 'softmax')
+    model.set_input_size((96, 48))
+    assert model.blocks[0].attn.rel_bias.table.shape == (11 * 5, 4)
+    assert all(output.isfinite().all() for output in outputs(model, images((96, 48))))
+
+
+@pytest.mark.parametrize('fused, own', [(True, True), (False, False)])
+def test_a_shared_bias_becomes_part_of_every_block(fused, own):
+    timm.layers.set_fused_attn(fused)
+    try:
+        model = build('beit', use_rel_pos_bias=own, use_shared_rel_pos_bias=True)
+        before = outputs(model, images())
+        vitzoo.swap_mixer(model, 'softmax', blocks=[0])
+        assert model.rel_pos_bias is not None
+        assert_equal(outputs(model, images()), before)
+        vitzoo.swap_mixer(model, 'softmax', blocks=[1])
+        assert model.rel_pos_bias is None
+        assert_equal(outputs(model, images()), before)
+    finally:
+        timm.layers.set_fused_attn(True)
+
+
+@pytest.mark.parametrize(
+    'mixer, lost', [('ls', ['prefix_bias.']), ('longformer', []), ('linear', ['prefix_bias.', 'rel_bias.'])]
+)
+def test_a_bias_of_relative_positions_is_kept_or_reported(mixer, lost):
+    model = build('beit')
+    table = model.blocks[0].attn.relative_position_bias_table.detach().clone()
+    attn = vitzoo.swap_mixer(model, mixer).blocks[0].attn
+    assert sorted({name.split('.')[0] + '.' for name in model.inheritance[0].lost}) == lost
+    if attn.has_rel_bias:
+        # offset (1, -2) of the 4 x 6 grid, and of the window with its halo
+        side = attn.window_size + attn.rel_bias.halo - 1
+        ours = attn.rel_bias.table[(1 + side) * (2 * side + 1) - 2 + side]
+        assert torch.equal(ours, table[(1 + 3) * 11 - 2 + 5])
+
+
+@pytest.mark.parametrize('family', ['beit', 'relative mlp shared', 'cait', 'naflex rope'])
+def test_every_mixer_takes_the_place_of_attention_in_other_families(family):
+    for mixer in vitzoo.list_mixers():
+        model = vitzoo.swap_mixer(build(family), mixer)
+        logits = outputs(model, images())[0]
+        torch.testing.assert_close(outputs(model, images()[:1])[0], logits[:1], rtol=1e-4, atol=1e-5)
+        model.train()(images()).square().sum().backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_naflex_refuses_patches_and_images_of_another_size():
+    model = vitzoo.swap_mixer(build('naflex'), 'linear')
+    with pytest.raises(ValueError, match='set_input_size'):
+        model(images((96, 64)))
+    with pytest.raises(ValueError, match='need images of one size'):
+        patches = dict(
+            patches=torch.zeros(1, 24, 768), patch_coord=torch.zeros(1, 24, 2), patch_valid=torch.ones(1, 24)
+        )
+        model(patches)
+
+
+@pytest.mark.parametrize('family', PYRAMIDS)
+def test_the_attention_of_a_pyramid_is_replaced_over_whole_stages(family):
+    # torch's fused kernels round in another way for timm's windows, and timm does not fuse Swin's by default
+    timm.layers.set_fused_attn(family not in ('swin', 'twins local'))
+    try:
+        model = build(family)
+        before = outputs(model, images((64, 64)))
+        vitzoo.swap_mixer(model, 'srformer' if family in ('pvt', 'twins global') else 'softmax')
+        assert_equal(outputs(model, images((64, 64))), before)
+        assert all(not report.lost for report in model.inheritance.values())
+    finally:
+        timm.layers.set_fused_attn(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('family', ['pvt', 'twins local', 'swin'])
+def test_every_mixer_takes_the_place_of_attention_in_pyramids(family):
+    for mixer in vitzoo.list_mixers():
+        model = vitzoo.swap_mixer(build(family), mixer)
+        model.set_input_size((64, 96))
+        logits = outputs(model, images())[0]
+        torch.testing.assert_close(outputs(model, images()[:1])[0], logits[:1], rtol=1e-4, atol=1e-5)
+        model.train()(images()).square().sum().backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_blocks_of_a_pyramid_are_counted_through_its_stages():
+    model = vitzoo.swap_mixer(build('swin'), 'linear', blocks=[1, -1])
+    kinds = [type(block.attn).__name__ for layer in model.layers for block in layer.blocks]
+    assert kinds == ['WindowAttention', 'Linear', 'Linear']
+    model.set_input_size((96, 64))
+    assert [mixer.grid_size for mixer in model.mixers().values()] == [(24, 16), (12, 8)]
+    assert outputs(model, images((96, 64)))[0].isfinite().all()

@@ -1,0 +1,95 @@
+"""Training with --mixer: a timm model whose attention is replaced before the first step."""
+
+import json
+from shlex import split
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from vitzoo.errors import UserError
+from vitzoo.report import make_report
+from vitzoo.train.build import build_model
+from vitzoo.train.loop import train
+from vitzoo.train.recipe import FIXED_KEYS, make_recipe
+from vitzoo.train.resume import changed_keys
+from vitzoo.validate.evaluation import validate
+
+SMALL = dict(depth=2, embed_dim=24, num_heads=2, patch_size=8)
+VIT = dict(model='vit_tiny_patch16_224', img_size=32, model_kwargs=SMALL)
+
+
+def build(**values):
+    torch.manual_seed(0)
+    return build_model(make_recipe({**VIT, **values}), 3).eval()
+
+
+def mixers(model):
+    return [type(block.attn).__name__ for block in model.blocks]
+
+
+def test_the_attention_is_replaced_after_the_weights_are_loaded(tmp_path, capsys):
+    base = build()
+    with torch.no_grad():
+        base.pos_embed.add_(1)
+    save_file(base.state_dict(), tmp_path / 'vit.safetensors')
+    model = build(
+        mixer='ls:0,softmax:1', mixer_kwargs='{ls: {rank: 2}}', initial_checkpoint=str(tmp_path / 'vit.safetensors')
+    )
+    assert mixers(model) == ['LongShort', 'Softmax'] and model.blocks[0].attn.rank == 2
+    own = model.state_dict()
+    assert all(torch.equal(own[name], tensor) for name, tensor in base.state_dict().items())
+    assert 'is replaced: ls in block 0, softmax in block 1' in capsys.readouterr().out
+
+
+def test_the_mixer_cannot_change_on_resume():
+    assert {'mixer', 'mixer_kwargs'} <= set(FIXED_KEYS)
+    recipe = make_recipe(dict(VIT, mixer='ls'))
+    # a recipe from before there was such a key had no mixer
+    assert changed_keys(recipe, VIT) == {'mixer': (None, 'ls')}
+
+
+@pytest.mark.parametrize(
+    ('values', 'message'),
+    [
+        (dict(mixer='lss'), 'Unknown mixer .lss., did you mean ls'),
+        (dict(mixer='ls:0-2'), 'no block 2: the model has 2'),
+        (dict(mixer='ls:0,softmax:0-1'), 'block 0 has two mixers'),
+        (dict(mixer=''), 'is not a mixer'),
+        (dict(mixer_kwargs=dict(rank=2)), 'need a mixer; add --mixer NAME'),
+        (dict(model='test_resnet', mixer='ls', model_kwargs={}), 'does not support ResNet'),
+        (dict(model='deit_performer_tiny', mixer='ls'), 'is a model of vitzoo.*--model-kwargs mixer=ls'),
+    ],
+)
+def test_wrong_mixers_are_one_sentence(values, message):
+    with pytest.raises(UserError, match=message):
+        build(**values)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('fresh_accelerate', 'quick_timing')
+def test_a_swapped_run_lives_as_any_other(tmp_path, capsys):
+    base, run, head, out = (tmp_path / name for name in ('base', 'run', 'head', 'report'))
+    short = split('--img-size 32 --workers 0 --batch-size 256 --lr 1e-3 --warmup-epochs 0 --epochs 1')
+    kwargs = ['--model-kwargs', json.dumps(SMALL)]
+    train(['--model', 'vit_tiny_patch16_224', *kwargs, *short, '--output', str(base)])
+    # the teacher is the model before the swap
+    swap = split('--mixer ls:0,performer:1 --model-ema --model-ema-decay 0.5')
+    scores = train(['--model', str(base), *short, *swap, '--kd-model-name', str(base), '--output', str(run)])
+    (record,) = validate([str(run), '--data-dir', 'sample', '--workers', '0'])
+    assert record['top1'] == scores['top1'] and record['loss'] == pytest.approx(scores['loss'], rel=1e-5)
+    with pytest.raises(UserError, match='its mixer is ls:0,performer:1, not ls; leave out --mixer'):
+        train(['--resume', str(run), '--epochs', '2', '--mixer', 'ls'])
+    assert train(['--resume', str(run), '--epochs', '2'])['n'] == scores['n']
+    exported = timm.create_model(f'local-dir:{run}', pretrained=True)
+    assert mixers(exported) == ['LongShort', 'Performer'] and exported.pretrained_cfg['label_names'][0] == 'airplane'
+    # a run that starts from the swapped one, at another size and with a frozen backbone, and is swapped again
+    again = [*short, '--img-size', '48', '--mixer', 'softmax:1', '--freeze', 'backbone']
+    train(['--model', str(run), *again, '--output', str(head)])
+    assert mixers(timm.create_model(f'local-dir:{head}')) == ['LongShort', 'Softmax']
+    (record,) = validate([str(head), '--data-dir', 'sample', '--workers', '0', '--img-size', '64'])
+    assert record['n'] == scores['n']
+    make_report([str(run), '--data-dir', 'sample', '--workers', '0', '--out', str(out)])
+    text = (out / 'index.html').read_text()
+    assert 'vit_tiny_patch16_224 with ls in block 0, performer in block 1' in text

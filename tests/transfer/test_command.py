@@ -1,0 +1,276 @@
+"""`vitzoo transfer`: its folder, its controls, interruption, several processes, and wrong inputs."""
+
+import json
+import shutil
+from pathlib import Path
+from shlex import split
+
+import pytest
+import timm
+import torch
+from processes import start_processes
+from teachers import batches, make_teacher, save_teacher
+
+from vitzoo.errors import UserError
+from vitzoo.report.markup import tag, to_html
+from vitzoo.report.transfers import read_transfer, transfer_section
+from vitzoo.transfer import descent, main, zero_attention
+from vitzoo.transfer.command import transfer
+from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
+from vitzoo.transfer.options import parse_args
+from vitzoo.transfer.students import make_student
+
+pytestmark = pytest.mark.usefixtures('fresh_accelerate')
+QUICK = split('--steps 2 --network-steps 2 --evals 2 --batch-size 8 --eval-images 8 --workers 0 --sizes')
+QUICK += split('--lr 1e-3')
+# its largest window is one token, so that there is something to learn
+LS = [*split('--mixer ls --mixer-kwargs window_size=1 rank=2 --keep-softmax 1'), *QUICK]
+
+
+@pytest.fixture(scope='module')
+def teacher(tmp_path_factory) -> str:
+    return save_teacher(tmp_path_factory.mktemp('teacher'))
+
+
+@pytest.fixture(scope='module')
+def finished(teacher, images, tmp_path_factory) -> Path:
+    """A transfer that was not interrupted."""
+    folder = tmp_path_factory.mktemp('finished') / 'ls'
+    transfer([teacher, *LS, '--data-dir', images, '--output', str(folder)])
+    return folder
+
+
+def read_results(folder: Path) -> dict:
+    """transfer.json without times, and without what depends on the machine."""
+    results = json.loads((folder / 'transfer.json').read_text())
+    return {key: value for key, value in results.items() if key not in ('seconds', 'machine')}
+
+
+def test_the_folder_of_a_transfer_is_a_model_with_its_results(teacher, images, finished):
+    results = read_results(finished)
+    assert results['kind'] == 'top1'
+    assert list(results['controls']) == ['zero', 'local', 'global', 'random']
+    assert [len(results[stage]) for stage in ('matching', 'network')] == [3, 3]
+    (kept,) = results['keep_softmax'][-1]['kept']
+    assert results['student']['score'] == results['student']['top1']
+    assert results['verdict'].startswith('ls: top-1 ')
+    model = timm.create_model(f'local-dir:{finished}', pretrained=True)
+    names = [type(block.attn).__name__ for block in model.blocks]
+    assert sorted(names) == ['Attention', 'LongShort'] and names[int(kept.split('.')[1])] == 'Attention'
+    assert model.pretrained_cfg['label_names'] == ['blue', 'green', 'red']
+    assert not (finished / 'stages').exists()
+    assert (finished / 'metrics.csv').read_text().count('\n') == 7
+
+
+@pytest.mark.parametrize('stage', ['matching', 'network', 'random', 'student'])
+def test_an_interrupted_transfer_continues_to_the_same_bytes(stage, teacher, images, finished, tmp_path, monkeypatch):
+    command = [teacher, *LS, '--data-dir', images, '--output', str(tmp_path)]
+
+    def save_and_fail(path, state, accelerator, save=descent._save_state):
+        save(path, state, accelerator)
+        if path.stem == stage:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(descent, '_save_state', save_and_fail)
+        if stage == 'student':
+            patch.setattr('vitzoo.transfer.command.measure_controls', lambda *args: 1 / 0)
+        with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
+            transfer(command)
+    with pytest.raises(UserError, match='--resume'):
+        transfer(command)
+    transfer([*command, '--resume'])
+    assert (tmp_path / 'model.safetensors').read_bytes() == (finished / 'model.safetensors').read_bytes()
+    assert read_results(tmp_path) == read_results(finished)
+
+
+def test_a_finished_transfer_is_not_repeated_and_other_settings_are_refused(teacher, images, finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / 'ls')
+    command = [teacher, *LS, '--data-dir', images, '--output', str(folder), '--resume']
+    before = (folder / 'model.safetensors').stat().st_mtime_ns
+    transfer(command)
+    assert (folder / 'model.safetensors').stat().st_mtime_ns == before
+    with pytest.raises(UserError, match='its seed is 0, not 1'):
+        transfer([*command, '--seed', '1'])
+
+
+def transfer_in_processes(argv: list[str]) -> None:
+    main(argv)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_numbers_of_one(teacher, images, finished, tmp_path):
+    command = [teacher, *LS, '--data-dir', images, '--output', str(tmp_path / 'ls')]
+    outcome = start_processes(2, transfer_in_processes, command)
+    assert outcome.codes == [0, 0], outcome.err
+    assert outcome.out.count('ls, one block at a time') == 1
+    # not the weights, because Adam amplifies rounding where the gradient is zero
+    models = [timm.create_model(f'local-dir:{path}', pretrained=True).eval() for path in (tmp_path / 'ls', finished)]
+    x = batches(1, size=32)[0]
+    torch.testing.assert_close(models[0](x), models[1](x), rtol=1e-3, atol=1e-4)
+    found, single = read_results(tmp_path / 'ls'), read_results(finished)
+    for stage in ('matching', 'network'):
+        for row, other in zip(found[stage], single[stage], strict=True):
+            assert row['feature_error'] == pytest.approx(other['feature_error'], rel=1e-4)
+    assert found['student']['top1'] == single['student']['top1']
+
+
+def test_several_mixers_give_one_table(teacher, images, tmp_path, capsys):
+    command = [teacher, *QUICK, '--data-dir', images, '--no-random-control', '--output', str(tmp_path / 'all')]
+    transfer([*command, '--mixer', 'linear,pool', '--mixer-kwargs', 'pool.pool_size=5'])
+    both = json.loads((tmp_path / 'all' / 'transfer.json').read_text())['students']
+    assert [result['settings']['mixer'] for result in both] == ['linear', 'pool']
+    assert [result['settings']['mixer_kwargs'] for result in both] == [
+        {'center_keys': True, 'dwc': 'v'},
+        {'pool_size': 5},
+    ]
+    assert both[0]['teacher'] == both[1]['teacher']
+    assert (tmp_path / 'all' / 'pool' / 'model.safetensors').is_file()
+    assert capsys.readouterr().out.count('one block at a time') == 2
+    assert len(both[1]['matching']) == 1
+
+
+@pytest.mark.parametrize('kind', ['knn', 'cosine'])
+def test_a_teacher_without_a_head_is_measured_by_its_features(kind, images, tmp_path, capsys):
+    teacher = save_teacher(tmp_path / 'teacher', num_classes=0)
+    data = Path(images)
+    if kind == 'cosine':
+        data = tmp_path / 'photos'
+        data.mkdir()
+        for number, path in enumerate(sorted(Path(images).rglob('*.jpg'))[:20]):
+            shutil.copy(path, data / f'{number}.jpg')
+    folder = tmp_path / 'linear'
+    transfer([teacher, '--mixer', 'linear', *QUICK, '--data-dir', str(data), '--output', str(folder)])
+    results = read_results(folder)
+    assert results['kind'] == kind
+    assert results['teacher']['cosine'] == pytest.approx(100)
+    assert results['student']['score'] == results['student'][kind]
+    assert ('linear_probe' in results['student']) == (kind == 'knn')
+    assert 'is measured by' in capsys.readouterr().out
+    assert timm.create_model(f'local-dir:{folder}', pretrained=True).num_classes == 0
+
+
+def test_the_whole_network_is_trained(teacher, images, tmp_path, monkeypatch):
+    students = []
+
+    def keep_and_stop(teacher, student, *args, **options):
+        students.append(student)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('vitzoo.transfer.command.distil', keep_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        transfer([teacher, '--mixer', 'linear', *QUICK, '--data-dir', images, '--output', str(tmp_path / 'linear')])
+    assert all(parameter.requires_grad for parameter in students[0].parameters())
+
+
+def test_probing_alone_writes_nothing(teacher, images, tmp_path, capsys):
+    (found,) = transfer([teacher, '--mixer', 'performer', *QUICK, '--data-dir', images, '--probe-only'])
+    assert [cost['path'] for cost in found['probe']] == ['blocks.0.attn', 'blocks.1.attn']
+    assert 'performer, one block at a time' in capsys.readouterr().out
+
+
+WRONG = {
+    'unknown mixer': ('{teacher} --mixer lz --data-dir {images} --output {out}', "Unknown mixer 'lz'"),
+    'no mixer': ('{teacher} --mixer , --data-dir {images} --output {out}', 'names no mixer'),
+    'no teacher': ('vit_tinny --mixer ls --data-dir {images} --output {out}', "unknown model 'vit_tinny'"),
+    'random weights': ('deit_softmax_tiny --mixer ls --data-dir {images} --output {out}', 'there are no weights'),
+    'not swappable': ('{resnet} --mixer ls --data-dir {images} --output {out}', 'cannot replace the attention'),
+    'no images': ('{teacher} --mixer ls --data-dir {out}/none --output {out}', 'does not exist'),
+    'empty': ('{teacher} --mixer ls --data-dir {empty} --output {out}', 'no images'),
+    'channels': ('{two} --mixer ls --data-dir {images} --output {out}', 'in_chans is 2'),
+    'grid': ('{teacher} --mixer ls --data-dir {images} --img-size 8 --output {out}', 'single row or column'),
+    'positions': ('{rope} --mixer pool --data-dir {images} --output {out}', 'would lose its rotary positions'),
+    'argument': (
+        '{teacher} --mixer ls --mixer-kwargs rang=2 --data-dir {images} --output {out}',
+        'cannot replace the attention .*rang',
+    ),
+    'ambiguous argument': (
+        '{teacher} --mixer ls,linear --mixer-kwargs rank=2 --data-dir {images} --output {out}',
+        'is ambiguous',
+    ),
+    'no output': ('{teacher} --mixer ls --data-dir {images}', '--output is missing'),
+    'too many blocks': (
+        '{teacher} --mixer ls --data-dir {images} --output {out} --keep-softmax 2',
+        '0 to 1 of 2 blocks',
+    ),
+}
+
+
+@pytest.fixture(scope='module')
+def places(teacher, images, tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp('places')
+    (root / 'empty').mkdir()
+    resnet = timm.create_model('test_resnet', num_classes=3)
+    timm.models.save_for_hf(resnet, str(root / 'resnet'), safe_serialization=True)
+    places = dict(teacher=teacher, images=images, resnet=str(root / 'resnet'), empty=str(root / 'empty'))
+    rope = save_teacher(root / 'rope', name='vit_small_patch16_dinov3')
+    return places | dict(two=save_teacher(root / 'two', in_chans=2), rope=rope)
+
+
+@pytest.mark.parametrize('case', WRONG)
+def test_wrong_inputs_are_refused_in_one_sentence_before_any_work(case, places, tmp_path, monkeypatch):
+    monkeypatch.setattr('vitzoo.transfer.command.probe', lambda *args: 1 / 0)
+    command, message = WRONG[case]
+    with pytest.raises(UserError, match=message) as error:
+        transfer([*split(command.format(**places, out=tmp_path / 'out')), '--workers', '0'])
+    assert '\n' not in str(error.value)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_the_zero_control_has_the_score_of_a_model_without_attention():
+    teacher = make_teacher()
+    labels = torch.arange(8) % 5
+    loader = [(torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(0)), labels)]
+    retention = Retention(teacher, loader, 'top1')
+    student = make_student('teacher', teacher, 'linear', {}, 0)
+    without = make_teacher()
+    for block in without.blocks:
+        torch.nn.init.zeros_(block.attn.proj.weight)
+        torch.nn.init.zeros_(block.attn.proj.bias)
+    with zero_attention(student):
+        assert retention.score(student) == retention.score(without)
+    assert retention.teacher['agreement'] == 100
+    assert retention.score(student) != retention.score(without)
+
+
+def test_neighbours_and_probe_find_separate_clusters():
+    generator = torch.Generator().manual_seed(0)
+    centers = 5 * torch.randn(3, 6, generator=generator)
+    labels = torch.arange(30) % 3
+    bank, queries = (centers[labels] + torch.randn(30, 6, generator=generator) for _ in range(2))
+    assert torch.equal(nearest_neighbours(bank, labels, queries), labels)
+    assert torch.equal(linear_probe(bank, labels, queries), labels)
+
+
+def test_a_config_file_gives_options_and_the_command_line_takes_precedence(tmp_path):
+    file = tmp_path / 'transfer.yaml'
+    file.write_text(
+        'steps: 7\nlr: 1.0e-3\nsizes: [32, 64]\nno_random_control: true\nmixer_kwargs: {rank: 2}\nresume: false'
+    )
+    options = parse_args(['teacher', '--config', str(file), *split('--mixer ls --data-dir x --output y --steps 3')])
+    assert (options.steps, options.lr, options.sizes) == (3, 1e-3, (32, 64))
+    assert (options.random_control, options.mixer_kwargs, options.resume) == (False, {'ls': {'rank': 2}}, False)
+    file.write_text('stepps: 7')
+    with pytest.raises(UserError, match=r"unknown option 'stepps' .* did you mean --steps"):
+        parse_args(['teacher', '--config', str(file)])
+
+
+@pytest.mark.parametrize(
+    'path', sorted((Path(__file__).parents[2] / 'configs' / 'transfer').glob('*.yaml')), ids=lambda path: path.stem
+)
+def test_the_configs_of_transfer_are_valid(path):
+    parse_args(['teacher', '--config', str(path), *split('--mixer ls --data-dir x --output y')])
+
+
+def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):
+    results = read_transfer(str(finished))['transfer']
+    results['images_per_second'] = {'224': dict(teacher=100.0, student=80.0)}
+    results['seconds'] = dict(matching=90.0, network=30.0)
+    section = tag('div', transfer_section([dict(name='ls', index=0, transfer=results), dict(name='other', index=1)]))
+    text = to_html(section)
+    for score in (results['teacher'], results['matched'], results['controls']['zero'], results['controls']['random']):
+        assert f'{score["score"]:.2f} %' in text
+    assert 'Score against speed at 224 pixels' in text and 'Tokens of ls and its teacher' in text
+    assert [cell.text for cell in section.iter('td')][10] == '2'
+    assert transfer_section([dict(name='other', index=1)]) == []
+    assert read_transfer(str(finished / 'none')) == {}

@@ -1,0 +1,59 @@
+"""Transfer of other families of timm than the plain vision transformer."""
+
+import pytest
+import torch
+from teachers import batches, make_student, make_teacher
+
+from vitzoo.transfer import keep_softmax, match_blocks, probe
+from vitzoo.transfer.hybrid import feature_error
+from vitzoo.transfer.matching import new_parameters
+
+IMAGES = batches(1, batch_size=2)
+SMALL = dict(depth=2, embed_dim=32, num_heads=2, patch_size=8)
+FAMILIES = {
+    'dinov3': ('vit_small_patch16_dinov3', {}),
+    'eva02': ('eva02_tiny_patch14_224', {}),
+    'rope mixed': ('vit_small_patch16_rope_mixed_224', {}),
+    'parallel': ('vit_small_patch16_18x2_224', {}),
+    'beit': ('beit_base_patch16_224', {}),
+    'cait': ('cait_xxs24_224', {}),
+    'naflex': ('naflexvit_base_patch16_gap', {'pos_embed_grid_size': (6, 6)}),
+}
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_softmax_by_softmax_stays_at_zero_and_linear_learns(family):
+    name, own = FAMILIES[family]
+    teacher = make_teacher(name, **{**SMALL, **own})
+    same = make_student(teacher, 'softmax')
+    assert max(cost.error for cost in probe(teacher, same, IMAGES)) < 1e-5
+    assert feature_error(teacher, same, IMAGES) < 1e-9
+    student = make_student(teacher, 'linear')
+    history = match_blocks(teacher, student, IMAGES, IMAGES, steps=6, eval_every=3, lr=1e-3)
+    assert history[0]['feature_error'] > 1e-6
+    assert sum(history[-1]['errors'].values()) < sum(history[0]['errors'].values())
+    before = feature_error(teacher, student, IMAGES)
+    keep_softmax(teacher, student, IMAGES, 1)
+    assert feature_error(teacher, student, IMAGES) < before
+
+
+def test_new_parameters_of_parallel_mixers_are_found():
+    student = make_student(make_teacher('vit_small_patch16_18x2_224', **SMALL), 'ls', rank=2)
+    path = 'blocks.0.attns.1.attn'
+    found = {id(parameter) for parameter in new_parameters(student, [path])}
+    names = {name for name, parameter in student.get_submodule(path).named_parameters() if id(parameter) in found}
+    assert names == {
+        f'{name}.{kind}' for name in ('dynamic_proj', 'norm_full', 'norm_landmarks') for kind in ('weight', 'bias')
+    }
+
+
+def test_keys_are_centered_after_their_rotation():
+    teacher = make_teacher('vit_small_patch16_dinov3', **SMALL)
+    mixer = make_student(teacher, 'linear', center_keys=True).blocks[0].attn
+    keys = []
+    mixer.op = lambda q, k, v: keys.append(k) or v
+    student = make_student(teacher, 'linear', center_keys=True)
+    student.blocks[0].attn = mixer
+    with torch.no_grad():
+        student(IMAGES[0])
+    assert keys[0].mean(dim=2).abs().max() < 1e-5

@@ -1,0 +1,144 @@
+"""Block matching and distillation: what they train, that they cannot make a student worse, and that they resume."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from teachers import batches, make_student, make_teacher
+
+from vitzoo.errors import UserError
+from vitzoo.transfer import distil, match_blocks
+from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
+from vitzoo.transfer.hybrid import feature_error
+
+TRAIN, HELD_OUT = batches(3), batches(2, seed=1)
+STAGES = {'matching': match_blocks, 'distillation': distil}
+
+
+def test_the_attention_output_of_a_student_is_that_of_its_own_forward_pass():
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    seen, expected = {}, {}
+    path = mixer_paths(student)[0]
+    student.get_submodule(path).register_forward_hook(lambda mixer, args, output: expected.update({path: output}))
+    with torch.no_grad():
+        student(TRAIN[0])
+        with visit_attention(teacher, [path], lambda path, call, output: seen.update({path: call})):
+            teacher(TRAIN[0])
+        # the input of the first block is the same in both
+        assert torch.equal(attention_output(student, path, seen[path]), expected[path])
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_softmax_by_softmax_starts_and_stays_at_zero(stage):
+    teacher = make_teacher()
+    student = make_student(teacher, 'softmax')
+    before = deepcopy(student.state_dict())
+    history = STAGES[stage](teacher, student, TRAIN, HELD_OUT, steps=4, eval_every=2)
+    assert history[0]['feature_error'] == 0
+    assert max(history[0].get('errors', {'': 0}).values()) == 0
+    assert [row['best'] for row in history] == [True, False, False]
+    assert all(torch.equal(before[name], value) for name, value in student.state_dict().items())
+
+
+MIXERS = {'linear': {}, 'aft_simple': {}, 'nystrom': dict(num_landmarks=4), 'ls': dict(window_size=2, dual_norm=False)}
+
+
+@pytest.mark.parametrize('mixer', MIXERS)
+def test_the_error_on_a_fixed_set_falls_from_stage_to_stage(mixer):
+    teacher = make_teacher()
+    student = make_student(teacher, mixer, **MIXERS[mixer])
+    errors = [feature_error(teacher, student, HELD_OUT)]
+    for stage in STAGES.values():
+        history = stage(teacher, student, HELD_OUT, HELD_OUT, steps=12, eval_every=4, lr=5e-4)
+        assert history[0]['feature_error'] == pytest.approx(errors[-1], rel=1e-5)
+        errors.append(feature_error(teacher, student, HELD_OUT))
+        assert errors[-1] == pytest.approx(min(row['feature_error'] for row in history), rel=1e-5)
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_matching_lowers_the_error_of_every_block():
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    history = match_blocks(teacher, student, TRAIN, HELD_OUT, steps=20, eval_every=20, lr=1e-3)
+    assert all(history[-1]['errors'][path] < error for path, error in history[0]['errors'].items())
+
+
+def test_a_rate_that_destroys_the_student_leaves_it_as_it_was():
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    before = deepcopy(student.state_dict())
+    history = match_blocks(teacher, student, TRAIN, HELD_OUT, steps=4, eval_every=2, lr=10.0)
+    assert min(row['feature_error'] for row in history[1:]) > history[0]['feature_error']
+    assert all(torch.equal(before[name], value) for name, value in student.state_dict().items())
+
+
+def test_matching_trains_mixers_except_their_projection():
+    teacher = make_teacher()
+    student = make_student(teacher, 'ls', rank=2, window_size=2)
+    before = deepcopy(student.state_dict())
+    match_blocks(teacher, student, TRAIN, HELD_OUT, steps=3, eval_every=3, lr=1e-3)
+    changed = {
+        name.split('.', 2)[2] for name, value in student.state_dict().items() if not torch.equal(before[name], value)
+    }
+    assert all(name.startswith('attn.') and not name.startswith('attn.proj.') for name in changed)
+    assert {'attn.qkv.weight', 'attn.dynamic_proj.weight'} <= changed
+    assert all(parameter.requires_grad for parameter in student.parameters())
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_a_stage_that_is_interrupted_continues_to_the_same_weights(stage, tmp_path):
+    teacher = make_teacher()
+    whole, interrupted = (make_student(teacher, 'linear') for _ in range(2))
+    options = dict(steps=6, eval_every=2, lr=1e-3)
+    expected = STAGES[stage](teacher, whole, TRAIN, HELD_OUT, **options)
+    file = tmp_path / 'state.pt'
+    with pytest.raises(KeyboardInterrupt):
+        STAGES[stage](teacher, interrupted, TRAIN, HELD_OUT, **options, state_file=file, progress=interrupt_at(4))
+    again = make_student(teacher, 'linear')
+    assert STAGES[stage](teacher, again, TRAIN, HELD_OUT, **options, state_file=file) == expected
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_a_loader_without_images_is_refused(stage):
+    teacher = make_teacher()
+    with pytest.raises(ValueError, match='no .*images'):
+        STAGES[stage](teacher, make_student(teacher, 'linear'), TRAIN, [], steps=1)
+    with pytest.raises(ValueError, match='no images'):
+        STAGES[stage](teacher, make_student(teacher, 'linear'), [], HELD_OUT, steps=1)
+
+
+def test_a_model_without_mixers_is_refused():
+    teacher = make_teacher()
+    with pytest.raises(ValueError, match='VisionTransformer has no token mixers'):
+        match_blocks(teacher, deepcopy(teacher), TRAIN, HELD_OUT)
+
+
+def test_a_stage_that_diverges_ends_with_a_sentence_and_the_best_state():
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    before = deepcopy(student.state_dict())
+    with pytest.raises(UserError, match=r'after step 1 at learning rates of 1e\+30; halve them'):
+        distil(teacher, student, TRAIN, HELD_OUT, steps=2, eval_every=1, lr=1e30)
+    assert all(torch.equal(before[name], value) for name, value in student.state_dict().items())
+
+
+def test_stochastic_depth_does_not_keep_a_stage_from_continuing_exactly(tmp_path):
+    teacher = make_teacher(drop_path_rate=0.5)
+    options = dict(steps=4, eval_every=2, lr=1e-3)
+    whole, parts = (make_student(teacher, 'linear') for _ in range(2))
+    expected = distil(teacher, whole, TRAIN, HELD_OUT, **options)
+    file = tmp_path / 'state.pt'
+    with pytest.raises(KeyboardInterrupt):
+        distil(teacher, parts, TRAIN, HELD_OUT, **options, state_file=file, progress=interrupt_at(4))
+    torch.manual_seed(7)
+    assert distil(teacher, parts, TRAIN, HELD_OUT, **options, state_file=file) == expected
+
+
+def interrupt_at(step: int):
+    def interrupt(row: dict) -> None:
+        if row['step'] == step:
+            raise KeyboardInterrupt
+
+    return interrupt

@@ -1,0 +1,103 @@
+"""Distillation of the whole network by `vitzoo train`."""
+
+from shlex import split
+
+import pytest
+import timm
+import torch
+from teachers import batches, make_student, make_teacher, save_teacher
+from torch.nn import functional as F
+
+from vitzoo.errors import UserError
+from vitzoo.train.distill import NetworkLoss, TransferTask
+from vitzoo.train.loop import train
+from vitzoo.transfer.hybrid import feature_error
+
+pytestmark = pytest.mark.usefixtures('fresh_accelerate')
+TINY = split(
+    '--img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --epochs 1 --kd-distill-type transfer'
+)
+
+
+@pytest.fixture(scope='module')
+def teacher(tmp_path_factory) -> str:
+    return save_teacher(tmp_path_factory.mktemp('teacher'))
+
+
+def network_loss(teacher, student, images, **options) -> torch.Tensor:
+    with NetworkLoss(student, teacher, **options) as loss:
+        student(images)
+        with torch.no_grad():
+            teacher(images)
+        return loss()
+
+
+def test_the_loss_of_the_network_is_that_of_its_formula():
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    (images,) = batches(1)
+    tokens, expected = (F.layer_norm(model.forward_features(images), (24,)) for model in (student, teacher))
+    p, q = (model(images).softmax(dim=1) for model in (teacher, student))
+    outputs = {}
+    for model in (student, teacher):
+        found = outputs.setdefault(model, [])
+        for block in model.blocks:
+            block.attn.register_forward_hook(lambda attn, args, output, found=found: found.append(output))
+        model(images)
+    errors = [
+        ((a - b).square().mean((1, 2)) / b.flatten(1).var(1)).mean() for a, b in zip(outputs[student], outputs[teacher])
+    ]
+    formula = (tokens - expected).square().mean() + (p * (p / q).log()).sum(1).mean() + 0.5 * torch.stack(errors).mean()
+    torch.testing.assert_close(network_loss(teacher, student, images, block_weight=0.5), formula)
+
+
+def test_the_loss_does_not_depend_on_how_a_batch_is_divided():
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    (images,) = batches(1)
+    parts = [network_loss(teacher, student, part) for part in images.split(2)]
+    torch.testing.assert_close(torch.stack(parts).mean(), network_loss(teacher, student, images))
+
+
+def test_labels_count_only_with_a_weight():
+    teacher = make_teacher()
+    (images,) = batches(1)
+    options = dict(distill_loss_weight=1.0, verbose=False)
+    without, with_labels = (
+        TransferTask(make_student(teacher, 'linear'), teacher, task_loss_weight=weight, **options)
+        for weight in (0.0, 1.0)
+    )
+    losses = [[float(task(images, label)['loss']) for label in labels_of(images)] for task in (without, with_labels)]
+    assert losses[0][0] == losses[0][1]
+    assert losses[1][0] != losses[1][1]
+
+
+def labels_of(images: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.full((len(images),), label) for label in (0, 1)]
+
+
+def test_the_trainer_distils_a_swapped_teacher(teacher, images, tmp_path):
+    arguments = ['--model', teacher, '--mixer', 'linear', '--kd-model-name', teacher, '--data-dir', images]
+    scores = train([*TINY, *arguments, '--output', str(tmp_path), '--kd-temperature', '1', '--model-ema'])
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    original = timm.create_model(f'local-dir:{teacher}', pretrained=True).eval()
+    assert scores['n'] == 11
+    # better than the swap alone, on other images
+    untrained = make_student(original, 'linear')
+    assert feature_error(original, loaded, batches(1, size=32)) < feature_error(
+        original, untrained, batches(1, size=32)
+    )
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ('', 'has no mixers'),
+        ('--mixer linear --torchcompile eager', 'leave out --torchcompile'),
+        ('--model deit_linear_tiny --model-kwargs depth=3', 'has no blocks.2.attn'),
+    ],
+)
+def test_a_student_that_is_not_the_teacher_with_other_mixers_is_refused(options, message, teacher, images, tmp_path):
+    arguments = ['--model', teacher, *TINY, '--kd-model-name', teacher, '--data-dir', images]
+    with pytest.raises(UserError, match=message):
+        train([*arguments, *split(options), '--output', str(tmp_path / 'run')])

@@ -1,0 +1,68 @@
+"""Depthwise convolution of the grid tokens of queries, keys or values."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+__all__ = ['GridConv', 'grid_conv_naive']
+
+
+class GridConv(nn.Conv2d):
+    """Depthwise `kernel_size` x `kernel_size` convolution of (B, heads, P + H*W, d); prefix tokens give 0.
+
+    With `channels` = heads * d every channel has its own kernel; with `channels` = d all heads share them. The grid is
+    padded with zeros. `zero_init` starts the kernels at 0. Raises ValueError if `kernel_size` is even.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        *,
+        bias: bool = True,
+        zero_init: bool = False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        self.zero_init = zero_init
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f'A convolution centred on each token needs an odd kernel size, not {kernel_size}.')
+        super().__init__(
+            channels,
+            channels,
+            kernel_size,
+            padding=kernel_size // 2,
+            groups=channels,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+
+    def reset_parameters(self) -> None:
+        # timm calls this again after the layers are built
+        super().reset_parameters()
+        if self.zero_init:
+            nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        B, heads, N, d = x.shape
+        P = N - grid_size[0] * grid_size[1]
+        image = x[:, :, P:].mT.unflatten(3, grid_size)  # (B, heads, d, H, W)
+        image = image.flatten(1, 2) if self.in_channels == heads * d else image.flatten(0, 1)
+        grid = super().forward(image).reshape(B, heads, d, -1).mT
+        return F.pad(grid, (0, 0, P, 0)) if P else grid
+
+
+def grid_conv_naive(conv: GridConv, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """The sum over the offsets of the kernel; arguments as `GridConv.forward`."""
+    (N, d), (H, W) = x.shape[2:], grid_size
+    P, reach = N - H * W, conv.kernel_size[0] // 2
+    kernels = conv.weight.squeeze(1).unflatten(0, (-1, d))  # (heads or 1, d, k, k)
+    padded = F.pad(x[:, :, P:].unflatten(2, grid_size), (0, 0, reach, reach, reach, reach))
+    out = torch.zeros_like(x[:, :, P:]).unflatten(2, grid_size)
+    for dy in range(2 * reach + 1):
+        for dx in range(2 * reach + 1):
+            out = out + kernels[:, None, None, :, dy, dx] * padded[:, :, dy : dy + H, dx : dx + W]
+    if conv.bias is not None:
+        out = out + conv.bias.reshape(-1, 1, 1, d)
+    return torch.cat([torch.zeros_like(x[:, :, :P]), out.flatten(2, 3)], dim=2)

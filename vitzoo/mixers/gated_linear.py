@@ -1,0 +1,143 @@
+"""Gated linear attention: a state that decays by a factor which depends on the token, along the raster and back.
+
+    out_i = W_o (silu(W_r x_i) * LN(y_i)),  y_i = scale * sum_j (q_i * D_ij) . k_j v_j,
+    D_ij = product of a_t over the tokens t from j to i, without j,  a_t = sigmoid(W_2 W_1 x_t + b)^(1 / 16)
+
+for each head, with a factor per channel of the keys, and * per channel. In text only tokens j <= i are summed; an image
+has no order, so the sum is over both directions along the raster of the grid, each with a factor a of its own, and the
+token itself counts once. Prefix tokens have no place in the raster: every token reads them and they read every token
+without decay. Linear in the number of tokens: O(N dim head_dim), in chunks of 16 tokens.
+Gated Linear Attention Transformers with Hardware-Efficient Training, section 4, https://arxiv.org/abs/2312.06635; both
+directions: ViG, https://arxiv.org/abs/2405.18425
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ._qkv import split_heads
+from .base import QKVMixer, no_autocast, register_mixer
+
+__all__ = ['GatedLinear', 'gated_linear_attention', 'gated_linear_naive']
+
+_CHUNK = 16
+# the power that brings the factors near 1
+_TEMPERATURE = 16
+_EPS = 1e-5
+
+
+def gated_linear_naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    decay_back: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The recurrence of the state, token by token; arguments as `gated_linear_attention`."""
+    P = q.shape[2] - decay.shape[2]
+    pairs = k.unsqueeze(4) * v.unsqueeze(3)  # (B, heads, N, d, d)
+    prefix, grid = pairs[:, :, :P].sum(dim=2), pairs[:, :, P:]
+    states = []
+    for logits, order in ((decay, range(grid.shape[2])), (decay_back, reversed(range(grid.shape[2])))):
+        factor = (1 + (-logits).exp()) ** (-1 / _TEMPERATURE)
+        state, of_token = torch.zeros_like(prefix), [None] * grid.shape[2]
+        for t in order:
+            state = factor[:, :, t].unsqueeze(3) * state + grid[:, :, t]
+            of_token[t] = state
+        states.append(torch.stack(of_token, dim=2))
+    own = torch.cat([grid.sum(dim=2, keepdim=True).expand(-1, -1, P, -1, -1), states[0] + states[1] - grid], dim=2)
+    y = scale * (q.unsqueeze(3) @ (own + prefix.unsqueeze(2))).squeeze(3)
+    variance, mean = torch.var_mean(y, dim=-1, keepdim=True, correction=0)
+    return ((y - mean) / (variance + _EPS).sqrt() * weight + bias) * gate / (1 + (-gate).exp())
+
+
+def gated_linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    decay_back: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """q, k, v (B, heads, P + H*W, d) -> (B, heads, P + H*W, d), in float32 or wider.
+
+    `decay` and `decay_back` (B, heads, H*W, d) are the logits of a in both directions, `gate` those of the output, like
+    v; `weight` and `bias` (d,) are those of the layer norm.
+    """
+    P, out_dtype = q.shape[2] - decay.shape[2], v.dtype
+    with no_autocast(q):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q, k, v, decay, decay_back, gate, weight, bias = (
+            x.to(dtype) for x in (q, k, v, decay, decay_back, gate, weight, bias)
+        )
+        q = scale * q
+        grid = q[:, :, P:], k[:, :, P:], v[:, :, P:]
+        forward = _scan(*grid, F.logsigmoid(decay) / _TEMPERATURE)
+        backward = _scan(*(x.flip(2) for x in grid), F.logsigmoid(decay_back).flip(2) / _TEMPERATURE).flip(2)
+        itself = (grid[0] * grid[1]).sum(dim=-1, keepdim=True) * grid[2]
+        y = forward + backward - itself
+        if P:
+            from_prefix = q[:, :, :P] @ (grid[1].mT @ grid[2])
+            y = torch.cat([from_prefix, y], dim=2) + q @ (k[:, :, :P].mT @ v[:, :, :P])
+        return (F.layer_norm(y, weight.shape, weight, bias, _EPS) * F.silu(gate)).to(out_dtype)
+
+
+def _scan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_a: torch.Tensor) -> torch.Tensor:
+    """sum_{j <= i} (q_i * product of a over j < t <= i) . k_j v_j, chunk by chunk with a carried state."""
+    N = q.shape[2]
+    size = min(_CHUNK, N)
+    q, k, v, log_a = (F.pad(x, (0, 0, 0, -N % size)).unflatten(2, (-1, size)) for x in (q, k, v, log_a))
+    # from the start of the chunk
+    decay = log_a.cumsum(dim=3)  # (B, heads, chunks, size, d)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1).unsqueeze(2)
+    between = (decay.unsqueeze(4) - decay.unsqueeze(3)).masked_fill(later, -torch.inf).exp()  # (..., i, j, d)
+    scores = (q.unsqueeze(4) * between * k.unsqueeze(3)).sum(dim=-1)  # (B, heads, chunks, size, size)
+    out = scores @ v
+    total = decay[:, :, :, -1:]
+    written = (k * (total - decay).exp()).mT @ v  # (B, heads, chunks, d, d)
+    states = _states_before(written, total.exp().mT)
+    out = out + (decay.exp() * q) @ states
+    return out.flatten(2, 3)[:, :, :N]
+
+
+def _states_before(written: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The state before each chunk of S <- kept * S + written, (B, heads, chunks, d, d), by doubling the reach."""
+    reach, num_chunks = 1, written.shape[2]
+    while reach < num_chunks:
+        earlier = kept[:, :, reach:] * written[:, :, :-reach]
+        written = torch.cat([written[:, :, :reach], written[:, :, reach:] + earlier], dim=2)
+        kept = torch.cat([kept[:, :, :reach], kept[:, :, reach:] * kept[:, :, :-reach]], dim=2)
+        reach *= 2
+    return F.pad(written, (0, 0, 0, 0, 1, 0))[:, :, :-1]
+
+
+@register_mixer('gated_linear')
+class GatedLinear(QKVMixer):
+    """Gated linear attention in both directions of the raster, with decay factors from `rank` numbers per token."""
+
+    op = staticmethod(gated_linear_attention)
+    op_naive = staticmethod(gated_linear_naive)
+
+    def __init__(self, dim: int, num_heads: int, *, rank: int = 16, device=None, dtype=None, **kwargs) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if rank < 1:
+            raise ValueError(f'rank of gated_linear must be at least 1, not {rank}.')
+        dd = {'device': device, 'dtype': dtype}
+        # both directions, and the output gate
+        self.decay = nn.Sequential(nn.Linear(dim, rank, bias=False, **dd), nn.Linear(rank, 2 * dim, **dd))
+        self.gate = nn.Linear(dim, dim, **dd)
+        self.norm = nn.LayerNorm(self.head_dim, eps=_EPS, **dd)
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        q, k, v = self.to_qkv(x, grid_size)
+        decays = self.decay(x[:, self.num_prefix_tokens :]).chunk(2, dim=-1)
+        decays = (split_heads(part, self.num_heads) for part in decays)
+        gate = split_heads(self.gate(x), self.num_heads)
+        return self.project(self.op(q, k, v, *decays, gate, self.norm.weight, self.norm.bias, self.scale))

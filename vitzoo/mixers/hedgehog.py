@@ -1,0 +1,76 @@
+"""Hedgehog: linear attention whose features are softmaxes of learned maps of queries and keys, of both signs.
+
+    out_i = phi(q_i) . (sum_j phi(k_j) v_j^T) / phi(q_i) . sum_j phi(k_j)
+    phi(x) = [softmax(W^T x), softmax(-W^T x)], not below 1e-12
+
+Linear in the number of tokens: O(N f dim) for f features of each sign. Queries and keys have a W of their own in each
+head, which starts as the identity. There is no scale of the scores. The sums do not depend on the order of tokens, so
+the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. Two options of the official code are
+left out: its bias, one number per head, cancels in the softmax, and its skip connection adds the identity to W. The
+Hedgehog & the Porcupine, https://arxiv.org/abs/2402.04347
+"""
+
+import torch
+from torch import nn
+
+from ._kernel import KernelMixer
+from .base import no_autocast, register_mixer
+
+__all__ = ['Hedgehog', 'hedgehog_attention', 'hedgehog_naive']
+
+_FLOOR = 1e-12
+
+
+def hedgehog_naive(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_map: torch.Tensor, k_map: torch.Tensor
+) -> torch.Tensor:
+    """The N x N attention matrix of the features, row-normalised; arguments as `hedgehog_attention`."""
+
+    def phi(x, weight):
+        u = torch.einsum('bhnd,hdf->bhnf', x, weight)
+        positive, negative = u.exp(), (-u).exp()
+        shares = [e / e.sum(dim=-1, keepdim=True) for e in (positive, negative)]
+        return torch.cat(shares, dim=-1).clamp(min=_FLOOR)
+
+    attn = phi(q, q_map) @ phi(k, k_map).mT
+    return attn / attn.sum(dim=-1, keepdim=True) @ v
+
+
+def hedgehog_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_map: torch.Tensor, k_map: torch.Tensor
+) -> torch.Tensor:
+    """q, k, v (B, heads, N, d) and maps W (heads, d, f) -> (B, heads, N, d), in float32 or wider."""
+    with no_autocast(q):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q, k = _features(q.to(dtype), q_map.to(dtype)), _features(k.to(dtype), k_map.to(dtype))
+        context = k.mT @ v.to(dtype)  # (B, heads, 2f, d)
+        return (q @ context / (q @ k.sum(dim=2).unsqueeze(-1))).to(v.dtype)
+
+
+def _features(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """phi of the formula, (B, heads, N, 2f)."""
+    u = x @ weight
+    return torch.cat([u.softmax(dim=-1), (-u).softmax(dim=-1)], dim=-1).clamp(min=_FLOOR)
+
+
+@register_mixer('hedgehog')
+class Hedgehog(KernelMixer):
+    """Hedgehog attention with `num_features` features of each sign, as many as a head has channels by default."""
+
+    token_weights = True
+    op = staticmethod(hedgehog_attention)
+    op_naive = staticmethod(hedgehog_naive)
+
+    def __init__(
+        self, dim: int, num_heads: int, *, num_features: int | None = None, device=None, dtype=None, **kwargs
+    ) -> None:
+        super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        num_features = self.head_dim if num_features is None else num_features
+        if num_features < 1:
+            raise ValueError(f'num_features of hedgehog must be at least 1, not {num_features}.')
+        identity = torch.eye(self.head_dim, num_features, device=device, dtype=dtype)
+        self.q_map = nn.Parameter(identity.repeat(num_heads, 1, 1))
+        self.k_map = nn.Parameter(identity.repeat(num_heads, 1, 1))
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        return self.op(q, k, v, self.q_map, self.k_map)

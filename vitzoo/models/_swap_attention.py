@@ -1,0 +1,221 @@
+"""timm's attention layers taken apart: the settings and weights that a mixer in their place can inherit.
+
+Weights have their names in vitzoo's softmax: `qkv` for queries, keys and values together, `proj`, `q_norm`, `k_norm`,
+`scale_norm` for a norm before `proj`, `rel_bias` and `prefix_bias` for a bias of relative positions, in whose order of
+offsets the two agree.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import torch
+from timm.layers import Attention, AttentionRope, RelPosMlp
+from timm.models.beit import Attention as BeitAttention
+from timm.models.cait import TalkingHeadAttn
+from timm.models.eva import EvaAttention
+from timm.models.pvt_v2 import Attention as PVTAttention
+from timm.models.swin_transformer import WindowAttention
+from timm.models.twins import GlobalSubSampleAttn, LocallyGroupedAttn
+from timm.models.vision_transformer_relpos import RelPosAttention
+from torch import Tensor, nn
+
+from vitzoo.mixers import QKVMixer, TokenMixer
+
+__all__ = ['AttentionParts', 'Unsupported', 'take_apart']
+
+
+class Unsupported(Exception):
+    """A feature of an attention layer that mixers do not have; the end of a sentence."""
+
+
+@dataclass
+class AttentionParts:
+    """An attention layer, and its norms and weights by their names in `Softmax`."""
+
+    attn: nn.Module
+    norms: dict[str, nn.Module]
+    weights: dict[str, Tensor]
+
+    def settings(self, cls: type[TokenMixer]) -> dict:
+        """Keywords for a mixer of class `cls` that takes the place of the layer."""
+        qkv = self.weights['qkv.weight']
+        settings = dict(
+            dim=qkv.shape[1],
+            num_heads=self.attn.num_heads,
+            qkv_bias='qkv.bias' in self.weights,
+            attn_drop=self.attn.attn_drop.p,
+            proj_drop=self.attn.proj_drop.p,
+            device=qkv.device,
+            dtype=qkv.dtype,
+        )
+        # mixers without queries and keys have nothing to normalize
+        if 'q_norm' in self.norms and cls.has_qk_norm:
+            settings.update(qk_norm=True, norm_layer=self._norm_layer)
+        if 'scale_norm' in self.norms and issubclass(cls, QKVMixer):
+            settings.update(scale_norm=True, norm_layer=self._norm_layer)
+        if 'rel_bias.table' in self.weights and cls.has_rel_bias:
+            settings.update(rel_bias='table')
+        if 'proj_l.weight' in self.weights and cls.has_talking_heads:
+            settings.update(talking_heads=True)
+        if hasattr(self.attn, 'sr') and cls.has_reduction:
+            settings.update(sr_ratio=1 if self.attn.sr is None else self.attn.sr.stride[0])
+        return settings
+
+    def weights_for(self, mixer: TokenMixer) -> dict[str, Tensor]:
+        """The weights, with a table of relative positions that a mixer with windows can inherit."""
+        table, rel_bias = self.weights.get('rel_bias.table'), getattr(mixer, 'rel_bias', None)
+        if table is None or rel_bias is None or rel_bias.table.shape == table.shape:
+            return self.weights
+        return {**self.weights, 'rel_bias.table': _squared(table, mixer.grid_size)}
+
+    def _norm_layer(self, width: int, **kwargs) -> nn.Module:
+        """A norm of this width like that of the layer."""
+        return deepcopy(next(norm for norm in self.norms.values() if tuple(norm.weight.shape) == (width,)))
+
+
+def take_apart(attn: nn.Module, shared_bias: nn.Module | None = None) -> AttentionParts:
+    """The parts of an attention layer of timm, or of a mixer with queries, keys and values.
+
+    `shared_bias` is the model's bias of relative positions for all its layers, which becomes part of the layer's own.
+    Raises Unsupported if mixers lack a feature of the layer.
+    """
+    if isinstance(attn, QKVMixer):
+        return AttentionParts(attn, _norms(attn, 'scale_norm'), _weights(attn))
+    if type(attn) not in _READERS:
+        raise Unsupported(f'it has {type(attn).__name__}')
+    parts = _READERS[type(attn)](attn)
+    biases = [bias for bias in (_own_bias(attn), shared_bias) if bias is not None]
+    return replace(parts, weights={**parts.weights, **_bias_weights(biases)}) if biases else parts
+
+
+def _attention(attn: Attention | AttentionRope | EvaAttention) -> AttentionParts:
+    """timm's attention, with queries, keys and values in one layer or in three."""
+    if attn.gate is not None:
+        raise Unsupported('its attention is gated')
+    weights = fuse_qkv(_weights(attn), getattr(attn, 'num_kv_groups', 1), attn.head_dim)
+    if attn.num_heads * attn.head_dim != weights['qkv.weight'].shape[1]:
+        raise Unsupported(f'its attn_head_dim is {attn.head_dim}, not dim / num_heads')
+    return AttentionParts(attn, _norms(attn, 'norm'), _rename(weights, 'norm.', 'scale_norm.'))
+
+
+def _plain_attention(
+    attn: RelPosAttention | BeitAttention | TalkingHeadAttn | WindowAttention | LocallyGroupedAttn,
+) -> AttentionParts:
+    """An attention with one layer of queries, keys and values; the bias of relative positions is read elsewhere."""
+    weights = fuse_qkv({name: w for name, w in _weights(attn).items() if not name.startswith(_BIAS_PREFIXES)})
+    if len(weights['qkv.weight']) != 3 * weights['qkv.weight'].shape[1]:
+        raise Unsupported('its heads do not have the width dim / num_heads')
+    return AttentionParts(attn, _norms(attn), weights)
+
+
+def _reduced_attention(attn: PVTAttention | GlobalSubSampleAttn) -> AttentionParts:
+    """Attention to a reduced grid, whose layers are those of `SRFormer`."""
+    if getattr(attn, 'pool', None) is not None:
+        raise Unsupported('its attention pools the keys to 7 x 7 tokens')
+    weights = _weights(attn)
+    for kind in ('weight', 'bias'):
+        if f'q.{kind}' in weights:
+            weights[f'qkv.{kind}'] = torch.cat([weights.pop(f'q.{kind}'), weights.pop(f'kv.{kind}')])
+    return AttentionParts(attn, {}, weights)
+
+
+_BIAS_PREFIXES = ('rel_pos.', 'relative_position_bias_table')
+_READERS = {
+    Attention: _attention,
+    AttentionRope: _attention,
+    EvaAttention: _attention,
+    RelPosAttention: _plain_attention,
+    BeitAttention: _plain_attention,
+    TalkingHeadAttn: _plain_attention,
+    WindowAttention: _plain_attention,
+    LocallyGroupedAttn: _plain_attention,
+    PVTAttention: _reduced_attention,
+    GlobalSubSampleAttn: _reduced_attention,
+}
+
+
+def _own_bias(attn: nn.Module) -> nn.Module | None:
+    """The module that has the bias of relative positions of a layer."""
+    if isinstance(attn, RelPosAttention):
+        return attn.rel_pos
+    return attn if getattr(attn, 'relative_position_bias_table', None) is not None else None
+
+
+def _bias_weights(biases: list[nn.Module]) -> dict[str, Tensor]:
+    """Tables of the sum of biases of relative positions: of grid tokens, and of the prefix token if there is one."""
+    tables = [_bias_table(bias) for bias in biases]
+    grid, prefix = (sum(parts) for parts in zip(*tables))
+    if not len(prefix):
+        return {'rel_bias.table': grid}
+    queries, keys, itself = prefix.unsqueeze(-1)  # (heads, 1) each
+    return {
+        'rel_bias.table': grid,
+        'prefix_bias.prefix_prefix': itself.unsqueeze(-1),
+        'prefix_bias.prefix_grid': torch.stack([queries, keys]),
+    }
+
+
+@torch.no_grad()
+def _bias_table(bias: nn.Module) -> tuple[Tensor, Tensor]:
+    """A bias for each offset, (offsets, heads), and for the pairs with a prefix token, (3, heads) or (0, heads)."""
+    if not isinstance(bias, RelPosMlp):
+        num_offsets = (2 * bias.window_size[0] - 1) * (2 * bias.window_size[1] - 1)
+        table = bias.relative_position_bias_table
+        return table[:num_offsets], table[num_offsets:]
+    training = bias.training
+    # its dropout acts on the table
+    table = bias.eval().mlp(bias.rel_coords_log).flatten(0, 1)
+    bias.train(training)
+    table = bias.bias_act(table)
+    table = table if bias.bias_gain is None else bias.bias_gain * table
+    return table, table.new_zeros(3 * bias.prefix_tokens, table.shape[1])
+
+
+def fuse_qkv(weights: dict[str, Tensor], num_kv_groups: int = 1, head_dim: int = 1) -> dict[str, Tensor]:
+    """Weights with queries, keys and values in one layer, from one layer or from `q_proj`, `k_proj` and `v_proj`.
+
+    If one of the three has a bias, the others have zeros. Keys and values that `num_kv_groups` heads share are repeated
+    for each of these heads.
+    """
+    weights = dict(weights)
+    if 'q_proj.weight' in weights:
+        parts = [weights.pop(f'{part}_proj.weight') for part in 'qkv']
+        biases = [weights.pop(f'{part}_proj.bias', None) for part in 'qkv']
+        weights['qkv.weight'] = torch.cat([parts[0], *(_repeat(x, num_kv_groups, head_dim) for x in parts[1:])])
+    else:
+        biases = [weights.pop('q_bias', None), None, weights.pop('v_bias', None)]
+        parts = weights['qkv.weight'].chunk(3)
+    if any(bias is not None for bias in biases):
+        biases = [part.new_zeros(len(part)) if bias is None else bias for part, bias in zip(parts, biases)]
+        weights['qkv.bias'] = torch.cat([biases[0], *(_repeat(x, num_kv_groups, head_dim) for x in biases[1:])])
+    return weights
+
+
+def _repeat(x: Tensor, num_kv_groups: int, head_dim: int) -> Tensor:
+    """Rows of the heads of keys or values, each head repeated."""
+    return x.unflatten(0, (-1, head_dim)).repeat_interleave(num_kv_groups, dim=0).flatten(0, 1)
+
+
+def _weights(attn: nn.Module) -> dict[str, Tensor]:
+    # without buffers: those of timm follow from its settings, and random values of mixers are not inherited
+    return {name: parameter.detach() for name, parameter in attn.named_parameters()}
+
+
+def _norms(attn: nn.Module, scale_norm: str | None = None) -> dict[str, nn.Module]:
+    """The norms of a layer, whose norm before `proj` has the name `scale_norm`."""
+    norms = {'q_norm': getattr(attn, 'q_norm', None), 'scale_norm': scale_norm and getattr(attn, scale_norm)}
+    return {name: norm for name, norm in norms.items() if not isinstance(norm, (nn.Identity, type(None)))}
+
+
+def _rename(weights: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    """Weights with another prefix of their names."""
+    return {new + name[len(old) :] if name.startswith(old) else name: weight for name, weight in weights.items()}
+
+
+def _squared(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    """A bias for the offsets of a grid, for those of a square grid; further offsets have the value of the nearest."""
+    sizes = [2 * size - 1 for size in grid_size]
+    if table.shape[0] != sizes[0] * sizes[1]:
+        return table
+    rows, columns = ((torch.arange(max(sizes)) - (max(sizes) - size) // 2).clamp(0, size - 1) for size in sizes)
+    return table.unflatten(0, sizes)[rows][:, columns].flatten(0, 1)

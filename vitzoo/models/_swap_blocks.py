@@ -1,0 +1,204 @@
+"""timm's transformer blocks with token mixers as their attention."""
+
+import torch
+from timm.layers import register_notrace_module
+from timm.models.beit import Block as BeitBlock
+from timm.models.cait import LayerScaleBlock
+from timm.models.eva import EvaBlock, EvaBlockPostNorm
+from timm.models.pvt_v2 import Block as PVTBlock
+from timm.models.swin_transformer import SwinTransformerBlock
+from timm.models.twins import Block as TwinsBlock
+from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock
+from timm.models.vision_transformer_relpos import RelPosBlock, ResPostRelPosBlock
+from torch import nn
+
+from vitzoo.mixers import TokenMixer
+from vitzoo.mixers._rope import Rope
+
+__all__ = ['SWAPPED_BLOCKS', 'SwappedBlock', 'SwappedTimmBlock']
+
+
+class SwappedTimmBlock:
+    """A block of timm on the grid set by `set_input_size`; its other arguments are those of timm's block."""
+
+    def attention_holders(self) -> dict[str, nn.Module]:
+        """The modules that have an attention layer `attn`, by name in the block."""
+        return {'': self}
+
+    def keep_settings(self, attn: nn.Module) -> None:
+        """Keep what the block needs of the attention layer that is replaced."""
+
+    def mix(
+        self,
+        mixer: TokenMixer,
+        x: torch.Tensor,
+        rope: Rope | None = None,
+        attn_mask: None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """(B, P + H*W, C) -> (B, P + H*W, C); raises ValueError for a mask or a different number of tokens."""
+        if attn_mask is not None or is_causal:
+            raise ValueError('Token mixers do not support attn_mask or is_causal.')
+        P, (H, W) = mixer.num_prefix_tokens, mixer.grid_size
+        if x.shape[1] != P + H * W:
+            raise ValueError(
+                f'{type(mixer).__name__} is set to {P} prefix tokens and a {H} x {W} grid, and got {x.shape[1]} '
+                f'tokens: call model.set_input_size() with the image size.'
+            )
+        return mixer(x, (H, W)) if rope is None or not mixer.has_rope else mixer(x, (H, W), rope)
+
+
+@register_notrace_module
+class SwappedBlock(SwappedTimmBlock, Block):
+    """timm's `Block` with a token mixer."""
+
+    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+        x = x + self.drop_path1(self.ls1(self.mix(self.attn, self.norm1(x), **masks)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+@register_notrace_module
+class SwappedResPostBlock(SwappedTimmBlock, ResPostBlock):
+    """timm's `ResPostBlock` with a token mixer."""
+
+    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+        x = x + self.drop_path1(self.norm1(self.mix(self.attn, x, **masks)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+@register_notrace_module
+class SwappedParallelBlock(SwappedTimmBlock, ParallelThingsBlock):
+    """timm's `ParallelThingsBlock` with token mixers."""
+
+    def attention_holders(self) -> dict[str, nn.Module]:
+        return {f'attns.{i}': branch for i, branch in enumerate(self.attns)}
+
+    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+        mixed = [branch.drop_path(branch.ls(self.mix(branch.attn, branch.norm(x), **masks))) for branch in self.attns]
+        x = x + torch.stack(mixed).sum(dim=0)
+        return x + torch.stack([ffn(x) for ffn in self.ffns]).sum(dim=0)
+
+
+class _RotaryBlock(SwappedTimmBlock):
+    """A block that gets sines and cosines of the grid, in the layout of the attention that it had."""
+
+    def keep_settings(self, attn: nn.Module) -> None:
+        if not isinstance(attn, TokenMixer):
+            self.rotate_half = attn.rotate_half
+
+    def rotary(self, rope: torch.Tensor | None) -> Rope | None:
+        return None if rope is None else Rope(rope, self.rotate_half)
+
+
+@register_notrace_module
+class SwappedEvaBlock(_RotaryBlock, EvaBlock):
+    """timm's `EvaBlock` with a token mixer."""
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks) -> torch.Tensor:
+        mixed = self.mix(self.attn, self.norm1(x), self.rotary(rope), **masks)
+        x = x + self.drop_path1(mixed if self.gamma_1 is None else self.gamma_1 * mixed)
+        mlp = self.mlp(self.norm2(x))
+        return x + self.drop_path2(mlp if self.gamma_2 is None else self.gamma_2 * mlp)
+
+
+@register_notrace_module
+class SwappedEvaBlockPostNorm(_RotaryBlock, EvaBlockPostNorm):
+    """timm's `EvaBlockPostNorm` with a token mixer."""
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks) -> torch.Tensor:
+        x = x + self.drop_path1(self.norm1(self.mix(self.attn, x, self.rotary(rope), **masks)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+@register_notrace_module
+class SwappedRelPosBlock(SwappedTimmBlock, RelPosBlock):
+    """timm's `RelPosBlock` with a token mixer, which has a bias of its own instead of the model's."""
+
+    def forward(self, x: torch.Tensor, shared_rel_pos: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.drop_path1(self.ls1(self.mix(self.attn, self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+@register_notrace_module
+class SwappedResPostRelPosBlock(SwappedTimmBlock, ResPostRelPosBlock):
+    """timm's `ResPostRelPosBlock` with a token mixer, which has a bias of its own instead of the model's."""
+
+    def forward(self, x: torch.Tensor, shared_rel_pos: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.drop_path1(self.norm1(self.mix(self.attn, x)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+@register_notrace_module
+class SwappedBeitBlock(SwappedTimmBlock, BeitBlock):
+    """timm's block of `Beit` with a token mixer, which has a bias of its own instead of the model's."""
+
+    def forward(self, x: torch.Tensor, shared_rel_pos_bias: torch.Tensor | None = None) -> torch.Tensor:
+        mixed = self.mix(self.attn, self.norm1(x))
+        x = x + self.drop_path1(mixed if self.gamma_1 is None else self.gamma_1 * mixed)
+        mlp = self.mlp(self.norm2(x))
+        return x + self.drop_path2(mlp if self.gamma_2 is None else self.gamma_2 * mlp)
+
+
+@register_notrace_module
+class SwappedLayerScaleBlock(SwappedTimmBlock, LayerScaleBlock):
+    """timm's block of `Cait` with a token mixer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop_path(self.gamma_1 * self.mix(self.attn, self.norm1(x)))
+        return x + self.drop_path(self.gamma_2 * self.mlp(self.norm2(x)))
+
+
+@register_notrace_module
+class SwappedSwinBlock(SwappedTimmBlock, SwinTransformerBlock):
+    """timm's block of `SwinTransformer` with a token mixer over the whole grid instead of its windows."""
+
+    def keep_settings(self, attn: nn.Module) -> None:
+        # the mask of shifted windows
+        self.attn_mask = None
+
+    def set_input_size(self, feat_size: tuple[int, int], *args, **kwargs) -> None:
+        self.input_resolution = feat_size
+        self.attn.set_input_size(feat_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, W, C) -> (B, H, W, C)."""
+        grid_size = tuple(x.shape[1:3])
+        x = x.flatten(1, 2)
+        x = x + self.drop_path1(self.attn(self.norm1(x), grid_size))
+        x = x + self.drop_path2(self.mlp(self.norm2(x)))
+        return x.unflatten(1, grid_size)
+
+
+@register_notrace_module
+class SwappedPVTBlock(SwappedTimmBlock, PVTBlock):
+    """timm's block of `PyramidVisionTransformerV2` with a token mixer, on the grid of its input."""
+
+    def forward(self, x: torch.Tensor, feat_size: tuple[int, int]) -> torch.Tensor:
+        x = x + self.drop_path1(self.attn(self.norm1(x), tuple(feat_size)))
+        return x + self.drop_path2(self.mlp(self.norm2(x), feat_size))
+
+
+@register_notrace_module
+class SwappedTwinsBlock(SwappedTimmBlock, TwinsBlock):
+    """timm's block of `Twins` with a token mixer over the whole grid, that of its input."""
+
+    def forward(self, x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        x = x + self.drop_path1(self.attn(self.norm1(x), tuple(size)))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+# the block that takes the place of each block of timm, by changing the class of the instance
+SWAPPED_BLOCKS = {
+    Block: SwappedBlock,
+    ResPostBlock: SwappedResPostBlock,
+    ParallelThingsBlock: SwappedParallelBlock,
+    EvaBlock: SwappedEvaBlock,
+    EvaBlockPostNorm: SwappedEvaBlockPostNorm,
+    RelPosBlock: SwappedRelPosBlock,
+    ResPostRelPosBlock: SwappedResPostRelPosBlock,
+    BeitBlock: SwappedBeitBlock,
+    LayerScaleBlock: SwappedLayerScaleBlock,
+    SwinTransformerBlock: SwappedSwinBlock,
+    PVTBlock: SwappedPVTBlock,
+    TwinsBlock: SwappedTwinsBlock,
+}

@@ -1,0 +1,232 @@
+"""timm's vision transformers with token mixers in their blocks: grid, image size and weight decay."""
+
+from collections.abc import Callable
+from math import ceil, floor
+
+import torch
+from timm.layers import to_2tuple
+from timm.models._input import get_model_input_config, update_model_input_size
+from timm.models.beit import Beit
+from timm.models.cait import Cait
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.naflexvit import NaFlexVit
+from timm.models.pvt_v2 import PyramidVisionTransformerV2
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.twins import Twins
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+from torch import nn
+
+from vitzoo.mixers import TokenMixer
+from vitzoo.mixers._grid import check_grid
+
+from ._swap_blocks import SwappedTimmBlock
+
+__all__ = ['SWAPPED_MODELS', 'SwappedModel']
+
+
+class SwappedModel:
+    """A model of timm that `swap_mixer` changed.
+
+    `token_blocks`, `grid_size_of` and `num_prefix_in_blocks` are also called with a model that is not changed yet.
+    """
+
+    # name of the model's bias of relative positions for all blocks, which becomes part of the mixers
+    shared_bias = None
+
+    def token_blocks(self) -> dict[str, nn.Module]:
+        """The blocks whose attention can be replaced, by name, in order."""
+        return {f'blocks.{i}': block for i, block in enumerate(self.blocks)}
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        """The grid of the tokens in a block."""
+        return tuple(self.patch_embed.grid_size)
+
+    def num_prefix_in_blocks(self) -> int:
+        return self.num_prefix_tokens
+
+    def has_pos_embed(self) -> bool:
+        """True if a position embedding is added to the tokens."""
+        return getattr(self, 'pos_embed', None) is not None
+
+    def mixers(self) -> dict[str, TokenMixer]:
+        """The mixers by their names in the model."""
+        return {
+            '.'.join(part for part in (path, name, 'attn') if part): holder.attn
+            for path, block in self.token_blocks().items()
+            if isinstance(block, SwappedTimmBlock)
+            for name, holder in block.attention_holders().items()
+        }
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        mixers = {f'{path}.{name}' for path, mixer in self.mixers().items() for name in mixer.no_weight_decay()}
+        return set(super().no_weight_decay()) | mixers
+
+
+class _ResizableModel(SwappedModel):
+    """A model whose image size timm can change."""
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Resample everything bound to the image size, an int or (H, W)."""
+        blocks = self.blocks
+        # some models resize the biases of their attention layers, which mixers do not have
+        self.blocks = nn.ModuleList(block for block in blocks if not isinstance(block, SwappedTimmBlock))
+        try:
+            super().set_input_size(img_size=img_size, patch_size=patch_size)
+        finally:
+            self.blocks = blocks
+        for mixer in self.mixers().values():
+            mixer.set_input_size(self.patch_embed.grid_size)
+
+
+class _DynamicModel(_ResizableModel):
+    """A model that takes images of any size if it has `dynamic_img_size`."""
+
+    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        if self.dynamic_img_size:
+            # grids of different shape may have the same number of tokens; x is (B, H, W, C) here
+            check_grid(type(self).__name__, self.patch_embed.grid_size, x.shape[1:3])
+        return super()._pos_embed(x)
+
+
+class SwappedViT(_DynamicModel, VisionTransformer):
+    """A timm VisionTransformer that `swap_mixer` changed."""
+
+
+class SwappedDistilledViT(_DynamicModel, VisionTransformerDistilled):
+    """A timm VisionTransformerDistilled that `swap_mixer` changed."""
+
+
+class SwappedEva(_DynamicModel, Eva):
+    """A timm Eva (EVA-02, DINOv3, PE, RoPE-ViT) that `swap_mixer` changed."""
+
+
+class SwappedRelPosViT(_ResizableModel, VisionTransformerRelPos):
+    """A timm VisionTransformerRelPos that `swap_mixer` changed."""
+
+    shared_bias = 'shared_rel_pos'
+
+
+class SwappedBeit(_ResizableModel, Beit):
+    """A timm Beit that `swap_mixer` changed."""
+
+    shared_bias = 'rel_pos_bias'
+
+
+class SwappedCait(SwappedModel, Cait):
+    """A timm Cait that `swap_mixer` changed, in the blocks of patch tokens."""
+
+    def num_prefix_in_blocks(self) -> int:
+        # the class token enters the blocks after them
+        return 0
+
+
+class SwappedNaFlexViT(SwappedModel, NaFlexVit):
+    """A timm NaFlexVit that `swap_mixer` changed: it takes images of one size, at first that of its positions."""
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        return tuple(self.embeds.pos_embed_grid_size)
+
+    def has_pos_embed(self) -> bool:
+        return self.embeds.pos_embed_type not in ('', 'none')
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
+        for mixer in self.mixers().values():
+            mixer.set_input_size(self.embeds.dynamic_feat_size(to_2tuple(img_size)))
+        update_model_input_size(self, to_2tuple(img_size))
+
+    def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, **kwargs) -> dict:
+        if patch_coord is not None:
+            raise ValueError('Token mixers need images of one size: pass images (B, C, H, W), not patches.')
+        for name, mixer in self.mixers().items():
+            check_grid(name, mixer.grid_size, self.embeds.dynamic_feat_size(x.shape[-2:]))
+        return super()._forward_embeds(x, patch_coord=patch_coord, **kwargs)
+
+
+class SwappedSwin(SwappedModel, SwinTransformer):
+    """A timm SwinTransformer that `swap_mixer` changed: its mixers act on whole stages."""
+
+    def token_blocks(self) -> dict[str, nn.Module]:
+        return {
+            f'layers.{i}.blocks.{j}': block
+            for i, layer in enumerate(self.layers)
+            for j, block in enumerate(layer.blocks)
+        }
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        return tuple(SwappedSwin.token_blocks(self)[name].input_resolution)
+
+    def num_prefix_in_blocks(self) -> int:
+        return 0
+
+
+class SwappedPVT(SwappedModel, PyramidVisionTransformerV2):
+    """A timm PyramidVisionTransformerV2 that `swap_mixer` changed.
+
+    Blocks get the grid of each image; mixers that are bound to a grid start with that of timm's image size.
+    """
+
+    def token_blocks(self) -> dict[str, nn.Module]:
+        return {
+            f'stages.{i}.blocks.{j}': block
+            for i, stage in enumerate(self.stages)
+            for j, block in enumerate(stage.blocks)
+        }
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        return _stage_grid(name, get_model_input_config(self)['input_size'][1:], ceil)
+
+    def num_prefix_in_blocks(self) -> int:
+        return 0
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
+        for name, mixer in self.mixers().items():
+            mixer.set_input_size(_stage_grid(name, to_2tuple(img_size), ceil))
+
+
+class SwappedTwins(SwappedModel, Twins):
+    """A timm Twins that `swap_mixer` changed: its mixers act on whole stages.
+
+    Blocks get the grid of each image; mixers that are bound to a grid start with that of the model's image size.
+    """
+
+    def token_blocks(self) -> dict[str, nn.Module]:
+        return {f'blocks.{i}.{j}': block for i, stage in enumerate(self.blocks) for j, block in enumerate(stage)}
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        return _stage_grid(name, self.patch_embeds[0].img_size, floor)
+
+    def num_prefix_in_blocks(self) -> int:
+        return 0
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
+        for name, mixer in self.mixers().items():
+            mixer.set_input_size(_stage_grid(name, to_2tuple(img_size), floor))
+
+
+def _stage_grid(name: str, img_size: tuple[int, int], rounded: Callable[[float], int]) -> tuple[int, int]:
+    """The grid of a block's stage; the name of the block has the index of the stage in second place."""
+    reduction = 4 * 2 ** int(name.split('.')[1])
+    return tuple(rounded(size / reduction) for size in img_size)
+
+
+# the model that takes the place of each model of timm, by changing the class of the instance
+SWAPPED_MODELS = {
+    VisionTransformer: SwappedViT,
+    VisionTransformerDistilled: SwappedDistilledViT,
+    Eva: SwappedEva,
+    VisionTransformerRelPos: SwappedRelPosViT,
+    Beit: SwappedBeit,
+    Cait: SwappedCait,
+    NaFlexVit: SwappedNaFlexViT,
+    SwinTransformer: SwappedSwin,
+    PyramidVisionTransformerV2: SwappedPVT,
+    Twins: SwappedTwins,
+}

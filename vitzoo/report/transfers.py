@@ -1,0 +1,83 @@
+"""Section on transfers: scores of students with other mixers, with controls, speed and tokens next to the teacher."""
+
+import json
+from pathlib import Path
+
+from vitzoo.report.blocks import figure, inline_symbol, number, scrolling
+from vitzoo.report.charts import Curve, Point, curves, scatter
+from vitzoo.report.markup import Element, tag
+from vitzoo.transfer.measures import SCORE_TITLES
+from vitzoo.transfer.record import RECORD
+from vitzoo.transfer.summary import CONTROLS, STAGES, minutes
+
+
+def read_transfer(name: str) -> dict:
+    """The results of the transfer that made a model, under 'transfer'; empty if none did."""
+    path = Path(name) / RECORD
+    if not path.is_file():
+        return {}
+    results = json.loads(path.read_text(encoding='utf-8'))
+    return dict(transfer=results) if 'verdict' in results else {}
+
+
+def transfer_section(records: list[dict]) -> list[Element]:
+    """Scores of the stages and the controls, scores against speed, and tokens of teacher and student."""
+    records = [record for record in records if record.get('transfer')]
+    if not records:
+        return []
+    sides = dict.fromkeys(side for record in records for side in record['transfer']['images_per_second'])
+    parts = [_speed_figure(records, side) for side in sorted(sides, key=int)]
+    parts += [_token_figure(record) for record in records]
+    verdicts = tag('ul', (tag('li', record['transfer']['verdict']) for record in records), class_='note')
+    return [_retention_table(records), verdicts, tag('div', parts, class_='charts')]
+
+
+def _retention_table(records: list[dict]) -> Element:
+    controls = [name for name in CONTROLS if any(name in record['transfer']['controls'] for record in records)]
+    heads = ['student', 'measure', 'teacher', *STAGES.values(), *(CONTROLS[name] for name in controls), 'minutes']
+    rows = []
+    for record in records:
+        results = record['transfer']
+        scores = [results['teacher'], *(results[stage] for stage in STAGES)]
+        scores += [results['controls'].get(name) for name in controls]
+        cells = [SCORE_TITLES[results['kind']], *('–' if s is None else f'{s["score"]:.2f} %' for s in scores)]
+        name = tag('th', inline_symbol(record['index']), record['name'], scope='row')
+        rows.append(tag('tr', name, (tag('td', cell) for cell in [*cells, number(minutes(results))])))
+    head = tag('tr', (tag('th', text, scope='col') for text in heads))
+    return scrolling(tag('table', tag('thead', head), tag('tbody', rows)), 'Scores of teachers, students and controls')
+
+
+def _speed_figure(records: list[dict], side: str) -> Element:
+    """Score against speed at one image size; of each student and, once, of each teacher."""
+    points: list[Point] = []
+    for record in records:
+        results, speeds = record['transfer'], record['transfer']['images_per_second'].get(side, {})
+        teacher = f'teacher {Path(results["settings"]["teacher"]).name}'
+        for kind, name in (('student', record['name']), ('teacher', teacher)):
+            if kind not in speeds or name in [point.name for point in points]:
+                continue
+            index = record['index'] if kind == 'student' else _teacher_index(records)
+            x, y = speeds[kind], results[kind]['score']
+            points.append(Point(index, name, x, y, y, y, f'{name}: {y:.2f} %, {x:,.4g} images/s'))
+    title = f'Score against speed at {side} pixels'
+    chart = scatter(title, points, 'images/s', 'score %')
+    about = 'Up and to the right is better.'
+    return figure(title, about, chart, ['model', 'images/s', 'score %'], [[p.name, p.x, p.y] for p in points])
+
+
+def _token_figure(record: dict) -> Element:
+    """Mean cosine similarity of the tokens of a student and its teacher."""
+    lines = []
+    for kind, index in (('student', record['index']), ('teacher', _teacher_index([record]))):
+        values = record['transfer']['oversmoothing'][kind]['mean']
+        tips = [f'{kind}, block {block}: {value:.3f}' for block, value in enumerate(values, start=1)]
+        lines.append(Curve(index, kind, range(1, len(values) + 1), values, tips))
+    title = f'Tokens of {record["name"]} and its teacher'
+    chart = curves(title, lines, 'block', 'mean cosine similarity')
+    heads = ['model', *map(str, lines[0].x)]
+    return figure(title, 'Mean cosine similarity.', chart, heads, [[line.name, *line.y] for line in lines])
+
+
+def _teacher_index(records: list[dict]) -> int:
+    """A symbol that no student has."""
+    return 1 + max(record['index'] for record in records)

@@ -1,0 +1,168 @@
+"""The attention layers of a teacher and the mixers that replace them in a student, at the same paths."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitzoo.mixers import TokenMixer
+
+# positional and keyword arguments of a block
+Call = tuple[tuple, dict]
+
+
+def mixer_paths(student: nn.Module) -> list[str]:
+    """Paths of the mixers of a swapped model, such as `blocks.0.attn`, in order.
+
+    Raises:
+        ValueError: There are none.
+    """
+    paths = [path for path, module in student.named_modules() if isinstance(module, TokenMixer)]
+    if not paths:
+        raise ValueError(f'{type(student).__name__} has no token mixers; apply vitzoo.swap_mixer to it first.')
+    return paths
+
+
+def block_of(path: str) -> str:
+    """Path of the block of an attention layer: `blocks.0` of `blocks.0.attn`."""
+    names = path.split('.')
+    index = next(position for position, name in enumerate(names) if name.isdecimal())
+    return '.'.join(names[: index + 1])
+
+
+def index_of(path: str) -> int:
+    """Index of the block of an attention layer."""
+    return int(block_of(path).rpartition('.')[2])
+
+
+def put(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Replace a submodule."""
+    parent, _, name = path.rpartition('.')
+    setattr(model.get_submodule(parent), name, module)
+
+
+@contextmanager
+def visit_attention(
+    teacher: nn.Module, paths: Iterable[str], visit: Callable[[str, Call, Tensor], None]
+) -> Iterator[None]:
+    """In each forward pass of the teacher, call `visit(path, call, output)` for every attention layer in order.
+
+    `call` has the arguments of the layer's block, and `output` is (B, N, C). Nothing is kept between the calls, so the
+    teacher's pass needs the memory of one block.
+    """
+    calls: dict[str, Call] = {}
+
+    def keep_call(path: str, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        calls[path] = args, kwargs
+
+    def call_visit(path: str, attn: nn.Module, args: tuple, output: Tensor) -> None:
+        visit(path, calls[path], output)
+
+    hooks = []
+    for path in paths:
+        block = teacher.get_submodule(block_of(path))
+        hooks.append(block.register_forward_pre_hook(partial(keep_call, path), with_kwargs=True))
+        hooks.append(teacher.get_submodule(path).register_forward_hook(partial(call_visit, path)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Reached(Exception):
+    """Ends the forward pass of a block after its attention layer."""
+
+
+def attention_output(model: nn.Module, path: str, call: Call) -> Tensor:
+    """Output of an attention layer (B, N, C) for the arguments of its block, whose MLP is not computed."""
+    outputs = []
+
+    def stop(attn: nn.Module, args: tuple, output: Tensor) -> None:
+        outputs.append(output)
+        raise _Reached
+
+    hook = model.get_submodule(path).register_forward_hook(stop)
+    args, kwargs = call
+    try:
+        model.get_submodule(block_of(path))(*args, **kwargs)
+    except _Reached:
+        pass
+    finally:
+        hook.remove()
+    (output,) = outputs
+    return output
+
+
+@contextmanager
+def blocks_of_teacher(student: nn.Module, teacher: nn.Module, paths: Iterable[str]) -> Iterator[nn.Module]:
+    """The student with the teacher's blocks at these paths, while the context is open."""
+    own = {block_of(path): student.get_submodule(block_of(path)) for path in paths}
+    shared = getattr(type(student), 'shared_bias', None)
+    if own and shared and getattr(student, shared) is None and getattr(teacher, shared) is not None:
+        raise ValueError(
+            f'The blocks of {type(teacher).__name__} share a position bias, which a model with mixers in all blocks '
+            f'does not have; leave a block out of swap_mixer.'
+        )
+    try:
+        for name in own:
+            put(student, name, teacher.get_submodule(name))
+        yield student
+    finally:
+        for name, block in own.items():
+            put(student, name, block)
+
+
+@contextmanager
+def zero_attention(student: nn.Module) -> Iterator[nn.Module]:
+    """The student with the output of its mixers set to zero, while the context is open.
+
+    A mixer that is not better than this control contributes nothing. Component collapse,
+    https://arxiv.org/abs/2510.05901
+    """
+    hooks = [
+        student.get_submodule(path).register_forward_hook(lambda mixer, args, output: torch.zeros_like(output))
+        for path in mixer_paths(student)
+    ]
+    try:
+        yield student
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def only_part(student: nn.Module, part: str) -> Iterator[nn.Module]:
+    """The student with one part of its mixers alone, while the context is open; `part` is one of `parts_of`."""
+    mixers = [student.get_submodule(path) for path in mixer_paths(student)]
+    mixers = [mixer for mixer in mixers if part in mixer.parts]
+    try:
+        for mixer in mixers:
+            mixer.part = part
+        yield student
+    finally:
+        for mixer in mixers:
+            mixer.part = None
+
+
+def parts_of(student: nn.Module) -> list[str]:
+    """Names of the parts that mixers of the student can be limited to."""
+    return list(dict.fromkeys(part for path in mixer_paths(student) for part in student.get_submodule(path).parts))
+
+
+def final_tokens(model: nn.Module, images: Tensor) -> Tensor:
+    """Tokens after the last block and its norm, normalized without parameters: (B, C, H, W) -> (B, N, C)."""
+    return normalize_tokens(model.forward_features(images))
+
+
+def normalize_tokens(tokens: Tensor) -> Tensor:
+    """Zero mean and unit variance over the channels, in float32."""
+    return F.layer_norm(tokens.float(), tokens.shape[-1:])
+
+
+def images_of(batch: Tensor | tuple | list) -> Tensor:
+    """The images of a batch, or of a tuple that begins with them."""
+    return batch if isinstance(batch, Tensor) else batch[0]

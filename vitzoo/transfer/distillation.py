@@ -1,0 +1,83 @@
+"""Distillation of the whole network, from Python; `vitzoo transfer` does it with the trainer instead."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from vitzoo.train.distill import NetworkLoss
+from vitzoo.transfer.attention import mixer_paths
+from vitzoo.transfer.descent import descend
+from vitzoo.transfer.hybrid import feature_error
+from vitzoo.transfer.matching import new_parameters
+
+
+def distil(
+    teacher: nn.Module,
+    student: nn.Module,
+    loader: Iterable,
+    held_out: Iterable,
+    *,
+    steps: int = 1000,
+    lr: float = 1e-4,
+    new_lr: float = 1e-3,
+    block_weight: float = 0.1,
+    temperature: float = 1.0,
+    eval_every: int = 50,
+    accelerator=None,
+    state_file: Path | None = None,
+    progress: Callable[[dict], None] | None = None,
+) -> list[dict]:
+    """Train a student on its own inputs to give the teacher's outputs, in place, without labels.
+
+    All parameters that require a gradient are trained. The loss is `vitzoo.train.distill.NetworkLoss`: final tokens,
+    logits if there is a head, and the outputs of the attention layers. As in `match_blocks`, the student is left in the
+    best state on the held-out images, the start included. ViT-AdaLA, stage 2, https://arxiv.org/abs/2603.16063
+
+    Args:
+        teacher: The model before `vitzoo.swap_mixer`, in evaluation mode.
+        student: The model after it, usually after `match_blocks`.
+        loader: Batches (B, C, H, W) of training images, or tuples that begin with them.
+        held_out: Other images, in the same form; read at each evaluation.
+        lr: Learning rate of inherited parameters.
+        new_lr: Learning rate of the mixers' own parameters.
+        block_weight: Weight of the attention outputs in the loss.
+        temperature: Of the logits.
+        eval_every: Steps between evaluations.
+        accelerator: The `Accelerator` whose processes share the batches and the held-out images.
+        state_file: Where the state is kept, so that the same call continues after an interruption.
+        progress: Called with each row of the result.
+
+    Returns:
+        For each evaluation its `step`, `feature_error` and whether it is the `best` so far.
+
+    Raises:
+        ValueError: The student has no mixers, or a loader no images.
+        UserError: The learning rate is too high: the error is not finite. The student is in its best state.
+    """
+    paths = mixer_paths(student)
+    new = new_parameters(student, paths)
+    is_new = {id(parameter) for parameter in new}
+    inherited = [p for p in student.parameters() if p.requires_grad and id(p) not in is_new]
+    groups = [dict(params=inherited, lr=lr), dict(params=new, lr=new_lr)]
+
+    def backward(images: Tensor) -> None:
+        with NetworkLoss(student, teacher, block_weight, temperature) as loss:
+            student(images)
+            with torch.no_grad():
+                teacher(images)
+            loss().backward()
+
+    return descend(
+        student,
+        [group for group in groups if group['params']],
+        loader,
+        backward,
+        lambda: dict(feature_error=feature_error(teacher, student, held_out, accelerator)),
+        steps=steps,
+        eval_every=eval_every,
+        accelerator=accelerator,
+        state_file=state_file,
+        progress=progress,
+    )

@@ -1,0 +1,155 @@
+"""Students that keep softmax attention in some blocks, chosen one at a time by their effect on the whole network.
+
+Greedy replacement with validation feedback after Distill-then-Replace, https://arxiv.org/abs/2601.11667; two of twelve
+blocks are often enough (JetViT).
+"""
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+
+import torch
+from timm.models._input import update_model_args
+from torch import nn
+from torch.nn import functional as F
+
+from vitzoo.transfer.attention import (
+    block_of,
+    blocks_of_teacher,
+    final_tokens,
+    images_of,
+    index_of,
+    mixer_paths,
+    put,
+)
+from vitzoo.transfer.probing import cosine_of_tokens, has_head
+
+
+@torch.no_grad()
+def keep_softmax(
+    teacher: nn.Module,
+    student: nn.Module,
+    loader: Iterable,
+    count: int | str = 'auto',
+    *,
+    tolerance: float = 0.5,
+    gap: Callable[[nn.Module], float] | None = None,
+    accelerator=None,
+    progress: Callable[[dict], None] | None = None,
+) -> list[dict]:
+    """Give blocks of a student back to softmax attention, in place, the most useful first.
+
+    In each round every remaining block is tried, and the one that leaves the smallest error of the final tokens is
+    kept. The blocks are copies of the teacher's, without mixers.
+
+    Args:
+        teacher: The model before `vitzoo.swap_mixer`, in evaluation mode.
+        student: The model after it.
+        loader: Held-out images, batches (B, C, H, W) or tuples that begin with them; read once per trial.
+        count: Number of blocks, or 'auto' to stop as soon as the gap is at most `tolerance`. One block at least keeps
+            its mixer.
+        tolerance: Percentage points.
+        gap: The loss of a student in percentage points; by default the share of images with another top class than
+            the teacher's, or without a head 100 times 1 - the cosine similarity of the final tokens.
+        accelerator: The `Accelerator` whose processes share the images.
+        progress: Called with each row of the result.
+
+    Returns:
+        A row for the start and one for each block: `kept` (paths so far), `feature_error` and `gap`.
+
+    Raises:
+        ValueError: There are not as many blocks with mixers, or the loader has no images.
+    """
+    paths = mixer_paths(student)
+    limit = len(paths) - 1 if count == 'auto' else count
+    if not isinstance(limit, int) or not 0 <= limit < len(paths):
+        raise ValueError(f"keep_softmax takes 'auto' or 0 to {len(paths) - 1} of {len(paths)} blocks, not {count!r}.")
+    gap = gap or (lambda model: output_gap(teacher, model, loader, accelerator))
+    was_training = student.training
+    student.eval()
+    kept: list[str] = []
+
+    def describe() -> dict:
+        with blocks_of_teacher(student, teacher, kept) as hybrid:
+            row = dict(
+                kept=list(kept), feature_error=feature_error(teacher, hybrid, loader, accelerator), gap=gap(hybrid)
+            )
+        if progress is not None:
+            progress(row)
+        return row
+
+    rows = [describe()]
+    while len(kept) < limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
+        kept.append(_most_useful(teacher, student, loader, kept, paths, accelerator))
+        rows.append(describe())
+    give_back(teacher, student, kept)
+    student.train(was_training)
+    return rows
+
+
+def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
+    """Replace blocks of a student by copies of the teacher's, in place and in the record of its swaps."""
+    for path in paths:
+        put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
+    _forget_swaps(student, paths)
+
+
+def _most_useful(
+    teacher: nn.Module, student: nn.Module, loader: Iterable, kept: list[str], paths: list[str], accelerator
+) -> str:
+    """The block that leaves the smallest error if it is kept in addition."""
+    errors = {}
+    for path in paths:
+        if path not in kept:
+            with blocks_of_teacher(student, teacher, [*kept, path]) as hybrid:
+                errors[path] = feature_error(teacher, hybrid, loader, accelerator)
+    return min(errors, key=errors.get)
+
+
+def _forget_swaps(student: nn.Module, paths: list[str]) -> None:
+    """Remove blocks from the record of swaps, so that a saved model is built again without them."""
+    indices = {index_of(path) for path in paths}
+    swaps = getattr(student, '_model_args', {}).get('swap_mixer', [])
+    swaps = [{**swap, 'blocks': [index for index in swap['blocks'] if index not in indices]} for swap in swaps]
+    update_model_args(student, swap_mixer=[swap for swap in swaps if swap['blocks']])
+    for index in indices:
+        getattr(student, 'inheritance', {}).pop(index, None)
+
+
+@torch.no_grad()
+def feature_error(teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator=None) -> float:
+    """Mean squared error of the final tokens, normalized to unit variance.
+
+    Raises:
+        ValueError: The loader has no images.
+    """
+
+    def measure(images: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(final_tokens(student, images), final_tokens(teacher, images))
+
+    return _mean(measure, loader, student, accelerator)
+
+
+@torch.no_grad()
+def output_gap(teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator=None) -> float:
+    """The gap of `keep_softmax` if it has no other, in percentage points."""
+
+    def measure(images: torch.Tensor) -> torch.Tensor:
+        if has_head(teacher):
+            return (student(images).argmax(dim=1) != teacher(images).argmax(dim=1)).double().mean()
+        return 1 - cosine_of_tokens(final_tokens(student, images), final_tokens(teacher, images)).mean()
+
+    return 100 * _mean(measure, loader, student, accelerator)
+
+
+def _mean(measure: Callable[[torch.Tensor], torch.Tensor], loader: Iterable, model: nn.Module, accelerator=None):
+    """Mean over the images of a loader of a measurement of each batch."""
+    model.eval()
+    device = next(model.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in loader:
+        images = images_of(batch).to(device)
+        sums += len(images) * torch.stack([measure(images).double(), sums.new_ones(())])
+    total, num_images = (sums if accelerator is None else accelerator.reduce(sums, reduction='sum')).tolist()
+    if not num_images:
+        raise ValueError('The loader has no images.')
+    return total / num_images

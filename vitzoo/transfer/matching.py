@@ -1,0 +1,180 @@
+"""Block matching: each mixer learns the output of the attention that it replaces, from the teacher's own inputs.
+
+The loss of a block is the mean squared error of its attention output, after the projection, divided by the variance of
+the teacher's, so one learning rate serves all depths. All blocks are trained in one pass of the teacher, without a
+graph between them. Queries, keys, values and the mixer's own parameters learn. After LoLCATs, section 3.2,
+https://arxiv.org/abs/2410.10254, and ViT-AdaLA, stage 1, https://arxiv.org/abs/2603.16063
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitzoo.transfer.attention import (
+    Call,
+    attention_output,
+    block_of,
+    final_tokens,
+    images_of,
+    index_of,
+    mixer_paths,
+    visit_attention,
+)
+from vitzoo.transfer.descent import descend
+
+# parameters of a mixer that are the teacher's and stay so
+_FROZEN = ('proj.', 'proj_global.')
+
+
+def match_blocks(
+    teacher: nn.Module,
+    student: nn.Module,
+    loader: Iterable,
+    held_out: Iterable,
+    *,
+    steps: int = 500,
+    lr: float = 1e-4,
+    new_lr: float = 2e-3,
+    eval_every: int = 25,
+    accelerator=None,
+    state_file: Path | None = None,
+    progress: Callable[[dict], None] | None = None,
+) -> list[dict]:
+    """Match the attention outputs of a student's mixers with the teacher's, in place, without labels.
+
+    The student is left in the state with the smallest error of the final tokens on the held-out images. The start is
+    one of these states, so the student is never worse than before on these images.
+
+    Args:
+        teacher: The model before `vitzoo.swap_mixer`, in evaluation mode.
+        student: The model after it, with the teacher's weights.
+        loader: Batches (B, C, H, W) of training images, or tuples that begin with them.
+        held_out: Other images, in the same form; read at each evaluation.
+        lr: Learning rate of inherited parameters.
+        new_lr: Learning rate of parameters that attention does not have, such as gates and feature maps.
+        eval_every: Steps between evaluations.
+        accelerator: The `Accelerator` whose processes share the batches and the held-out images.
+        state_file: Where the state is kept, so that the same call continues after an interruption.
+        progress: Called with each row of the result.
+
+    Returns:
+        For each evaluation its `step`, `feature_error` (mean squared error of the final tokens, normalized to unit
+        variance), `errors` (by block, the squared error of the attention output as a fraction of its variance) and
+        whether it is the `best` so far.
+
+    Raises:
+        ValueError: The student has no mixers, or a loader no images.
+        UserError: The learning rate is too high: the error is not finite. The student is in its best state.
+    """
+    paths = mixer_paths(student)
+    device = next(student.parameters()).device
+    variance = attention_variance(teacher, paths, held_out, device, accelerator)
+
+    def backward(images: Tensor) -> None:
+        def match(path: str, call: Call, output: Tensor) -> None:
+            with torch.enable_grad():
+                found = attention_output(student, path, call)
+                if found.requires_grad:
+                    (F.mse_loss(found.float(), output.float()) / variance[path]).backward()
+
+        with torch.no_grad(), visit_attention(teacher, paths, match):
+            teacher.forward_features(images)
+
+    return descend(
+        student,
+        _parameter_groups(student, paths, lr, new_lr),
+        loader,
+        backward,
+        lambda: measure_errors(teacher, student, held_out, variance, accelerator),
+        steps=steps,
+        eval_every=eval_every,
+        accelerator=accelerator,
+        state_file=state_file,
+        progress=progress,
+    )
+
+
+def _parameter_groups(student: nn.Module, paths: list[str], lr: float, new_lr: float) -> list[dict]:
+    """Inherited and new parameters of the mixers with their learning rates, except the output projections."""
+    new = new_parameters(student, paths)
+    is_new = {id(parameter) for parameter in new}
+    inherited = [
+        parameter
+        for path in paths
+        for name, parameter in student.get_submodule(path).named_parameters()
+        if id(parameter) not in is_new and not name.startswith(_FROZEN)
+    ]
+    groups = [dict(params=inherited, lr=lr), dict(params=new, lr=new_lr)]
+    return [group for group in groups if group['params']]
+
+
+def new_parameters(student: nn.Module, paths: list[str]) -> list[nn.Parameter]:
+    """The parameters of the mixers that are not inherited from attention."""
+    found = []
+    for path in paths:
+        report = getattr(student, 'inheritance', {}).get(index_of(path))
+        names = set() if report is None else {*report.initialized}
+        # a block with several attention layers has their names in its report
+        place = path.removeprefix(f'{block_of(path)}.')
+        found += [
+            parameter
+            for name, parameter in student.get_submodule(path).named_parameters()
+            if names & {name, f'{place}.{name}'}
+        ]
+    return found
+
+
+@torch.no_grad()
+def attention_variance(
+    teacher: nn.Module, paths: list[str], loader: Iterable, device: torch.device, accelerator=None
+) -> dict[str, Tensor]:
+    """Variance of the output of each attention layer around the mean of its channel, over tokens and images."""
+    sums: dict[str, list[Tensor]] = {}
+
+    def add(path: str, call: Call, output: Tensor) -> None:
+        tokens = output.flatten(0, -2).double()
+        found = tokens.new_tensor(len(tokens)), tokens.sum(dim=0), tokens.square().sum(dim=0)
+        sums[path] = [old + value for old, value in zip(sums[path], found)] if path in sums else list(found)
+
+    with visit_attention(teacher, paths, add):
+        for batch in loader:
+            teacher.forward_features(images_of(batch).to(device))
+    if not sums:
+        raise ValueError('There are no held-out images.')
+    variance = {}
+    for path in paths:
+        count, total, square = (_reduce(value, accelerator) for value in sums[path])
+        variance[path] = (square / count - (total / count).square()).mean().clamp(min=1e-12).float()
+    return variance
+
+
+@torch.no_grad()
+def measure_errors(
+    teacher: nn.Module, student: nn.Module, loader: Iterable, variance: dict[str, Tensor], accelerator=None
+) -> dict:
+    """`errors` of the attention outputs, by block, and `feature_error` of the final tokens, as in `match_blocks`."""
+    device = next(student.parameters()).device
+    student.eval()
+    sums = torch.zeros(len(variance) + 1, dtype=torch.float64, device=device)
+    positions = {path: number for number, path in enumerate(variance, start=1)}
+    num_images = sums.new_zeros(())
+
+    def add(path: str, call: Call, output: Tensor) -> None:
+        found = attention_output(student, path, call)
+        sums[positions[path]] += len(output) * F.mse_loss(found.float(), output.float()).double() / variance[path]
+
+    for batch in loader:
+        images = images_of(batch).to(device)
+        with visit_attention(teacher, variance, add):
+            expected = final_tokens(teacher, images)
+        sums[0] += len(images) * F.mse_loss(final_tokens(student, images), expected).double()
+        num_images += len(images)
+    feature_error, *errors = (_reduce(sums, accelerator) / _reduce(num_images, accelerator)).tolist()
+    return dict(feature_error=feature_error, errors=dict(zip(variance, errors)))
+
+
+def _reduce(value: Tensor, accelerator) -> Tensor:
+    return value if accelerator is None else accelerator.reduce(value, reduction='sum')

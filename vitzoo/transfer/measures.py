@@ -1,0 +1,96 @@
+"""Retention: how much of a teacher's accuracy or features a student has, on the same images."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitzoo.transfer.probing import has_head
+
+_NEIGHBOURS = 10
+# of the linear probe, relative to the variance of the features
+_RIDGE = 1e-2
+# a score in percent, by the kind of `Pictures`
+SCORE_TITLES = {'top1': 'top-1', 'knn': 'nearest neighbours', 'cosine': 'cosine similarity'}
+
+
+class Retention:
+    """Measures models on the same images as their teacher.
+
+    Args:
+        teacher: In evaluation mode.
+        val: Batches of (images, labels), in the same order each time.
+        kind: As in `vitzoo.transfer.pictures.Pictures`.
+        bank: Labelled batches that nearest neighbours and the linear probe learn from, for kind 'knn'.
+    """
+
+    def __init__(self, teacher: nn.Module, val: Iterable, kind: str, bank: Iterable | None = None):
+        self.val, self.kind, self.bank = val, kind, bank
+        self.expected = None
+        self.has_head = has_head(teacher)
+        self.teacher = self.score(teacher)
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> dict[str, float]:
+        """Scores of a model in percent, the main one under 'score'.
+
+        Returns:
+            `cosine`: mean cosine similarity of the pooled features with the teacher's. With a head, `agreement`:
+            images with the teacher's top class, and `divergence` of the logits in nats. By kind, `top1`, or `knn` and
+            `linear_probe`.
+        """
+        was_training = model.training
+        model.eval()
+        found = _collect(model, self.val, self.has_head)
+        if self.expected is None:
+            self.expected = found
+        features, logits, labels = found
+        scores = dict(cosine=100 * F.cosine_similarity(features, self.expected[0]).mean().item())
+        if self.has_head:
+            expected = self.expected[1]
+            scores['agreement'] = _percent(logits.argmax(dim=1) == expected.argmax(dim=1))
+            scores['divergence'] = F.kl_div(
+                logits.log_softmax(dim=1), expected.log_softmax(dim=1), reduction='batchmean', log_target=True
+            ).item()
+        if self.kind == 'top1':
+            scores['top1'] = _percent(logits.argmax(dim=1) == labels)
+        elif self.kind == 'knn':
+            bank, _, bank_labels = _collect(model, self.bank, False)
+            scores['knn'] = _percent(nearest_neighbours(bank, bank_labels, features) == labels)
+            scores['linear_probe'] = _percent(linear_probe(bank, bank_labels, features) == labels)
+        model.train(was_training)
+        return dict(score=scores[self.kind], **scores)
+
+
+def nearest_neighbours(bank: Tensor, labels: Tensor, queries: Tensor, count: int = _NEIGHBOURS) -> Tensor:
+    """Classes by a vote of the nearest features, weighted by cosine similarity: (M, C), (M,), (N, C) -> (N,)."""
+    similarity, nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).mT).topk(min(count, len(bank)), dim=1)
+    votes = torch.zeros(len(queries), int(labels.max()) + 1)
+    return votes.scatter_add_(1, labels[nearest], similarity.clamp(min=0)).argmax(dim=1)
+
+
+def linear_probe(bank: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
+    """Classes by ridge regression of one-hot labels on standardized features: (M, C), (M,), (N, C) -> (N,)."""
+    std, mean = torch.std_mean(bank.double(), dim=0, correction=0)
+    bank, queries = ((x.double() - mean) / std.clamp(min=1e-6) for x in (bank, queries))
+    targets = F.one_hot(labels).double()
+    gram = bank.mT @ bank + _RIDGE * len(bank) * torch.eye(bank.shape[1], dtype=torch.float64)
+    weight = torch.linalg.solve(gram, bank.mT @ (targets - targets.mean(dim=0)))
+    return (queries @ weight + targets.mean(dim=0)).argmax(dim=1)
+
+
+def _collect(model: nn.Module, loader: Iterable, needs_logits: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Pooled features, logits and labels of all images, on the CPU in float32."""
+    device = next(model.parameters()).device
+    rows = []
+    for images, target in loader:
+        tokens = model.forward_features(images.to(device, non_blocking=True))
+        features = model.forward_head(tokens, pre_logits=True).float().cpu()
+        rows.append((features, model.forward_head(tokens).float().cpu() if needs_logits else features[:, :0], target))
+    features, logits, labels = (torch.cat(parts) for parts in zip(*rows))
+    return features, logits, labels
+
+
+def _percent(hits: Tensor) -> float:
+    return 100 * hits.double().mean().item()

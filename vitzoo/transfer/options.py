@@ -1,0 +1,216 @@
+"""The command line of `vitzoo transfer`."""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+
+from vitzoo.data import DataOptions
+from vitzoo.data.options import DATA_OPTIONS
+from vitzoo.errors import UserError, did_you_mean, format_flag
+from vitzoo.options import AMP_DTYPES, add_data_options, natural, positive, size
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """Options of a transfer; `settings` are those that its results depend on."""
+
+    teacher: str
+    mixers: list[str]
+    data_dir: str
+    output: str | None = None
+    mixer_kwargs: dict[str, dict] = field(default_factory=dict)
+    data_options: DataOptions = DataOptions()
+    checkpoint: str | None = None
+    img_size: tuple[int, int] | None = None
+    steps: int = 500
+    lr: float = 1e-4
+    new_lr: float = 2e-3
+    network_steps: int = 1000
+    network_lr: float = 1e-4
+    network_new_lr: float = 1e-3
+    block_weight: float = 0.1
+    batch_size: int = 32
+    eval_images: int = 256
+    evals: int = 20
+    keep_softmax: int | str = 0
+    tolerance: float = 0.5
+    random_control: bool = True
+    sizes: tuple[int, ...] = (224, 512, 1024)
+    seed: int = 0
+    probe_only: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    workers: int = 0
+    amp_dtype: str = 'float32'
+
+    @property
+    def settings(self) -> dict:
+        """The options that must not change when a transfer is resumed, in plain values."""
+        left_out = {'mixers', 'output', 'resume', 'overwrite', 'workers', 'data_options', 'probe_only', 'sizes'}
+        values = {name: value for name, value in vars(self).items() if name not in left_out}
+        values['img_size'] = None if self.img_size is None else list(self.img_size)
+        return values | dict(data_options=self.data_options.given())
+
+
+def parse_args(argv: list[str] | None = None) -> TransferOptions:
+    """Read the command line.
+
+    Raises:
+        UserError: A value is wrong, or options contradict each other.
+    """
+    defaults = TransferOptions('', [], '')
+    parser = argparse.ArgumentParser(
+        'vitzoo transfer',
+        description='Replace the attention of a pretrained ViT by efficient mixers, without labels.',
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add('--config', metavar='FILE', help='YAML file of options, which the command line takes precedence over')
+    add('teacher', metavar='TEACHER', help='a pretrained timm model, or the folder of a training run')
+    add('--mixer', required=True, metavar='NAMES', help='a mixer, or several: ls,nystrom,performer')
+    add('--mixer-kwargs', nargs='+', type=_keyword, default=[], metavar='KEY=VALUE',
+        help='arguments of the mixer; with several mixers NAME.KEY=VALUE')  # fmt: skip
+    add('--data-dir', required=True, metavar='DIR', help='images, in class folders or not')
+    add_data_options(parser)
+    add('--output', metavar='DIR', help='run folder; with several mixers the folder of their run folders')
+    add('--checkpoint', metavar='FILE', help='weights of the teacher, .safetensors or .pth')
+    add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the teacher)')
+    stages = parser.add_argument_group('stages')
+    add = stages.add_argument
+    add('--probe-only', action='store_true', help='measure each block without training, and stop')
+    add('--steps', type=natural, metavar='N', default=defaults.steps, help='block matching [500]')
+    add('--lr', type=_positive_number, metavar='X', default=defaults.lr, help='of inherited weights in it [1e-4]')
+    add('--new-lr', type=_positive_number, metavar='X', default=defaults.new_lr, help='of other parameters [2e-3]')
+    add('--keep-softmax', type=_count, metavar='K|auto', default=0, help='blocks that keep softmax attention [0]')
+    add('--tolerance', type=float, metavar='X', default=defaults.tolerance,
+        help='percentage points below the teacher at which auto stops [0.5]')  # fmt: skip
+    add('--network-steps', type=natural, metavar='N', default=defaults.network_steps,
+        help='distillation of the whole network [1000]')  # fmt: skip
+    add('--network-lr', type=_positive_number, metavar='X', default=defaults.network_lr, help='of it [1e-4]')
+    add('--network-new-lr', type=_positive_number, metavar='X', default=defaults.network_new_lr,
+        help='of parameters that are not inherited [1e-3]')  # fmt: skip
+    add('--block-weight', type=float, metavar='X', default=defaults.block_weight,
+        help='weight of the attention outputs in it [0.1]')  # fmt: skip
+    run = parser.add_argument_group('run')
+    add = run.add_argument
+    add('--batch-size', type=positive, metavar='N', default=defaults.batch_size, help='over all processes [32]')
+    add('--eval-images', type=positive, metavar='N', default=defaults.eval_images,
+        help='held-out images that choose the best state of each stage [256]')  # fmt: skip
+    add('--evals', type=positive, metavar='N', default=defaults.evals, help='evaluations in each stage [20]')
+    add('--no-random-control', dest='random_control', action='store_false',
+        help='leave out the student from random weights, which takes as long as the stages')  # fmt: skip
+    add('--sizes', nargs='*', type=positive, metavar='N', default=defaults.sizes,
+        help='image sizes at which to measure the speed [224 512 1024]')  # fmt: skip
+    add('--seed', type=natural, metavar='N', default=defaults.seed, help='random seed [0]')
+    add('--resume', action='store_true', help='continue the transfer in --output, or start it')
+    add('--overwrite', action='store_true', help='replace the transfer in --output')
+    add('--workers', type=natural, metavar='N', default=min(4, os.cpu_count() or 1), help='data loading processes')
+    add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass [float32]')
+    argv = sys.argv[1:] if argv is None else argv
+    _use_config(parser, argv)
+    args = vars(parser.parse_args(argv))
+    del args['config']
+    args['mixers'] = list(dict.fromkeys(name.strip() for name in args.pop('mixer').split(',') if name.strip()))
+    args['mixer_kwargs'] = _by_mixer(args['mixers'], args['mixer_kwargs'])
+    args['data_options'] = DataOptions(**{name: args.pop(name) for name in DATA_OPTIONS})
+    args['sizes'] = tuple(args['sizes'])
+    options = TransferOptions(**args)
+    _check_options(options)
+    return options
+
+
+def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """Make the options of a --config file the parser's defaults."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument('--config')
+    path = finder.parse_known_args(argv)[0].config
+    if path is None:
+        return
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    words, given = ['', '--mixer', '', '--data-dir', ''], []
+    for key, value in _read_mapping(path).items():
+        flag = format_flag(str(key))
+        if flag not in actions:
+            raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(flag, actions)}")
+        if value not in (None, False):
+            words += [flag, *_to_words(value)]
+            given.append(actions[flag])
+    values = vars(parser.parse_args(words))
+    for action in given:
+        action.required = False
+        parser.set_defaults(**{action.dest: values[action.dest]})
+
+
+def _to_words(value: object) -> list[str]:
+    """The words after an option on a command line."""
+    if isinstance(value, dict):
+        return [f'{name}={item}' for name, item in value.items()]
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [] if value is True else [str(value)]
+
+
+def _read_mapping(path: str) -> dict:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding='utf-8'))
+    except OSError as error:
+        raise UserError(f"cannot read '{path}': {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"'{path}' must consist of options and values, such as 'steps: 500'")
+    return values
+
+
+def _check_options(options: TransferOptions) -> None:
+    if not options.mixers:
+        raise UserError('--mixer names no mixer; give one, such as --mixer ls')
+    if options.output is None and not options.probe_only:
+        raise UserError('--output is missing: name a folder for the result, or use --probe-only')
+    if options.resume and options.overwrite:
+        raise UserError('--resume continues a transfer and --overwrite deletes it; choose one')
+    if options.block_weight < 0 or options.tolerance < 0:
+        raise UserError(
+            f'--block-weight and --tolerance must not be negative, as {min(options.block_weight, options.tolerance)} is'
+        )
+    if options.keep_softmax == 'auto' and options.tolerance >= 100:
+        raise UserError(f'--tolerance {options.tolerance} is in percentage points and must be below 100')
+
+
+def _by_mixer(mixers: list[str], pairs: list[tuple[str, object]]) -> dict[str, dict]:
+    """Arguments by mixer, of pairs (key, value) or (mixer.key, value)."""
+    found: dict[str, dict] = {}
+    for key, value in pairs:
+        mixer, dot, name = key.rpartition('.')
+        if not dot and len(mixers) > 1:
+            raise UserError(f"--mixer-kwargs {key} is ambiguous with several mixers; write '{mixers[0]}.{key}={value}'")
+        if dot and mixer not in mixers:
+            raise UserError(f"--mixer-kwargs {key}: '{mixer}' is not one of the mixers {', '.join(mixers)}")
+        found.setdefault(mixer or mixers[0], {})[name] = value
+    return found
+
+
+def _keyword(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition('=')
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE")
+    return key, yaml.safe_load(value)
+
+
+def _count(text: str) -> int | str:
+    return text if text == 'auto' else natural(text)
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < torch.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return value

@@ -1,0 +1,134 @@
+"""The cost of replacing the attention of each block, measured in seconds and without training."""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitzoo.models.swap import swap_mixer
+from vitzoo.transfer.attention import (
+    Call,
+    attention_output,
+    block_of,
+    blocks_of_teacher,
+    images_of,
+    index_of,
+    mixer_paths,
+    visit_attention,
+)
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Measurements of one block, averaged over images.
+
+    Attributes:
+        path: The attention layer.
+        error: |mixer - attention| / |attention| of the outputs, on the teacher's inputs.
+        shift_ratio: |mean of the keys| / mean |key|, averaged over heads; 0.5 is usual in pretrained models. Softmax
+            attention ignores this shift and kernel mixers do not; `center_keys` removes it. nan for attention without
+            keys. Linearizing Vision Transformer with Test-Time Training, https://arxiv.org/abs/2605.02772
+        cosine: Mean cosine similarity of the final tokens with the teacher's, if only this block is replaced.
+        divergence: KL divergence of the logits from the teacher's in nats, if only this block is replaced; None for a
+            model without a head.
+    """
+
+    path: str
+    error: float
+    shift_ratio: float
+    cosine: float
+    divergence: float | None
+
+
+@torch.no_grad()
+def probe(teacher: nn.Module, student: nn.Module, loader: Iterable) -> list[BlockCost]:
+    """Measure how much each mixer of a student differs from the attention that it replaces.
+
+    Args:
+        teacher: The model before `vitzoo.swap_mixer`, in evaluation mode.
+        student: The model after it.
+        loader: Batches (B, C, H, W), or tuples that begin with them; all are used.
+
+    Raises:
+        ValueError: The student has no mixers, or the loader no images.
+    """
+    paths = mixer_paths(student)
+    device = next(student.parameters()).device
+    reference = _with_softmax(teacher, paths)
+    was_training = student.training
+    student.eval()
+    sums = {path: torch.zeros(4, dtype=torch.float64) for path in paths}
+    num_images = 0
+
+    def compare(path: str, call: Call, output: Tensor) -> None:
+        found = attention_output(student, path, call)
+        error = (found - output).flatten(1).norm(dim=1) / output.flatten(1).norm(dim=1)
+        sums[path][0] += error.sum().cpu()
+        sums[path][1] += _shift_ratios(reference, path, call).sum().cpu()
+
+    for batch in loader:
+        images = images_of(batch).to(device)
+        with visit_attention(teacher, paths, compare):
+            features = teacher.forward_features(images)
+        for path in paths:
+            others = [other for other in paths if block_of(other) != block_of(path)]
+            with blocks_of_teacher(student, teacher, others) as hybrid:
+                sums[path][2:] += _compare_outputs(teacher, hybrid, features, images)
+        num_images += len(images)
+    student.train(was_training)
+    if not num_images:
+        raise ValueError('The loader has no images.')
+    costs = []
+    for path in paths:
+        error, shift, cosine, divergence = (sums[path] / num_images).tolist()
+        costs.append(BlockCost(path, error, shift, cosine, divergence if has_head(teacher) else None))
+    return costs
+
+
+def has_head(model: nn.Module) -> bool:
+    """True for a classifier, False for a model of features."""
+    return getattr(model, 'num_classes', 0) > 0
+
+
+def cosine_of_tokens(found: Tensor, expected: Tensor) -> Tensor:
+    """Mean cosine similarity of an image's final tokens, (B,); tokens are (B, N, C) or (B, H, W, C)."""
+    return F.cosine_similarity(found.float(), expected.float(), dim=-1).flatten(1).mean(dim=1)
+
+
+def _compare_outputs(teacher: nn.Module, student: nn.Module, features: Tensor, images: Tensor) -> Tensor:
+    """Sums over images of the cosine similarity and of the divergence of the logits, (2,)."""
+    found = student.forward_features(images)
+    cosine = cosine_of_tokens(found, features).sum()
+    divergence = cosine.new_zeros(())
+    if has_head(teacher):
+        expected, logits = (model.forward_head(x).float() for model, x in ((teacher, features), (student, found)))
+        divergence = F.kl_div(
+            logits.log_softmax(dim=1), expected.log_softmax(dim=1), log_target=True, reduction='none'
+        ).sum()
+    return torch.stack([cosine, divergence]).double().cpu()
+
+
+def _with_softmax(teacher: nn.Module, paths: list[str]) -> nn.Module:
+    """The teacher with our softmax attention, whose keys can be read whatever the family of the model."""
+    return swap_mixer(deepcopy(teacher), 'softmax', sorted({index_of(path) for path in paths})).eval()
+
+
+def _shift_ratios(reference: nn.Module, path: str, call: Call) -> Tensor:
+    """|mean key| / mean |key| of each image, averaged over heads: (B,)."""
+    mixer = reference.get_submodule(path)
+    keys = []
+
+    def record(q: Tensor, k: Tensor, *rest) -> Tensor:
+        keys.append(k.float())
+        return type(mixer).op(q, k, *rest)
+
+    mixer.op = record
+    try:
+        attention_output(reference, path, call)
+    finally:
+        del mixer.op
+    (k,) = keys
+    return (k.mean(dim=2).norm(dim=-1) / k.norm(dim=-1).mean(dim=2)).mean(dim=1)

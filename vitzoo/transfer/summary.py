@@ -1,0 +1,84 @@
+"""The results of transfers for readers: tables and sentences."""
+
+from rich.console import Console
+from rich.table import Table
+
+from vitzoo.transfer.measures import SCORE_TITLES
+
+# points above the control without attention from which a mixer is clearly better than it
+_CLEAR = 2.0
+# results in the order of the stages, with their column
+STAGES = {'start': 'as it is', 'matched': 'matched', 'hybrid': 'hybrid', 'student': 'student'}
+CONTROLS = {
+    'zero': 'no attention',
+    'local': 'local alone',
+    'global': 'global alone',
+    'random': 'from random',
+}
+
+
+def print_probe(console: Console, mixer: str, costs: list[dict]) -> None:
+    """Print the cost of each block."""
+    table = Table(box=None, pad_edge=False, header_style='bold', title=f'{mixer}, one block at a time')
+    table.add_column('block')
+    for head in ('relative error', 'shift of keys', 'cosine', 'divergence'):
+        table.add_column(head, justify='right')
+    for cost in costs:
+        values = (cost['error'], cost['shift_ratio'], cost['cosine'], cost['divergence'])
+        table.add_row(cost['path'], *('–' if value is None else f'{value:.4f}' for value in values))
+    console.print(table)
+
+
+def print_scores(console: Console, results: list[dict], kind: str) -> None:
+    """Print the scores of all students in percent."""
+    table = Table(box=None, pad_edge=False, header_style='bold', title=f'{SCORE_TITLES[kind]}, %')
+    names = [name for name in CONTROLS if any(name in result['controls'] for result in results)]
+    heads = ['teacher', *STAGES.values(), *(CONTROLS[name] for name in names), 'minutes']
+    table.add_column('mixer')
+    for head in heads:
+        table.add_column(head, justify='right')
+    for result in results:
+        scores = [result['teacher'], *(result[stage] for stage in STAGES)]
+        scores += [result['controls'].get(name) for name in names]
+        cells = ['–' if score is None else f'{score["score"]:.2f}' for score in scores]
+        table.add_row(result['settings']['mixer'], *cells, f'{minutes(result):.1f}')
+    console.print(table)
+
+
+def minutes(result: dict) -> float:
+    """Time of the stages that train the student, without its controls."""
+    seconds = result['seconds']
+    return sum(seconds.get(stage, 0) for stage in ('matching', 'keep_softmax', 'network')) / 60
+
+
+def smallest_faster_size(speeds: dict[str, dict[str, float]]) -> str | None:
+    """The smallest image size at which the student is faster than the teacher; None if there is none."""
+    faster = [side for side, pair in speeds.items() if pair.get('student', 0) > pair.get('teacher', float('inf'))]
+    return min(faster, key=int, default=None)
+
+
+def explain_result(mixer: str, results: dict) -> str:
+    """Describe in a few sentences what a student kept, if its attention contributes, and when it is faster."""
+    title = SCORE_TITLES[results['kind']]
+    teacher, student = results['teacher']['score'], results['student']['score']
+    lines = [
+        f'{mixer}: {title} {student:.2f} %, teacher {teacher:.2f} %, {results["start"]["score"]:.2f} % before training.'
+    ]
+    zero = results['controls']['zero']['score']
+    if student - zero < _CLEAR:
+        lines.append(
+            f'Without any attention the same student has {zero:.2f} %: {mixer} contributes nothing on these images.'
+        )
+    random = results['controls'].get('random')
+    if random is not None and random['score'] >= student:
+        lines.append(f'The same training from random weights gives {random["score"]:.2f} %: inheriting did not help.')
+    speeds = results['images_per_second']
+    if speeds:
+        side = smallest_faster_size(speeds)
+        sizes = ', '.join(speeds)
+        lines.append(
+            f'The student is faster than the teacher from {side} pixels.'
+            if side
+            else f'The student is not faster than the teacher at {sizes} pixels on this machine.'
+        )
+    return ' '.join(lines)
