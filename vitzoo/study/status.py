@@ -4,7 +4,7 @@ from collections import Counter
 from enum import Enum
 
 from vitzoo.study.claim import is_claimed as is_cell_claimed
-from vitzoo.study.plan import StudyCell, Study
+from vitzoo.study.plan import Study, StudyCell
 
 
 class CellState(Enum):

@@ -7,7 +7,7 @@ from pathlib import Path
 from vitzoo.report import read_records, write_report
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
-from vitzoo.study.plan import StudyCell, Study
+from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import METRICS, ResultColumn, Row, visible_columns
 
 _CSV_KEYS = (

@@ -11,7 +11,7 @@ import yaml
 
 from vitzoo.errors import UserError
 from vitzoo.study.claim import Claim
-from vitzoo.study.plan import StudyCell, Study, to_words
+from vitzoo.study.plan import Study, StudyCell, to_words
 from vitzoo.study.status import CellState, describe_cells, find_state
 from vitzoo.train.lock import LostLock
 
