@@ -155,8 +155,12 @@ def _notes(study: Study, rows: list[Row]) -> list[str]:
         notes.append(
             f'Differences are to {", ".join(baselines)}, of pairs with the same seed; a converted model is compared'
             f' with its teacher. "better" and "worse" stand only where the 95 % interval of the paired difference'
-            f' excludes zero. The intervals are not corrected for the number of comparisons, here {judged}: of 20'
-            f' without a true difference, one excludes zero on average.'
+            f' excludes zero.'
+        )
+    if judged:
+        notes.append(
+            f'The intervals are not corrected for the number of comparisons, here {judged}: of 20 without a true'
+            f' difference, one excludes zero on average.'
         )
     if any(row.doubts for row in rows):
         notes.append('? marks speeds that were measured on a busy machine.')
