@@ -33,7 +33,7 @@ class Built(NamedTuple):
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints, run as if nothing but its own environment were installed."""
+    """Run a command without the paths of this process, and return its output."""
     env = {key: value for key, value in os.environ.items() if key not in ('PYTHONPATH', 'PYTHONHOME')}
     child = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stdout + child.stderr
