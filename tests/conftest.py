@@ -23,12 +23,12 @@ def images(tmp_path_factory) -> str:
 @pytest.fixture
 def quick_timing(monkeypatch) -> None:
     """Time models for 10 milliseconds during `vitzoo validate`."""
-    from vitzoo.metrics.speed import measure_speed
+    from vitzoo.metrics.speed import measure_throughput
 
     def quick(*args):
-        return measure_speed(*args, seconds=0.01)._replace(doubt=None)
+        return measure_throughput(*args, seconds=0.01)._replace(doubt=None)
 
-    monkeypatch.setattr('vitzoo.validate.evaluation.measure_speed', quick)
+    monkeypatch.setattr('vitzoo.validate.evaluation.measure_throughput', quick)
 
 
 @pytest.fixture

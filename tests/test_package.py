@@ -96,6 +96,7 @@ LAYERS = [
     ['bench', 'cite', 'convert', 'explain', 'list', 'predict'],
     ['transfer'],
     ['report'],
+    ['study'],
     ['cli'],
     ['__main__'],
 ]

@@ -1,10 +1,17 @@
-"""Small image folders to train on, and the metrics of a run."""
+"""Recipes and small image folders to train on, and the metrics of a run."""
 
 import csv
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+# those of transfers and studies are no recipes of `vitzoo train`
+SHIPPED_RECIPES = [
+    path
+    for path in sorted((Path(__file__).parents[1] / 'configs').rglob('*.yaml'))
+    if path.parent.name not in ('study', 'transfer')
+]
 
 
 def make_images(root: Path, **counts: int) -> Path:

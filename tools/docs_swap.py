@@ -152,7 +152,7 @@ def read_times(page: str) -> tuple[dict[tuple[str, int], str], str]:
     table = page.partition('<!-- crossover: made by `make docs` -->')[2].partition('<!-- end of crossover -->')[0]
     rows = [[cell.strip(' `') for cell in line.strip('|').split('|')] for line in table.splitlines()]
     cells = {row[0]: row[-len(SIZES) :] for row in rows if row[0] in MIXERS}
-    times = {(mixer, size): cells.get(mixer, ['?'] * len(SIZES))[i] for mixer in MIXERS for i, size in enumerate(SIZES)}
+    times = {(mixer, size): cells.get(mixer, ['–'] * len(SIZES))[i] for mixer in MIXERS for i, size in enumerate(SIZES)}
     machine = re.search(r'^Times: .*$', table, re.MULTILINE)
     return times, machine.group() if machine else 'Not timed yet.'
 

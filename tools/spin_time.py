@@ -12,9 +12,9 @@ import sys
 RUNS = 5
 MEASURE = """
 import timm, torch
-from vitzoo.metrics.speed import measure_speed
+from vitzoo.metrics.speed import measure_throughput
 model = timm.create_model({name!r}).eval()
-print(measure_speed(model, torch.randn(8, 3, 224, 224), seconds=3).images_per_second)
+print(measure_throughput(model, torch.randn(8, 3, 224, 224), seconds=3).images_per_second)
 """
 
 

@@ -21,8 +21,21 @@ DEIT = MODELS | dict(name='deit_softmax_small', img_size=224, against='deit_smal
 STARTUP = dict(table='startup', device='cpu')
 # according to their docstrings
 LINEAR = (
-    *('aft_conv', 'aft_local', 'aft_simple', 'agent', 'bigbird', 'cosformer', 'flowformer', 'focused', 'global'),
-    *('hedgehog', 'hydra', 'inline', 'linear', 'linformer', 'local', 'longformer', 'ls', 'mala', 'mhla'),
+    *('aft_conv', 'aft_local', 'aft_simple', 'agent', 'bigbird', 'cosformer', 'flowformer', 'focused'),
+    *(
+        'gated_linear',
+        'global',
+        'hedgehog',
+        'hydra',
+        'inline',
+        'linear',
+        'linformer',
+        'local',
+        'longformer',
+        'ls',
+        'mala',
+        'mhla',
+    ),
     *('neighborhood', 'nystrom', 'performer', 'polaformer', 'pool', 'reformer', 'relu_linear', 'rfa', 'set', 'swin'),
     *('ttt', 'vssd', 'xca'),
 )

@@ -13,6 +13,7 @@ COMMANDS = {
     'predict': 'predict the classes of images',
     'explain': 'draw the image regions that predictions are based on',
     'transfer': 'replace the attention of a pretrained ViT by efficient mixers, without labels',
+    'study': 'train, convert and compare models with several seeds, and write tables with intervals',
     'convert': 'convert an official checkpoint, or weights of another model, to a folder that timm loads',
     'bench': 'benchmark speed and memory against other implementations',
     'list': 'list the models and the token mixers',

@@ -19,7 +19,10 @@ def name_of(row: dict) -> str:
     return f'{row["model"]}-{row["img_size"]}-{ROWS.index(row)}'
 
 
-@pytest.mark.parametrize('row', ROWS, ids=name_of)
+@pytest.mark.parametrize(
+    'row',
+    [pytest.param(row, marks=[pytest.mark.slow] if float(row['gmacs']) > 5 else [], id=name_of(row)) for row in ROWS],
+)
 def test_parameters_and_macs_of_every_row_are_those_of_the_model(row):
     params, macs = docs_models.measure(row)
     assert int(row['params']) == params, 'run `python tools/docs_models.py --measure`'

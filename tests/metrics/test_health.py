@@ -29,7 +29,7 @@ EXACT = {
     'routing': {'num_clusters': 1},
     'sparse': {'stride': N},
 }
-APPROXIMATE = {**EXACT, 'performer': {}, 'rfa': {}}
+APPROXIMATE = {**EXACT, 'monarch': {}, 'performer': {}, 'rfa': {}}
 
 
 def build(name, num_prefix_tokens=0, **kwargs):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from vitzoo.metrics.speed import CLEAR_REFS, PeakMemory, Speed, is_busy, measure_speed
+from vitzoo.metrics.speed import CLEAR_REFS, PeakMemory, Speed, is_busy, measure_throughput
 
 
 class Recorder(nn.Module):
@@ -22,7 +22,7 @@ class Recorder(nn.Module):
 
 def test_speed_is_that_of_one_batch():
     model = Recorder()
-    speed = measure_speed(model, torch.zeros(4, 3, 2, 2), seconds=0.01).images_per_second
+    speed = measure_throughput(model, torch.zeros(4, 3, 2, 2), seconds=0.01).images_per_second
     assert speed > 0 and set(model.batch_sizes) == {4} and len(model.batch_sizes) > 2
 
 
@@ -41,7 +41,7 @@ def test_a_speed_of_a_busy_machine_or_of_uneven_rounds_is_doubted(load, pauses, 
     monkeypatch.setattr('vitzoo.metrics.speed.time.perf_counter', lambda: next(clock))
     monkeypatch.setattr('vitzoo.metrics.speed.system_load', lambda: load)
     monkeypatch.setattr('os.cpu_count', lambda: 4)
-    speed = measure_speed(Recorder(), torch.zeros(6, 3, 2, 2), seconds=12)
+    speed = measure_throughput(Recorder(), torch.zeros(6, 3, 2, 2), seconds=12)
     assert speed == Speed(6 / (1 + pauses / 2), doubt)
 
 

@@ -95,7 +95,14 @@ SWAPS = [
 ROWS = [(name, {}, *row) for name, row in PUBLISHED.items()] + VARIATIONS + SWAPS
 
 
-@pytest.mark.parametrize('name, kwargs, params, gmacs', ROWS, ids=[f'{r[0]}-{i}' for i, r in enumerate(ROWS)])
+@pytest.mark.parametrize(
+    'name, kwargs, params, gmacs',
+    [
+        # building a large model takes seconds
+        pytest.param(*row, marks=[pytest.mark.slow] if row[2] > 3e7 else [], id=f'{row[0]}-{i}')
+        for i, row in enumerate(ROWS)
+    ],
+)
 def test_parameters_and_macs_are_those_of_the_official_code(name, kwargs, params, gmacs):
     model = timm.create_model(name, device='meta', **kwargs)
     assert sum(p.numel() for p in model.parameters()) == params

@@ -2,18 +2,15 @@
 
 import math
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import yaml
-from toys import read_metrics
+from toys import SHIPPED_RECIPES, read_metrics
 
 from vitzoo.errors import UserError
 from vitzoo.train.loop import train
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe, read_recipe_file, save_recipe
 from vitzoo.train.recipe_cli import load_recipe
-
-CONFIGS = sorted((Path(__file__).parents[2] / 'configs').rglob('*.yaml'))
 
 
 @pytest.fixture
@@ -164,11 +161,11 @@ def test_help_explains_every_key(capsys):
 
 
 def test_there_are_recipes_for_every_backbone():
-    names = {path.name for path in CONFIGS}
+    names = {path.name for path in SHIPPED_RECIPES}
     assert names >= {'quickstart.yaml', 'finetune.yaml', 'deit.yaml', 'cvt.yaml', 'vil.yaml', 'aft.yaml'}
 
 
-@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', SHIPPED_RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_is_valid(path):
     recipe = load_recipe(['--config', str(path)])
     written = read_recipe_file(path)
@@ -178,7 +175,7 @@ def test_every_shipped_recipe_is_valid(path):
 
 
 @pytest.mark.parametrize(
-    'path', [path for path in CONFIGS if path.parent.name == 'imagenet'], ids=lambda path: path.stem
+    'path', [path for path in SHIPPED_RECIPES if path.parent.name == 'imagenet'], ids=lambda path: path.stem
 )
 def test_the_header_of_a_paper_recipe_is_complete(path):
     comment = [line for line in path.read_text().splitlines() if line.startswith('#')]
@@ -189,7 +186,14 @@ def test_the_header_of_a_paper_recipe_is_complete(path):
 
 
 @pytest.mark.usefixtures('fresh_accelerate')
-@pytest.mark.parametrize('config', CONFIGS, ids=[str(path.relative_to(path.parents[2])) for path in CONFIGS])
+@pytest.mark.parametrize(
+    'config',
+    [
+        # large models
+        pytest.param(path, marks=[pytest.mark.slow] if path.parent.name == 'imagenet' else [], id=path.stem)
+        for path in SHIPPED_RECIPES
+    ],
+)
 def test_every_shipped_recipe_starts(config, images, tmp_path):
     # everything but data, size and schedule is as in the file; 40 images in batches of 20 make two steps
     size = ['--img-size', '32', '--batch-size', '20', '--epochs', '1', '--workers', '0']

@@ -1,13 +1,10 @@
 """Keys that have no effect are named."""
 
-from pathlib import Path
-
 import pytest
+from toys import SHIPPED_RECIPES
 
 from vitzoo.train.progress import unused_keys
 from vitzoo.train.recipe import make_recipe, read_recipe_file
-
-CONFIGS = sorted((Path(__file__).parents[2] / 'configs').rglob('*.yaml'))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +29,6 @@ def test_a_key_without_effect_is_named_with_the_reason(values, expected):
     assert unused_keys(make_recipe(values)) == expected
 
 
-@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', SHIPPED_RECIPES, ids=lambda path: path.stem)
 def test_every_key_of_a_shipped_recipe_has_an_effect(path):
     assert unused_keys(make_recipe(read_recipe_file(path))) == {}

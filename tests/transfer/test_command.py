@@ -246,10 +246,13 @@ def test_a_config_file_gives_options_and_the_command_line_takes_precedence(tmp_p
     file = tmp_path / 'transfer.yaml'
     file.write_text(
         'steps: 7\nlr: 1.0e-3\nsizes: [32, 64]\nno_random_control: true\nmixer_kwargs: {rank: 2}\nresume: false'
+        '\nworkers: 0'
     )
     options = parse_args(['teacher', '--config', str(file), *split('--mixer ls --data-dir x --output y --steps 3')])
     assert (options.steps, options.lr, options.sizes) == (3, 1e-3, (32, 64))
     assert (options.random_control, options.mixer_kwargs, options.resume) == (False, {'ls': {'rank': 2}}, False)
+    # also on a machine whose default is higher
+    assert options.workers == 0
     file.write_text('stepps: 7')
     with pytest.raises(UserError, match=r"unknown option 'stepps' .* did you mean --steps"):
         parse_args(['teacher', '--config', str(file)])

@@ -78,7 +78,7 @@ SCORES = ('n', 'top1', 'top5', 'loss', 'map')
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr('vitzoo.validate.evaluation.measure_speed', lambda *args: evaluation.Speed(1.0))
+    monkeypatch.setattr('vitzoo.validate.evaluation.measure_throughput', lambda *args: evaluation.Speed(1.0))
 
 
 @pytest.fixture(scope='module')
@@ -121,7 +121,7 @@ def command_line(row: dict[str, str], run: Path, data_dir: str, folder: Path) ->
 def validate_tiny(arguments: list[str]) -> None:
     # a child of the fork server would start another one for the workers of its loader
     multiprocessing.set_start_method('fork', force=True)
-    evaluation.measure_speed = lambda *args: evaluation.Speed(1.0)
+    evaluation.measure_throughput = lambda *args: evaluation.Speed(1.0)
     install_datasets()
     evaluation.validate(arguments)
 

@@ -27,7 +27,7 @@ class Speed(NamedTuple):
 
 
 @torch.no_grad()
-def measure_speed(model: nn.Module, images: torch.Tensor, seconds: float = 1.0) -> Speed:
+def measure_throughput(model: nn.Module, images: torch.Tensor, seconds: float = 1.0) -> Speed:
     """Median throughput of the forward pass of one batch, repeated for `seconds` after a warm-up pass.
 
     Loading and preprocessing are not included. A machine is only called busy if the model runs on its CPU.

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ._qkv import split_heads
+from ._rope import Rope
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['GatedLinear', 'gated_linear_attention', 'gated_linear_naive']
@@ -139,8 +140,8 @@ class GatedLinear(QKVMixer):
         self.gate = nn.Linear(dim, dim, **dd)
         self.norm = nn.LayerNorm(self.head_dim, eps=_EPS, **dd)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        q, k, v = self.to_qkv(x, grid_size)
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
+        q, k, v = self.to_qkv(x, grid_size, rope)
         decays = self.decay(x[:, self.num_prefix_tokens :]).chunk(2, dim=-1)
         decays = (split_heads(part, self.num_heads) for part in decays)
         gate = split_heads(self.gate(x), self.num_heads)

@@ -92,8 +92,7 @@ class FolderLock:
 
     def _create(self) -> bool:
         """Create the lock file; False if there is one. The mode 'x' is atomic, also on NFS."""
-        process = psutil.Process()
-        owner = dict(token=self.token, host=_host(), pid=process.pid, started=process.create_time())
+        owner = dict(token=self.token, **identify_process(psutil.Process()))
         try:
             with self.path.open('x') as file:
                 json.dump(owner, file)
@@ -106,7 +105,7 @@ class FolderLock:
         owner, touched = read_lock(self.path)
         if owner is None:
             return None
-        is_running = _is_running(owner)
+        is_running = is_process_running(owner)
         if is_running:
             raise FolderLocked(self._describe_run(owner))
         if is_running is False or _file_server_time(self.folder) - touched > STALE_SECONDS:
@@ -169,7 +168,12 @@ def read_lock(path: Path) -> tuple[dict | None, float]:
     return owner if isinstance(owner, dict) else {}, touched
 
 
-def _is_running(owner: dict) -> bool | None:
+def identify_process(process: psutil.Process) -> dict:
+    """The host, number and start time of a process."""
+    return dict(host=_host(), pid=process.pid, started=process.create_time())
+
+
+def is_process_running(owner: dict) -> bool | None:
     """Return True if the owner still runs, and None if that is unknown: another host, or a number that was reused."""
     if owner.get('host') != _host():
         return None
@@ -190,6 +194,15 @@ def _host() -> str:
         return f'{socket.gethostname()} {os.readlink("/proc/self/ns/pid")}'
     except OSError:
         return socket.gethostname()
+
+
+def is_locked(folder: Path) -> bool:
+    """Return True if a process that runs, or touched its lock less than `STALE_SECONDS` ago, has locked a folder."""
+    owner, touched = read_lock(folder / LOCK_FILE)
+    if owner is None:
+        return False
+    is_running = is_process_running(owner)
+    return is_running is not False and (is_running or _file_server_time(folder) - touched <= STALE_SECONDS)
 
 
 def _describe(owner: dict) -> str:

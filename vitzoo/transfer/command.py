@@ -18,7 +18,7 @@ from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, label_names, load_model
 from vitzoo.metrics.oversmoothing import token_statistics
-from vitzoo.metrics.speed import images_per_second
+from vitzoo.metrics.speed import measure_throughput
 from vitzoo.mixers import mixer_class
 from vitzoo.options import autocast
 from vitzoo.train.run_folder import export_model
@@ -233,7 +233,7 @@ def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict[str, flo
                 resized = deepcopy(model)
                 resized.set_input_size(img_size=(side, side))
                 images = torch.randn(batch_size, task.data_config['input_size'][0], side, side)
-                speed = images_per_second(resized, images.to(task.accelerator.device))
+                speed = measure_throughput(resized, images.to(task.accelerator.device)).images_per_second
             except (AssertionError, RuntimeError, ValueError) as error:
                 print(f'vitzoo: no speed of {name} at {side} pixels: {error}', file=sys.stderr)
                 continue

@@ -137,7 +137,8 @@ def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         flag = format_flag(str(key))
         if flag not in actions:
             raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(flag, actions)}")
-        if value not in (None, False):
+        # 0 is a value
+        if value is not None and value is not False:
             words += [flag, *_to_words(value)]
             given.append(actions[flag])
     values = vars(parser.parse_args(words))

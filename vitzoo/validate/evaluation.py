@@ -20,7 +20,7 @@ from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, fit_data_config, label_names, load_model, read_about
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarize
-from vitzoo.metrics.speed import PeakMemory, Speed, measure_speed
+from vitzoo.metrics.speed import PeakMemory, Speed, measure_throughput
 from vitzoo.options import autocast
 from vitzoo.validate.error_analysis import open_predicted, write_error_analysis
 from vitzoo.validate.options import EvalOptions, check_outputs, check_single_model, parse_args
@@ -280,10 +280,10 @@ def _measure_speed(model: nn.Module, input_size: tuple[int, int, int], batch_siz
     batch_size = min(batch_size, 8) if device.type == 'cpu' else batch_size
     images = torch.randn(batch_size, *input_size, device=device)
     if accelerator is None:
-        return measure_speed(model, images)
+        return measure_throughput(model, images)
     # one process at a time: processes on one machine would slow each other down
     accelerator.wait_for_everyone()
-    speed = measure_speed(model, images) if accelerator.is_main_process else None
+    speed = measure_throughput(model, images) if accelerator.is_main_process else None
     accelerator.wait_for_everyone()
     return speed
 

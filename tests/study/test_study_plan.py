@@ -1,0 +1,117 @@
+"""The file of a study: its cells, and wrong values."""
+
+from pathlib import Path
+
+import pytest
+from studies import STUDY, write_study
+
+from vitzoo.errors import UserError
+from vitzoo.study.plan import read_study, to_words
+
+CONFIGS = sorted((Path(__file__).parents[2] / 'configs' / 'study').glob('*.yaml'))
+
+
+def test_the_cells_of_the_first_seed_come_first(tmp_path):
+    study = read_study(write_study(tmp_path, seeds=[3, 5]))
+    names = [cell.name for cell in study.cells]
+    assert names == [
+        f'{name}/seed-{seed}'
+        for seed in (3, 5)
+        for name in (
+            'scratch/deit_softmax_nano',
+            'scratch/deit_ls_nano',
+            'teacher/vit_tiny_patch16_224',
+            'converted/vit_tiny_patch16_224_to_ls',
+            'converted/vit_tiny_patch16_224_to_performer',
+        )
+    ]
+    converted = study.cells[-1]
+    assert converted.teacher is study.cells[-3] and converted.teacher.seed == converted.seed == 5
+    assert converted.folder == tmp_path / 'out' / names[-1]
+
+
+def test_options_override_the_recipe_and_the_cell_chooses_model_and_seed(tmp_path):
+    recipe = tmp_path / 'recipe.yaml'
+    recipe.write_text('model: cvt_13\nseed: 42\nepochs: 9\nlr: 1.0e-4\ndata_dir: elsewhere')
+    ways = dict(scratch=dict(train=dict(config=str(recipe), epochs=4)))
+    cell = read_study(write_study(tmp_path, ways=ways)).cells[0]
+    assert cell.options == dict(model='deit_softmax_nano', seed=0, epochs=4, lr=1e-4, data_dir='sample')
+
+
+def test_a_wildcard_stands_for_all_its_models(tmp_path):
+    study = read_study(
+        write_study(tmp_path, models=['deit_l*_nano'], baseline='deit_ls_nano', ways=dict(a=dict(train={})))
+    )
+    assert {cell.model for cell in study.cells} == {
+        f'deit_{name}_nano' for name in ('linear', 'linformer', 'local', 'longformer', 'ls')
+    }
+
+
+def test_a_converted_model_is_compared_with_its_teacher_and_others_with_the_baseline_of_their_way(tmp_path):
+    study = read_study(write_study(tmp_path, baseline={'deit_*': 'deit_softmax_nano'}))
+    baselines = {cell.model: study.baseline_of(cell) for cell in study.cells}
+    assert baselines['deit_ls_nano'] == ('scratch', 'deit_softmax_nano')
+    assert baselines['vit_tiny_patch16_224'] is None
+    assert baselines['vit_tiny_patch16_224_to_ls'] == ('teacher', 'vit_tiny_patch16_224')
+
+
+def with_way(**way) -> dict:
+    return dict(ways={**STUDY['ways'], 'other': way})
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        (dict(seed=[1]), "unknown key 'seed', did you mean seeds"),
+        (dict(seeds=[0, 0]), 'seeds has a number twice'),
+        (dict(seeds=['a']), "whole numbers of 0 or more, not a"),
+        (dict(models=['deit_lss_nano']), "unknown model 'deit_lss_nano', did you mean"),
+        (dict(models=[3]), 'models must be a name or a list of names'),
+        (dict(baseline='cvt_nano'), "'cvt_nano' is not a model of this study"),
+        (dict(baseline={'cvt_*': 'deit_ls_nano'}), "no model of this study matches 'cvt_"),
+        (dict(evaluations=None), 'has no evaluations'),
+        (dict(evaluations=dict(clean=dict(corupt=True))), "unknown option 'corupt', did you mean corrupt"),
+        (dict(evaluations=dict(clean=dict(measures=['cosin']))), "evaluations.clean: .*'cosin' is not one of"),
+        (dict(evaluations=dict(clean=dict(plot='a.png'))), "'plot' cannot be given here"),
+        (dict(evaluations=dict(train={})), "'train' is the name of a command"),
+        (dict(evaluations={'a/b': {}}), "the name 'a/b' must consist of"),
+        (with_way(train=dict(epoch=2)), "unknown recipe key 'epoch', did you mean epochs"),
+        (with_way(train=dict(epochs=0)), 'epochs must be at least 1'),
+        (with_way(train=dict(seed=1)), "ways.other.train: 'seed' cannot be given here"),
+        (with_way(), 'add train: or transfer:'),
+        (with_way(transfer={}, teacher='deit_ls_nano'), 'ways.other has no teacher_way'),
+        (with_way(transfer={}, teacher='cvt_13', teacher_way='scratch', mixers='ls'), "the teacher 'cvt_13'"),
+        (
+            with_way(transfer=dict(steps=-1), teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
+            "ways.other.transfer: .*'-1' is not",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message) as caught:
+        read_study(write_study(tmp_path, **changes))
+    assert '\n' not in str(caught.value)
+
+
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path):
+    path = tmp_path / 'study.yaml'
+    with pytest.raises(UserError, match='cannot read'):
+        read_study(str(path))
+    path.write_text('- models')
+    with pytest.raises(UserError, match='must consist of names and values'):
+        read_study(str(path))
+
+
+def test_options_become_the_words_of_a_command_line():
+    options = dict(img_size=96, measures=['a', 'b'], corrupt=True, health=False, device=None, workers=0)
+    options |= dict(mixer_kwargs=dict(rank=2))
+    assert to_words(options) == [
+        *('--img-size', '96', '--measures', 'a', 'b', '--corrupt', '--workers', '0', '--mixer-kwargs', 'rank=2')
+    ]
+    assert to_words(dict(measures=['a', 'b']), ',') == ['--measures', 'a,b']
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_the_shipped_studies_are_valid(path):
+    study = read_study(str(path))
+    assert all(study.baseline_of(cell) for cell in study.cells if cell.way != 'teacher')

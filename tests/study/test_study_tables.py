@@ -1,0 +1,130 @@
+"""The tables of a study: means, intervals, differences, ranks, and their formats."""
+
+import csv
+import json
+
+import pytest
+from studies import Executor, write_study
+
+from vitzoo.errors import UserError
+from vitzoo.study.command import run_study
+from vitzoo.study.plan import Study, read_study
+from vitzoo.study.results import ResultColumn, collect
+from vitzoo.study.tables import format_latex, format_markdown
+from vitzoo.study.worker import Worker
+
+# accuracies of the seeds 0, 1 and 2
+SCORES = {
+    'deit_softmax_nano': (80.0, 82.0, 81.0),
+    'deit_ls_nano': (82.0, 84.2, 83.1),
+    'vit_tiny_patch16_224': (79.0, 80.0, 81.0),
+    'vit_tiny_patch16_224_to_ls': (78.0, 78.9, 79.8),
+    'vit_tiny_patch16_224_to_performer': (79.5, 78.0, 82.5),
+}
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    path = write_study(tmp_path)
+    study = read_study(path)
+    Worker(study, execute=Executor()).run()
+    for cell in study.cells:
+        for name in study.evaluations:
+            record = cell.record.results(name)
+            record |= dict(top1=SCORES[cell.model][cell.seed])
+            cell.record.results_file(name).write_text(json.dumps([record]))
+    return path
+
+
+@pytest.fixture
+def study(path) -> Study:
+    return read_study(path)
+
+
+def test_rows_are_ranked_and_judged_by_paired_differences(study):
+    rows = {row.model: row for row in collect(study)}
+    column = ResultColumn('clean', 'top1')
+    assert [rows[name].rank for name in ('deit_ls_nano', 'deit_softmax_nano')] == [1, 2]
+    assert rows['deit_softmax_nano'].is_baseline and not rows['deit_softmax_nano'].differences
+    # the intervals of the two means overlap, but that of the difference excludes zero
+    ls, softmax = rows['deit_ls_nano'], rows['deit_softmax_nano']
+    assert ls.values[column].low < softmax.values[column].high
+    assert ls.differences[column].mean == pytest.approx(2.1)
+    assert ls.verdicts[column] == 'better'
+    assert rows['vit_tiny_patch16_224_to_ls'].verdicts[column] == 'worse'
+    assert rows['vit_tiny_patch16_224_to_performer'].verdicts[column] == ''
+
+
+def test_the_markdown_table_has_one_column_for_each_number(study):
+    text = format_markdown(study, collect(study))
+    first = text.split('\n\n')[1].splitlines()
+    assert first[0] == (
+        '| rank | model | seeds | top-1 % | difference | params M | GMACs | images/s | peak MB | last cosine'
+        ' | corrupted top-1 %, corrupt | difference |'
+    )
+    assert first[2].startswith('| 1 | deit_ls_nano | 3 | 83.10 ± 2.73 | +2.10 ± 0.25 better | 2.00 | 0.500 | 100 ± 0')
+    assert first[3].startswith('| 2 | deit_softmax_nano (baseline) | 3 | 81.00 ± 2.48 | – |')
+    assert all(line.count('|') == first[0].count('|') for line in first)
+    assert '15 of 15 cells are finished' in text
+    # three models with a baseline, two accuracies each
+    assert 'comparisons, here 6' in text
+
+
+def test_the_words_need_more_than_one_seed(tmp_path):
+    study = read_study(write_study(tmp_path, seeds=[0]))
+    Worker(study, execute=Executor()).run()
+    tables, _, notes = format_markdown(study, collect(study)).partition('5 of 5 cells')
+    assert notes and 'difference' in tables
+    assert [word for word in ('±', 'better', 'worse') if word in tables] == []
+
+
+def test_unfinished_cells_are_left_out(study, path, capsys):
+    (study.cells[0].folder / 'cell.json').unlink()
+    rows = {row.model: row for row in collect(study)}
+    column = ResultColumn('clean', 'top1')
+    assert rows['deit_softmax_nano'].values[column].n == 2
+    assert rows['deit_ls_nano'].values[column].n == 3
+    assert rows['deit_ls_nano'].differences[column].n == 2
+    assert '(2 of 3 seeds)' in format_markdown(study, list(rows.values()))
+    run_study(['status', path])
+    out = capsys.readouterr().out
+    assert '15 cells: 14 finished, 1 to do, about' in out and '14 of 15 cells are finished' in out
+
+
+def test_speeds_of_a_busy_machine_are_marked(study):
+    file = study.cells[0].record.results_file('clean')
+    file.write_text(json.dumps([json.loads(file.read_text())[0] | dict(speed_doubt='busy machine')]))
+    text = format_markdown(study, collect(study))
+    assert text.count('100 ± 0?') == 1 and '? marks speeds' in text
+
+
+def test_latex_is_escaped(study):
+    text = format_latex(study, collect(study))
+    assert r'deit\_ls\_nano & 3 & 83.10 $\pm$ 2.73 & +2.10 $\pm$ 0.25 better' in text
+    assert text.count(r'\begin{tabular}{rl') == text.count(r'\end{tabular}') == 3
+    assert r'top-1 \%' in text
+
+
+def test_the_report_writes_all_files(path, study, tmp_path):
+    run_study(['report', path, '--out', str(tmp_path / 'tables')])
+    with (tmp_path / 'tables' / 'table.csv').open() as file:
+        lines = list(csv.DictReader(file))
+    line = next(x for x in lines if (x['model'], x['evaluation'], x['metric']) == ('deit_ls_nano', 'clean', 'top1'))
+    assert (line['seeds'], line['baseline'], line['pairs'], line['verdict']) == (
+        '3',
+        'deit_softmax_nano',
+        '3',
+        'better',
+    )
+    assert float(line['difference_low']) > 0
+    with (tmp_path / 'tables' / 'cells.csv').open() as file:
+        cells = list(csv.DictReader(file))
+    assert len(cells) == 2 * len(study.cells)
+    assert cells[0]['command'].startswith('vitzoo train --config') and cells[0]['oversmoothing'] == '0.2'
+    page = (tmp_path / 'tables' / 'index.html').read_text()
+    assert 'deit_ls_nano' in page and 'vitzoo train --config' in page
+
+
+def test_a_report_without_results_is_refused(tmp_path):
+    with pytest.raises(UserError, match='no cell of .* has results yet'):
+        run_study(['report', write_study(tmp_path)])

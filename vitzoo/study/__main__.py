@@ -1,0 +1,5 @@
+"""`python -m vitzoo.study` is `vitzoo study`."""
+
+from vitzoo.study import main
+
+main()

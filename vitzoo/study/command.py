@@ -1,0 +1,80 @@
+"""The command line of `vitzoo study`."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from vitzoo.errors import UserError
+from vitzoo.study.plan import Study, read_study
+from vitzoo.study.results import collect
+from vitzoo.study.status import print_status
+from vitzoo.study.tables import format_markdown, write_tables
+from vitzoo.study.worker import Worker
+from vitzoo.train.loop import StopSignal
+
+
+def run_study(argv: list[str] | None = None) -> None:
+    """Run `vitzoo study` with these arguments.
+
+    Raises:
+        UserError: The study is invalid, its cells were computed with other options, or a cell failed.
+    """
+    args = parse_args(argv)
+    study = read_study(args.file)
+    for cell in study.cells:
+        cell.record.check()
+    dict(run=_run, status=_status, report=_report)[args.action](study, args)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        'vitzoo study', description='Train, convert and compare models with several seeds.', allow_abbrev=False
+    )
+    actions = parser.add_subparsers(dest='action', required=True, metavar='run|status|report')
+    run = actions.add_parser('run', help='compute the cells that are not finished', allow_abbrev=False)
+    status = actions.add_parser('status', help='print the state of the cells and the table so far')
+    report = actions.add_parser('report', help='write the tables (Markdown, LaTeX, CSV) and the HTML page')
+    for action in (run, status, report):
+        action.add_argument('file', metavar='FILE.yaml', help='the study, see docs/study.md')
+    launch_help = "command that starts a cell's processes, such as 'accelerate launch --num_processes 4'"
+    run.add_argument('--launch', type=shlex.split, default=[sys.executable], metavar='COMMAND', help=launch_help)
+    run.add_argument('--retry', action='store_true', help='compute failed cells again')
+    report.add_argument('--out', metavar='DIR', help="output folder (default: report/ in the study's folder)")
+    return parser.parse_args(argv)
+
+
+def _run(study: Study, args: argparse.Namespace) -> None:
+    if not args.launch:
+        raise UserError(
+            "--launch is empty; give a command such as 'accelerate launch --num_processes 4', or leave it out"
+        )
+    if args.retry:
+        for cell in study.cells:
+            cell.record.forget_failure()
+    with StopSignal() as stop:
+        Worker(study, launch=args.launch, should_stop=lambda: stop.received).run()
+    print_status(study)
+    failed = [cell.name for cell in study.cells if cell.record.failure]
+    if failed:
+        raise UserError(
+            f'{len(failed)} of {len(study.cells)} cells failed, the first is {failed[0]}; see study.log in its folder,'
+            f' correct the cause, and run again with --retry'
+        )
+
+
+def _status(study: Study, args: argparse.Namespace) -> None:
+    print_status(study)
+    rows = collect(study)
+    if rows:
+        print(f'\n{format_markdown(study, rows)}')
+
+
+def _report(study: Study, args: argparse.Namespace) -> None:
+    rows = collect(study)
+    if not rows:
+        raise UserError(f"no cell of '{args.file}' has results yet; compute some with vitzoo study run {args.file}")
+    folder = Path(args.out) if args.out else study.folder / 'report'
+    for path in write_tables(folder, study, rows):
+        print(f'wrote {path}')

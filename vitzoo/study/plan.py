@@ -1,0 +1,317 @@
+"""The file of a study, and the cells that it consists of."""
+
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stderr
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vitzoo.errors import UserError, did_you_mean
+from vitzoo.load import find_models
+from vitzoo.study.record import CellRecord
+from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
+from vitzoo.transfer.options import TransferOptions
+from vitzoo.transfer.options import parse_args as parse_transfer_args
+from vitzoo.validate.options import EvalOptions
+from vitzoo.validate.options import parse_args as parse_eval_args
+
+_KEYS = ('title', 'output', 'data_dir', 'models', 'seeds', 'baseline', 'ways', 'evaluations')
+_WAY_KEYS = {'train': ('train', 'models'), 'transfer': ('transfer', 'teacher', 'teacher_way', 'mixers')}
+# set by the study
+_OWN_TRAIN_KEYS = ('model', 'seed', *NOT_SAVED)
+_OWN_TRANSFER_KEYS = ('teacher', 'mixer', 'mixers', 'seed', 'output', 'resume', 'overwrite', 'probe_only', 'config')
+# these would contradict the study, or write files of several cells to one place
+_OWN_EVAL_KEYS = (
+    *('models', 'no_data', 'random_weights', 'checkpoint', 'num_classes', 'ignore_labels'),
+    *('results_file', 'plot', 'save_predictions', 'errors', 'from_predictions'),
+)
+# of a transfer, these influence its duration only
+_NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes')
+
+
+@dataclass(frozen=True)
+class StudyCell:
+    """One model trained, or converted, in one way with one seed.
+
+    Args:
+        way: Name of the way in the study's file.
+        model: Name in tables; for a transfer, teacher and mixer.
+        command: 'train' or 'transfer'.
+        options: Options of the command, as in a file for `--config`.
+        teacher: The cell that trains the teacher of a transfer.
+    """
+
+    way: str
+    model: str
+    seed: int
+    command: str
+    options: dict[str, Any]
+    evaluations: dict[str, dict[str, Any]]
+    root: Path
+    teacher: 'StudyCell | None' = None
+
+    @property
+    def name(self) -> str:
+        """Name in messages, and the folder within that of the study."""
+        return f'{self.way}/{_to_folder(self.model)}/seed-{self.seed}'
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.root / self.name
+
+    @cached_property
+    def record(self) -> CellRecord:
+        """The steps of this cell that are finished, or failed."""
+        neutral = _NEUTRAL_TRANSFER_KEYS
+        if self.command == 'train':
+            neutral = tuple(key for key, spec in FIELDS.items() if spec.metadata['on_resume'] == NEUTRAL)
+        settings = {key: value for key, value in self.options.items() if key not in neutral}
+        if self.teacher is not None:
+            settings['teacher'] = self.teacher.name
+        evaluations = {
+            name: {key: value for key, value in options.items() if key != 'workers'}
+            for name, options in self.evaluations.items()
+        }
+        return CellRecord(self.folder, self.command, settings, evaluations)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study: its cells in the order in which they are computed, and the baseline of each model.
+
+    Args:
+        baselines: Models by wildcards of the models that are compared with them.
+        evaluations: Options of `vitzoo validate` by the name of the evaluation.
+    """
+
+    title: str
+    folder: Path
+    cells: tuple[StudyCell, ...]
+    baselines: dict[str, str]
+    evaluations: dict[str, dict[str, Any]]
+
+    def baseline_of(self, cell: StudyCell) -> tuple[str, str] | None:
+        """Way and model that a cell is compared with: its teacher, or the baseline in the same way."""
+        if cell.teacher is not None:
+            return cell.teacher.way, cell.teacher.model
+        for pattern, baseline in self.baselines.items():
+            if fnmatchcase(cell.model, pattern):
+                return cell.way, baseline
+        return None
+
+
+@dataclass(frozen=True)
+class _Common:
+    """The parts of a study that all of its ways share."""
+
+    data_dir: str
+    folder: Path
+    models: list[str]
+    evaluations: dict[str, dict[str, Any]]
+
+
+def read_study(path: str) -> Study:
+    """Read the file of a study, and check the options of every cell.
+
+    Raises:
+        UserError: The file cannot be read, or a key, a model or an option is invalid.
+    """
+    values = _read_yaml(path)
+    _check_keys(f"'{path}'", values, _KEYS, required=('output', 'data_dir', 'ways', 'evaluations'))
+    folder, data_dir = Path(str(values['output'])), str(values['data_dir'])
+    evaluations = {
+        _check_name(name): _read_evaluation(name, options or {}, data_dir)
+        for name, options in _mapping('evaluations', values['evaluations']).items()
+    }
+    models = _expand('models', values['models']) if 'models' in values else []
+    common = _Common(data_dir, folder, models, evaluations)
+    ways = {_check_name(name): _mapping(f'ways.{name}', way) for name, way in _mapping('ways', values['ways']).items()}
+    cells: dict[str, StudyCell] = {}
+    # the first seed of all ways, then the second, so that a study that is stopped early compares all models
+    for seed in _read_seeds(values.get('seeds', [0])):
+        for name, way in ways.items():
+            made = _train_cells(common, name, way, seed) if 'train' in way else None
+            for cell in made or _transfer_cells(common, name, way, seed, cells.values()):
+                if cell.name in cells:
+                    raise UserError(f'ways.{name}: two cells have the folder {cell.name}; remove one of their models')
+                cells[cell.name] = cell
+    baselines = _read_baselines(values.get('baseline'), {cell.model for cell in cells.values()})
+    title = str(values.get('title') or Path(path).stem)
+    return Study(title, folder, tuple(cells.values()), baselines, evaluations)
+
+
+def to_words(options: Mapping[str, Any], separator: str | None = None) -> list[str]:
+    """A command line of options; a list is several words, or one word with a separator."""
+    words = []
+    for key, value in options.items():
+        # 0 is a value
+        if value is None or value is False:
+            continue
+        words.append(f'--{key.replace("_", "-")}')
+        if isinstance(value, dict):
+            words += [f'{name}={item}' for name, item in value.items()]
+        elif isinstance(value, list):
+            items = [str(item) for item in value]
+            words += items if separator is None else [separator.join(items)]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[StudyCell]:
+    place = f'ways.{name}'
+    _check_keys(place, way, _WAY_KEYS['train'])
+    given = dict(_mapping(f'{place}.train', way['train'] or {}))
+    _refuse_own(f'{place}.train', given, _OWN_TRAIN_KEYS)
+    config = given.pop('config', None)
+    # the model and the seed of a recipe file are only its defaults
+    base = {} if config is None else read_recipe_file(config)
+    base = {key: value for key, value in base.items() if key not in _OWN_TRAIN_KEYS}
+    models = _expand(f'{place}.models', way['models']) if 'models' in way else common.models
+    if not models:
+        raise UserError(f"{place} has no models; give the study a list of models, such as models: ['deit_*_nano']")
+    found = []
+    for model in models:
+        options = {**base, 'data_dir': common.data_dir, **given, 'model': model, 'seed': seed}
+        make_recipe(options)
+        found.append(StudyCell(name, model, seed, 'train', options, common.evaluations, common.folder))
+    return found
+
+
+def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Iterable[StudyCell]) -> list[StudyCell]:
+    place = f'ways.{name}'
+    if 'transfer' not in way:
+        raise UserError(f'{place} must have the options of a training or of a transfer; add train: or transfer:')
+    # the transfer itself may be {}, which stands for the defaults
+    _check_keys(place, way, _WAY_KEYS['transfer'], required=('teacher', 'teacher_way', 'mixers'))
+    given = dict(_mapping(f'{place}.transfer', way['transfer'] or {}))
+    _refuse_own(f'{place}.transfer', given, _OWN_TRANSFER_KEYS)
+    config = given.pop('config', None)
+    base = {} if config is None else _read_yaml(config)
+    teachers = [c for c in cells if (c.way, c.model, c.seed) == (way['teacher_way'], way['teacher'], seed)]
+    if not teachers or teachers[0].command != 'train':
+        raise UserError(
+            f"{place}: no cell trains the teacher '{way['teacher']}' in the way '{way['teacher_way']}'; name a model"
+            f' and a way of this study that comes before this one'
+        )
+    found = []
+    for mixer in _texts(f'{place}.mixers', way['mixers']):
+        options = {**base, 'data_dir': common.data_dir, **given, 'mixer': mixer, 'seed': seed}
+        words = ['teacher', '--output', 'student', *to_words(options)]
+        _parse(f'{place}.transfer', parse_transfer_args, words, options, TransferOptions)
+        label = f'{way["teacher"]}_to_{mixer}'
+        found.append(StudyCell(name, label, seed, 'transfer', options, common.evaluations, common.folder, teachers[0]))
+    return found
+
+
+def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
+    place = f'evaluations.{name}'
+    if name in _WAY_KEYS:
+        raise UserError(f"{place}: '{name}' is the name of a command; choose another")
+    options = {'data_dir': data_dir, **_mapping(place, options)}
+    _refuse_own(place, options, _OWN_EVAL_KEYS)
+    _parse(place, parse_eval_args, ['model', *to_words(options, ',')], options, EvalOptions)
+    return options
+
+
+def _parse(place: str, parse: Callable, words: list[str], options: dict, known: type) -> None:
+    """Check options by the parser of their command, and report its error as a UserError."""
+    names = {field.name for field in fields(known)} | {'mixer', 'no_random_control', 'dataset', 'split'}
+    names |= {'train_split', 'val_split', 'input_key', 'target_key', 'data_subset', 'class_map'}
+    for key in options:
+        if key not in names:
+            raise UserError(f"{place}: unknown option '{key}'{did_you_mean(str(key), names)}")
+    text = io.StringIO()
+    try:
+        with redirect_stderr(text):
+            parse(words)
+    except UserError as error:
+        raise UserError(f'{place}: {error}') from error
+    except SystemExit:
+        raise UserError(f'{place}: {text.getvalue().rpartition("error: ")[2]}') from None
+
+
+def _read_seeds(values: Any) -> list[int]:
+    seeds = values if isinstance(values, list) else [values]
+    wrong = [seed for seed in seeds if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0]
+    if wrong or not seeds:
+        raise UserError(f'seeds must be whole numbers of 0 or more, not {wrong[0] if wrong else "an empty list"}')
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f'seeds has a number twice: {seeds}; a seed gives one result only')
+    return seeds
+
+
+def _read_baselines(value: Any, models: set[str]) -> dict[str, str]:
+    """Baselines by wildcard, of one name for all models or of a mapping."""
+    if value is None:
+        return {}
+    baselines = value if isinstance(value, dict) else {'*': value}
+    for pattern, model in baselines.items():
+        if model not in models:
+            raise UserError(f"baseline: '{model}' is not a model of this study{did_you_mean(str(model), models)}")
+        if not any(fnmatchcase(other, str(pattern)) for other in models):
+            raise UserError(f"baseline: no model of this study matches '{pattern}'")
+    return {str(pattern): model for pattern, model in baselines.items()}
+
+
+def _read_yaml(path: str) -> dict:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding='utf-8'))
+    except OSError as error:
+        raise UserError(f"cannot read '{path}': {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' is not YAML: {error}") from error
+    return _mapping(f"'{path}'", values)
+
+
+def _mapping(place: str, value: Any) -> dict:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise UserError(f'{place} must consist of names and values, not {value!r}')
+    return value
+
+
+def _texts(place: str, value: Any) -> list[str]:
+    """A name, or a list of names."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f'{place} must be a name or a list of names, not {value!r}')
+    return texts
+
+
+def _expand(place: str, value: Any) -> list[str]:
+    """The models of names and wildcards."""
+    return find_models(_texts(place, value))
+
+
+def _check_keys(place: str, values: dict, known: tuple[str, ...], required: tuple[str, ...] = ()) -> None:
+    for key in values:
+        if key not in known:
+            raise UserError(f"{place}: unknown key '{key}'{did_you_mean(key, known)}; the keys are {', '.join(known)}")
+    missing = [key for key in required if not values.get(key)]
+    if missing:
+        raise UserError(f'{place} has no {missing[0]}; its keys are {", ".join(known)}')
+
+
+def _refuse_own(place: str, values: dict, own: tuple[str, ...]) -> None:
+    for key in values:
+        if key in own:
+            raise UserError(f"{place}: '{key}' cannot be given here, because the study chooses it for each cell")
+
+
+def _check_name(name: str) -> str:
+    """A name that is also one of a folder or file."""
+    if not re.fullmatch(r'\w[\w.-]*', name):
+        raise UserError(f"the name '{name}' must consist of letters, digits, '_', '-' and '.'")
+    return name
+
+
+def _to_folder(model: str) -> str:
+    """A model's name without the characters that separate folders."""
+    return re.sub(r'[^\w.-]+', '-', model).strip('-')

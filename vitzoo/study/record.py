@@ -1,0 +1,135 @@
+"""cell.json in the run folder of a cell: its options, the steps that are finished, and a failure."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vitzoo.errors import UserError
+
+CELL_FILE = 'cell.json'
+# results of the evaluations of a cell, one file for each
+EVALUATIONS = 'evaluations'
+
+
+class CellRecord:
+    """The steps of a cell: its training or transfer, then its evaluations.
+
+    Every property is read from the file, because other workers may have changed it.
+
+    Args:
+        folder: The run folder.
+        command: 'train' or 'transfer'.
+        settings: The options that the model depends on.
+        evaluations: Options of the evaluations, by name.
+    """
+
+    def __init__(self, folder: Path, command: str, settings: dict[str, Any], evaluations: dict[str, dict[str, Any]]):
+        self.folder, self.path, self.command = folder, folder / CELL_FILE, command
+        # as they are read from the file
+        self.expected = json.loads(json.dumps({command: settings, **evaluations}))
+
+    @property
+    def steps(self) -> list[str]:
+        """All steps, in order."""
+        return list(self.expected)
+
+    @property
+    def finished(self) -> dict[str, dict]:
+        """Settings and seconds of each finished step."""
+        return self._read()['finished']
+
+    @property
+    def failure(self) -> dict | None:
+        """Step, exit code and last line of output of a failure."""
+        return self._read()['failure']
+
+    @property
+    def missing(self) -> list[str]:
+        """The steps that are not finished."""
+        finished = self.finished
+        return [step for step in self.steps if step not in finished]
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all steps are."""
+        return not self.missing
+
+    @property
+    def seconds(self) -> float:
+        """Time of the finished steps."""
+        return sum(step['seconds'] for step in self.finished.values())
+
+    def check(self) -> None:
+        """Check that the steps computed so far had the options that the study has now.
+
+        Raises:
+            UserError: They had others, or the file cannot be read.
+        """
+        computed = {step: found['settings'] for step, found in self.finished.items()}
+        if (self.folder / 'checkpoints').exists():
+            # resuming with others would mix two recipes in one model
+            computed = self._read()['started'] | computed
+        for step, before in computed.items():
+            # an evaluation may have been removed from the study
+            now = self.expected.get(step, before)
+            changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+            if changed:
+                key = changed[0]
+                raise UserError(
+                    f"'{self.folder}' was computed with {step} {key} = {before.get(key)}, not {now.get(key)}; undo the"
+                    f' change, give the study another output, or remove this folder'
+                )
+
+    def results(self, evaluation: str) -> dict | None:
+        """The record that `vitzoo validate` wrote in an evaluation, None if it is not finished.
+
+        Raises:
+            UserError: The file cannot be read.
+        """
+        if evaluation not in self.finished:
+            return None
+        path = self.results_file(evaluation)
+        try:
+            (record,) = json.loads(path.read_text(encoding='utf-8'))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"cannot read '{path}': {error}; remove '{self.path}' to compute the cell again") from error
+        return record
+
+    def results_file(self, evaluation: str) -> Path:
+        """Where the record of an evaluation is."""
+        return self.folder / EVALUATIONS / f'{evaluation}.json'
+
+    def start(self) -> None:
+        """Record the options that the training or transfer starts with."""
+        self._write(self._read() | dict(started={self.command: self.expected[self.command]}))
+
+    def finish(self, step: str, seconds: float, command: str, place: dict[str, Any] | None = None) -> None:
+        """Record that a step is finished, and for an evaluation on which machine."""
+        found, about = self._read(), dict(command=command, place=place or {})
+        found['finished'][step] = dict(settings=self.expected[step], seconds=round(seconds, 2), **about)
+        self._write(found)
+
+    def fail(self, step: str, code: int, message: str) -> None:
+        """Record that a step failed."""
+        self._write(self._read() | dict(failure=dict(step=step, code=code, message=message)))
+
+    def forget_failure(self) -> None:
+        """Remove the failure, so that the cell is computed again."""
+        found = self._read()
+        if found['failure']:
+            self._write(found | dict(failure=None))
+
+    def _read(self) -> dict:
+        try:
+            found = json.loads(self.path.read_text(encoding='utf-8'))
+            return {key: found[key] for key in ('started', 'finished', 'failure')}
+        except FileNotFoundError:
+            return dict(started={}, finished={}, failure=None)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"cannot read '{self.path}': {error}; remove it to compute the cell again") from error
+
+    def _write(self, found: dict) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / f'.{CELL_FILE}'
+        partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
+        partial.replace(self.path)

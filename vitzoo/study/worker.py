@@ -1,0 +1,194 @@
+"""A worker: claims one cell after the other, and computes its steps by the commands that a user would run."""
+
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+
+from vitzoo.errors import UserError
+from vitzoo.study.claim import Claim
+from vitzoo.study.plan import Study, StudyCell, to_words
+from vitzoo.study.status import CellState, describe_cells, find_state
+from vitzoo.train.lock import LostLock
+
+LOG = 'study.log'
+# options of the training or the transfer, a file for --config
+OPTIONS_FILE = 'options.yaml'
+_POLL_SECONDS = 0.2
+# exit codes of processes that were ended by SIGHUP, SIGINT or SIGTERM, also through a launcher
+_STOPPED = (-1, -2, -15, 129, 130, 143)
+# between looks for a cell while other workers have all that are left
+_WAIT_SECONDS = 5.0
+
+
+class Worker:
+    """Computes the cells of a study that are neither finished nor failed.
+
+    Args:
+        launch: The command before `-m vitzoo.train …`.
+        should_stop: Whether to end; asked often, also during a step.
+        execute: Runs a command with its output appended to a file, and returns its exit code; see `run_process`.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        launch: Sequence[str] = (sys.executable,),
+        should_stop: Callable[[], bool] = lambda: False,
+        execute: 'Callable[[list[str], Path, Claim, Callable[[], bool]], int] | None' = None,
+    ):
+        self.study, self.launch, self.should_stop = study, launch, should_stop
+        self.execute = execute or run_process
+        # cells that were stopped from outside are not tried twice
+        self.skipped: set[str] = set()
+
+    def run(self) -> None:
+        """Compute cells until all are finished, failed, or wait for one that failed.
+
+        Waits for the cells of other workers, and takes over those of workers that have died.
+        """
+        while not self.should_stop():
+            if self._compute_next():
+                continue
+            states = [find_state(cell) for cell in self.study.cells if cell.name not in self.skipped]
+            # a free cell was given back by another worker a moment ago
+            if not {CellState.RUNNING, CellState.FREE} & set(states):
+                return
+            self._sleep(_POLL_SECONDS if CellState.FREE in states else _WAIT_SECONDS)
+
+    def _compute_next(self) -> bool:
+        """Claim and compute the first free cell; False if there was none."""
+        for cell in self.study.cells:
+            if cell.name in self.skipped or find_state(cell) is not CellState.FREE:
+                continue
+            claim = Claim(cell.folder)
+            try:
+                is_claimed = claim.acquire()
+            except OSError as error:
+                raise UserError(f"cannot write to '{cell.folder}': {error.strerror}") from error
+            if not is_claimed:
+                continue
+            try:
+                # another worker may have finished it before it was claimed
+                if find_state(cell, is_claimed=False) is CellState.FREE:
+                    self._compute(cell, claim)
+                    return True
+            except LostLock:
+                _log(f'{cell.name}: another worker has taken it over')
+            finally:
+                claim.release()
+        return False
+
+    def _compute(self, cell: StudyCell, claim: Claim) -> None:
+        """Compute the missing steps of a cell, up to the first that fails."""
+        for step in cell.record.missing:
+            _log(f'{cell.name}: {step} ({describe_cells(self.study)})')
+            if step == cell.command:
+                cell.record.start()
+            words, expected = _command_line(cell, step)
+            start = time.perf_counter()
+            command = [*self.launch, '-m', f'vitzoo.{words[0]}', *words[1:]]
+            code = self.execute(command, cell.folder / LOG, claim, self.should_stop)
+            seconds = time.perf_counter() - start
+            claim.lock.check()
+            is_done = code == 0 and all(path.is_file() for path in expected)
+            if not is_done and (code == 0 or code in _STOPPED or self.should_stop()):
+                # a training that gets SIGTERM ends with exit code 0, and continues from its checkpoint
+                self.skipped.add(cell.name)
+                _log(f'{cell.name}: stopped; run the study again to continue')
+                return
+            if not is_done:
+                message = _last_line(cell.folder / LOG)
+                cell.record.fail(step, code, message)
+                _log(f'{cell.name}: {step} failed with exit code {code}: {message}')
+                return
+            place = {}
+            if step != cell.command:
+                expected[0].replace(cell.record.results_file(step))
+                place = _find_place(cell.evaluations[step])
+            cell.record.finish(step, seconds, shlex.join(['vitzoo', *words]), place)
+            if self.should_stop():
+                return
+        _log(f'{cell.name}: finished after {cell.record.seconds:.0f} s')
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.should_stop():
+            time.sleep(_POLL_SECONDS)
+
+
+def run_process(command: list[str], log: Path, claim: Claim, should_stop: Callable[[], bool]) -> int:
+    """Run a command with its output appended to a file, and return its exit code, for a signal minus its number.
+
+    The process gets SIGTERM if `should_stop` returns True, or if another worker has taken over the claim.
+
+    Raises:
+        UserError: The command does not exist.
+    """
+    with log.open('ab') as file:
+        file.write(f'$ {shlex.join(command)}\n'.encode())
+        file.flush()
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        except OSError as error:
+            raise UserError(f"cannot start '{command[0]}': {error.strerror}; correct --launch") from error
+        try:
+            claim.watch(process.pid)
+            is_told = False
+            while process.poll() is None:
+                if not is_told and (should_stop() or claim.lock.is_lost):
+                    process.terminate()
+                    is_told = True
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    return process.returncode
+
+
+def _find_place(options: dict) -> dict:
+    """Machine, precision, versions and load of an evaluation that has just ended on this machine."""
+    # lazy: a worker without evaluations does not need the report
+    from vitzoo.report import gather
+    from vitzoo.validate.options import parse_args
+
+    return gather.describe_place(parse_args(['model', *to_words(options, ',')]))
+
+
+def _command_line(cell: StudyCell, step: str) -> tuple[list[str], list[Path]]:
+    """The words after `vitzoo` that compute a step, and the files that it writes at its end."""
+    folder = str(cell.folder)
+    if step != cell.command:
+        partial = cell.record.results_file(step).with_name(f'.{step}.json')
+        partial.parent.mkdir(exist_ok=True)
+        partial.unlink(missing_ok=True)
+        options = to_words(cell.evaluations[step], ',')
+        return ['validate', folder, *options, '--results-file', str(partial)], [partial]
+    expected = [cell.folder / name for name in ('config.json', 'model.safetensors')]
+    words = ['--config', str(_write_options(cell)), '--output', folder]
+    if cell.teacher is None:
+        return ['train', *words, '--resume', 'auto'], expected
+    return ['transfer', str(cell.teacher.folder), *words, '--resume'], expected
+
+
+def _write_options(cell: StudyCell) -> Path:
+    """Write the options of a training or transfer to a file for --config."""
+    path = cell.folder / OPTIONS_FILE
+    partial = path.with_name(f'.{path.name}')
+    partial.write_text(yaml.safe_dump(cell.options, sort_keys=False, allow_unicode=True), encoding='utf-8')
+    partial.replace(path)
+    return path
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding='utf-8', errors='replace').strip().splitlines() if log.is_file() else []
+    return lines[-1].removeprefix('vitzoo: error: ') if lines else 'no output'
+
+
+def _log(text: str) -> None:
+    print(f'vitzoo: {text}', flush=True)
