@@ -4,17 +4,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: help demo test lint format docs measure bench-import clean
+.PHONY: help demo test test-slow lint format docs dist measure bench-import clean
 
 help:
 	@echo 'make demo          train cvt_ls_13 on the bundled sample, validate it and plot its oversmoothing (6 minutes on 2 cores)'
 	@echo 'make test          check the style and run the tests'
+	@echo 'make test-slow     run the tests that take minutes'
 	@echo 'make lint          check the style only'
 	@echo 'make format        fix the style'
-	@echo 'make docs          write docs/mixers.md and the tables of docs/models.md, performance.md, targets.md, swap.md and transfer.md'
+	@echo 'make docs          write docs/mixers.md, docs/api.md, CITATION.cff and the tables of docs/models.md, performance.md, targets.md, swap.md, transfer.md'
+	@echo 'make dist          build the sdist and the wheel in dist, and test them'
 	@echo 'make measure       append to weights/benchmarks.csv (25 minutes on 2 idle cores)'
 	@echo 'make bench-import  time `import vitzoo` against `import timm`'
-	@echo 'make clean         remove .venv, caches and $(DEMO)'
+	@echo 'make clean         remove .venv, caches, dist and $(DEMO)'
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
@@ -23,6 +25,9 @@ demo: .venv/installed
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow
 
 lint: .venv/installed
 	$(BIN)/ruff check
@@ -39,6 +44,14 @@ docs: .venv/installed
 	$(BIN)/python tools/docs_targets.py
 	$(BIN)/python tools/docs_transfer.py
 	$(BIN)/python tools/docs_swap.py
+	$(BIN)/python tools/docs_citation.py
+	$(BIN)/python tools/docs_api.py
+
+dist: .venv/installed
+	@rm -rf dist
+	$(BIN)/python -m pip install -qq --disable-pip-version-check build
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m pytest -n 0 -m slow tests/test_distribution.py
 
 measure: .venv/installed
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[bench]'
@@ -48,7 +61,7 @@ bench-import: .venv/installed
 	$(BIN)/python tools/import_time.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache build *.egg-info $(DEMO)
+	rm -rf .venv .pytest_cache .ruff_cache build dist *.egg-info $(DEMO)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # the stamp is written last, so that an interrupted installation is repeated

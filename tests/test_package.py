@@ -93,7 +93,7 @@ LAYERS = [
     ['data', 'metrics'],
     ['figures', 'load'],
     ['doctor', 'train', 'validate'],
-    ['bench', 'convert', 'explain', 'list', 'predict'],
+    ['bench', 'cite', 'convert', 'explain', 'list', 'predict'],
     ['transfer'],
     ['report'],
     ['study'],

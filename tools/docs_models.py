@@ -105,9 +105,20 @@ def page_tables(rows: list[dict[str, str]]) -> dict[str, str]:
 
 
 def published_table(rows: list[dict[str, str]]) -> str:
-    """Size, cost and published accuracy."""
-    head = ['model', 'trained on', 'image', 'parameters', 'GMACs', 'GFLOPs', 'top-1 %', 'top-5 %', 'published in']
-    keys = ('trained_on', 'img_size', 'params', 'gmacs', 'gflops', 'top1', 'top5', 'reference')
+    """Size, cost, published accuracy, and the licence of the weights."""
+    head = [
+        'model',
+        'trained on',
+        'image',
+        'parameters',
+        'GMACs',
+        'GFLOPs',
+        'top-1 %',
+        'top-5 %',
+        'licence',
+        'published in',
+    ]
+    keys = ('trained_on', 'img_size', 'params', 'gmacs', 'gflops', 'top1', 'top5', 'license', 'reference')
     return to_table(head, [[f'`{row["model"]}`', *(numbers(row)[key] for key in keys)] for row in rows])
 
 
@@ -165,6 +176,9 @@ def numbers(row: dict[str, str]) -> dict[str, str]:
         shown[key] = format(float(row[key]), form) if row[key] else ''
     if row['images_per_second']:
         shown['images_per_second'] += f' ({row["device"]})'
+    # weights without a tag are not published
+    has_tag = '.' in row['model']
+    shown['license'] = (timm.get_pretrained_cfg(row['model']).license or 'not stated') if has_tag else ''
     shown['reference'] = re.sub(r'https://(\S+)', lambda link: f'[{link_name(link[1])}]({link[0]})', row['reference'])
     return shown
 

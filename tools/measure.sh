@@ -1,7 +1,7 @@
 #!/bin/sh
 # Appends to weights/benchmarks.csv the measurements shown in docs/performance.md and docs/targets.md, and writes
 # docs/mixers_time.png and docs/mixers_memory.png. Takes about 25 minutes on 2 idle cores. Needs the packages of
-# `pip install 'vitzoo[bench]'`. Run `make docs` afterwards. PYTHON selects the interpreter.
+# `pip install 'vitzoo-models[bench]'`. Run `make docs` afterwards. PYTHON selects the interpreter.
 set -eu
 cd "$(dirname "$0")/.."
 

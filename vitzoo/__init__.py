@@ -18,4 +18,4 @@ __all__ = [
     'set_step',
     'swap_mixer',
 ]
-__version__ = '0.1.0'
+__version__ = '0.2.0'

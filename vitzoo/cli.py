@@ -17,6 +17,7 @@ COMMANDS = {
     'convert': 'convert an official checkpoint, or weights of another model, to a folder that timm loads',
     'bench': 'benchmark speed and memory against other implementations',
     'list': 'list the models and the token mixers',
+    'cite': 'print BibTeX of the papers behind a model',
 }
 
 

@@ -376,7 +376,7 @@ def test_a_peer_gives_the_outputs_of_our_layer_where_it_is_installed(pair):
 
 def test_without_any_package_the_error_names_the_extra(monkeypatch, quick):
     monkeypatch.setattr(peers, 'installed_version', lambda package: None)
-    with pytest.raises(UserError, match=r'vitzoo\[bench\]'):
+    with pytest.raises(UserError, match=r'vitzoo-models\[bench\]'):
         peers.main(quick)
 
 

@@ -156,6 +156,19 @@ def test_without_data_everything_else_is_reported(tmp_path, capsys):
         assert all(text in table for text in (record['model'], f'{record["gmacs"]:.3f}', f'{record["gflops"]:.3f}'))
 
 
+def test_the_licence_of_published_weights_is_recorded_and_printed(tmp_path, capsys, monkeypatch, quick_timing):
+    def load_published(name, **kwargs):
+        model = timm.create_model('test_resnet').eval()
+        model.pretrained_cfg |= dict(license='mit')
+        return model, 'published'
+
+    monkeypatch.setattr('vitzoo.validate.evaluation.load_model', load_published)
+    file = tmp_path / 'results.json'
+    main(['test_resnet', '--no-data', '--img-size', '32', '--results-file', str(file)])
+    assert json.loads(file.read_text())[0]['license'] == 'mit'
+    assert 'published, mit' in capsys.readouterr().out
+
+
 def test_results_files_and_the_figure_hold_every_model(data, trained, tmp_path, capsys):
     other = shutil.copytree(trained, tmp_path / 'other')
     argv = [str(trained), str(other), '--data-dir', str(data), '--workers', '0', '--plot', str(tmp_path / 'curves.png')]

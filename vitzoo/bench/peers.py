@@ -8,7 +8,7 @@ The ceiling is the speedup that ours would have if it took no longer than its ma
 product measured in the same run, or than moving its tensors once, whichever is longer. "of matmul" is the time of these
 products over the time of ours.
 
-The packages are in the extra `bench`: pip install 'vitzoo[bench]'.
+The packages are in the extra `bench`: pip install 'vitzoo-models[bench]'.
 
 Examples:
     vitzoo bench peers
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     for package in sorted({pair.package for pair in pairs if pair not in installed}):
         print(f'skipped: {package} is not installed')
     if not installed:
-        raise UserError("none of the packages is installed; run pip install 'vitzoo[bench]'")
+        raise UserError("none of the packages is installed; run pip install 'vitzoo-models[bench]'")
     run, machine = start_run(), describe_machine(args.device)
     print(format_machine(machine))
     rows = []

@@ -4,7 +4,29 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from ._plugins import load_plugins
-from .base import QKVMixer, TokenMixer, create_mixer, list_mixers, mixer_class, register_mixer, set_step
+from .base import (
+    ParameterFreeMixer,
+    QKVMixer,
+    TokenMixer,
+    create_mixer,
+    list_mixers,
+    mixer_class,
+    no_autocast,
+    register_mixer,
+    set_step,
+)
+
+__all__ = [
+    'ParameterFreeMixer',
+    'QKVMixer',
+    'TokenMixer',
+    'create_mixer',
+    'list_mixers',
+    'mixer_class',
+    'no_autocast',
+    'register_mixer',
+    'set_step',
+]
 
 for _module in iter_modules(__path__):
     import_module(f'{__name__}.{_module.name}')

@@ -5,3 +5,5 @@ from .aft import AFT
 from .cvt import CvT
 from .deit import DeiT
 from .vil import ViL
+
+__all__ = ['AFT', 'CvT', 'DeiT', 'ViL']

@@ -7,6 +7,7 @@ from math import isnan
 from vitzoo.report.blocks import inline_symbol, scrolling
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.records import SCORES, are_times_comparable, interval, speed_doubts, timing_machines
+from vitzoo.validate.results import format_weights
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _row(record: dict, columns: list[Column], best: list[float | None]) -> Eleme
     cells = [_cell(record, column, top) for column, top in zip(columns, best)]
     size = str(record.get('img_size', ''))
     cells.append(tag('td', size.replace('x', ' × '), data_value=size.partition('x')[0] or None))
-    weights = record.get('weights') or 'not recorded'
+    weights = format_weights(record) or 'not recorded'
     cells.append(tag('td', weights, class_='text', data_value=weights))
     return tag('tr', name, cells, data_model=record['index'])
 

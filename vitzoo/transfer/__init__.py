@@ -12,7 +12,7 @@ from vitzoo.transfer.hybrid import keep_softmax
 from vitzoo.transfer.matching import match_blocks
 from vitzoo.transfer.probing import BlockCost, probe
 
-__all__ = ['BlockCost', 'distil', 'keep_softmax', 'main', 'match_blocks', 'probe', 'zero_attention']
+__all__ = ['BlockCost', 'distil', 'keep_softmax', 'match_blocks', 'probe', 'zero_attention']
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -13,6 +13,7 @@ from vitzoo.validate.options import EvalOptions
 
 RECORD_KEYS = (
     'model',
+    'license',
     'top1',
     'top5',
     'loss',
@@ -114,10 +115,15 @@ def print_records(records: list[dict], title: str) -> None:
             doubts.append(f'{record["model"]} ({record["speed_doubt"]})')
         # stacked in one cell as in the heading, so that they cannot be confused
         cells['gmacs'] += f'\n{record["gflops"]:.3f}'
-        table.add_row(Text(record['model']).append(f'\n{record["weights"]}', style='dim'), *cells.values())
+        table.add_row(Text(record['model']).append(f'\n{format_weights(record)}', style='dim'), *cells.values())
     _print_wide(table)
     if doubts:
         print(f'? images/s are unreliable, measure again: {", ".join(doubts)}')
+
+
+def format_weights(record: dict) -> str:
+    """The origin of a model's weights, with the licence of published ones."""
+    return ', '.join(filter(None, [record.get('weights'), record.get('license')]))
 
 
 def print_robustness(records: list[dict]) -> None:

@@ -1,0 +1,95 @@
+"""The licences of the packages that vitzoo needs, and of the weights that it loads by name."""
+
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import timm
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import vitzoo  # noqa: F401  registers the models
+from vitzoo.validate.results import format_weights
+
+ROOT = Path(__file__).parents[1]
+# MPL-2.0 is that of tqdm and certifi, which the hub's client needs and which nothing here changes
+ALLOWED = re.compile(
+    r'(?<![A-Za-z])(?:Apache|0?BSD|BSL-1\.0|CC0|HPND|ISC|LLVM-exception|MIT|MPL-2\.0|Mozilla Public License 2\.0|PSF'
+    r'|Python Software Foundation|Unlicense|Zlib)'
+)
+# the CUDA libraries that torch's wheel for Linux requires are NVIDIA's own
+OF_CUDA = ('nvidia-', 'cuda-')
+
+
+def needed_packages() -> list[str]:
+    """The installed packages that vitzoo needs without extras, directly or not."""
+    (block,) = re.findall(
+        r'^dependencies = \[\n(.*?)^\]', (ROOT / 'pyproject.toml').read_text(), re.MULTILINE | re.DOTALL
+    )
+    todo = re.findall(r'"(.+?)"', block)
+    found = set()
+    while todo:
+        needed = Requirement(todo.pop())
+        name = canonicalize_name(needed.name)
+        is_needed = needed.marker is None or needed.marker.evaluate({'extra': ''})
+        if is_needed and name not in found and not name.startswith(OF_CUDA):
+            found.add(name)
+            todo += requirements(name)
+    return sorted(found)
+
+
+def requirements(name: str) -> list[str]:
+    """The requirements of a package, none if it is not installed."""
+    try:
+        return metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def licences(name: str) -> Iterator[str]:
+    """The licences in the metadata of a package: of its expression, else its classifiers, else its text."""
+    about = metadata.metadata(name)
+    classifiers = [line.rpartition(' :: ')[2] for line in about.get_all('Classifier', []) if 'License ::' in line]
+    text = about['License-Expression'] or ' AND '.join(classifiers) or about['License'] or 'none'
+    yield from re.split(r' AND | OR | WITH ', text.replace('(MPL 2.0)', ''))
+
+
+@pytest.mark.parametrize('name', needed_packages())
+def test_a_needed_package_has_a_permissive_licence(name):
+    assert [licence for licence in licences(name) if not ALLOWED.search(licence)] == []
+
+
+@pytest.mark.parametrize(
+    'licence', ['GPL-3.0', 'AGPL-3.0-only', 'LGPL-2.1', 'LIMITED', 'Other/Proprietary License', 'none']
+)
+def test_other_licences_are_refused(licence):
+    assert not ALLOWED.search(licence)
+
+
+def test_the_packages_include_those_that_others_need():
+    assert {'torch', 'timm', 'rich', 'numpy', 'huggingface-hub'} <= set(needed_packages())
+
+
+def test_the_weights_of_models_of_vitzoo_have_a_licence():
+    names = [
+        name
+        for name in timm.list_pretrained()
+        if timm.model_entrypoint(name.partition('.')[0]).__module__.startswith('vitzoo.')
+    ]
+    assert len(names) > 15
+    assert [name for name in names if not timm.get_pretrained_cfg(name).license] == []
+
+
+@pytest.mark.parametrize(
+    ('record', 'text'),
+    [
+        ({'weights': 'published', 'license': 'mit'}, 'published, mit'),
+        ({'weights': 'trained', 'license': None}, 'trained'),
+        # of a report without this column
+        ({'weights': 'published'}, 'published'),
+    ],
+)
+def test_the_licence_is_shown_with_the_weights(record, text):
+    assert format_weights(record) == text

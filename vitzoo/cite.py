@@ -1,0 +1,156 @@
+"""`vitzoo cite`: print BibTeX of the papers behind a model: of its backbone, its mixers, its weights and its data.
+
+Examples:
+    vitzoo cite cvt_ls_13
+    vitzoo cite runs/photos 'vil_tiny*' > papers.bib
+
+The docstring of a backbone's or a mixer's module names its paper, and papers.bib has an entry for each. Papers of
+options, which follow the first in the docstring of a mixer, are not included.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import timm
+import torch
+from torch import nn
+
+from vitzoo.errors import run_command
+from vitzoo.load import create_model, find_models, is_trained_folder
+from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
+from vitzoo.train.recipe import read_recipe_file
+
+__all__ = ['Paper', 'cite', 'find_papers', 'read_papers']
+
+_TIMM, _CIFAR = 'wightman2019timm', 'krizhevsky2009cifar'
+_IMAGENET, _WHOLE_IMAGENET = '1409.0575', 'deng2009imagenet'
+# by the name of the folder, in lower case without separators
+_DATASETS = {
+    **dict.fromkeys(('sample', 'cifar10', 'cifar100'), _CIFAR),
+    **dict.fromkeys(('imagenet', 'imagenet1k', 'imagenet2012', 'ilsvrc2012'), _IMAGENET),
+}
+
+
+class Paper(NamedTuple):
+    """An entry of papers.bib: its key, its fields, and its text."""
+
+    key: str
+    fields: dict[str, str]
+    bibtex: str
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command and exit with its exit code."""
+    run_command(_print_citations, argv)
+
+
+def cite(names: list[str]) -> str:
+    """BibTeX of the papers behind some models, each once, after comments with the reasons to cite it.
+
+    Args:
+        names: Names from `vitzoo.load.find_models`.
+
+    Raises:
+        UserError: A model cannot be created.
+    """
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        for source, reason in find_papers(name):
+            reasons.setdefault(source, []).append(reason)
+    return '\n\n'.join(_format_source(source, list(dict.fromkeys(of))) for source, of in reasons.items())
+
+
+def find_papers(name: str) -> Iterator[tuple[str, str]]:
+    """The papers behind a model, each an arXiv id, a key of papers.bib or a description, with the reason to cite it.
+
+    Raises:
+        UserError: The model cannot be created.
+    """
+    with torch.device('meta'):
+        model = create_model(name, pretrained=False)
+    yield _paper_of_backbone(model), f'backbone of {name}'
+    mixers = {mixer_class(mixer): mixer for mixer in list_mixers()}
+    for cls in dict.fromkeys(type(module) for module in model.modules() if isinstance(module, TokenMixer)):
+        yield _paper_of_mixer(cls), f'mixer {mixers.get(cls, cls.__name__)} of {name}'
+    if is_trained_folder(name):
+        yield from _papers_of_run(Path(name))
+    else:
+        yield from _papers_of_weights(name, model.pretrained_cfg)
+
+
+@cache
+def read_papers() -> dict[str, Paper]:
+    """The entries of papers.bib, by arXiv id, or by key if they have none."""
+    text = Path(__file__).with_name('papers.bib').read_text(encoding='utf-8')
+    papers = {}
+    for entry in re.split(r'\n+(?=@)', text.strip()):
+        key = re.match(r'@\w+\{(\w+),', entry)[1]
+        fields = dict(re.findall(r'^  (\w+) = \{(.*)\},$', entry, re.MULTILINE))
+        papers[fields.get('eprint', key)] = Paper(key, fields, entry)
+    return papers
+
+
+def _print_citations(argv: list[str] | None) -> None:
+    parser = argparse.ArgumentParser('vitzoo cite', description=__doc__.partition('\n')[0])
+    parser.add_argument('models', nargs='+', metavar='MODEL', help='names, wildcards in quotes, or trained folders')
+    print(cite(find_models(parser.parse_args(argv).models)))
+
+
+def _format_source(source: str, reasons: list[str]) -> str:
+    paper = read_papers().get(source)
+    if paper:
+        return '\n'.join([*(f'% {reason}' for reason in reasons), paper.bibtex])
+    link = f'https://arxiv.org/abs/{source}' if re.fullmatch(r'[\d.]+', source) else source
+    return '\n'.join(f'% {reason}: {link}' for reason in reasons)
+
+
+def _paper_of_backbone(model: nn.Module) -> str:
+    """That of timm for its models, also after a swap of their mixers."""
+    own = [cls for cls in type(model).__mro__ if cls.__module__.startswith('vitzoo.models.')]
+    return next((ids[0] for cls in own if (ids := _arxiv_ids(cls))), _TIMM)
+
+
+def _paper_of_mixer(cls: type[TokenMixer]) -> str:
+    ids = _arxiv_ids(cls)
+    return ids[0] if ids else f'no arXiv paper in the docstring of {cls.__module__}'
+
+
+def _arxiv_ids(cls: type) -> list[str]:
+    """The arXiv ids in the docstring of the module of a class."""
+    return re.findall(r'arxiv\.org/abs/(\d{4}\.\d{4,5})', sys.modules[cls.__module__].__doc__ or '')
+
+
+def _papers_of_weights(name: str, config: dict) -> Iterator[tuple[str, str]]:
+    """The papers of published weights, and of the data that they were trained on, by the tag."""
+    ids, tag = config.get('paper_ids') or (), config.get('tag') or ''
+    for paper in (ids,) if isinstance(ids, str) else ids:
+        yield re.sub(r'^arXiv:|v\d+$', '', paper), f'published weights of {name}'
+    if re.search(r'in(12|21|22)k', tag):
+        yield _WHOLE_IMAGENET, f'ImageNet, training data of the published weights of {name}'
+    if 'in1k' in tag:
+        yield _IMAGENET, f'ImageNet-1k, training data of the published weights of {name}'
+
+
+def _papers_of_run(folder: Path) -> Iterator[tuple[str, str]]:
+    """The papers of a run's training data, and of the published weights that it began with."""
+    # the best epoch has a folder inside that of the run
+    recipes = [path for path in (folder / 'recipe.yaml', folder.resolve().parent / 'recipe.yaml') if path.is_file()]
+    if not recipes:
+        return
+    recipe = read_recipe_file(recipes[0])
+    data = recipe.get('data_dir')
+    if data:
+        dataset = re.sub('[-_]', '', Path(data).name.lower())
+        yield _DATASETS.get(dataset, f'cite the source of {data}'), f'training data of {folder}'
+    model = recipe.get('model') or ''
+    if recipe.get('pretrained') and timm.is_model(model):
+        yield from _papers_of_weights(model, timm.get_pretrained_cfg(model).to_dict())
+
+
+if __name__ == '__main__':
+    main()
