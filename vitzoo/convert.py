@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import yaml
 from timm.layers import to_2tuple
 from timm.models import save_for_hf
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models.inherit import inherit_weights, summarize_names
+from vitzoo.options import keyword
 
 # a model that inherits less than this fraction was given the wrong parent
 LEAST_SHARE = 0.5
@@ -84,9 +84,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--to', metavar='NAME', help='model that inherits')
     add('--swap', metavar='MIXERS', help="replace the attention of the --from model: 'ls', or 'ls:0-9,softmax:10,11'")
     add('--blocks', metavar='N,N-N', help='blocks in which --swap replaces it, such as 2,3,5-11 (default: all)')
-    add('--mixer-kwargs', nargs='+', type=_keyword, default=[], metavar='KEY=VALUE', help='arguments of the mixer')
+    add('--mixer-kwargs', nargs='+', type=keyword, default=[], metavar='KEY=VALUE', help='arguments of the mixer')
     add('--out', required=True, metavar='DIR', help='folder to write config.json and model.safetensors to')
-    add('--model-kwargs', nargs='+', type=_keyword, default=[], metavar='KEY=VALUE', help='arguments of the new model')
+    add('--model-kwargs', nargs='+', type=keyword, default=[], metavar='KEY=VALUE', help='arguments of the new model')
     args = parser.parse_args(argv)
     if not (args.file and args.model) and not (args.parent and (args.to or args.swap)):
         parser.error('either OFFICIAL_FILE and --model, or --from and --to or --swap, are required')
@@ -243,16 +243,6 @@ def _bias_index(model: nn.Module) -> dict:
     if first.rel_bias is not None:
         index = 'table' if first.rel_bias.row_stride is None else 'nvidia'
     return {'mixer_kwargs': {**given, 'rel_bias': index}}
-
-
-def _keyword(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition('=')
-    try:
-        if equals:
-            return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"'{value}' is not YAML") from error
-    raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE, such as img_size=384")
 
 
 if __name__ == '__main__':

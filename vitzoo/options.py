@@ -4,8 +4,10 @@ import argparse
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 from vitzoo.errors import UserError
 
@@ -74,6 +76,31 @@ def size(text: str) -> tuple[int, int]:
     if len(sizes) > 2:
         raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 224 or 224x288")
     return sizes[0], sizes[-1]
+
+
+def keyword(text: str) -> tuple[str, Any]:
+    """Parse KEY=VALUE, whose value is YAML."""
+    key, equals, value = text.partition('=')
+    try:
+        if key and equals:
+            return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"'{value}' is not YAML") from error
+    raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE, such as img_size=384")
+
+
+def read_yaml(path: str | Path, kind: str = '') -> Any:
+    """The contents of a YAML file; `kind`, such as 'the recipe ', is put before its path in errors.
+
+    Raises:
+        UserError: The file cannot be read, or is not YAML.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding='utf-8'))
+    except OSError as error:
+        raise UserError(f"cannot read {kind}'{path}': {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{kind}'{path}' is not YAML: {error}") from error
 
 
 def check_output(path: str, suffixes: tuple[str, ...]) -> None:

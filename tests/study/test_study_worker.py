@@ -1,4 +1,4 @@
-"""Workers compute every cell once, whatever interrupts them."""
+"""Workers compute every cell once, also after interruptions."""
 
 import json
 import os

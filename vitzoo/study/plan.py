@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.load import find_models
+from vitzoo.options import read_yaml
 from vitzoo.study.record import CellRecord
 from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
 from vitzoo.transfer.options import TransferOptions
@@ -123,7 +122,7 @@ def read_study(path: str) -> Study:
     Raises:
         UserError: The file cannot be read, or a key, a model or an option is invalid.
     """
-    values = _read_yaml(path)
+    values = _read_file(path)
     _check_keys(f"'{path}'", values, _KEYS, required=('output', 'data_dir', 'ways', 'evaluations'))
     folder, data_dir = Path(str(values['output'])), str(values['data_dir'])
     evaluations = {
@@ -194,7 +193,7 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
     given = dict(_mapping(f'{place}.transfer', way['transfer'] or {}))
     _refuse_own(f'{place}.transfer', given, _OWN_TRANSFER_KEYS)
     config = given.pop('config', None)
-    base = {} if config is None else _read_yaml(config)
+    base = {} if config is None else _read_file(config)
     teachers = [c for c in cells if (c.way, c.model, c.seed) == (way['teacher_way'], way['teacher'], seed)]
     if not teachers or teachers[0].command != 'train':
         raise UserError(
@@ -261,14 +260,8 @@ def _read_baselines(value: Any, models: set[str]) -> dict[str, str]:
     return {str(pattern): model for pattern, model in baselines.items()}
 
 
-def _read_yaml(path: str) -> dict:
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding='utf-8'))
-    except OSError as error:
-        raise UserError(f"cannot read '{path}': {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' is not YAML: {error}") from error
-    return _mapping(f"'{path}'", values)
+def _read_file(path: str) -> dict:
+    return _mapping(f"'{path}'", read_yaml(path))
 
 
 def _mapping(place: str, value: Any) -> dict:

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from vitzoo.errors import UserError, did_you_mean
+from vitzoo.options import read_yaml
 
 
 def option(
@@ -309,12 +310,7 @@ def read_recipe_file(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: The file cannot be read, is not a YAML mapping, or has an unknown key.
     """
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding='utf-8'))
-    except OSError as error:
-        raise UserError(f"cannot read the recipe '{path}': {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"the recipe '{path}' is not YAML: {error}") from error
+    values = read_yaml(path, 'the recipe ')
     if not isinstance(values, dict | None):
         raise UserError(f"the recipe '{path}' must consist of keys and values, such as 'epochs: 10'")
     unknown = [name for name in values or {} if name not in FIELDS]

@@ -4,15 +4,13 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-import yaml
 
 from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import UserError, did_you_mean, format_flag
-from vitzoo.options import AMP_DTYPES, add_data_options, natural, positive, size
+from vitzoo.options import AMP_DTYPES, add_data_options, keyword, natural, positive, read_yaml, size
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     add('--config', metavar='FILE', help='YAML file of options, which the command line takes precedence over')
     add('teacher', metavar='TEACHER', help='a pretrained timm model, or the folder of a training run')
     add('--mixer', required=True, metavar='NAMES', help='a mixer, or several: ls,nystrom,performer')
-    add('--mixer-kwargs', nargs='+', type=_keyword, default=[], metavar='KEY=VALUE',
+    add('--mixer-kwargs', nargs='+', type=keyword, default=[], metavar='KEY=VALUE',
         help='arguments of the mixer; with several mixers NAME.KEY=VALUE')  # fmt: skip
     add('--data-dir', required=True, metavar='DIR', help='images, in class folders or not')
     add_data_options(parser)
@@ -157,12 +155,7 @@ def _to_words(value: object) -> list[str]:
 
 
 def _read_mapping(path: str) -> dict:
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding='utf-8'))
-    except OSError as error:
-        raise UserError(f"cannot read '{path}': {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' is not YAML: {error}") from error
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(f"'{path}' must consist of options and values, such as 'steps: 500'")
     return values
@@ -194,13 +187,6 @@ def _by_mixer(mixers: list[str], pairs: list[tuple[str, object]]) -> dict[str, d
             raise UserError(f"--mixer-kwargs {key}: '{mixer}' is not one of the mixers {', '.join(mixers)}")
         found.setdefault(mixer or mixers[0], {})[name] = value
     return found
-
-
-def _keyword(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition('=')
-    if not equals or not key:
-        raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE")
-    return key, yaml.safe_load(value)
 
 
 def _count(text: str) -> int | str:

@@ -112,7 +112,7 @@ def _compare_outputs(teacher: nn.Module, student: nn.Module, features: Tensor, i
 
 
 def _with_softmax(teacher: nn.Module, paths: list[str]) -> nn.Module:
-    """The teacher with our softmax attention, whose keys can be read whatever the family of the model."""
+    """The teacher with our softmax attention, which has the same access to the keys for every family of models."""
     return swap_mixer(deepcopy(teacher), 'softmax', sorted({index_of(path) for path in paths})).eval()
 
 
