@@ -1,5 +1,6 @@
 """Throughput and peak memory of a model on one device, and whether a time is reliable."""
 
+import ctypes
 import gc
 import os
 import statistics
@@ -81,6 +82,7 @@ class PeakMemory:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
+            _return_freed_memory()
             # 5 resets the high-water mark of resident memory (VmHWM); the file may be missing or read-only
             with suppress(OSError):
                 CLEAR_REFS.write_text('5')
@@ -88,6 +90,14 @@ class PeakMemory:
 
     def __exit__(self, *exc_info) -> None:
         self.megabytes = peak_process_megabytes(self.device)
+
+
+def _return_freed_memory() -> None:
+    """Return the memory that glibc keeps for later tensors to the system, so that it does not count as used."""
+    if sys.platform == 'linux':
+        # other C libraries do not have it
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_process_megabytes(device: torch.device) -> float:
