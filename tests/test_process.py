@@ -38,7 +38,7 @@ THEIRS = ['None', str(False if sys.platform == 'linux' else None)]
 
 @pytest.fixture
 def settings(tmp_path):
-    """A function that starts Python and returns GOMP_SPINCOUNT and whether a freed block is kept, before torch loads."""
+    """A function that starts Python and returns GOMP_SPINCOUNT and if a freed block is kept, before torch loads."""
     (tmp_path / 'lib').mkdir()
     (tmp_path / 'lib' / 'torch.py').write_text(STAND_IN)
     ours = ('GOMP_', 'OMP_', 'MALLOC_', 'GLIBC_')
