@@ -151,11 +151,6 @@ def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks:
     Raises:
         UserError: The text is wrong, or the model, a block or a mixer cannot be swapped.
     """
-    if isinstance(model, (vitzoo.models.CvT, vitzoo.models.DeiT, vitzoo.models.ViL)):
-        raise UserError(
-            f'{name} is a model of vitzoo, whose mixer is part of its name: train it with --model-kwargs mixer={mixer},'
-            f' or convert it with --to NAME'
-        )
     try:
         swaps = parse_swaps(mixer, blocks, mixer_kwargs)
         for swap in swaps:

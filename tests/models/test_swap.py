@@ -207,7 +207,6 @@ def test_device_dtype_mode_and_dropout_are_those_of_the_attention():
             'SwinTransformerV2.*directions.*vit_small_patch16_dinov3',
         ),
         ('samvit_base_patch16', {}, 'VisionTransformerSAM.*depends on the queries.*vit_base_patch16_dinov3'),
-        ('deit_performer_tiny', {}, 'DeiT: its mixer is an argument.*vit_tiny_patch16_224'),
         ('pvt_v2_b2_li', {}, 'pools the keys'),
         ('vit_tiny_patch16_224', {'depth': 1, 'block_fn': 'ParallelScalingBlock'}, 'ParallelScalingBlock'),
         ('vit_tiny_patch16_224', {'depth': 1, 'attn_layer': 'diff'}, 'DiffAttention'),

@@ -10,6 +10,7 @@ from vitzoo.transfer.matching import new_parameters
 
 IMAGES = batches(1, batch_size=2)
 SMALL = dict(depth=2, embed_dim=32, num_heads=2, patch_size=8)
+STAGES = dict(depth=None, embed_dim=None, embed_dims=(16, 32), depths=(1, 2), num_heads=(2, 2))
 FAMILIES = {
     'dinov3': ('vit_small_patch16_dinov3', {}),
     'eva02': ('eva02_tiny_patch14_224', {}),
@@ -17,6 +18,13 @@ FAMILIES = {
     'parallel': ('vit_small_patch16_18x2_224', {}),
     'beit': ('beit_base_patch16_224', {}),
     'cait': ('cait_xxs24_224', {}),
+    'deit': ('deit_softmax_nano', {}),
+    'vil': ('vil_nano', dict(STAGES, num_prefix_tokens=(1, 0), mixer='softmax')),
+    'cvt': ('cvt_softmax_nano', STAGES),
+    'swin': (
+        'swin_tiny_patch4_window7_224',
+        dict(embed_dim=16, depth=None, depths=(1, 1), num_heads=(2, 2), window_size=6),
+    ),
     'naflex': ('naflexvit_base_patch16_gap', {'pos_embed_grid_size': (6, 6)}),
 }
 

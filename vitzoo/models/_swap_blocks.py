@@ -1,4 +1,4 @@
-"""timm's transformer blocks with token mixers as their attention."""
+"""timm's transformer blocks with token mixers as their attention, and vitzoo's with another mixer."""
 
 import torch
 from timm.layers import register_notrace_module
@@ -14,6 +14,8 @@ from torch import nn
 
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers._rope import Rope
+
+from ._block import Block as ZooBlock
 
 __all__ = ['SWAPPED_BLOCKS', 'SwappedBlock', 'SwappedTimmBlock']
 
@@ -187,7 +189,14 @@ class SwappedTwinsBlock(SwappedTimmBlock, TwinsBlock):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
-# the block that takes the place of each block of timm, by changing the class of the instance
+class SwappedZooBlock(SwappedTimmBlock, ZooBlock):
+    """vitzoo's `Block` with another mixer."""
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], *rope: Rope) -> torch.Tensor:
+        return super().forward(x, grid_size, *(rope if self.attn.has_rope else ()))
+
+
+# the block that takes the place of each block, by changing the class of the instance
 SWAPPED_BLOCKS = {
     Block: SwappedBlock,
     ResPostBlock: SwappedResPostBlock,
@@ -201,4 +210,5 @@ SWAPPED_BLOCKS = {
     SwinTransformerBlock: SwappedSwinBlock,
     PVTBlock: SwappedPVTBlock,
     TwinsBlock: SwappedTwinsBlock,
+    ZooBlock: SwappedZooBlock,
 }

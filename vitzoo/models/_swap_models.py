@@ -1,4 +1,4 @@
-"""timm's vision transformers with token mixers in their blocks: grid, image size and weight decay."""
+"""Vision transformers with other token mixers in their blocks: grid, image size and weight decay."""
 
 from collections.abc import Callable
 from math import ceil, floor
@@ -22,14 +22,19 @@ from vitzoo.mixers import TokenMixer
 from vitzoo.mixers._grid import check_grid
 
 from ._swap_blocks import SwappedTimmBlock
+from .aft import AFT
+from .cvt import CvT
+from .deit import DeiT
+from .vil import ViL
 
 __all__ = ['SWAPPED_MODELS', 'SwappedModel']
 
 
 class SwappedModel:
-    """A model of timm that `swap_mixer` changed.
+    """A model that `swap_mixer` changed.
 
-    `token_blocks`, `grid_size_of` and `num_prefix_in_blocks` are also called with a model that is not changed yet.
+    `token_blocks`, `grid_size_of`, `num_prefix_in_block` and `mixer_settings` are also called with a model that is not
+    changed yet.
     """
 
     # name of the model's bias of relative positions for all blocks, which becomes part of the mixers
@@ -43,8 +48,12 @@ class SwappedModel:
         """The grid of the tokens in a block."""
         return tuple(self.patch_embed.grid_size)
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self, name: str) -> int:
         return self.num_prefix_tokens
+
+    def mixer_settings(self, name: str, cls: type[TokenMixer]) -> dict:
+        """Keywords that the model gives to a mixer of class `cls` in a block."""
+        return {}
 
     def has_pos_embed(self) -> bool:
         """True if a position embedding is added to the tokens."""
@@ -120,7 +129,7 @@ class SwappedBeit(_ResizableModel, Beit):
 class SwappedCait(SwappedModel, Cait):
     """A timm Cait that `swap_mixer` changed, in the blocks of patch tokens."""
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self, name: str) -> int:
         # the class token enters the blocks after them
         return 0
 
@@ -161,15 +170,12 @@ class SwappedSwin(SwappedModel, SwinTransformer):
     def grid_size_of(self, name: str) -> tuple[int, int]:
         return tuple(SwappedSwin.token_blocks(self)[name].input_resolution)
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self, name: str) -> int:
         return 0
 
 
-class SwappedPVT(SwappedModel, PyramidVisionTransformerV2):
-    """A timm PyramidVisionTransformerV2 that `swap_mixer` changed.
-
-    Blocks get the grid of each image; mixers that are bound to a grid start with that of timm's image size.
-    """
+class _StagedModel(SwappedModel):
+    """A model with stages of blocks."""
 
     def token_blocks(self) -> dict[str, nn.Module]:
         return {
@@ -178,10 +184,17 @@ class SwappedPVT(SwappedModel, PyramidVisionTransformerV2):
             for j, block in enumerate(stage.blocks)
         }
 
+
+class SwappedPVT(_StagedModel, PyramidVisionTransformerV2):
+    """A timm PyramidVisionTransformerV2 that `swap_mixer` changed.
+
+    Blocks get the grid of each image; mixers that are bound to a grid start with that of timm's image size.
+    """
+
     def grid_size_of(self, name: str) -> tuple[int, int]:
         return _stage_grid(name, get_model_input_config(self)['input_size'][1:], ceil)
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self, name: str) -> int:
         return 0
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
@@ -202,7 +215,7 @@ class SwappedTwins(SwappedModel, Twins):
     def grid_size_of(self, name: str) -> tuple[int, int]:
         return _stage_grid(name, self.patch_embeds[0].img_size, floor)
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self, name: str) -> int:
         return 0
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
@@ -217,7 +230,39 @@ def _stage_grid(name: str, img_size: tuple[int, int], rounded: Callable[[float],
     return tuple(rounded(size / reduction) for size in img_size)
 
 
-# the model that takes the place of each model of timm, by changing the class of the instance
+class SwappedDeiT(SwappedModel, DeiT):
+    """A DeiT that `swap_mixer` changed."""
+
+
+class SwappedAFT(SwappedModel, AFT):
+    """An AFT that `swap_mixer` changed."""
+
+
+class _SwappedPyramid(_StagedModel):
+    """A pyramid of vitzoo, whose stages have prefix tokens and a grid of their own."""
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        return self.get_submodule(name).attn.grid_size
+
+    def num_prefix_in_block(self, name: str) -> int:
+        return self.get_submodule(name).num_prefix_tokens
+
+
+class SwappedCvT(_SwappedPyramid, CvT):
+    """A CvT that `swap_mixer` changed: its mixers keep the convolutional projection."""
+
+    def mixer_settings(self, name: str, cls: type[TokenMixer]) -> dict:
+        return self.settings_of_mixer(cls, self.get_submodule(name).attn.dim, self.stride_kv)
+
+
+class SwappedViL(_SwappedPyramid, ViL):
+    """A ViL that `swap_mixer` changed."""
+
+    def mixer_settings(self, name: str, cls: type[TokenMixer]) -> dict:
+        return self.settings_of_mixer(cls, 'rel' if self.stages[0].pos_embed is None else 'abs')
+
+
+# the model that takes the place of each model, by changing the class of the instance
 SWAPPED_MODELS = {
     VisionTransformer: SwappedViT,
     VisionTransformerDistilled: SwappedDistilledViT,
@@ -229,4 +274,8 @@ SWAPPED_MODELS = {
     SwinTransformer: SwappedSwin,
     PyramidVisionTransformerV2: SwappedPVT,
     Twins: SwappedTwins,
+    DeiT: SwappedDeiT,
+    AFT: SwappedAFT,
+    CvT: SwappedCvT,
+    ViL: SwappedViL,
 }

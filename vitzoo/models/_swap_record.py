@@ -30,11 +30,11 @@ def name_entrypoint(model: nn.Module) -> None:
 
 
 def _image_size(model: nn.Module) -> tuple[int, int] | None:
-    """The image size of the model's patches; None for models of several stages, which have it in their config."""
+    """The model's image size; None for timm's models of several stages, which have it in their config."""
     if hasattr(getattr(model, 'patch_embed', None), 'img_size'):
         return model.patch_embed.img_size
     if not hasattr(model, 'embeds'):
-        return None
+        return getattr(model, 'img_size', None)
     # NaFlexVit
     return tuple(side * patch for side, patch in zip(model.embeds.pos_embed_grid_size, model.embeds.patch_size))
 

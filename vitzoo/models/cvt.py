@@ -5,14 +5,13 @@ the class token joins in the last stage. https://arxiv.org/abs/2103.15808
 """
 
 import re
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from timm.layers import calculate_drop_path_rates, to_2tuple
 from torch import nn
 
-from vitzoo.mixers import QKVMixer, mixer_class
+from vitzoo.mixers import QKVMixer, TokenMixer, mixer_class
 from vitzoo.mixers._qkv import ConvQKV
 
 from ._official import unwrap
@@ -83,7 +82,10 @@ class CvT(Pyramid):
         dd = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)
-        mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
+        mixers = [
+            (name, {**self.settings_of_mixer(mixer_class(name), dim, stride_kv), **kwargs})
+            for (name, kwargs), dim in zip(per_stage_mixers(mixer, mixer_kwargs, num_stages), embed_dims, strict=True)
+        ]
         stages = build_stages(
             [partial(ConvEmbed, **conv) for conv in _embed_convs(num_stages, patch_size)],
             embed_dims,
@@ -91,7 +93,7 @@ class CvT(Pyramid):
             depths,
             (0,) * (num_stages - 1) + (int(class_token),),
             grid_sizes,
-            _with_cvt_defaults(mixers, embed_dims, stride_kv),
+            mixers,
             in_chans=in_chans,
             drop_path_rates=[0.0] * sum(depths[:-1]) + calculate_drop_path_rates(drop_path_rate, depths[-1]),
             pos_drop_rate=pos_drop_rate,
@@ -114,6 +116,14 @@ class CvT(Pyramid):
             norm_layer=nn.LayerNorm,
             **dd,
         )
+        self.stride_kv = stride_kv
+
+    @staticmethod
+    def settings_of_mixer(cls: type[TokenMixer], dim: int, stride_kv: int) -> dict:
+        """CvT's scale and projection for a mixer over q, k and v; other mixers have neither."""
+        if not issubclass(cls, QKVMixer):
+            return {}
+        return {'scale': dim**-0.5, 'qkv_layer': partial(ConvQKV, stride_kv=stride_kv if cls.subsampled_kv else 1)}
 
     @staticmethod
     def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:
@@ -126,19 +136,6 @@ class CvT(Pyramid):
                 f'img_size {img_size} is too small for CvT, whose first convolution needs at least 3 x 3 pixels.'
             )
         return sizes
-
-
-def _with_cvt_defaults(
-    mixers: Sequence[tuple[str, dict]], embed_dims: Sequence[int], stride_kv: int
-) -> list[tuple[str, dict]]:
-    """Names and keyword arguments per stage, with CvT's scale and projection under those of mixers over q, k and v."""
-    stages = []
-    for (name, kwargs), dim in zip(mixers, embed_dims, strict=True):
-        if issubclass(mixer_class(name), QKVMixer):
-            stride = stride_kv if mixer_class(name).subsampled_kv else 1
-            kwargs = {'scale': dim**-0.5, 'qkv_layer': partial(ConvQKV, stride_kv=stride), **kwargs}
-        stages.append((name, kwargs))
-    return stages
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:

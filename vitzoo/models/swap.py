@@ -1,8 +1,9 @@
-"""In-place replacement of the attention of a timm vision transformer by a token mixer that inherits its weights."""
+"""In-place replacement of the attention of a vision transformer by a token mixer that inherits its weights."""
 
 import logging
 from math import log
 
+from timm.layers import get_device_dtype
 from timm.models._input import update_model_args
 from timm.models.vision_transformer import init_weights_vit_timm
 from torch import nn
@@ -27,7 +28,6 @@ _SIZES = {
     'vit_huge_patch14_224': 631,
 }
 _REASONS = {
-    **dict.fromkeys(('AFT', 'CvT', 'DeiT', 'ViL'), 'its mixer is an argument, timm.create_model(..., mixer=...)'),
     **dict.fromkeys(
         ('SwinTransformerV2', 'SwinTransformerV2Cr'), 'its attention compares directions with learned scales'
     ),
@@ -38,17 +38,17 @@ _REASONS = {
 
 
 def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
-    """Replace the attention of a timm vision transformer by `mixer`, in all blocks or in the given ones.
+    """Replace the attention of a vision transformer of timm or vitzoo by `mixer`, in all blocks or in the given ones.
 
     The model is changed in place and returned. A list of mixers has one for each of these blocks, in their order. A
     mixer inherits the settings and weights of the attention under the same parameter names (`blocks.0.attn.qkv.weight`,
-    …); parameters that attention does not have are initialised. Rotary positions rotate the queries and keys of the
-    mixer. The `Inheritance` of each block is in `model.inheritance`; warnings name the weights of the attention that
-    are lost, and the blocks that lose rotary positions. Random values of mixers are drawn from their `seed`, and are
-    never inherited. `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the
-    model's image size, and follows `model.set_input_size()`. timm exports and loads the model as any other; to load a
-    bare checkpoint of it, repeat the swap first. The models, and what each mixer inherits from them, are in
-    docs/swap.md.
+    …); parameters that attention does not have are initialised. In a model of vitzoo it inherits those of the mixer
+    that it replaces. Rotary positions rotate the queries and keys of the mixer. The `Inheritance` of each block is in
+    `model.inheritance`; warnings name the weights of the attention that are lost, and the blocks that lose rotary
+    positions. Random values of mixers are drawn from their `seed`, and are never inherited. `mixer_kwargs` are the
+    mixer's own arguments, or override those settings. The grid is that of the model's image size, and follows
+    `model.set_input_size()`. timm exports and loads the model as any other; to load a bare checkpoint of it, repeat the
+    swap first. The models, and what each mixer inherits from them, are in docs/swap.md.
 
     Raises:
         ValueError: The type of the model, of a block or of its attention is not supported, the block or mixer does not
@@ -138,9 +138,10 @@ def _new_mixers(
         ) from None
     new = []
     for number, part in enumerate(parts):
-        settings = part.settings(cls) | dict(
+        settings = get_device_dtype(block) | family.mixer_settings(model, path, cls) | part.settings(cls)
+        settings |= dict(
             grid_size=family.grid_size_of(model, path),
-            num_prefix_tokens=family.num_prefix_in_blocks(model),
+            num_prefix_tokens=family.num_prefix_in_block(model, path),
             layer=index * len(parts) + number,
         )
         if cls.has_own_rope and getattr(model, 'rope', None) is not None:
@@ -148,7 +149,8 @@ def _new_mixers(
             settings['rope'] = False
         mixer = create_mixer(name, **{**settings, **mixer_kwargs})
         mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
-        if 'proj.bias' not in part.weights and isinstance(getattr(mixer, 'proj', None), nn.Linear):
+        has_proj = 'proj.weight' in part.weights and isinstance(getattr(mixer, 'proj', None), nn.Linear)
+        if has_proj and 'proj.bias' not in part.weights:
             mixer.proj.register_parameter('bias', None)
         report = inherit_weights(mixer, part.weights_for(mixer))
         new.append((mixer.train(part.attn.training), report))

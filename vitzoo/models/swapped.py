@@ -63,7 +63,7 @@ def vitzoo_swapped(
     with _no_warnings(silent=is_saved):
         for arguments in swap_mixer:
             swap.swap_mixer(model, **arguments)
-    if kwargs.get('img_size') is not None and not hasattr(model, 'patch_embed'):
+    if kwargs.get('img_size') is not None and hasattr(model, 'embeds'):
         # NaFlexVit is built for images of any size
         model.set_input_size(kwargs['img_size'])
     if is_saved:

@@ -11,7 +11,7 @@ from timm.layers import calculate_drop_path_rates, to_2tuple
 from torch import nn
 from torch.nn import functional as F
 
-from vitzoo.mixers import mixer_class
+from vitzoo.mixers import TokenMixer, mixer_class
 from vitzoo.mixers._grid import check_grid
 
 from ._official import unwrap
@@ -127,12 +127,10 @@ class ViL(Pyramid):
         dd = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)
-        mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
-        if pos_embed == 'rel':
-            mixers = [
-                (name, {'rel_bias': 'table', **kwargs} if mixer_class(name).has_rel_bias else kwargs)
-                for name, kwargs in mixers
-            ]
+        mixers = [
+            (name, {**self.settings_of_mixer(mixer_class(name), pos_embed), **kwargs})
+            for name, kwargs in per_stage_mixers(mixer, mixer_kwargs, num_stages)
+        ]
         stages = build_stages(
             [partial(PatchEmbed, patch_size=side) for side in _patch_sizes(num_stages, patch_size)],
             embed_dims,
@@ -165,6 +163,11 @@ class ViL(Pyramid):
             norm_layer=LayerNorm,
             **dd,
         )
+
+    @staticmethod
+    def settings_of_mixer(cls: type[TokenMixer], pos_embed: str) -> dict:
+        """The relative position bias of a mixer that supports it, if the model has relative positions."""
+        return {'rel_bias': 'table'} if pos_embed == 'rel' and cls.has_rel_bias else {}
 
     @staticmethod
     def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:

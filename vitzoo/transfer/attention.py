@@ -1,5 +1,6 @@
 """The attention layers of a teacher and the mixers that replace them in a student, at the same paths."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -8,34 +9,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitzoo.mixers import TokenMixer
+from vitzoo.models._swap_models import SwappedModel
 
 # positional and keyword arguments of a block
 Call = tuple[tuple, dict]
 
 
 def mixer_paths(student: nn.Module) -> list[str]:
-    """Paths of the mixers of a swapped model, such as `blocks.0.attn`, in order.
+    """Paths of the mixers that `swap_mixer` put into a model, such as `blocks.0.attn`, in order.
 
     Raises:
         ValueError: There are none.
     """
-    paths = [path for path, module in student.named_modules() if isinstance(module, TokenMixer)]
+    paths = list(student.mixers()) if isinstance(student, SwappedModel) else []
+    # a teacher may have mixers, too, in blocks that its student keeps
+    reports = getattr(student, 'inheritance', None)
+    paths = [path for path in paths if reports is None or index_of(student, path) in reports]
     if not paths:
         raise ValueError(f'{type(student).__name__} has no token mixers; apply vitzoo.swap_mixer to it first.')
     return paths
 
 
 def block_of(path: str) -> str:
-    """Path of the block of an attention layer: `blocks.0` of `blocks.0.attn`."""
-    names = path.split('.')
-    index = next(position for position, name in enumerate(names) if name.isdecimal())
-    return '.'.join(names[: index + 1])
+    """Path of the block of an attention layer: `stages.0.blocks.1` of `stages.0.blocks.1.attn`."""
+    return re.match(r'.*?blocks(\.\d+)+', path).group()
 
 
-def index_of(path: str) -> int:
-    """Index of the block of an attention layer."""
-    return int(block_of(path).rpartition('.')[2])
+def index_of(student: nn.Module, path: str) -> int:
+    """Index of the block of an attention layer, counted through the stages of a swapped model."""
+    return list(student.token_blocks()).index(block_of(path))
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> None:

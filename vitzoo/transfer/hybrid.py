@@ -90,7 +90,7 @@ def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
     """Replace blocks of a student by copies of the teacher's, in place and in the record of its swaps."""
     for path in paths:
         put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
-    _forget_swaps(student, paths)
+    _forget_swaps(teacher, student, paths)
 
 
 def _most_useful(
@@ -105,14 +105,23 @@ def _most_useful(
     return min(errors, key=errors.get)
 
 
-def _forget_swaps(student: nn.Module, paths: list[str]) -> None:
-    """Remove blocks from the record of swaps, so that a saved model is built again without them."""
-    indices = {index_of(path) for path in paths}
-    swaps = getattr(student, '_model_args', {}).get('swap_mixer', [])
-    swaps = [{**swap, 'blocks': [index for index in swap['blocks'] if index not in indices]} for swap in swaps]
-    update_model_args(student, swap_mixer=[swap for swap in swaps if swap['blocks']])
+def _forget_swaps(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
+    """Remove blocks from the record of the student's own swaps, so that a saved model is built again without them."""
+    indices = {index_of(student, path) for path in paths}
+    old, swaps = (getattr(model, '_model_args', {}).get('swap_mixer', []) for model in (teacher, student))
+    own = [_without_blocks(swap, indices) for swap in swaps[len(old) :]]
+    update_model_args(student, swap_mixer=[*old, *(swap for swap in own if swap['blocks'])])
     for index in indices:
         getattr(student, 'inheritance', {}).pop(index, None)
+
+
+def _without_blocks(swap: dict, indices: set[int]) -> dict:
+    """The arguments of a swap without some of its blocks."""
+    kept = [position for position, index in enumerate(swap['blocks']) if index not in indices]
+    mixer = swap['mixer']
+    if not isinstance(mixer, str):
+        mixer = [mixer[position] for position in kept]
+    return {**swap, 'mixer': mixer, 'blocks': [swap['blocks'][position] for position in kept]}
 
 
 @torch.no_grad()

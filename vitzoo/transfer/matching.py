@@ -115,7 +115,7 @@ def new_parameters(student: nn.Module, paths: list[str]) -> list[nn.Parameter]:
     """The parameters of the mixers that are not inherited from attention."""
     found = []
     for path in paths:
-        report = getattr(student, 'inheritance', {}).get(index_of(path))
+        report = getattr(student, 'inheritance', {}).get(index_of(student, path))
         names = set() if report is None else {*report.initialized}
         # a block with several attention layers has their names in its report
         place = path.removeprefix(f'{block_of(path)}.')
