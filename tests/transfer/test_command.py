@@ -1,7 +1,14 @@
 """`vitzoo transfer`: its folder, its controls, interruption, several processes, and wrong inputs."""
 
 import json
+import os
+import pkgutil
+import random
 import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import split
 
@@ -14,13 +21,23 @@ from teachers import batches, make_teacher, save_teacher
 from vitzoo.errors import UserError
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
-from vitzoo.transfer import descent, main, zero_attention
+from vitzoo.transfer import main, zero_attention
 from vitzoo.transfer.command import transfer
 from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
 from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.students import make_student
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
+
+
+@pytest.fixture(autouse=True, scope='module')
+def no_drawing() -> Iterator[None]:
+    """Drawing takes longer than training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('vitzoo.figures.draw_curves', lambda folder, history: None)
+        yield
+
+
 QUICK = split('--steps 2 --network-steps 2 --evals 2 --batch-size 8 --eval-images 8 --workers 0 --sizes')
 QUICK += split('--lr 1e-3')
 # its largest window is one token, so that there is something to learn
@@ -62,26 +79,91 @@ def test_the_folder_of_a_transfer_is_a_model_with_its_results(teacher, images, f
     assert (finished / 'metrics.csv').read_text().count('\n') == 7
 
 
-@pytest.mark.parametrize('stage', ['matching', 'network', 'random', 'student'])
-def test_an_interrupted_transfer_continues_to_the_same_bytes(stage, teacher, images, finished, tmp_path, monkeypatch):
-    command = [teacher, *LS, '--data-dir', images, '--output', str(tmp_path)]
+# functions during which each stage is interrupted
+DURING = {
+    'probe': 'vitzoo.transfer.command.probe',
+    'matching': 'vitzoo.transfer.descent._save_state',
+    'softmax blocks': 'vitzoo.transfer.hybrid._most_useful',
+    'network': 'vitzoo.train.loop.train_step',
+    'controls': 'vitzoo.transfer.command.randomize',
+    'export': 'vitzoo.transfer.command.export_model',
+}
 
-    def save_and_fail(path, state, accelerator, save=descent._save_state):
-        save(path, state, accelerator)
-        if path.stem == stage:
-            raise KeyboardInterrupt
+
+@pytest.mark.parametrize('stage', DURING)
+def test_sigterm_ends_a_transfer_with_a_sentence_and_it_continues_to_the_same_bytes(
+    stage, teacher, images, finished, tmp_path, monkeypatch, capsys
+):
+    command = [teacher, *LS, '--data-dir', images, '--output', str(tmp_path)]
+    call = pkgutil.resolve_name(DURING[stage])
+
+    def call_after_signal(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return call(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(descent, '_save_state', save_and_fail)
-        if stage == 'student':
-            patch.setattr('vitzoo.transfer.command.measure_controls', lambda *args: 1 / 0)
-        with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
-            transfer(command)
+        patch.setattr(DURING[stage], call_after_signal)
+        assert transfer(command) is None
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith('stopped by SIGTERM'))
+    assert line.endswith('; continue with --resume')
+    assert not (tmp_path / '.lock').exists()
     with pytest.raises(UserError, match='--resume'):
         transfer(command)
     transfer([*command, '--resume'])
-    assert (tmp_path / 'model.safetensors').read_bytes() == (finished / 'model.safetensors').read_bytes()
-    assert read_results(tmp_path) == read_results(finished)
+    assert_same_files(tmp_path, finished)
+
+
+def transfer_until_killed(argv: list[str], folder: str, stage: str, seconds: float) -> None:
+    """Transfer, and kill this process `seconds` after the stage began, or when it ends."""
+    keys = [
+        'machine',
+        'probe',
+        'start',
+        'matching',
+        'matched',
+        'keep_softmax',
+        'hybrid',
+        'network',
+        'student',
+        'controls',
+    ]
+
+    def kill() -> None:
+        began = None
+        while True:
+            time.sleep(1e-3)
+            try:
+                results = json.loads((Path(folder) / 'transfer.json').read_text())
+            except FileNotFoundError:
+                continue
+            if began is None and keys[keys.index(stage) - 1] in results:
+                began = time.monotonic()
+            if stage in results or (began is not None and time.monotonic() - began > seconds):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    main(argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('part', [0.3, 0.8])
+@pytest.mark.parametrize('stage', ['probe', 'matching', 'keep_softmax', 'network', 'controls'])
+def test_a_transfer_that_is_killed_continues_to_the_same_bytes(stage, part, teacher, images, finished, tmp_path):
+    command = [teacher, *LS, '--data-dir', images, '--output', str(tmp_path / 'ls'), '--resume']
+    seconds = json.loads((finished / 'transfer.json').read_text())['seconds'][stage]
+    moment = part * random.Random(f'{stage} {part}').random() * seconds
+    outcome = start_processes(1, transfer_until_killed, command, str(tmp_path / 'ls'), stage, moment)
+    assert outcome.codes == [-signal.SIGKILL], outcome.err
+    outcome = start_processes(1, transfer_in_processes, command)
+    assert outcome.codes == [0], outcome.err
+    assert_same_files(tmp_path / 'ls', finished)
+
+
+def assert_same_files(folder: Path, other: Path) -> None:
+    """The same model and results, and nothing left of the stages."""
+    assert (folder / 'model.safetensors').read_bytes() == (other / 'model.safetensors').read_bytes()
+    assert read_results(folder) == read_results(other)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in other.iterdir())
 
 
 def test_a_finished_transfer_is_not_repeated_and_other_settings_are_refused(teacher, images, finished, tmp_path):
@@ -157,7 +239,7 @@ def test_the_whole_network_is_trained(teacher, images, tmp_path, monkeypatch):
         students.append(student)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr('vitzoo.transfer.command.distil', keep_and_stop)
+    monkeypatch.setattr('vitzoo.transfer.network._distillation', keep_and_stop)
     with pytest.raises(KeyboardInterrupt):
         transfer([teacher, '--mixer', 'linear', *QUICK, '--data-dir', images, '--output', str(tmp_path / 'linear')])
     assert all(parameter.requires_grad for parameter in students[0].parameters())

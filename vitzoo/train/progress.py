@@ -138,8 +138,7 @@ class Display:
             return
         note = f'loss {run.losses[-1]:.3f}  lr {learning_rate(run):.2e}  {images_per_second:.0f} images/s'
         note += f'  {peak_process_megabytes(run.accelerator.device) / 1e3:.1f} GB'
-        epoch = -(-run.step // run.plan.steps_per_epoch)
-        self.bars.update(self.training, description=f'epoch {epoch}/{run.plan.epochs}', note=note)
+        self.bars.update(self.training, description=run.plan.describe_position(run.step), note=note)
         if is_due and not run.console.is_terminal:
             run.console.print(f'step {run.step}/{run.plan.steps}  {note}')
             self.logged_at = time.monotonic()
@@ -166,14 +165,14 @@ def report_epoch(run: Run) -> None:
         'top-1': ('top1', '5.2f'),
         'ema': ('ema_top1', '5.2f'),
         'mAP': ('map', '5.2f'),
+        'error of the final tokens': ('feature_error', '.5f'),
+        'of the averaged weights': ('ema_feature_error', '.5f'),
     }
     words = [
-        f'{label} {row[name]:{form}}' + ' %' * (name != 'eval_loss')
-        for label, (name, form) in scores.items()
-        if name in row
+        f'{label} {row[name]:{form}}' + ' %' * (form == '5.2f') for label, (name, form) in scores.items() if name in row
     ]
     speed = f'{row["images_per_second"]:.0f} images/s'
-    line = f'epoch {row["epoch"]:3}/{run.plan.epochs}  loss {row["train_loss"]:.4f}  lr {row["lr"]:.2e}'
+    line = f'{run.plan.describe_position(row["step"])}  loss {row["train_loss"]:.4f}  lr {row["lr"]:.2e}'
     run.console.print('  '.join([line, speed, *words]))
 
     # lazy: importing matplotlib takes a second

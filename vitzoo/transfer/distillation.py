@@ -56,11 +56,6 @@ def distil(
         ValueError: The student has no mixers, or a loader no images.
         UserError: The learning rate is too high: the error is not finite. The student is in its best state.
     """
-    paths = mixer_paths(student)
-    new = new_parameters(student, paths)
-    is_new = {id(parameter) for parameter in new}
-    inherited = [p for p in student.parameters() if p.requires_grad and id(p) not in is_new]
-    groups = [dict(params=inherited, lr=lr), dict(params=new, lr=new_lr)]
 
     def backward(images: Tensor) -> None:
         with NetworkLoss(student, teacher, block_weight, temperature) as loss:
@@ -71,7 +66,7 @@ def distil(
 
     return descend(
         student,
-        [group for group in groups if group['params']],
+        parameter_groups(student, lr, new_lr),
         loader,
         backward,
         lambda: dict(feature_error=feature_error(teacher, student, held_out, accelerator)),
@@ -81,3 +76,16 @@ def distil(
         state_file=state_file,
         progress=progress,
     )
+
+
+def parameter_groups(student: nn.Module, lr: float, new_lr: float) -> list[dict]:
+    """The parameters that require a gradient, inherited and new, with their learning rates.
+
+    Raises:
+        ValueError: The student has no mixers.
+    """
+    new = [parameter for parameter in new_parameters(student, mixer_paths(student)) if parameter.requires_grad]
+    is_new = {id(parameter) for parameter in new}
+    inherited = [p for p in student.parameters() if p.requires_grad and id(p) not in is_new]
+    groups = [dict(params=inherited, lr=lr), dict(params=new, lr=new_lr)]
+    return [group for group in groups if group['params']]

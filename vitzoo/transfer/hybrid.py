@@ -35,6 +35,7 @@ def keep_softmax(
     gap: Callable[[nn.Module], float] | None = None,
     accelerator=None,
     progress: Callable[[dict], None] | None = None,
+    done: list[dict] | None = None,
 ) -> list[dict]:
     """Give blocks of a student back to softmax attention, in place, the most useful first.
 
@@ -52,6 +53,7 @@ def keep_softmax(
             the teacher's, or without a head 100 times 1 - the cosine similarity of the final tokens.
         accelerator: The `Accelerator` whose processes share the images.
         progress: Called with each row of the result.
+        done: The rows of a call that was interrupted, which continues.
 
     Returns:
         A row for the start and one for each block: `kept` (paths so far), `feature_error` and `gap`.
@@ -66,22 +68,21 @@ def keep_softmax(
     gap = gap or (lambda model: output_gap(teacher, model, loader, accelerator))
     was_training = student.training
     student.eval()
-    kept: list[str] = []
+    rows = list(done or [])
 
-    def describe() -> dict:
+    def add_row(kept: list[str]) -> None:
         with blocks_of_teacher(student, teacher, kept) as hybrid:
-            row = dict(
-                kept=list(kept), feature_error=feature_error(teacher, hybrid, loader, accelerator), gap=gap(hybrid)
-            )
+            error = feature_error(teacher, hybrid, loader, accelerator)
+            rows.append(dict(kept=kept, feature_error=error, gap=gap(hybrid)))
         if progress is not None:
-            progress(row)
-        return row
+            progress(rows[-1])
 
-    rows = [describe()]
-    while len(kept) < limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
-        kept.append(_most_useful(teacher, student, loader, kept, paths, accelerator))
-        rows.append(describe())
-    give_back(teacher, student, kept)
+    if not rows:
+        add_row([])
+    while len(rows) <= limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
+        kept = rows[-1]['kept']
+        add_row([*kept, _most_useful(teacher, student, loader, kept, paths, accelerator)])
+    give_back(teacher, student, rows[-1]['kept'])
     student.train(was_training)
     return rows
 
