@@ -11,10 +11,13 @@ and each column; prefix tokens have their own. The convolution is on the grid, p
 all keys changes nothing. Agent Attention, https://arxiv.org/abs/2312.08874
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
@@ -86,8 +89,8 @@ class _AgentBias(nn.Module):
         grid_size: tuple[int, int],
         num_prefix_tokens: int,
         *,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.grid_size = tuple(grid_size)
@@ -138,9 +141,9 @@ class Agent(KernelMixer):
         num_cells: int = 7,
         agent_bias: bool = True,
         conv_size: int = 3,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_cells < 1:

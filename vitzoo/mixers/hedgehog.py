@@ -10,8 +10,11 @@ left out: its bias, one number per head, cancels in the softmax, and its skip co
 Hedgehog & the Porcupine, https://arxiv.org/abs/2402.04347
 """
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.types import Device
 
 from ._kernel import KernelMixer
 from .base import no_autocast, register_mixer
@@ -62,7 +65,14 @@ class Hedgehog(KernelMixer):
     op_naive = staticmethod(hedgehog_naive)
 
     def __init__(
-        self, dim: int, num_heads: int, *, num_features: int | None = None, device=None, dtype=None, **kwargs
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_features: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         num_features = self.head_dim if num_features is None else num_features

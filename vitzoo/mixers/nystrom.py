@@ -20,10 +20,12 @@ Nystromformer, https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-
 """
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention
@@ -190,9 +192,9 @@ class Nystrom(QKVMixer):
         num_iterations: int = 6,
         landmarks: str = 'segment',
         conv_kernel_size: int | None = None,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_landmarks < 1 or num_iterations < 1:

@@ -17,6 +17,8 @@ more features are below eps, the closer the output is to the mean of the values.
 https://arxiv.org/abs/2009.14794
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -174,7 +176,7 @@ class Performer(RandomFeatureMixer):
         num_features: int = 256,
         kernel: str = 'softmax',
         eps: float | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, num_features=num_features, **kwargs)
         if kernel not in ('softmax', 'relu'):

@@ -11,9 +11,12 @@ sum of the whole batch, so that an image depends on the others; it is not provid
 Linear Complexity, section 3, https://arxiv.org/abs/2110.11945
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from .base import QKVMixer, no_autocast, register_mixer
@@ -123,9 +126,9 @@ class SOFT(QKVMixer):
         *,
         ratio: int = 4,
         conv_size: int = 3,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, shared_qk=True, device=device, dtype=dtype, **kwargs)
         if ratio < 1:

@@ -12,10 +12,13 @@ trained on the grid alone, a prefix token is an image of one pixel. Linear in th
 ViT^3: Unlocking Test-Time Training in Vision, section 4, https://arxiv.org/abs/2512.01643
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._rotary import rotate_pairs
 from .base import QKVMixer, no_autocast, register_mixer
@@ -134,9 +137,9 @@ class TTT(QKVMixer):
         *,
         rope: bool = False,
         qkv_bias: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, device=device, dtype=dtype, **kwargs)
         if rope and (dim % 4 or self.head_dim % 2):
