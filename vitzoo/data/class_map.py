@@ -23,7 +23,7 @@ class ClassMapReader(Reader):
         UserError: None of the classes is in the map.
     """
 
-    def __init__(self, reader: Reader, class_map: dict[str, str]):
+    def __init__(self, reader: Reader, class_map: dict[str, str]) -> None:
         super().__init__()
         self.reader, self.root, self.is_multi_label = reader, reader.root, reader.is_multi_label
         self.class_map, self.class_names = class_map, list(dict.fromkeys(class_map.values()))

@@ -10,7 +10,7 @@ import os
 import random
 import re
 from itertools import chain
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -160,7 +160,7 @@ class TrainTransform:
         steps: The remaining transforms, on uint8 tensors.
     """
 
-    def __init__(self, crop: RandomResizedCropAndInterpolation | Compose, steps: Compose):
+    def __init__(self, crop: RandomResizedCropAndInterpolation | Compose, steps: Compose) -> None:
         self.crop, self.steps = crop, steps
 
     def read(self, file: BinaryIO | Image.Image) -> Tensor:
@@ -187,7 +187,7 @@ class TrainTransform:
 class Normalize(nn.Module):
     """Normalize uint8 images (..., C, H, W) with the mean and std of a data config; floats pass unchanged."""
 
-    def __init__(self, data_config: dict):
+    def __init__(self, data_config: dict) -> None:
         super().__init__()
         for name in ('mean', 'std'):
             self.register_buffer(name, 255 * torch.tensor(data_config[name])[:, None, None])
@@ -210,7 +210,7 @@ class Albumentations:
         UserError: A transform or one of its arguments does not exist, or the pipeline changes the image size.
     """
 
-    def __init__(self, pipeline: str | list[dict]):
+    def __init__(self, pipeline: str | list[dict]) -> None:
         self.pipeline = expand_pipeline(pipeline)
         self.compose = _build_pipeline(self.pipeline)
         image = Image.new('RGB', (48, 40))
@@ -276,7 +276,7 @@ def _allow_posterize_to_0_bits(augment: Compose) -> None:
                 op.aug_fn = _posterize
 
 
-def _posterize(image: Image.Image, bits_to_keep: int, **options) -> Image.Image:
+def _posterize(image: Image.Image, bits_to_keep: int, **options: Any) -> Image.Image:
     return posterize(image, bits_to_keep, **options) if bits_to_keep else image.point(lambda value: 0)
 
 

@@ -43,7 +43,7 @@ class HealthProbe:
 
     key = 'health'
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         mixers = {name: module for name, module in model.named_modules() if isinstance(module, QKVMixer)}
         self.mixers = {name: mixer for name, mixer in mixers.items() if mixer.approximates_softmax}
         if not self.mixers:
@@ -56,7 +56,7 @@ class HealthProbe:
         self._hooks = [mixer.register_forward_pre_hook(self._measurer(name)) for name, mixer in self.mixers.items()]
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for hook in self._hooks:
             hook.remove()
 

@@ -138,7 +138,7 @@ def run_and_count(model: nn.Module, *args) -> tuple[int, set[str]]:
 class _OpWatcher(TorchDispatchMode):
     """Counts the element-wise MACs of token mixers, and collects operations that are neither counted nor free."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.uncounted = set()
         self.mixing_macs = 0

@@ -35,6 +35,6 @@ class _KeepStatistics:
             # a count that is thrown away; SyncBatchNorm does not accept None, and a BatchNorm without statistics has it
             norm.num_batches_tracked = count if count is None else torch.zeros_like(count)
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for norm, momentum, count in zip(self.norms, self.momenta, self.counts):
             norm.momentum, norm.num_batches_tracked = momentum, count

@@ -158,7 +158,7 @@ class SwappedSwinBlock(SwappedTimmBlock, SwinTransformerBlock):
         # the mask of shifted windows
         self.attn_mask = None
 
-    def set_input_size(self, feat_size: tuple[int, int], *args, **kwargs: Any) -> None:
+    def set_input_size(self, feat_size: tuple[int, int], *args: Any, **kwargs: Any) -> None:
         self.input_resolution = feat_size
         self.attn.set_input_size(feat_size)
 

@@ -100,7 +100,7 @@ def train_in_folder(run: Run, checkpoints: list[Path], stop: 'StopSignal') -> di
 class StopSignal:
     """Records whether this process received SIGTERM, or torchrun, which started it, was killed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.received = False
         self.launcher = os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None
 
@@ -119,7 +119,7 @@ class StopSignal:
             self.previous = signal.signal(signal.SIGTERM, self._handle)
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self.is_installed:
             signal.signal(signal.SIGTERM, self.previous)
 

@@ -20,7 +20,7 @@ _WARMUP = 0.05
 class StepBatches:
     """Batches of a vitzoo train loader as a function of the step, so that a resumed stage sees the same images."""
 
-    def __init__(self, loader, normalize: Callable[[Tensor], Tensor] = lambda images: images):
+    def __init__(self, loader, normalize: Callable[[Tensor], Tensor] = lambda images: images) -> None:
         self.loader, self.normalize = loader, normalize
 
     def from_step(self, step: int) -> Iterator[Tensor]:
