@@ -231,7 +231,7 @@ def append_rows(path: str, rows: list[dict], **common: Any) -> None:
         print(f'uneven rounds: {names}; measure again on a quiet machine')
 
 
-def _short(value):
+def _short(value: Any) -> Any:
     return float(f'{value:.5g}') if isinstance(value, float) else value
 
 
@@ -241,7 +241,7 @@ def read_rows(path: str) -> list[dict]:
         return [{key: _number(value) for key, value in fields.items()} for fields in csv.DictReader(file)]
 
 
-def _number(text: str):
+def _number(text: str) -> float | str | None:
     try:
         number = float(text)
     except ValueError:

@@ -10,6 +10,7 @@ import os
 import random
 import re
 from itertools import chain
+from types import ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -79,7 +80,7 @@ def split_eval_transform(data_config: dict) -> tuple[Compose, Compose]:
     return Compose(steps[:first]), Compose(_to_channels(data_config) + steps[first:])
 
 
-def train_transform(recipe, data_config: dict) -> 'TrainTransform':
+def train_transform(recipe: Any, data_config: dict) -> 'TrainTransform':
     """The training transform of a recipe for a data config.
 
     Raises:
@@ -232,7 +233,7 @@ def expand_pipeline(pipeline: str | list[dict]) -> list[dict]:
     return PIPELINES[pipeline]
 
 
-def _build_pipeline(pipeline: list[dict]):
+def _build_pipeline(pipeline: list[dict]) -> Any:
     # importing albumentations would check for a newer version over the network
     os.environ.setdefault('NO_ALBUMENTATIONS_UPDATE', '1')
     import albumentations
@@ -243,7 +244,7 @@ def _build_pipeline(pipeline: list[dict]):
     return albumentations.Compose([_build_transform(step, albumentations) for step in pipeline])
 
 
-def _build_transform(step: dict, albumentations):
+def _build_transform(step: dict, albumentations: ModuleType) -> Any:
     if not isinstance(step, dict) or len(step) != 1:
         raise UserError(
             f'an albumentations step is one name with its arguments, such as {{Rotate: {{limit: 10}}}}, not {step}'
@@ -264,7 +265,7 @@ def _build_transform(step: dict, albumentations):
         raise UserError(f'albumentations {name}: {error}') from error
 
 
-def _is_range(value) -> bool:
+def _is_range(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(item, int | float) for item in value)
 
 

@@ -5,6 +5,8 @@ exact attention of the same queries, keys and values, features at their numerica
 converged. They are measured per image, so that their means do not depend on the batch size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -79,7 +81,7 @@ class HealthProbe:
             signs[mixer][sign] = mean
         return signs
 
-    def _measurer(self, name: str):
+    def _measurer(self, name: str) -> Callable[[QKVMixer, tuple], None]:
         @torch.no_grad()
         def measure(mixer: QKVMixer, args: tuple) -> None:
             grid_size = args[1]

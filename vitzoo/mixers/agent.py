@@ -45,7 +45,7 @@ def agent_naive(
     H, W = grid_size
     image = q[:, :, q.shape[2] - H * W :].unflatten(2, grid_size)
 
-    def cell(i, size):
+    def cell(i: int, size: int) -> slice:
         return slice(i * size // num_cells, -(-(i + 1) * size // num_cells))
 
     cells = [(cell(y, H), cell(x, W)) for y in range(num_cells) for x in range(num_cells)]
@@ -96,7 +96,7 @@ class _AgentBias(nn.Module):
         self.grid_size = tuple(grid_size)
         H, W = grid_size
 
-        def table(*shape):
+        def table(*shape: int) -> nn.Parameter:
             return nn.Parameter(
                 trunc_normal_(torch.empty(num_heads, num_agents, *shape, device=device, dtype=dtype), std=0.02)
             )

@@ -70,7 +70,9 @@ def _correlate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.conj() * b
 
 
-def _inverse_fft_flops(shape: tuple[int, ...], dims: list[int], *args, out_shape=None, **kwargs: Any) -> int:
+def _inverse_fft_flops(
+    shape: tuple[int, ...], dims: list[int], *args: Any, out_shape: tuple[int, ...], **kwargs: Any
+) -> int:
     return fft_flops(out_shape, dims)
 
 

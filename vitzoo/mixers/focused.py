@@ -37,7 +37,7 @@ def focused_naive(
 ) -> torch.Tensor:
     """The N x N attention matrix of the features, row-normalised; arguments as `focused_attention`."""
 
-    def phi(x):
+    def phi(x: torch.Tensor) -> torch.Tensor:
         x = (x.relu() + _EPS) / (1 + divisor.exp()).log()
         tokens = x.transpose(1, 2).flatten(2)  # (B, N, dim)
         focused = tokens**power

@@ -29,7 +29,7 @@ def hedgehog_naive(
 ) -> torch.Tensor:
     """The N x N attention matrix of the features, row-normalised; arguments as `hedgehog_attention`."""
 
-    def phi(x, weight):
+    def phi(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         u = torch.einsum('bhnd,hdf->bhnf', x, weight)
         positive, negative = u.exp(), (-u).exp()
         shares = [e / e.sum(dim=-1, keepdim=True) for e in (positive, negative)]

@@ -34,7 +34,7 @@ def local_naive(
     (H, W), b, h = grid_size, block_size, memory_halo
     P, token = q.shape[2] - H * W, torch.arange(H * W, device=q.device)
 
-    def in_memory(place):
+    def in_memory(place: torch.Tensor) -> torch.Tensor:
         first = (place // b * b).unsqueeze(1)
         return (place >= first - h) & (place < first + b + h)
 

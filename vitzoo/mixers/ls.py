@@ -44,7 +44,7 @@ def long_short_naive(
     """The formula line by line, with its window segment by segment; arguments as `long_short_attention`."""
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
 
-    def layer_norm(norm, x):
+    def layer_norm(norm: nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
         if norm is None:
             return x
         x = x.transpose(1, 2).flatten(2)

@@ -102,10 +102,10 @@ def nystrom_naive(
 ) -> torch.Tensor:
     """The whole N x N approximation, then the values; arguments as `nystrom_attention`."""
 
-    def cut(length, pieces):
+    def cut(length: int, pieces: int) -> tuple[torch.Tensor, ...]:
         return torch.arange(length).split([(length + i) // pieces for i in range(pieces)])
 
-    def aspect_ratio(cells):
+    def aspect_ratio(cells: tuple[int, int]) -> float:
         sides = grid_size[0] * cells[1], grid_size[1] * cells[0]
         return max(sides) / min(sides)
 

@@ -61,7 +61,7 @@ def performer_naive(
 ) -> torch.Tensor:
     """The N x N attention matrix of the feature maps, row-normalised; arguments as `performer_attention`."""
 
-    def phi(x, over):
+    def phi(x: torch.Tensor, over: int | tuple[int, int]) -> torch.Tensor:
         x = scale**0.5 * x
         projected = x @ features.T
         if kernel == 'relu':

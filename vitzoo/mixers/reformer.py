@@ -184,12 +184,12 @@ class _Take(torch.autograd.Function):
     """`index_select` with a backward pass that gathers, several times faster than PyTorch's scatter-add."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse)
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return sum(grad.index_select(0, rows) for rows in inverse), None, None
 

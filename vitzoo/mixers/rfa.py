@@ -44,7 +44,7 @@ def rfa_naive(
     """The N x N attention matrix, with the product of gates for each pair; arguments as `rfa`."""
     N, W = q.shape[2], sigma.unsqueeze(1) * directions
 
-    def phi(x):
+    def phi(x: torch.Tensor) -> torch.Tensor:
         projected = x / x.norm(dim=-1, keepdim=True) @ W.mT
         return torch.cat([projected.sin(), projected.cos()], dim=-1) / W.shape[1] ** 0.5
 

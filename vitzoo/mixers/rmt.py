@@ -48,7 +48,7 @@ def manhattan_naive(
     scores[:, :, P:, P:] = scale * q_rot[:, :, P:] @ k_rot[:, :, P:].mT
     down, right = (F.pad((place[:, None] - place).abs(), (P, 0, P, 0)) for place in (y, x))
 
-    def attend(distance, allowed, values):
+    def attend(distance: torch.Tensor, allowed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         decay = distance * log_gamma[:, None, None]
         weights = (scores + decay * (not in_weights)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
         return F.dropout(weights * (decay.exp() if in_weights else 1), dropout_p) @ values

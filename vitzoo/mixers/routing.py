@@ -56,7 +56,7 @@ def routing_naive(
     P = N - grid_size[0] * grid_size[1]
     n = q.new_zeros(B, heads, N, N)
 
-    def members(x):
+    def members(x: torch.Tensor) -> list:
         unit_x, unit_centroids = (y / y.norm(dim=-1, keepdim=True) for y in (x[:, :, P:], centroids))
         return (unit_centroids @ unit_x.mT).argsort(dim=-1, descending=True)[..., :cluster_size].tolist()
 

@@ -32,7 +32,7 @@ def set_naive(
     """The formula line by line; arguments as `set_attention`."""
     (B, heads, _, d), m = q.shape, inducing.shape[0]
 
-    def norm(x):
+    def norm(x: torch.Tensor) -> torch.Tensor:
         return (x - x.mean(dim=-1, keepdim=True)) / (x.var(dim=-1, keepdim=True, correction=0) + 1e-5).sqrt()
 
     points = inducing.unflatten(1, (heads, d)).transpose(0, 1)

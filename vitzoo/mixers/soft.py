@@ -11,6 +11,7 @@ sum of the whole batch, so that an image depends on the others; it is not provid
 Linear Complexity, section 3, https://arxiv.org/abs/2110.11945
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def gaussian_naive(
             patches.append(torch.einsum('bhyxc,dcyx->bhd', patch, kernel))
     points = F.gelu(F.layer_norm(torch.stack(patches, dim=2), norm.normalized_shape, norm.weight, norm.bias, norm.eps))
 
-    def kernel(a, b):
+    def kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (-(a.unsqueeze(3) - b.unsqueeze(2)).square().sum(dim=-1) / 2).exp()
 
     own = kernel(points, points)
@@ -107,7 +108,9 @@ def _gaussian_kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a @ b.mT - half_a - half_b.mT).clamp(max=0).exp()
 
 
-def _convolve(v: torch.Tensor, conv: GridConv, grid_size: tuple[int, int], convolve) -> torch.Tensor:
+def _convolve(
+    v: torch.Tensor, conv: GridConv, grid_size: tuple[int, int], convolve: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     """Convolve v (B, heads, N, d) with one kernel per head: to the convolution, channels are heads."""
     return convolve(conv, v.transpose(1, 3), grid_size).transpose(1, 3)
 

@@ -33,7 +33,7 @@ __all__ = ['Synthesizer', 'synthesizer', 'synthesizer_naive']
 def synthesizer_naive(x: torch.Tensor, v: torch.Tensor, scores: nn.Module, dropout_p: float = 0.0) -> torch.Tensor:
     """The scores of each variant key by key, then softmax attention; arguments as `synthesizer`."""
 
-    def synthesize(keys, bias):
+    def synthesize(keys: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         hidden = (x @ scores.hidden.weight.T + scores.hidden.bias).clamp(min=0).unflatten(2, (v.shape[1], -1))
         columns = [(hidden * keys[:, j]).sum(dim=-1) + bias[:, j, 0] for j in range(keys.shape[1])]  # (B, N, heads)
         return torch.stack(columns, dim=-1).transpose(1, 2)

@@ -43,10 +43,10 @@ def train_and_apply_naive(
     """Image by image, with gradients by autograd; arguments as `train_and_apply`."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
 
-    def apply(x, w1, w2):
+    def apply(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         return (x @ w1) * F.silu(x @ w2)
 
-    def convolve(x, w3):
+    def convolve(x: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
         return F.conv2d(x[P:].T.unflatten(1, grid_size), w3, padding=1, groups=len(w3)).flatten(1).T
 
     outs = []

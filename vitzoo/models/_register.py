@@ -76,7 +76,9 @@ def register_variants(
         {**weights, **{name: default_cfg(name) for name in variants if name not in with_weights}}
     )
 
-    def create(name: str, pretrained: bool, *, out_indices=out_indices, **kwargs: Any) -> nn.Module:
+    def create(
+        name: str, pretrained: bool, *, out_indices: int | tuple[int, ...] = out_indices, **kwargs: Any
+    ) -> nn.Module:
         # timm does this only for models of a fixed size
         config = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay'))
         kwargs.setdefault('img_size', config.input_size[-2:])

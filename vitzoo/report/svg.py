@@ -99,7 +99,7 @@ class Plot:
         self.text(x_label, (x.start + x.end) / 2, y.start + 33, 'axis-label middle')
         self.text(y_label, 2, y.end - 12, 'axis-label')
 
-    def add(self, name: str, *children, **attributes: Any) -> Element:
+    def add(self, name: str, *children: Element | str, **attributes: Any) -> Element:
         """Add an element to the chart."""
         element = tag(name, *children, **attributes)
         self.root.append(element)

@@ -79,7 +79,7 @@ class TransferTask(LogitDistillationTask):
     Labels are used only if `task_loss_weight` is not 0.
     """
 
-    def __init__(self, *args, block_weight: float = 0.1, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, block_weight: float = 0.1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_weight = block_weight
 

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,7 +109,7 @@ class StopSignal:
         """True if torchrun has ended without ending this process."""
         return self.launcher not in (None, os.getppid())
 
-    def _handle(self, *signal_and_frame) -> None:
+    def _handle(self, *signal_and_frame: object) -> None:
         self.received = True
 
     def __enter__(self) -> 'StopSignal':
@@ -398,7 +398,7 @@ def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str
     return columns
 
 
-def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
+def evaluate_shared(run: Run, model: nn.Module, advance: Callable[[int], None] | None = None) -> dict:
     """Evaluate a model on all processes, each on its share of the validation set."""
     if run.accelerator.num_processes > 1:
         # buffers may differ between processes, and those of rank 0 are saved

@@ -4,14 +4,19 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
 from vitzoo.errors import UserError
 from vitzoo.mixers import set_step
 from vitzoo.transfer.attention import images_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # fraction of the steps in which the learning rate rises
 _WARMUP = 0.05
@@ -20,7 +25,7 @@ _WARMUP = 0.05
 class StepBatches:
     """Batches of a vitzoo train loader as a function of the step, so that a resumed stage sees the same images."""
 
-    def __init__(self, loader, normalize: Callable[[Tensor], Tensor] = lambda images: images) -> None:
+    def __init__(self, loader: DataLoader, normalize: Callable[[Tensor], Tensor] = lambda images: images) -> None:
         self.loader, self.normalize = loader, normalize
 
     def from_step(self, step: int) -> Iterator[Tensor]:
@@ -43,7 +48,7 @@ def descend(
     *,
     steps: int,
     eval_every: int,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
 ) -> list[dict]:
@@ -153,7 +158,7 @@ def _repeat(loader: Iterable) -> Iterator[Tensor]:
             raise ValueError('The loader has no images.')
 
 
-def _average_gradients(parameters: list[nn.Parameter], accelerator) -> None:
+def _average_gradients(parameters: list[nn.Parameter], accelerator: 'Accelerator | None') -> None:
     if accelerator is None or accelerator.num_processes == 1:
         return
     for parameter in parameters:
@@ -181,7 +186,7 @@ def _load_state(path: Path | None, device: torch.device) -> dict | None:
     return torch.load(path, map_location=device, weights_only=True)
 
 
-def _save_state(path: Path | None, state: dict, accelerator) -> None:
+def _save_state(path: Path | None, state: dict, accelerator: 'Accelerator | None') -> None:
     if path is None or not (accelerator is None or accelerator.is_main_process):
         return
     partial = path.with_name(f'.{path.name}')

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from timm.data.readers.reader import Reader
@@ -15,10 +16,13 @@ from vitzoo.data.held_out import Subset
 from vitzoo.data.loader import TrainBatches
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.errors import UserError
-from vitzoo.train.recipe import make_recipe
+from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.transfer.descent import StepBatches
 from vitzoo.transfer.probing import has_head
 from vitzoo.validate.evaluation import open_validation_data
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _VAL_FRACTION = 0.2
 # crops and flips only: the student must see what the teacher sees
@@ -82,7 +86,7 @@ def open_pictures(
     return Pictures(train, Images(reader, evaluation, val.class_to_idx), val, kind, val.class_names, note)
 
 
-def _open_unlabelled(data_dir: str, recipe, data_config: dict, reason: str) -> Pictures:
+def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, reason: str) -> Pictures:
     if not Path(data_dir).expanduser().exists():
         raise UserError(reason)
     files = find_files([data_dir])
@@ -118,7 +122,13 @@ def divide(num_images: int, limit: int) -> tuple[list[int], list[int]]:
 
 
 def training_batches(
-    train: Dataset, indices: list[int], batch_size: int, workers: int, seed: int, data_config: dict, accelerator
+    train: Dataset,
+    indices: list[int],
+    batch_size: int,
+    workers: int,
+    seed: int,
+    data_config: dict,
+    accelerator: 'Accelerator',
 ) -> StepBatches:
     """Batches of one process, as a function of the step.
 
@@ -135,7 +145,7 @@ def training_batches(
     return StepBatches(train_loader(TorchSubset(train, indices), batches, workers), Normalize(data_config))
 
 
-def held_out_batches(plain: Dataset, indices: list[int], batch_size: int, accelerator) -> list[Tensor]:
+def held_out_batches(plain: Dataset, indices: list[int], batch_size: int, accelerator: 'Accelerator') -> list[Tensor]:
     """The share of one process of some images, kept in memory.
 
     Raises:

@@ -37,7 +37,7 @@ class WnidVariant(Variant):
     subset: str | None = None
 
     def __init__(
-        self, name: str, title: str, url: str, folders: tuple[str, ...], *num_images: int, per_class=None
+        self, name: str, title: str, url: str, folders: tuple[str, ...], *num_images: int, per_class: int | None = None
     ) -> None:
         self.name, self.title, self.titles, self.url, self.folders = name, title, {name: title}, url, folders
         self.num_images, self.per_class = num_images, per_class
@@ -72,7 +72,7 @@ class WnidVariant(Variant):
 class SubsetVariant(WnidVariant):
     """ImageNet-A and ImageNet-R: 200 classes, to which predictions are restricted."""
 
-    def __init__(self, *args, subset: str) -> None:
+    def __init__(self, *args: Any, subset: str) -> None:
         super().__init__(*args)
         self.subset = subset
 
