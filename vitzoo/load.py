@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -96,7 +97,7 @@ def load_model(
 
 
 def create_model(
-    name: str, *, img_size: int | Sequence[int] | None = None, model_kwargs: dict | None = None, **kwargs
+    name: str, *, img_size: int | Sequence[int] | None = None, model_kwargs: dict | None = None, **kwargs: Any
 ) -> nn.Module:
     """Create a model with `timm.create_model`, and report mistakes in its arguments as a `UserError`.
 

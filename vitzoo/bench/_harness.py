@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -183,7 +184,7 @@ def start_run() -> str:
     return datetime.now(timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ')
 
 
-def make_row(times: Spread | None = None, ratio: Spread | None = None, **fields) -> dict:
+def make_row(times: Spread | None = None, ratio: Spread | None = None, **fields: Any) -> dict:
     """A measurement as a dictionary with keys from `BENCHMARK_COLUMNS`."""
     if times is not None:
         fields |= dict(seconds=times.median, seconds_low=times.low, seconds_high=times.high, rounds=times.count)
@@ -210,7 +211,7 @@ def check_columns(path: str) -> bool:
     return False
 
 
-def append_rows(path: str, rows: list[dict], **common) -> None:
+def append_rows(path: str, rows: list[dict], **common: Any) -> None:
     """Append rows to a CSV file with the columns `BENCHMARK_COLUMNS`; `common` is added to each of them.
 
     Prints the names of those whose rounds disagree.
@@ -230,7 +231,7 @@ def append_rows(path: str, rows: list[dict], **common) -> None:
         print(f'uneven rounds: {names}; measure again on a quiet machine')
 
 
-def _short(value):
+def _short(value: Any) -> Any:
     return float(f'{value:.5g}') if isinstance(value, float) else value
 
 
@@ -240,7 +241,7 @@ def read_rows(path: str) -> list[dict]:
         return [{key: _number(value) for key, value in fields.items()} for fields in csv.DictReader(file)]
 
 
-def _number(text: str):
+def _number(text: str) -> float | str | None:
     try:
         number = float(text)
     except ValueError:

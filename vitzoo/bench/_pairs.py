@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import timm
 import torch
@@ -52,7 +53,7 @@ class Shape:
 class Layer(nn.Module):
     """A mixer with a fixed grid, called with the tokens only."""
 
-    def __init__(self, name: str, shape: Shape, grid_size: tuple[int, int] | None = None, **kwargs) -> None:
+    def __init__(self, name: str, shape: Shape, grid_size: tuple[int, int] | None = None, **kwargs: Any) -> None:
         super().__init__()
         self.grid_size = grid_size or (shape.side, shape.side)
         self.mixer: TokenMixer = create_mixer(name, shape.dim, shape.heads, grid_size=self.grid_size, **kwargs)

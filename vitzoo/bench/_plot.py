@@ -1,6 +1,11 @@
 """Time and memory of every mixer over the number of tokens, in one figure with a panel for each mixer."""
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 # column of the results file, factor, and label of the axis
 _QUANTITIES = {
@@ -48,7 +53,7 @@ def _curves(quantity: str, rows: list[dict]) -> dict[tuple[str, str], list[tuple
     return {curve: sorted(points) for curve, points in curves.items()}
 
 
-def _draw_panel(axes, name: str, curves: dict, baseline: str) -> None:
+def _draw_panel(axes: 'Axes', name: str, curves: dict, baseline: str) -> None:
     for measured_pass, style in _LINE_STYLES.items():
         if (baseline, measured_pass) in curves:
             grey = dict(color='0.65', linewidth=1, linestyle='--' if measured_pass == 'forward' else '-')

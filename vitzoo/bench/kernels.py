@@ -14,6 +14,7 @@ Examples:
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from timm.layers import set_fused_attn
@@ -119,7 +120,7 @@ def find_contenders(task: KernelTask, against: tuple[str, ...]) -> dict[str, Cal
 def with_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The op with timm's switch for experimental fused attention on."""
 
-    def call(*args) -> torch.Tensor:
+    def call(*args: Any) -> torch.Tensor:
         set_fused_attn(True, experimental=True)
         try:
             return op(*args)

@@ -18,6 +18,7 @@ Examples:
 import argparse
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import nn
@@ -179,7 +180,7 @@ def _recorded_call(mixer: TokenMixer, x: torch.Tensor) -> tuple:
     """The arguments that a mixer passes to its op."""
     calls = []
 
-    def recorder(*args):
+    def recorder(*args: Any) -> torch.Tensor:
         calls.append(args)
         return type(mixer).op(*args)
 

@@ -11,6 +11,7 @@ Examples:
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 
 import timm
 import torch
@@ -66,11 +67,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parse_common(parser, argv)
 
 
-def import_in_new_process(name: str):
+def import_in_new_process(name: str) -> Callable[[int], object]:
     """A call that imports a package in a new Python process."""
     return lambda number: subprocess.run([sys.executable, '-c', f'import {name}'], check=True)
 
 
-def create_call(name: str):
+def create_call(name: str) -> Callable[[int], object]:
     """A call that creates a model with random weights."""
     return lambda number: timm.create_model(name)

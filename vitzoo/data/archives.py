@@ -25,7 +25,7 @@ from vitzoo.errors import UserError
 class Folder:
     """A folder on disk; `names` lists all visible files below it, and hidden or empty folders with a trailing '/'."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path) -> None:
         self.root, self.names = root, list(list_files(root))
 
     def read(self, name: str) -> bytes:
@@ -36,7 +36,7 @@ class Folder:
 class Tar:
     """An uncompressed tar file; a tar inside it (ImageNet has one per class) counts as a folder of that name."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path) -> None:
         self.root = root
         try:
             # 'r:' refuses compressed files, which do not allow random access
@@ -57,7 +57,7 @@ class Tar:
 class Zip:
     """A zip file."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path) -> None:
         self.root = root
         try:
             with ZipFile(root) as archive:
@@ -150,7 +150,7 @@ class ArchiveReader(Reader):
 
     is_multi_label = False
 
-    def __init__(self, archive: Archive, prefix: str, labels: dict, class_names: list[str]):
+    def __init__(self, archive: Archive, prefix: str, labels: dict, class_names: list[str]) -> None:
         super().__init__()
         self.archive, self.prefix, self.root = archive, prefix, archive.root / prefix
         self.names, self.labels, self.class_names = list(labels), list(labels.values()), class_names

@@ -3,6 +3,7 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 from timm.data.readers.class_map import load_class_map
 from timm.data.readers.reader import Reader
@@ -23,7 +24,7 @@ class ClassMapReader(Reader):
         UserError: None of the classes is in the map.
     """
 
-    def __init__(self, reader: Reader, class_map: dict[str, str]):
+    def __init__(self, reader: Reader, class_map: dict[str, str]) -> None:
         super().__init__()
         self.reader, self.root, self.is_multi_label = reader, reader.root, reader.is_multi_label
         self.class_map, self.class_names = class_map, list(dict.fromkeys(class_map.values()))
@@ -80,7 +81,7 @@ def read_class_map(source: str | dict[str, str]) -> dict[str, str]:
     return _to_names(source, content)
 
 
-def _to_names(source: str, content) -> dict[str, str]:
+def _to_names(source: str, content: Any) -> dict[str, str]:
     """Convert names or labels to names of classes, in label order."""
     is_mapping = isinstance(content, dict) and content
     if is_mapping and all(isinstance(name, str) for name in content.values()):

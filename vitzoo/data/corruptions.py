@@ -205,7 +205,7 @@ class CorruptedImages(Dataset):
         to_tensor: Converts the corrupted PIL image to the model's input.
     """
 
-    def __init__(self, images: Images, crop: Callable, to_tensor: Callable):
+    def __init__(self, images: Images, crop: Callable, to_tensor: Callable) -> None:
         self.images, self.crop, self.to_tensor = images, crop, to_tensor
 
     def __len__(self) -> int:

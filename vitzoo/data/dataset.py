@@ -113,7 +113,7 @@ class Splits:
         UserError: The data does not exist, or `multi_label` or an option is set for data that does not have it.
     """
 
-    def __init__(self, data_dir: str, multi_label: bool | None = False, options: DataOptions = NO_OPTIONS):
+    def __init__(self, data_dir: str, multi_label: bool | None = False, options: DataOptions = NO_OPTIONS) -> None:
         self.data_dir, self.multi_label = data_dir, multi_label
         self.class_map = None if options.class_map is None else read_class_map(options.class_map)
         self._find = cache(_split_finder(str(data_dir), multi_label, options))
@@ -158,7 +158,9 @@ class Images(Dataset):
 
     options = NO_OPTIONS
 
-    def __init__(self, reader: Reader, transform: Callable | None = None, class_to_idx: dict[str, int] | None = None):
+    def __init__(
+        self, reader: Reader, transform: Callable | None = None, class_to_idx: dict[str, int] | None = None
+    ) -> None:
         self.reader, self.transform = reader, transform
         class_to_idx = class_to_idx or {name: label for label, name in enumerate(reader.class_names)}
         self.is_multi_label = reader.is_multi_label
@@ -250,7 +252,7 @@ class FolderReader(ArchiveReader):
         UserError: There are no images in class folders.
     """
 
-    def __init__(self, archive: Archive, prefix: str = ''):
+    def __init__(self, archive: Archive, prefix: str = '') -> None:
         names = [name.removeprefix(prefix) for name in archive.names if name.startswith(prefix)]
         classes = group_by_class(names)
         if not classes:

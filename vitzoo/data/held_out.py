@@ -21,7 +21,7 @@ HELD_OUT = 'held_out.csv'
 class Subset(Reader):
     """A subset of the images of a reader, with all of its classes."""
 
-    def __init__(self, reader: Reader, indices: list[int]):
+    def __init__(self, reader: Reader, indices: list[int]) -> None:
         super().__init__()
         self.reader, self.indices, self.root, self.class_names = reader, indices, reader.root, reader.class_names
         self.is_multi_label = reader.is_multi_label

@@ -42,7 +42,7 @@ class HuggingFaceReader(Reader):
         UserError: A column is missing or ambiguous, or does not contain images or classes.
     """
 
-    def __init__(self, data_dir: str, dataset: Any, split: str, options: DataOptions):
+    def __init__(self, data_dir: str, dataset: Any, split: str, options: DataOptions) -> None:
         super().__init__()
         import datasets
 

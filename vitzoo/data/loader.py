@@ -55,7 +55,7 @@ class TrainBatches(Sampler):
         seed: int = 0,
         aug_repeats: int = 1,
         labels: list[int] | None = None,
-    ):
+    ) -> None:
         self.num_images, self.batch_size, self.aug_repeats, self.seed = num_images, batch_size, aug_repeats, seed
         self.accum, self.rank, self.world = accum, rank, world
         self.classes = None if labels is None else _group_by_label(labels)
@@ -104,7 +104,7 @@ class TrainBatches(Sampler):
 class EvalBatches(Sampler):
     """Batch sampler that assigns batches to processes in turn; batches are the same for any number of processes."""
 
-    def __init__(self, num_images: int, batch_size: int, *, rank: int = 0, world: int = 1):
+    def __init__(self, num_images: int, batch_size: int, *, rank: int = 0, world: int = 1) -> None:
         self.num_images, self.batch_size = num_images, batch_size
         self.starts = range(rank * batch_size, num_images, world * batch_size)
 
@@ -129,7 +129,7 @@ def eval_loader(dataset: Dataset, batch_size: int, workers: int = 0, *, rank: in
 class SeededImages(Dataset):
     """A dataset indexed by (index, seed numbers), which seeds the generators before reading an image."""
 
-    def __init__(self, dataset: Dataset):
+    def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:

@@ -62,7 +62,7 @@ class ShardReader(Reader):
 
     is_multi_label = False
 
-    def __init__(self, root: Path, shards: list[Path], options: DataOptions = NO_OPTIONS):
+    def __init__(self, root: Path, shards: list[Path], options: DataOptions = NO_OPTIONS) -> None:
         super().__init__()
         self.root, self.tars, self.places, names = root, [], [], []
         for number, shard in enumerate(_show_progress(shards)):

@@ -64,7 +64,7 @@ class TorchReader(Reader):
 
     is_multi_label = False
 
-    def __init__(self, dataset: Dataset, root: str):
+    def __init__(self, dataset: Dataset, root: str) -> None:
         super().__init__()
         self.dataset, self.root = dataset, root
         names = getattr(dataset, 'classes', None) or sorted({label for _, label in dataset})

@@ -10,7 +10,8 @@ import os
 import random
 import re
 from itertools import chain
-from typing import BinaryIO
+from types import ModuleType
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ def split_eval_transform(data_config: dict) -> tuple[Compose, Compose]:
     return Compose(steps[:first]), Compose(_to_channels(data_config) + steps[first:])
 
 
-def train_transform(recipe, data_config: dict) -> 'TrainTransform':
+def train_transform(recipe: Any, data_config: dict) -> 'TrainTransform':
     """The training transform of a recipe for a data config.
 
     Raises:
@@ -160,7 +161,7 @@ class TrainTransform:
         steps: The remaining transforms, on uint8 tensors.
     """
 
-    def __init__(self, crop: RandomResizedCropAndInterpolation | Compose, steps: Compose):
+    def __init__(self, crop: RandomResizedCropAndInterpolation | Compose, steps: Compose) -> None:
         self.crop, self.steps = crop, steps
 
     def read(self, file: BinaryIO | Image.Image) -> Tensor:
@@ -187,7 +188,7 @@ class TrainTransform:
 class Normalize(nn.Module):
     """Normalize uint8 images (..., C, H, W) with the mean and std of a data config; floats pass unchanged."""
 
-    def __init__(self, data_config: dict):
+    def __init__(self, data_config: dict) -> None:
         super().__init__()
         for name in ('mean', 'std'):
             self.register_buffer(name, 255 * torch.tensor(data_config[name])[:, None, None])
@@ -210,7 +211,7 @@ class Albumentations:
         UserError: A transform or one of its arguments does not exist, or the pipeline changes the image size.
     """
 
-    def __init__(self, pipeline: str | list[dict]):
+    def __init__(self, pipeline: str | list[dict]) -> None:
         self.pipeline = expand_pipeline(pipeline)
         self.compose = _build_pipeline(self.pipeline)
         image = Image.new('RGB', (48, 40))
@@ -232,7 +233,7 @@ def expand_pipeline(pipeline: str | list[dict]) -> list[dict]:
     return PIPELINES[pipeline]
 
 
-def _build_pipeline(pipeline: list[dict]):
+def _build_pipeline(pipeline: list[dict]) -> Any:
     # importing albumentations would check for a newer version over the network
     os.environ.setdefault('NO_ALBUMENTATIONS_UPDATE', '1')
     import albumentations
@@ -243,7 +244,7 @@ def _build_pipeline(pipeline: list[dict]):
     return albumentations.Compose([_build_transform(step, albumentations) for step in pipeline])
 
 
-def _build_transform(step: dict, albumentations):
+def _build_transform(step: dict, albumentations: ModuleType) -> Any:
     if not isinstance(step, dict) or len(step) != 1:
         raise UserError(
             f'an albumentations step is one name with its arguments, such as {{Rotate: {{limit: 10}}}}, not {step}'
@@ -264,7 +265,7 @@ def _build_transform(step: dict, albumentations):
         raise UserError(f'albumentations {name}: {error}') from error
 
 
-def _is_range(value) -> bool:
+def _is_range(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(item, int | float) for item in value)
 
 
@@ -276,7 +277,7 @@ def _allow_posterize_to_0_bits(augment: Compose) -> None:
                 op.aug_fn = _posterize
 
 
-def _posterize(image: Image.Image, bits_to_keep: int, **options) -> Image.Image:
+def _posterize(image: Image.Image, bits_to_keep: int, **options: Any) -> Image.Image:
     return posterize(image, bits_to_keep, **options) if bits_to_keep else image.point(lambda value: 0)
 
 

@@ -27,7 +27,7 @@ class ImageFiles(Dataset):
         transform: Applied to each PIL image (RGB, 8 bits).
     """
 
-    def __init__(self, files: dict[str, Callable[[], bytes]], transform: Callable[[Image.Image], Tensor]):
+    def __init__(self, files: dict[str, Callable[[], bytes]], transform: Callable[[Image.Image], Tensor]) -> None:
         self.files, self.transform = list(files.items()), transform
 
     def __len__(self) -> int:

@@ -102,7 +102,7 @@ def inspect_images(splits: list[ExaminedSplit], workers: int) -> None:
 class _FactsDataset(Dataset):
     """The facts about each image of a dataset."""
 
-    def __init__(self, images: Images):
+    def __init__(self, images: Images) -> None:
         self.images = images
 
     def __len__(self) -> int:

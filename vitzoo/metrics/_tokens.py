@@ -36,7 +36,7 @@ class TokenBlocks:
     has neither.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.modules = {name: block for name, block in model.named_modules() if isinstance(block, Block)}
         self.features = {} if self.modules else _timm_features(model)

@@ -5,6 +5,8 @@ exact attention of the same queries, keys and values, features at their numerica
 converged. They are measured per image, so that their means do not depend on the batch size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +45,7 @@ class HealthProbe:
 
     key = 'health'
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         mixers = {name: module for name, module in model.named_modules() if isinstance(module, QKVMixer)}
         self.mixers = {name: mixer for name, mixer in mixers.items() if mixer.approximates_softmax}
         if not self.mixers:
@@ -56,7 +58,7 @@ class HealthProbe:
         self._hooks = [mixer.register_forward_pre_hook(self._measurer(name)) for name, mixer in self.mixers.items()]
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
@@ -79,7 +81,7 @@ class HealthProbe:
             signs[mixer][sign] = mean
         return signs
 
-    def _measurer(self, name: str):
+    def _measurer(self, name: str) -> Callable[[QKVMixer, tuple], None]:
         @torch.no_grad()
         def measure(mixer: QKVMixer, args: tuple) -> None:
             grid_size = args[1]

@@ -6,6 +6,7 @@ tensors and pooling count as well, because Hydra, AFT and PoolFormer mix tokens 
 """
 
 import copy
+from typing import Any
 
 import torch
 from timm.models._input import get_model_input_config
@@ -41,13 +42,13 @@ FREE_OPS = {
 FREE_OP_NAMES = frozenset(name for names in FREE_OPS.values() for name in names.split())
 
 
-def _product_macs(out: torch.Tensor, *factors) -> int:
+def _product_macs(out: torch.Tensor, *factors: Any) -> int:
     """Element-wise product; a product with a scalar is free."""
     is_mixing = all(isinstance(factor, torch.Tensor) and factor.numel() > 1 for factor in factors)
     return out.numel() if is_mixing else 0
 
 
-def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *args) -> int:
+def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *args: Any) -> int:
     """Pooling as a depthwise convolution with constant weights."""
     return out.numel() * kernel_size[0] * kernel_size[-1]
 
@@ -89,7 +90,7 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
         ) from error
 
 
-def count_call_macs(module: nn.Module, *args) -> int:
+def count_call_macs(module: nn.Module, *args: Any) -> int:
     """Count the multiply-accumulates of a call as `count_macs` does; tensor arguments are on the meta device."""
     module_name = type(module).__name__
     module = _meta_copy(module).eval()
@@ -118,7 +119,7 @@ def input_shape(model: nn.Module, img_size: int | tuple[int, int] | None = None)
 
 
 @torch.no_grad()
-def run_and_count(model: nn.Module, *args) -> tuple[int, set[str]]:
+def run_and_count(model: nn.Module, *args: Any) -> tuple[int, set[str]]:
     """Run a model on any device, and return its MACs and the names of the operations without a formula."""
     watcher, counter = _OpWatcher(), FlopCounterMode(display=False)
     hooks = []
@@ -138,7 +139,7 @@ def run_and_count(model: nn.Module, *args) -> tuple[int, set[str]]:
 class _OpWatcher(TorchDispatchMode):
     """Counts the element-wise MACs of token mixers, and collects operations that are neither counted nor free."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.uncounted = set()
         self.mixing_macs = 0
@@ -150,7 +151,7 @@ class _OpWatcher(TorchDispatchMode):
     def leave(self, mixer: TokenMixer, args: tuple, output: torch.Tensor) -> None:
         self.depth -= 1
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         packet = func._overloadpacket
         cheap = func.is_view or torch.Tag.pointwise in func.tags or packet.__name__.rstrip('_') in FREE_OP_NAMES
         if packet not in flop_registry and not (cheap and func.namespace in ('aten', 'prim', 'prims')):

@@ -201,7 +201,7 @@ class OversmoothingProbe:
         absolute: bool = False,
         include_self: bool = False,
         include_cls: bool = False,
-    ):
+    ) -> None:
         self.model = model
         self.measures = tuple(measures)
         for name in self.measures:
@@ -227,7 +227,7 @@ class OversmoothingProbe:
                 self._hooks.append(block.attn.register_forward_pre_hook(partial(self._measure_attention, name)))
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for hook in self._hooks:
             hook.remove()
 

@@ -72,7 +72,7 @@ class PeakMemory:
     reset its high-water mark, the peak since the process started.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.megabytes = 0.0
 
@@ -88,7 +88,7 @@ class PeakMemory:
                 CLEAR_REFS.write_text('5')
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.megabytes = peak_process_megabytes(self.device)
 
 

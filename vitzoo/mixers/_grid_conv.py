@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 __all__ = ['GridConv', 'grid_conv_naive']
 
@@ -21,8 +22,8 @@ class GridConv(nn.Conv2d):
         *,
         bias: bool = True,
         zero_init: bool = False,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.zero_init = zero_init
         if kernel_size < 1 or kernel_size % 2 == 0:

@@ -10,7 +10,7 @@ Tokens are processed in blocks whose features fit in a CPU cache. Features are r
 stored, which saves memory and memory traffic.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ def _blocks(q: Tensor, num_features: int) -> list[tuple[slice, list[slice]]]:
 
 class _FeatureAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, phi: FeatureMap) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, phi: FeatureMap) -> Tensor:
         (B, heads, N, _), dtype = q.shape, torch.promote_types(q.dtype, torch.float32)
         # (B, N, heads, d) in memory, so that merging the heads is free
         out = v.new_empty(B, N, heads, v.shape[-1]).transpose(1, 2)
@@ -126,7 +126,7 @@ class _FeatureAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, den, contexts, k_sums, shifts = ctx.saved_tensors
         phi, dtype = ctx.phi, den.dtype
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

@@ -8,6 +8,7 @@ parameters and no channels.
 import torch
 from timm.layers import ConvNormAct
 from torch import nn
+from torch.types import Device
 
 __all__ = ['ConvQKV', 'LinearQKV', 'split_heads', 'split_qkv']
 
@@ -48,8 +49,8 @@ class LinearQKV(nn.Linear):
         shared_qk: bool = False,
         num_prefix_tokens: int = 0,
         qkv_bias: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         sizes = (dim, _key_width(dim, k_dim, shared_qk), dim)
         super().__init__(dim, sum(sizes), bias=qkv_bias, device=device, dtype=dtype)
@@ -91,8 +92,8 @@ class ConvQKV(nn.Module):
         qkv_bias: bool = True,
         kernel_size: int = 3,
         stride_kv: int = 1,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dd = {'device': device, 'dtype': dtype}

@@ -11,10 +11,13 @@ and each column; prefix tokens have their own. The convolution is on the grid, p
 all keys changes nothing. Agent Attention, https://arxiv.org/abs/2312.08874
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
@@ -42,7 +45,7 @@ def agent_naive(
     H, W = grid_size
     image = q[:, :, q.shape[2] - H * W :].unflatten(2, grid_size)
 
-    def cell(i, size):
+    def cell(i: int, size: int) -> slice:
         return slice(i * size // num_cells, -(-(i + 1) * size // num_cells))
 
     cells = [(cell(y, H), cell(x, W)) for y in range(num_cells) for x in range(num_cells)]
@@ -86,14 +89,14 @@ class _AgentBias(nn.Module):
         grid_size: tuple[int, int],
         num_prefix_tokens: int,
         *,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.grid_size = tuple(grid_size)
         H, W = grid_size
 
-        def table(*shape):
+        def table(*shape: int) -> nn.Parameter:
             return nn.Parameter(
                 trunc_normal_(torch.empty(num_heads, num_agents, *shape, device=device, dtype=dtype), std=0.02)
             )
@@ -138,9 +141,9 @@ class Agent(KernelMixer):
         num_cells: int = 7,
         agent_bias: bool = True,
         conv_size: int = 3,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_cells < 1:

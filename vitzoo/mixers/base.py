@@ -7,10 +7,12 @@ raster order, and returns the same shape. It does not depend on the backbone tha
 import inspect
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from timm.layers import register_notrace_module
 from torch import nn
+from torch.types import Device
 
 from vitzoo.errors import did_you_mean
 
@@ -74,7 +76,7 @@ def mixer_class(name: str) -> type['TokenMixer']:
     return _mixers[name]
 
 
-def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, int], **kwargs) -> 'TokenMixer':
+def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, int], **kwargs: Any) -> 'TokenMixer':
     """Build the mixer `name` for tokens of width `dim` on a `grid_size` = (H, W) grid.
 
     Raises ValueError for an unknown name or an invalid value, TypeError for a keyword that the mixer does not take.
@@ -207,9 +209,9 @@ class ParameterFreeMixer(TokenMixer):
         *,
         qkv_bias: bool = True,
         proj_drop: float = 0.0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -244,9 +246,9 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         qk_norm: bool = False,
         scale_norm: bool = False,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
         if qk_norm and k_dim is not None:

@@ -11,7 +11,10 @@ O(N (k s + P) dim). BiFormer: Vision Transformer with Bi-Level Routing Attention
 https://arxiv.org/abs/2303.08810
 """
 
+from typing import Any
+
 import torch
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._window import halo_mask, tile, untile
@@ -125,9 +128,9 @@ class BiFormer(QKVMixer):
         topk: int = 4,
         lepe_size: int = 5,
         scale: float | None = None,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         scale = dim**-0.5 if scale is None else scale
         super().__init__(dim, num_heads, scale=scale, device=device, dtype=dtype, **kwargs)

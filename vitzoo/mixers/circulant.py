@@ -8,9 +8,12 @@ attention with `num_heads` heads. The official code runs on square grids only an
 `qkv_bias=False`). Vision Transformers are Circulant Attention Learners, section 4, https://arxiv.org/abs/2512.21542
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from .base import QKVMixer, no_autocast, register_mixer
@@ -67,7 +70,9 @@ def _correlate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.conj() * b
 
 
-def _inverse_fft_flops(shape: tuple[int, ...], dims: list[int], *args, out_shape=None, **kwargs) -> int:
+def _inverse_fft_flops(
+    shape: tuple[int, ...], dims: list[int], *args: Any, out_shape: tuple[int, ...], **kwargs: Any
+) -> int:
     return fft_flops(out_shape, dims)
 
 
@@ -83,7 +88,9 @@ class Circulant(QKVMixer):
     op = staticmethod(circulant_attention)
     op_naive = staticmethod(circulant_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, *, device: Device = None, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.gate = nn.Linear(dim, dim, device=device, dtype=dtype)
 

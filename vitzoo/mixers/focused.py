@@ -10,9 +10,12 @@ ordinary tokens in the sums and have no convolution. The official classes add a 
 4.1 and 4.2, https://arxiv.org/abs/2308.00442
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
@@ -34,7 +37,7 @@ def focused_naive(
 ) -> torch.Tensor:
     """The N x N attention matrix of the features, row-normalised; arguments as `focused_attention`."""
 
-    def phi(x):
+    def phi(x: torch.Tensor) -> torch.Tensor:
         x = (x.relu() + _EPS) / (1 + divisor.exp()).log()
         tokens = x.transpose(1, 2).flatten(2)  # (B, N, dim)
         focused = tokens**power
@@ -97,9 +100,9 @@ class Focused(KeyPositionMixer):
         *,
         power: float = 3.0,
         conv_size: int = 5,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if power <= 0:

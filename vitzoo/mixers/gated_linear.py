@@ -11,9 +11,12 @@ Gated Linear Attention Transformers with Hardware-Efficient Training, section 4,
 directions: ViG, https://arxiv.org/abs/2405.18425
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._qkv import split_heads
 from ._rope import Rope
@@ -130,7 +133,16 @@ class GatedLinear(QKVMixer):
     op = staticmethod(gated_linear_attention)
     op_naive = staticmethod(gated_linear_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, rank: int = 16, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        rank: int = 16,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rank < 1:
             raise ValueError(f'rank of gated_linear must be at least 1, not {rank}.')

@@ -10,9 +10,12 @@ the paper does not divide them, which `mean_scores=False` reproduces. Bridging t
 Linear Attention, sections 4.1 and 4.2, https://arxiv.org/abs/2412.06590
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._kernel import KernelMixer
 from .base import no_autocast, register_mixer
@@ -95,9 +98,9 @@ class InLine(KernelMixer):
         *,
         residual: bool = True,
         mean_scores: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.mean_scores = mean_scores

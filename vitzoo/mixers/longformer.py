@@ -12,8 +12,11 @@ number of tokens: O(N (9 w^2 + P) dim). Multi-Scale Vision Longformer, section 3
 projections of global tokens: Longformer, https://arxiv.org/abs/2004.05150
 """
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.types import Device
 
 from ._qkv import split_heads, split_qkv
 from ._random_shift import draw_neighbour, shifted_attention
@@ -148,9 +151,9 @@ class Longformer(QKVMixer):
         shift_steps: int | None = None,
         global_proj: bool = False,
         qkv_bias: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, device=device, dtype=dtype, **kwargs)
         if rel_bias not in ('none', 'table'):

@@ -15,10 +15,12 @@ Expressivity of Linear Attention via Token-Level Multi-Head, https://arxiv.org/a
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
@@ -161,7 +163,9 @@ def _from_blocks(x: torch.Tensor, grid_size: tuple[int, int], block_size: tuple[
 class _AllHeadsRMSNorm(nn.Module):
     """Root mean square norm of (B, heads, N, d) over all heads, with a weight per channel."""
 
-    def __init__(self, num_heads: int, head_dim: int, *, device=None, dtype=None) -> None:
+    def __init__(
+        self, num_heads: int, head_dim: int, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(num_heads, 1, head_dim, device=device, dtype=dtype))
 
@@ -196,9 +200,9 @@ class MHLA(KernelMixer):
         rms_norm: bool = False,
         conv_size: int = 5,
         qk_norm: bool = False,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, qk_norm=qk_norm, device=device, dtype=dtype, **kwargs)
         if num_blocks < 1:

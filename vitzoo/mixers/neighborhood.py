@@ -11,10 +11,13 @@ tiles of k // 2 + 1 queries per side whose scores with all keys of the tile are 
 Transformer, section 3.1, https://arxiv.org/abs/2204.07143; dilation: https://arxiv.org/abs/2209.15001
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -167,9 +170,9 @@ class Neighborhood(QKVMixer):
         kernel_size: int = 7,
         dilation: int = 1,
         rel_bias: str = 'table',
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if kernel_size < 1 or dilation < 1:

@@ -20,10 +20,12 @@ Nystromformer, https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-
 """
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention
@@ -100,10 +102,10 @@ def nystrom_naive(
 ) -> torch.Tensor:
     """The whole N x N approximation, then the values; arguments as `nystrom_attention`."""
 
-    def cut(length, pieces):
+    def cut(length: int, pieces: int) -> tuple[torch.Tensor, ...]:
         return torch.arange(length).split([(length + i) // pieces for i in range(pieces)])
 
-    def aspect_ratio(cells):
+    def aspect_ratio(cells: tuple[int, int]) -> float:
         sides = grid_size[0] * cells[1], grid_size[1] * cells[0]
         return max(sides) / min(sides)
 
@@ -190,9 +192,9 @@ class Nystrom(QKVMixer):
         num_iterations: int = 6,
         landmarks: str = 'segment',
         conv_kernel_size: int | None = None,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_landmarks < 1 or num_iterations < 1:

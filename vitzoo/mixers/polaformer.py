@@ -11,9 +11,12 @@ no convolution. The official classes add a learned position to the keys, which `
 the scores. PolaFormer: Polarity-aware Linear Attention, https://arxiv.org/abs/2501.15061
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
@@ -108,9 +111,9 @@ class PolaFormer(KeyPositionMixer):
         alpha: float = 4.0,
         conv_size: int = 5,
         gate: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if self.head_dim % 2:

@@ -14,8 +14,11 @@ queries. Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim), a
 at most 64. Reformer, section 2 and appendix A, https://arxiv.org/abs/2001.04451
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._chunked import chunk_attention, merge, softmax_with_lse
 from ._numerics import LOG2_E
@@ -181,12 +184,12 @@ class _Take(torch.autograd.Function):
     """`index_select` with a backward pass that gathers, several times faster than PyTorch's scatter-add."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse)
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return sum(grad.index_select(0, rows) for rows in inverse), None, None
 
@@ -212,9 +215,9 @@ class Reformer(QKVMixer):
         num_hashes: int = 2,
         bucket_size: int = 16,
         seed: int = 0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, shared_qk=True, device=device, dtype=dtype, **kwargs)
         if num_hashes < 1 or bucket_size < 1:

@@ -11,9 +11,13 @@ sum of the whole batch, so that an image depends on the others; it is not provid
 Linear Complexity, section 3, https://arxiv.org/abs/2110.11945
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from .base import QKVMixer, no_autocast, register_mixer
@@ -45,7 +49,7 @@ def gaussian_naive(
             patches.append(torch.einsum('bhyxc,dcyx->bhd', patch, kernel))
     points = F.gelu(F.layer_norm(torch.stack(patches, dim=2), norm.normalized_shape, norm.weight, norm.bias, norm.eps))
 
-    def kernel(a, b):
+    def kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (-(a.unsqueeze(3) - b.unsqueeze(2)).square().sum(dim=-1) / 2).exp()
 
     own = kernel(points, points)
@@ -104,7 +108,9 @@ def _gaussian_kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a @ b.mT - half_a - half_b.mT).clamp(max=0).exp()
 
 
-def _convolve(v: torch.Tensor, conv: GridConv, grid_size: tuple[int, int], convolve) -> torch.Tensor:
+def _convolve(
+    v: torch.Tensor, conv: GridConv, grid_size: tuple[int, int], convolve: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     """Convolve v (B, heads, N, d) with one kernel per head: to the convolution, channels are heads."""
     return convolve(conv, v.transpose(1, 3), grid_size).transpose(1, 3)
 
@@ -123,9 +129,9 @@ class SOFT(QKVMixer):
         *,
         ratio: int = 4,
         conv_size: int = 3,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, shared_qk=True, device=device, dtype=dtype, **kwargs)
         if ratio < 1:

@@ -7,10 +7,13 @@ the number of tokens: O(N^2 dim). Attention Is All You Need, https://arxiv.org/a
 https://arxiv.org/abs/2103.15358; Talking-Heads Attention, https://arxiv.org/abs/2003.02436, with biases as in CaiT
 """
 
+from typing import Any
+
 import torch
 from timm.layers import is_exporting, use_fused_attn
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._rel_bias import OffsetBias, PrefixBias
 from .base import QKVMixer, register_mixer
@@ -97,9 +100,9 @@ class Softmax(QKVMixer):
         *,
         rel_bias: str = 'none',
         talking_heads: bool = False,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rel_bias not in ('none', 'table'):

@@ -11,10 +11,12 @@ section 3.3, https://arxiv.org/abs/2102.12122
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._qkv import split_heads, split_qkv
 from .base import TokenMixer, no_autocast, register_mixer
@@ -131,9 +133,9 @@ class SRFormer(TokenMixer):
         proj_drop: float = 0.0,
         qk_norm: bool = False,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
         if norm not in ('layer', 'instance'):

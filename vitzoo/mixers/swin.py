@@ -11,8 +11,11 @@ attends them and they attend every token. If one window covers the grid and ther
 Linear in the number of tokens: O(N (w^2 + P) dim). Swin Transformer, section 3.2, https://arxiv.org/abs/2103.14030
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._rel_bias import OffsetBias
 from ._window import tile, untile
@@ -132,9 +135,9 @@ class Swin(QKVMixer):
         window_size: int = 7,
         shift: bool | None = None,
         rel_bias: str = 'table',
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if window_size < 1:

@@ -15,10 +15,13 @@ a new one, parameters of tokens are resampled in two dimensions, and parameters 
 section 3, https://arxiv.org/abs/2005.00743
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid import resample_rows
 from ._qkv import split_heads, split_qkv
@@ -30,7 +33,7 @@ __all__ = ['Synthesizer', 'synthesizer', 'synthesizer_naive']
 def synthesizer_naive(x: torch.Tensor, v: torch.Tensor, scores: nn.Module, dropout_p: float = 0.0) -> torch.Tensor:
     """The scores of each variant key by key, then softmax attention; arguments as `synthesizer`."""
 
-    def synthesize(keys, bias):
+    def synthesize(keys: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         hidden = (x @ scores.hidden.weight.T + scores.hidden.bias).clamp(min=0).unflatten(2, (v.shape[1], -1))
         columns = [(hidden * keys[:, j]).sum(dim=-1) + bias[:, j, 0] for j in range(keys.shape[1])]  # (B, N, heads)
         return torch.stack(columns, dim=-1).transpose(1, 2)
@@ -62,7 +65,13 @@ class _DenseScores(nn.Module):
     """Scores from each token alone, (B, heads, N, N)."""
 
     def __init__(
-        self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
@@ -88,7 +97,13 @@ class _FactorizedDenseScores(nn.Module):
     """Products of a row's and a column's score, both from each token alone, (B, heads, N, N)."""
 
     def __init__(
-        self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
@@ -123,7 +138,13 @@ class _RandomScores(nn.Module):
     """Scores that are parameters, (heads, N, N)."""
 
     def __init__(
-        self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
@@ -151,8 +172,8 @@ class _FactorizedRandomScores(nn.Module):
         grid_size: tuple[int, int],
         num_prefix_tokens: int,
         rank: int = 8,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
@@ -201,9 +222,9 @@ class Synthesizer(TokenMixer):
         qkv_bias: bool = True,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
         # configs saved by earlier versions have the British spelling

@@ -12,10 +12,13 @@ trained on the grid alone, a prefix token is an image of one pixel. Linear in th
 ViT^3: Unlocking Test-Time Training in Vision, section 4, https://arxiv.org/abs/2512.01643
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._rotary import rotate_pairs
 from .base import QKVMixer, no_autocast, register_mixer
@@ -40,10 +43,10 @@ def train_and_apply_naive(
     """Image by image, with gradients by autograd; arguments as `train_and_apply`."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
 
-    def apply(x, w1, w2):
+    def apply(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         return (x @ w1) * F.silu(x @ w2)
 
-    def convolve(x, w3):
+    def convolve(x: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
         return F.conv2d(x[P:].T.unflatten(1, grid_size), w3, padding=1, groups=len(w3)).flatten(1).T
 
     outs = []
@@ -134,9 +137,9 @@ class TTT(QKVMixer):
         *,
         rope: bool = False,
         qkv_bias: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, device=device, dtype=dtype, **kwargs)
         if rope and (dim % 4 or self.head_dim % 2):

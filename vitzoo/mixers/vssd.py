@@ -11,10 +11,12 @@ https://arxiv.org/abs/2407.18559
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv
 from ._qkv import split_heads
@@ -83,9 +85,9 @@ class VSSD(TokenMixer):
         expand: int = 2,
         qkv_bias: bool = True,
         proj_drop: float = 0.0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if d_state < 1 or expand < 1:

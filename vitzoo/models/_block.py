@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
+from torch.types import Device
 
 from vitzoo.mixers import create_mixer
 from vitzoo.mixers._rope import Rope
@@ -36,8 +37,8 @@ class Block(nn.Module):
         drop_path: float = 0.0,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
         act_layer: Callable[..., nn.Module] = nn.GELU,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dd = {'device': device, 'dtype': dtype}

@@ -1,12 +1,14 @@
 """The multi-stage body of CvT and ViL: stages of blocks on shrinking grids, with timm's full model API."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from timm.layers import get_device_dtype, global_pool_nlc, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
 from torch import nn
+from torch.types import Device
 
 from ._block import Block
 from ._recompute import recompute_block
@@ -47,8 +49,8 @@ class Stage(nn.Module):
         num_prefix_tokens: int = 0,
         pos_embed: nn.Module | None = None,
         pos_drop: float = 0.0,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_prefix_tokens = num_prefix_tokens
@@ -101,9 +103,9 @@ def build_stages(
     drop_path_rates: Sequence[float],
     pos_embed_layer: Callable[..., nn.Module] | None = None,
     pos_drop_rate: float = 0.0,
-    device=None,
-    dtype=None,
-    **block_kwargs,
+    device: Device = None,
+    dtype: torch.dtype | None = None,
+    **block_kwargs: Any,
 ) -> list[Stage]:
     """Stages of blocks, from one entry per stage in every positional argument.
 
@@ -159,8 +161,8 @@ class Pyramid(nn.Module):
         pool_include_prefix: bool = False,
         drop_rate: float,
         norm_layer: Callable[..., nn.Module],
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dd = {'device': device, 'dtype': dtype}

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
@@ -15,7 +16,7 @@ from vitzoo.mixers import list_mixers
 __all__ = ['cfg', 'register_variants', 'swapped']
 
 
-def cfg(**kwargs) -> dict:
+def cfg(**kwargs: Any) -> dict:
     """A pretrained config with the usual values for ImageNet, overridden by `kwargs`."""
     return {
         'url': '',
@@ -75,7 +76,9 @@ def register_variants(
         {**weights, **{name: default_cfg(name) for name in variants if name not in with_weights}}
     )
 
-    def create(name: str, pretrained: bool, *, out_indices=out_indices, **kwargs) -> nn.Module:
+    def create(
+        name: str, pretrained: bool, *, out_indices: int | tuple[int, ...] = out_indices, **kwargs: Any
+    ) -> nn.Module:
         # timm does this only for models of a fixed size
         config = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay'))
         kwargs.setdefault('img_size', config.input_size[-2:])
@@ -97,7 +100,7 @@ def register_variants(
 
 
 def _entrypoint(module: str, name: str, create: Callable[..., nn.Module], args: dict) -> Callable[..., nn.Module]:
-    def entrypoint(pretrained: bool = False, **kwargs) -> nn.Module:
+    def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(name, pretrained, **_override(args, kwargs))
 
     entrypoint.__name__ = entrypoint.__qualname__ = name

@@ -7,6 +7,7 @@ offsets the two agree.
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from timm.layers import Attention, AttentionRope, RelPosMlp
@@ -76,7 +77,7 @@ class AttentionParts:
             return self.weights
         return {**self.weights, 'rel_bias.table': _squared(table, mixer.grid_size)}
 
-    def _norm_layer(self, width: int, **kwargs) -> nn.Module:
+    def _norm_layer(self, width: int, **kwargs: Any) -> nn.Module:
         """A norm like that of the layer for heads or, before `proj`, for tokens of this width."""
         name = 'q_norm' if 'q_norm' in self.norms and width == self.dim // self.attn.num_heads else 'scale_norm'
         return deepcopy(self.norms[name])

@@ -1,5 +1,7 @@
 """timm's transformer blocks with token mixers as their attention, and vitzoo's with another mixer."""
 
+from typing import Any
+
 import torch
 from timm.layers import register_notrace_module
 from timm.models.beit import Block as BeitBlock
@@ -54,7 +56,7 @@ class SwappedTimmBlock:
 class SwappedBlock(SwappedTimmBlock, Block):
     """timm's `Block` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
         x = x + self.drop_path1(self.ls1(self.mix(self.attn, self.norm1(x), **masks)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -63,7 +65,7 @@ class SwappedBlock(SwappedTimmBlock, Block):
 class SwappedResPostBlock(SwappedTimmBlock, ResPostBlock):
     """timm's `ResPostBlock` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
         x = x + self.drop_path1(self.norm1(self.mix(self.attn, x, **masks)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
@@ -75,7 +77,7 @@ class SwappedParallelBlock(SwappedTimmBlock, ParallelThingsBlock):
     def attention_holders(self) -> dict[str, nn.Module]:
         return {f'attns.{i}': branch for i, branch in enumerate(self.attns)}
 
-    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
         mixed = [branch.drop_path(branch.ls(self.mix(branch.attn, branch.norm(x), **masks))) for branch in self.attns]
         x = x + torch.stack(mixed).sum(dim=0)
         return x + torch.stack([ffn(x) for ffn in self.ffns]).sum(dim=0)
@@ -96,7 +98,7 @@ class _RotaryBlock(SwappedTimmBlock):
 class SwappedEvaBlock(_RotaryBlock, EvaBlock):
     """timm's `EvaBlock` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks: Any) -> torch.Tensor:
         mixed = self.mix(self.attn, self.norm1(x), self.rotary(rope), **masks)
         x = x + self.drop_path1(mixed if self.gamma_1 is None else self.gamma_1 * mixed)
         mlp = self.mlp(self.norm2(x))
@@ -107,7 +109,7 @@ class SwappedEvaBlock(_RotaryBlock, EvaBlock):
 class SwappedEvaBlockPostNorm(_RotaryBlock, EvaBlockPostNorm):
     """timm's `EvaBlockPostNorm` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks: Any) -> torch.Tensor:
         x = x + self.drop_path1(self.norm1(self.mix(self.attn, x, self.rotary(rope), **masks)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
@@ -158,7 +160,7 @@ class SwappedSwinBlock(SwappedTimmBlock, SwinTransformerBlock):
         # the mask of shifted windows
         self.attn_mask = None
 
-    def set_input_size(self, feat_size: tuple[int, int], *args, **kwargs) -> None:
+    def set_input_size(self, feat_size: tuple[int, int], *args: Any, **kwargs: Any) -> None:
         self.input_resolution = feat_size
         self.attn.set_input_size(feat_size)
 

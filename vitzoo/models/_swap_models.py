@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import ceil, floor
+from typing import Any
 
 import torch
 from timm.layers import to_2tuple
@@ -149,7 +150,7 @@ class SwappedNaFlexViT(SwappedModel, NaFlexVit):
             mixer.set_input_size(self.embeds.dynamic_feat_size(to_2tuple(img_size)))
         update_model_input_size(self, to_2tuple(img_size))
 
-    def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, **kwargs) -> dict:
+    def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, **kwargs: Any) -> dict:
         if patch_coord is not None:
             raise ValueError('Token mixers need images of one size: pass images (B, C, H, W), not patches.')
         for name, mixer in self.mixers().items():

@@ -4,6 +4,8 @@ AFT-full has a class token and a position embedding; with all other mixers the b
 An Attention Free Transformer, section 5.3, https://arxiv.org/abs/2105.14103
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -28,7 +30,7 @@ class AFT(DeiT):
         class_token: bool = False,
         pos_embed: str = 'none',
         global_pool: str | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         if global_pool is None:
             global_pool = 'token' if class_token else 'avg'
@@ -45,7 +47,7 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) 
 SIZES = {size: DEIT_SIZES[size] for size in ('nano', 'tiny', 'small')}
 
 
-def _aft_conv(size: str, num_heads: int, **kwargs) -> dict:
+def _aft_conv(size: str, num_heads: int, **kwargs: Any) -> dict:
     return {**SIZES[size], 'num_heads': num_heads, 'mixer': 'aft_conv', **kwargs}
 
 

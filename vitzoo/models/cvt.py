@@ -6,10 +6,12 @@ the class token joins in the last stage. https://arxiv.org/abs/2103.15808
 
 import re
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import calculate_drop_path_rates, to_2tuple
 from torch import nn
+from torch.types import Device
 
 from vitzoo.mixers import QKVMixer, TokenMixer, mixer_class
 from vitzoo.mixers._qkv import ConvQKV
@@ -34,7 +36,14 @@ class ConvEmbed(nn.Module):
     """Overlapping patch embedding with layer norm: (B, C_in, H_in, W_in) -> (B, H, W, C)."""
 
     def __init__(
-        self, in_chans: int, dim: int, kernel_size: int, stride: int, padding: int, device=None, dtype=None
+        self,
+        in_chans: int,
+        dim: int,
+        kernel_size: int,
+        stride: int,
+        padding: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
@@ -76,8 +85,8 @@ class CvT(Pyramid):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         patch_size: int = 4,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
@@ -194,7 +203,7 @@ VARIANTS = {
 }
 
 
-def _cfg(name: str, **kwargs) -> dict:
+def _cfg(name: str, **kwargs: Any) -> dict:
     args = VARIANTS[name]
     size, is_fixed = args.get('img_size', 224), mixer_class(args.get('mixer', 'softmax')).grid_bound
     return cfg(first_conv='stages.0.embed.proj', input_size=(3, size, size), fixed_input_size=is_fixed, **kwargs)

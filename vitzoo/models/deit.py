@@ -10,6 +10,7 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
 from torch import nn
+from torch.types import Device
 
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._rope import Rope
@@ -62,8 +63,8 @@ class DeiT(VisionTransformer):
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         if patch_drop_rate:

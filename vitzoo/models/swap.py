@@ -2,6 +2,7 @@
 
 import logging
 from math import log
+from typing import Any
 
 from timm.layers import get_device_dtype
 from timm.models._input import update_model_args
@@ -37,7 +38,9 @@ _REASONS = {
 }
 
 
-def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
+def swap_mixer(
+    model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs: Any
+) -> nn.Module:
     """Replace the attention of a vision transformer of timm or vitzoo by `mixer`, in all blocks or in the given ones.
 
     The model is changed in place and returned. A list of mixers has one for each of these blocks, in their order. A

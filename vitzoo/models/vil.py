@@ -5,11 +5,13 @@ efficient mixer, the last two softmax attention. https://arxiv.org/abs/2103.1535
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import calculate_drop_path_rates, to_2tuple
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from vitzoo.mixers import TokenMixer, mixer_class
 from vitzoo.mixers._grid import check_grid
@@ -30,7 +32,9 @@ class PatchEmbed(nn.Module):
     Incomplete patches at the border are dropped.
     """
 
-    def __init__(self, in_chans: int, dim: int, patch_size: int, device=None, dtype=None) -> None:
+    def __init__(
+        self, in_chans: int, dim: int, patch_size: int, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size, device=device, dtype=dtype)
         self.norm = LayerNorm(dim, device=device, dtype=dtype)
@@ -42,7 +46,14 @@ class PatchEmbed(nn.Module):
 class AxialPosEmbed(nn.Module):
     """Absolute position embedding: half the channels from the row, half from the column, a vector per prefix token."""
 
-    def __init__(self, dim: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
         self.grid_size = tuple(grid_size)
@@ -119,8 +130,8 @@ class ViL(Pyramid):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         patch_size: int = 4,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if pos_embed not in ('rel', 'abs'):
             raise ValueError(f"pos_embed of ViL is 'rel' or 'abs', not {pos_embed!r}.")
@@ -284,7 +295,7 @@ def _first_two_stages(mixer: str) -> tuple[str, ...]:
     return (mixer, mixer, 'softmax', 'softmax')
 
 
-def _nvidia_long_short(size: str, **mixer_kwargs) -> dict:
+def _nvidia_long_short(size: str, **mixer_kwargs: Any) -> dict:
     """The published long-short models, whose bias index lets different offsets share a row of the table."""
     return {**SIZES[size], 'mixer': _first_two_stages('ls'), 'mixer_kwargs': {**mixer_kwargs, 'rel_bias': 'nvidia'}}
 
@@ -310,14 +321,14 @@ VARIANTS = {
 }
 
 
-def _cfg(name: str, **kwargs) -> dict:
+def _cfg(name: str, **kwargs: Any) -> dict:
     size = VARIANTS[name.partition('.')[0]].get('img_size', 224)
     return cfg(
         **{'first_conv': 'stages.0.embed.proj', 'input_size': (3, size, size), 'fixed_input_size': True, **kwargs}
     )
 
 
-def _microsoft(path: str, **kwargs) -> dict:
+def _microsoft(path: str, **kwargs: Any) -> dict:
     return dict(
         url=f'https://penzhanwu2.blob.core.windows.net/imagenet/msvit/{path}/model_best.pth',
         license='mit',

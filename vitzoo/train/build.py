@@ -240,7 +240,9 @@ def _cast_input(model: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
     return inputs[0].to(next(model.parameters()).dtype)
 
 
-def _cast_output(model: nn.Module, inputs: tuple, logits):
+def _cast_output(
+    model: nn.Module, inputs: tuple, logits: torch.Tensor | tuple[torch.Tensor, ...]
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     # distilled models return the logits of both heads in training
     return tuple(part.float() for part in logits) if isinstance(logits, tuple) else logits.float()
 

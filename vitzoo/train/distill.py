@@ -1,6 +1,7 @@
 """Knowledge distillation from a teacher, with timm's tasks."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from timm.task import LogitDistillationTask, TokenDistillationTask, TrainingTask
@@ -44,7 +45,9 @@ class NetworkLoss:
     While the context is open, call the student and then the teacher on a batch, and the object for the loss.
     """
 
-    def __init__(self, student: nn.Module, teacher: nn.Module, block_weight: float = 0.1, temperature: float = 1.0):
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, block_weight: float = 0.1, temperature: float = 1.0
+    ) -> None:
         self.student, self.teacher = unwrap_model(student), teacher
         self.block_weight, self.temperature = block_weight, temperature
 
@@ -53,7 +56,7 @@ class NetworkLoss:
         self.records = [_Record(model, paths if self.block_weight else []) for model in (self.student, self.teacher)]
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for record in self.records:
             record.close()
 
@@ -76,7 +79,7 @@ class TransferTask(LogitDistillationTask):
     Labels are used only if `task_loss_weight` is not 0.
     """
 
-    def __init__(self, *args, block_weight: float = 0.1, **kwargs):
+    def __init__(self, *args: Any, block_weight: float = 0.1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_weight = block_weight
 
@@ -98,7 +101,7 @@ class TransferTask(LogitDistillationTask):
 class _Record:
     """Final tokens, output and attention outputs of the last forward pass of a model."""
 
-    def __init__(self, model: nn.Module, paths: list[str]):
+    def __init__(self, model: nn.Module, paths: list[str]) -> None:
         self.model, self.attention = model, {}
         self.tokens = self.output = None
         self.hooks = [model.get_submodule(path).register_forward_hook(partial(self._keep, path)) for path in paths]
@@ -117,7 +120,7 @@ class _Record:
     def _keep(self, path: str, attn: nn.Module, args: tuple, output: Tensor) -> None:
         self.attention[path] = output
 
-    def _keep_tokens(self, tokens: Tensor, *args, **kwargs) -> Tensor:
+    def _keep_tokens(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.tokens = tokens
         self.output = self.forward_head(tokens, *args, **kwargs)
         return self.output

@@ -26,7 +26,7 @@ _SETTINGS = ('weight_decay', 'momentum', 'eps', 'betas', 'beta1', 'betas_1d')
 class FullModel:
     """The full form of a model that Accelerate may shard; create it before `accelerator.prepare`."""
 
-    def __init__(self, accelerator: Accelerator, raw_model: nn.Module):
+    def __init__(self, accelerator: Accelerator, raw_model: nn.Module) -> None:
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         # FSDP shards in place, so copy before it does
         self.module = copy.deepcopy(raw_model) if self.is_sharded else raw_model

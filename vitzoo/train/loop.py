@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def train_in_folder(run: Run, checkpoints: list[Path], stop: 'StopSignal') -> di
 class StopSignal:
     """Records whether this process received SIGTERM, or torchrun, which started it, was killed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.received = False
         self.launcher = os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None
 
@@ -117,7 +117,7 @@ class StopSignal:
         """The end of the sentence 'stopped …'."""
         return 'because its launcher was killed' if self.is_orphan else 'by SIGTERM'
 
-    def _handle(self, *signal_and_frame) -> None:
+    def _handle(self, *signal_and_frame: object) -> None:
         self.received = True
 
     def __enter__(self) -> 'StopSignal':
@@ -127,7 +127,7 @@ class StopSignal:
             self.previous = signal.signal(signal.SIGTERM, self._handle)
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self.is_installed:
             signal.signal(signal.SIGTERM, self.previous)
 
@@ -408,7 +408,7 @@ def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str
     return columns
 
 
-def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
+def evaluate_shared(run: Run, model: nn.Module, advance: Callable[[int], None] | None = None) -> dict:
     """Evaluate a model on all processes, each on its share of the validation set."""
     share_buffers(run, model)
     return evaluate(model, run.val_loader, run.accelerator, progress=advance)

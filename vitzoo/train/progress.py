@@ -108,7 +108,7 @@ def smallest_grid(run: Run) -> tuple[int, int] | None:
 class Display:
     """Progress bars of training and evaluation; without a terminal, an occasional line."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run) -> None:
         self.run, self.logged_at = run, 0.0
         self.bars = Progress(
             '{task.description}',
@@ -126,7 +126,7 @@ class Display:
         self.bars.start()
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.bars.stop()
 
     def show_step(self, images_per_second: float) -> None:

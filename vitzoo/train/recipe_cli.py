@@ -3,7 +3,7 @@
 import argparse
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -32,7 +32,7 @@ def load_recipe(argv: list[str] | None = None) -> Recipe:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 

@@ -5,15 +5,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
 from vitzoo.errors import UserError
 from vitzoo.mixers import set_step
 from vitzoo.transfer.attention import images_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # fraction of the steps in which the learning rate rises
 _WARMUP = 0.05
@@ -22,7 +27,7 @@ _WARMUP = 0.05
 class StepBatches:
     """Batches of a vitzoo train loader as a function of the step, so that a resumed stage sees the same images."""
 
-    def __init__(self, loader, normalize: Callable[[Tensor], Tensor] = lambda images: images):
+    def __init__(self, loader: DataLoader, normalize: Callable[[Tensor], Tensor] = lambda images: images) -> None:
         self.loader, self.normalize = loader, normalize
 
     def from_step(self, step: int) -> Iterator[Tensor]:
@@ -59,7 +64,7 @@ def descend(
     *,
     steps: int,
     eval_every: int,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
 ) -> list[dict]:
@@ -226,7 +231,7 @@ def _repeat(loader: Iterable) -> Iterator[Tensor]:
             raise ValueError('The loader has no images.')
 
 
-def _average_gradients(parameters: list[nn.Parameter], accelerator) -> None:
+def _average_gradients(parameters: list[nn.Parameter], accelerator: 'Accelerator | None') -> None:
     if accelerator is None or accelerator.num_processes == 1:
         return
     for parameter in parameters:

@@ -6,6 +6,7 @@ blocks are often enough (JetViT).
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from typing import TYPE_CHECKING
 
 import torch
 from timm.models._input import update_model_args
@@ -23,6 +24,9 @@ from vitzoo.transfer.attention import (
 )
 from vitzoo.transfer.probing import cosine_of_tokens, has_head
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 @torch.no_grad()
 def keep_softmax(
@@ -33,7 +37,7 @@ def keep_softmax(
     *,
     tolerance: float = 0.5,
     gap: Callable[[nn.Module], float] | None = None,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     progress: Callable[[dict], None] | None = None,
     done: list[dict] | None = None,
 ) -> list[dict]:
@@ -95,7 +99,12 @@ def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
 
 
 def _most_useful(
-    teacher: nn.Module, student: nn.Module, loader: Iterable, kept: list[str], paths: list[str], accelerator
+    teacher: nn.Module,
+    student: nn.Module,
+    loader: Iterable,
+    kept: list[str],
+    paths: list[str],
+    accelerator: 'Accelerator | None',
 ) -> str:
     """The block that leaves the smallest error if it is kept in addition."""
     errors = {}
@@ -126,7 +135,9 @@ def _without_blocks(swap: dict, indices: set[int]) -> dict:
 
 
 @torch.no_grad()
-def feature_error(teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator=None) -> float:
+def feature_error(
+    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
+) -> float:
     """Mean squared error of the final tokens, normalized to unit variance.
 
     Raises:
@@ -140,7 +151,9 @@ def feature_error(teacher: nn.Module, student: nn.Module, loader: Iterable, acce
 
 
 @torch.no_grad()
-def output_gap(teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator=None) -> float:
+def output_gap(
+    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
+) -> float:
     """The gap of `keep_softmax` if it has no other, in percentage points."""
 
     def measure(images: torch.Tensor) -> torch.Tensor:
@@ -151,7 +164,12 @@ def output_gap(teacher: nn.Module, student: nn.Module, loader: Iterable, acceler
     return 100 * _mean(measure, loader, student, accelerator)
 
 
-def _mean(measure: Callable[[torch.Tensor], torch.Tensor], loader: Iterable, model: nn.Module, accelerator=None):
+def _mean(
+    measure: Callable[[torch.Tensor], torch.Tensor],
+    loader: Iterable,
+    model: nn.Module,
+    accelerator: 'Accelerator | None' = None,
+) -> float:
     """Mean over the images of a loader of a measurement of each batch."""
     model.eval()
     device = next(model.parameters()).device

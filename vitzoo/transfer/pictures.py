@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from timm.data.readers.reader import Reader
@@ -21,6 +22,9 @@ from vitzoo.errors import UserError
 from vitzoo.train.recipe import make_recipe
 from vitzoo.transfer.probing import has_head
 from vitzoo.validate.evaluation import open_validation_data
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _VAL_FRACTION = 0.2
 # crops and flips only: the student must see what the teacher sees
@@ -138,7 +142,7 @@ def open_pictures(
     return Pictures(train, Images(reader, evaluation, val.class_to_idx), val, kind, val.class_names, reason)
 
 
-def _open_unlabelled(data_dir: str, recipe, data_config: dict, reason: str) -> Pictures:
+def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, reason: str) -> Pictures:
     if not Path(data_dir).expanduser().exists():
         raise UserError(reason)
     files = find_files([data_dir])
@@ -172,7 +176,7 @@ def divide(num_images: int, limit: int) -> tuple[list[int], list[int]]:
     return sorted(order[number:]), sorted(order[:number])
 
 
-def held_out_batches(images: Dataset, batch_size: int, accelerator) -> list[Tensor]:
+def held_out_batches(images: Dataset, batch_size: int, accelerator: 'Accelerator') -> list[Tensor]:
     """The share of one process of some images, kept in memory.
 
     Raises:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
@@ -28,6 +29,9 @@ from vitzoo.validate.predictions import Predictions, read_predictions, write_pre
 from vitzoo.validate.results import RECORD_KEYS, print_calibration, print_results, write_results
 from vitzoo.validate.robustness import check_imagenet_classes, evaluate_corruptions, evaluate_suite, open_suite
 from vitzoo.validate.scoring import score_dataset
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 ACCURACY_KEYS = ('top1', 'top5', 'loss', 'n', 'map')
 
@@ -60,7 +64,9 @@ def validate(argv: list[str] | None = None) -> list[dict]:
     return records
 
 
-def validate_model(name: str, options: EvalOptions, accelerator=None, suite: Sequence[Found] = ()) -> dict:
+def validate_model(
+    name: str, options: EvalOptions, accelerator: 'Accelerator | None' = None, suite: Sequence[Found] = ()
+) -> dict:
     """Evaluate one model and return its record; with --no-data, the values that need images are None.
 
     The oversmoothing curve is also None for a model without feature maps of its blocks, and health for one without
@@ -105,7 +111,11 @@ def validate_model(name: str, options: EvalOptions, accelerator=None, suite: Seq
 
 
 def open_validation_data(
-    data_dir: str, model: nn.Module, transform=None, run: str | None = None, options: DataOptions = NO_OPTIONS
+    data_dir: str,
+    model: nn.Module,
+    transform: Callable | None = None,
+    run: str | None = None,
+    options: DataOptions = NO_OPTIONS,
 ) -> Images:
     """Open the validation split, with the model's class indices as labels.
 
@@ -166,7 +176,7 @@ def _evaluate(
     probe: OversmoothingProbe | None,
     suite: Sequence[Found],
     options: EvalOptions,
-    accelerator,
+    accelerator: 'Accelerator | None',
 ) -> dict:
     """Evaluate a model on --data-dir, with --corrupt under corruptions, and on the suite."""
     if suite:
@@ -204,7 +214,14 @@ def _open_images(name: str, model: nn.Module, transform: Callable, options: Eval
     return images
 
 
-def _score(name: str, model: nn.Module, images: Dataset, probe, options: EvalOptions, accelerator) -> dict[str, Tensor]:
+def _score(
+    name: str,
+    model: nn.Module,
+    images: Dataset,
+    probe: OversmoothingProbe | HealthProbe | None,
+    options: EvalOptions,
+    accelerator: 'Accelerator | None',
+) -> dict[str, Tensor]:
     """Score the validation images, with the probe if there is one."""
     if getattr(images, 'is_held_out', False) and (accelerator is None or accelerator.is_main_process):
         print(
@@ -256,7 +273,7 @@ def _create_probe(
 
 
 def _measure_health(
-    name: str, model: nn.Module, data_config: dict, options: EvalOptions, accelerator
+    name: str, model: nn.Module, data_config: dict, options: EvalOptions, accelerator: 'Accelerator | None'
 ) -> dict[str, dict[str, float]] | None:
     """Compare the mixers that approximate softmax attention with it, on the validation data."""
     try:
@@ -274,7 +291,9 @@ def _measure_health(
     return probe.report(summarize(_score(name, model, images, probe, options, accelerator))[probe.key])
 
 
-def _measure_speed(model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator) -> Speed | None:
+def _measure_speed(
+    model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator: 'Accelerator | None'
+) -> Speed | None:
     """Measure the throughput in the main process; on a CPU with at most 8 images per batch, to save time."""
     device = next(model.parameters()).device
     batch_size = min(batch_size, 8) if device.type == 'cpu' else batch_size
@@ -288,7 +307,7 @@ def _measure_speed(model: nn.Module, input_size: tuple[int, int, int], batch_siz
     return speed
 
 
-def _create_accelerator():
+def _create_accelerator() -> 'Accelerator | None':
     """The `Accelerator` of processes started by `accelerate launch` or torchrun; None for a single process."""
     if int(os.environ.get('WORLD_SIZE', '1')) == 1:
         return None

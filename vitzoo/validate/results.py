@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterable
 from math import isnan
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vitzoo.validate.options import EvalOptions
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 RECORD_KEYS = (
     'model',
@@ -168,7 +172,7 @@ def print_health(records: list[dict]) -> None:
         Console().print(table)
 
 
-def without_nan(value):
+def without_nan(value: Any) -> Any:
     """Replace nan, which JSON does not have, with None, also inside lists and dicts."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
@@ -225,7 +229,7 @@ def _format_cell(value: str | float | None) -> str:
     return f'{value:.2f}' if isinstance(value, float) else value
 
 
-def _print_wide(table) -> None:
+def _print_wide(table: 'Table') -> None:
     from rich.console import Console
 
     console = Console()
@@ -233,5 +237,5 @@ def _print_wide(table) -> None:
     Console(width=None if console.is_terminal else 160).print(table)
 
 
-def _to_csv(value):
+def _to_csv(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, list | dict) else value

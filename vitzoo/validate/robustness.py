@@ -2,6 +2,7 @@
 
 import sys
 from math import nan
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -20,6 +21,9 @@ from vitzoo.metrics.robustness import corruption_errors, score_allowed, summariz
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.scoring import score_dataset
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 def evaluate_corruptions(
     name: str,
@@ -28,7 +32,7 @@ def evaluate_corruptions(
     clean_top1: float,
     data_config: dict,
     options: EvalOptions,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
 ) -> dict:
     """Evaluate a model on its own test images under every corruption at five severities.
 
@@ -64,7 +68,12 @@ def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True
 
 
 def evaluate_suite(
-    name: str, model: nn.Module, suite: list[Found], data_config: dict, options: EvalOptions, accelerator=None
+    name: str,
+    model: nn.Module,
+    suite: list[Found],
+    data_config: dict,
+    options: EvalOptions,
+    accelerator: 'Accelerator | None' = None,
 ) -> dict:
     """Evaluate a model on the variants of ImageNet that were found.
 
@@ -107,7 +116,7 @@ def score_readouts(
     images: Images,
     readouts: dict[str, Readout],
     options: EvalOptions,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
 ) -> dict[str, dict]:
     """Run a model on images once and score every readout: top1, top5, n and the number of images dropped."""
     device = next(model.parameters(), torch.empty(0)).device

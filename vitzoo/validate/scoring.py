@@ -1,13 +1,18 @@
 """Scores a model on a dataset in all processes, with a progress bar in the main process."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from vitzoo.data import eval_loader
 from vitzoo.metrics import score_images
+from vitzoo.metrics.accuracy import Probe
 from vitzoo.validate.options import EvalOptions
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def score_dataset(
@@ -16,8 +21,8 @@ def score_dataset(
     dataset: Dataset,
     score: Callable,
     options: EvalOptions,
-    accelerator=None,
-    probe=None,
+    accelerator: 'Accelerator | None' = None,
+    probe: Probe | None = None,
 ) -> dict[str, Tensor]:
     """Score the images of a dataset; `title` names the progress bar, and the rest is as in `score_images`."""
     from rich.console import Console
