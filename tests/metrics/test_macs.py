@@ -114,12 +114,15 @@ def soft(grid, P, N, C, h, ratio=4, conv=9):
     return landmarks + kernels + newton + 2 * N * m * C + m * m * C + conv * prod(grid) * C
 
 
-def gated_linear(grid, P, N, C, h, rank=16, chunk=16):
-    """Forth and back: scores within chunks and what they gather, then keys into a state and queries out of it."""
-    n, d, size = N - P, C // h, min(chunk, N - P)
-    chunks = ceil(n / size)
+def gated_linear(grid, P, N, C, h, rank=16, block=16, merges=2):
+    """Forth and back: scores within blocks and of pairs of blocks, then keys into a state and queries out of it."""
+    n, d, size = N - P, C // h, min(block, N - P)
+    merges = merges if n > size else 0
+    chunks = ceil(n / (size * 2**merges))
+    tokens = chunks * size * 2**merges
     doubling = sum((chunks - 2**i) * (C * d + C) for i in range(ceil(log2(chunks))))
-    scan = chunks * size * size * 2 * C + chunks * size * (2 * C * d + 4 * C) + doubling
+    pairs = sum(tokens // 2 * 2 * (size * 2**i + 1) * C for i in range(merges))
+    scan = tokens * 2 * (size + 1) * C + pairs + tokens * (2 * C * d + 2 * C) + doubling
     prefix = (P > 0) * (n + P + P + N) * C * d
     return n * (rank * C + 2 * rank * C) + N * C * C + 2 * scan + 2 * n * C + prefix + N * C
 

@@ -48,6 +48,11 @@ def _product_macs(out: torch.Tensor, *factors: Any) -> int:
     return out.numel() if is_mixing else 0
 
 
+def _added_product_macs(out: torch.Tensor, _: torch.Tensor, *factors: Any) -> int:
+    """Element-wise product that is added to a tensor."""
+    return _product_macs(out, *factors)
+
+
 def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *args: Any) -> int:
     """Pooling as a depthwise convolution with constant weights."""
     return out.numel() * kernel_size[0] * kernel_size[-1]
@@ -57,6 +62,7 @@ def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *a
 MIXING_OPS = {
     torch.ops.aten.mul: _product_macs,
     torch.ops.aten.mul_: _product_macs,
+    torch.ops.aten.addcmul_: _added_product_macs,
     torch.ops.aten.avg_pool2d: _pooling_macs,
 }
 

@@ -6,9 +6,9 @@ Along each axis near(i) is the k positions from clamp(i - k // 2, 0, size - k), 
 in a corner too. With dilation D the axis is divided into D groups of every D-th token, and the neighbours of a token
 are those of its own group; a group of fewer than k tokens is attended whole, which NATTEN refuses. The bias is learned
 for each offset. Prefix tokens are global and have no bias: every token attends them and they attend every token. If k
-covers the grid and there is no bias it is softmax attention. Linear in the number of tokens: O(N (k^2 + P) dim), in
-tiles of k // 2 + 1 queries per side whose scores with all keys of the tile are computed, masked. Neighborhood Attention
-Transformer, section 3.1, https://arxiv.org/abs/2204.07143; dilation: https://arxiv.org/abs/2209.15001
+covers the grid, and without bias and dilation, it is softmax attention. Linear in the number of tokens: O(N (k^2 + P)
+dim), in tiles of k // 2 + 1 queries per side whose scores with all keys of the tile are computed, masked. Neighborhood
+Attention Transformer, section 3.1, https://arxiv.org/abs/2204.07143; dilation: https://arxiv.org/abs/2209.15001
 """
 
 from typing import Any

@@ -7,8 +7,9 @@
 where v' and v" are the two halves of the channels of a head, so that its width must be even, g is a linear layer of the
 tokens, and c and w are learned per channel. Linear in the number of tokens: O(N dim head_dim). The convolution is on
 the grid, padded with zeros, with kernels that all heads share; prefix tokens are ordinary tokens in the sums and have
-no convolution. The official classes add a learned position to the keys, which `pos_embed` enables. There is no scale of
-the scores. PolaFormer: Polarity-aware Linear Attention, https://arxiv.org/abs/2501.15061
+no convolution. The official classes add a learned position to the keys, which `pos_embed` enables. The class for PVT
+can reduce keys and values by a strided convolution, which its models do not do by default, and which is left out. There
+is no scale of the scores. PolaFormer: Polarity-aware Linear Attention, https://arxiv.org/abs/2501.15061
 """
 
 from typing import Any

@@ -131,7 +131,7 @@ def _rotate(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 
 @register_mixer('rmt')
 class RMT(QKVMixer):
-    """Manhattan attention, `decomposed` by axes as in the first stages of RMT, or whole as in its last one.
+    """Manhattan attention, `decomposed` by axes as in the first stages of RMT, or whole as in the last one or two.
 
     The decay, set by `initial_decay` and `decay_range`, is added to the scores (`decay='scores'`, the official code) or
     multiplies the weights of the softmax (`decay='weights'`, the paper). `rope=False` leaves out the rotations, without

@@ -6,9 +6,10 @@ The landmarks L come from a convolution of Q in each head with stride r, a layer
 20 Newton steps W <- 2 W - W A W per head, from 1.8 A / |K_LL|^2 with the largest sum of a row as |K_LL|. conv has one
 3 x 3 kernel per head. The authors take r = 8, 4 and 2 in the stages of their models, which gives 49 landmarks at 224 x
 224 pixels. Grids that r does not divide are padded with zeros. Prefix tokens are ordinary tokens of the kernel and part
-of no landmark. With m landmarks, O(N m dim + m^3 heads). The authors' later version, normalized, divides by the largest
-sum of the whole batch, so that an image depends on the others; it is not provided. SOFT: Softmax-free Transformer with
-Linear Complexity, section 3, https://arxiv.org/abs/2110.11945
+of no landmark. With m landmarks, O(N m dim + m^3 heads): m grows with N unless r grows with the side of the grid. The
+authors' later version, normalized, divides by the largest sum of the whole batch, so that an image depends on the
+others; it is not provided. SOFT: Softmax-free Transformer with Linear Complexity, section 3,
+https://arxiv.org/abs/2110.11945
 """
 
 from collections.abc import Callable

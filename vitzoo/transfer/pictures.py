@@ -19,7 +19,7 @@ from vitzoo.data.loader import TrainBatches
 from vitzoo.data.options import NO_OPTIONS
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.errors import UserError
-from vitzoo.train.recipe import make_recipe
+from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.transfer.probing import has_head
 from vitzoo.validate.evaluation import open_validation_data
 
