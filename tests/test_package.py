@@ -97,6 +97,7 @@ LAYERS = [
     ['transfer'],
     ['report'],
     ['study'],
+    ['push'],
     ['cli'],
     ['__main__'],
 ]

@@ -13,6 +13,8 @@ from torch.hub import download_url_to_file
 
 from vitzoo.mixers import list_mixers
 
+from ._shipped import shipped_configs
+
 __all__ = ['cfg', 'register_variants', 'swapped']
 
 
@@ -64,21 +66,23 @@ def register_variants(
 
     Args:
         default_cfg: Returns the pretrained config of a name without weights.
-        weights: Pretrained configs by `name.tag`.
+        weights: Pretrained configs by `name.tag`; those of shipped weights are added.
         filter_fn: Converts official weights to ours.
         out_indices: Feature maps that `features_only=True` returns by default.
     """
     weights = weights or {}
     with_weights = {name.partition('.')[0] for name in weights}
+    plain = {name: default_cfg(name) for name in variants if name not in with_weights}
     # timm looks up `default_cfgs` in the module of an entrypoint, and lists the entrypoint's name in its `__all__`
     namespace = sys.modules[module]
-    namespace.default_cfgs = generate_default_cfgs(
-        {**weights, **{name: default_cfg(name) for name in variants if name not in with_weights}}
-    )
+    namespace.default_cfgs = generate_default_cfgs({**weights, **shipped_configs(variants), **plain})
 
     def create(
         name: str, pretrained: bool, *, out_indices: int | tuple[int, ...] = out_indices, **kwargs: Any
     ) -> nn.Module:
+        if name in plain and not pretrained and not kwargs.get('pretrained_cfg'):
+            # a model without weights does not have the classes and the preprocessing of shipped ones
+            kwargs['pretrained_cfg'] = {**plain[name], 'architecture': name}
         # timm does this only for models of a fixed size
         config = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay'))
         kwargs.setdefault('img_size', config.input_size[-2:])

@@ -196,4 +196,4 @@ def _copy_to_meta(model: nn.Module) -> nn.Module:
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
     # weights may be nan, which does not equal itself
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a, b.to(a.dtype), rtol=0, atol=0, equal_nan=True)

@@ -84,7 +84,7 @@ def collect(study: Study) -> list[Row]:
     baselines, doubts = {}, defaultdict(set)
     for cell in study.cells:
         baselines[cell.way, cell.model] = study.baseline_of(cell)
-        for evaluation in study.evaluations:
+        for evaluation in cell.evaluations:
             record = cell.record.results(evaluation) or {}
             for key in METRICS:
                 value = _scalar(record.get(key))
@@ -107,8 +107,8 @@ def collect(study: Study) -> list[Row]:
 
 
 def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
-    """The columns of the tables: accuracies of every evaluation, costs and oversmoothing of the first."""
-    first, *others = study.evaluations
+    """The columns of a way's table: accuracies of every evaluation, costs and oversmoothing of the first."""
+    first, *others = study.evaluations_of(rows[0].way)
     keys = [key for key in METRICS if key not in ('top5', 'loss', 'corrupt_relative')]
     columns = [ResultColumn(first, key) for key in keys]
     for evaluation in others:
@@ -136,10 +136,10 @@ def _scalar(value: Any) -> float | None:
 
 def _rank(study: Study, rows: list[Row]) -> list[Row]:
     """Sort by way and accuracy, and number the models of each way."""
-    first = next(iter(study.evaluations))
     ways = list(dict.fromkeys(cell.way for cell in study.cells))
 
     def accuracy(row: Row) -> float:
+        first = study.evaluations_of(row.way)[0]
         found = row.values.get(ResultColumn(first, 'top1')) or row.values.get(ResultColumn(first, 'map'))
         return found.mean if found else -1.0
 
