@@ -18,6 +18,14 @@ import vitzoo
 
 ROOT = Path(__file__).parents[1]
 NOT_SOURCE = shutil.ignore_patterns('.git', '.venv', 'runs', 'build', 'dist', '*.egg-info', '__pycache__')
+OFFLINE = """
+import socket
+
+def getaddrinfo(host, *args, **kwargs):
+    raise AssertionError(f'connection to {host}')
+
+socket.getaddrinfo = getaddrinfo
+"""
 BUILD_SDIST = 'import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])'
 
 pytestmark = pytest.mark.slow
@@ -62,6 +70,9 @@ def installed(built, tmp_path_factory) -> Path:
     run(sys.executable, '-m', 'venv', folder, cwd=folder)
     run(folder / 'bin' / 'python', '-m', 'pip', 'install', '--no-deps', '--no-index', built.wheel, cwd=folder)
     (site,) = folder.glob('lib/python*/site-packages')
+    # every process of this environment is without network
+    (site / 'offline.py').write_text(OFFLINE)
+    (site / 'offline.pth').write_text('import offline')
     # the .pth file of an editable vitzoo in that folder is not read
     (site / 'dependencies.pth').write_text(sysconfig.get_path('purelib'))
     return folder / 'bin'
@@ -74,7 +85,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built):
 
 
 def test_the_sdist_has_the_package_and_the_recipes_and_no_tests(built):
-    assert {'pyproject.toml', 'README.md', 'LICENSE', 'configs/quickstart.yaml'} <= built.in_sdist
+    assert {'pyproject.toml', 'README.md', 'LICENSE', 'vitzoo/configs/quickstart.yaml'} <= built.in_sdist
     assert {name for name in built.in_wheel if '.dist-info/' not in name} <= built.in_sdist
     assert [name for name in built.in_sdist if name.startswith('tests/')] == []
 
@@ -95,8 +106,8 @@ def test_the_installed_command_lists_the_models(installed, tmp_path):
 
 
 def test_the_installed_command_trains_on_the_sample_and_reports_and_predicts(installed, tmp_path):
-    recipe = ['--data-dir', 'sample', '--epochs', '1', '--batch-size', '64', '--workers', '1', '--output', 'run']
-    run(installed / 'vitzoo', 'train', '--model', 'cvt_nano', '--img-size', '32', *recipe, cwd=tmp_path)
+    recipe = ['--config', 'quickstart.yaml', '--model', 'cvt_nano', '--epochs', '1', '--output', 'run']
+    run(installed / 'vitzoo', 'train', *recipe, cwd=tmp_path)
     run(installed / 'vitzoo', 'report', 'run', '--data-dir', 'sample', '--out', 'report', cwd=tmp_path)
     page = (tmp_path / 'report' / 'index.html').read_text()
     assert '<style>' in page and '<script>' in page and 'cvt_nano' in page

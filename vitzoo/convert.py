@@ -187,6 +187,7 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
         )
     print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
     about = {'parent': args.parent, 'weights': source, 'inherited': round(inheritance.share, 4)}
+    model.pretrained_cfg['license'] = parent.pretrained_cfg.get('license')
     return model, data_config, {'label_names': parent.pretrained_cfg.get('label_names'), 'vitzoo': about}
 
 
@@ -214,10 +215,14 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     # those of the model that inherits are not the parent's
     kwargs = args.model_kwargs if args.swap else {}
     if args.checkpoint:
-        return load_official(args.checkpoint, args.parent, kwargs), args.checkpoint
-    parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)
+        parent, source = load_official(args.checkpoint, args.parent, kwargs), args.checkpoint
+    else:
+        parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)
     if source == 'random weights' and not args.random_weights:
         raise UserError(f'there are no published weights of {args.parent}; pass a --checkpoint')
+    if source not in ('published', 'trained'):
+        # it is that of the published weights
+        parent.pretrained_cfg.pop('license', None)
     return parent, source
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from vitzoo.errors import UserError
 
+_CONFIGS = Path(__file__).with_name('configs')
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -89,14 +90,34 @@ def keyword(text: str) -> tuple[str, Any]:
     raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE, such as img_size=384")
 
 
-def read_yaml(path: str | Path, kind: str = '') -> Any:
-    """The contents of a YAML file; `kind`, such as 'the recipe ', is put before its path in errors.
+def find_config(path: str | Path) -> Path:
+    """The file at a path, or if there is none the config of the package with that name, such as 'finetune.yaml'.
+
+    'configs/' may precede the name, as in a checkout.
 
     Raises:
-        UserError: The file cannot be read, or is not YAML.
+        UserError: There is neither.
+    """
+    if Path(path).exists():
+        return Path(path)
+    packaged = {config.relative_to(_CONFIGS).as_posix(): config for config in sorted(_CONFIGS.rglob('*.yaml'))}
+    name = Path(path).as_posix().removeprefix('configs/')
+    if name in packaged:
+        return packaged[name]
+    raise UserError(f"there is no file '{path}'; the configs of the package are {', '.join(packaged)}")
+
+
+def read_yaml(path: str | Path, kind: str = '') -> Any:
+    """The contents of a YAML file or of a config of the package; see `find_config`.
+
+    Args:
+        kind: Put before the path in errors, such as 'the recipe '.
+
+    Raises:
+        UserError: The file does not exist, cannot be read, or is not YAML.
     """
     try:
-        return yaml.safe_load(Path(path).read_text(encoding='utf-8'))
+        return yaml.safe_load(find_config(path).read_text(encoding='utf-8'))
     except OSError as error:
         raise UserError(f"cannot read {kind}'{path}': {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -156,17 +156,22 @@ def test_without_data_everything_else_is_reported(tmp_path, capsys):
         assert all(text in table for text in (record['model'], f'{record["gmacs"]:.3f}', f'{record["gflops"]:.3f}'))
 
 
-def test_the_licence_of_published_weights_is_recorded_and_printed(tmp_path, capsys, monkeypatch, quick_timing):
+@pytest.mark.parametrize(
+    ('weights', 'text'), [('published', 'published, mit'), ('trained', 'trained, from mit'), ('checkpoint', None)]
+)
+def test_the_licence_of_published_weights_is_recorded_and_printed(
+    weights, text, tmp_path, capsys, monkeypatch, quick_timing
+):
     def load_published(name, **kwargs):
         model = timm.create_model('test_resnet').eval()
         model.pretrained_cfg |= dict(license='mit')
-        return model, 'published'
+        return model, weights
 
     monkeypatch.setattr('vitzoo.validate.evaluation.load_model', load_published)
     file = tmp_path / 'results.json'
     main(['test_resnet', '--no-data', '--img-size', '32', '--results-file', str(file)])
-    assert json.loads(file.read_text())[0]['license'] == 'mit'
-    assert 'published, mit' in capsys.readouterr().out
+    assert json.loads(file.read_text())[0]['license'] == (text and 'mit')
+    assert (text or weights) in capsys.readouterr().out
 
 
 def test_results_files_and_the_figure_hold_every_model(data, trained, tmp_path, capsys):

@@ -108,6 +108,9 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
         drop_rate=recipe.drop,
         drop_path_rate=recipe.drop_path,
     )
+    if not is_pretrained or recipe.initial_checkpoint:
+        # it is that of the published weights, which the model does not have
+        model.pretrained_cfg.pop('license', None)
     pretrained_classes = model.pretrained_cfg.get('num_classes')
     if is_pretrained and pretrained_classes != num_classes:
         _note_new_head(name, pretrained_classes, num_classes)

@@ -94,7 +94,8 @@ def validate_model(
         # outside PeakMemory, because exact attention needs more memory than the model
         health = _measure_health(name, model, data_config, options, accelerator) if options.health else None
     height, width = data_config['input_size'][1:]
-    terms = model.pretrained_cfg.get('license') if weights == 'published' else None
+    # that of a trained model is of the published weights that it began with
+    terms = model.pretrained_cfg.get('license') if weights in ('published', 'trained') else None
     record = dict(model=name, weights=weights, license=terms)
     record |= dict.fromkeys((*ACCURACY_KEYS, 'oversmoothing', 'token_statistics'))
     record |= dict(
