@@ -85,7 +85,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built):
 
 
 def test_the_sdist_has_the_package_and_the_recipes_and_no_tests(built):
-    assert {'pyproject.toml', 'README.md', 'LICENSE', 'vitzoo/configs/quickstart.yaml'} <= built.in_sdist
+    assert {'pyproject.toml', 'README.md', 'LICENSE', 'configs/quickstart.yaml'} <= built.in_sdist
     assert {name for name in built.in_wheel if '.dist-info/' not in name} <= built.in_sdist
     assert [name for name in built.in_sdist if name.startswith('tests/')] == []
 

@@ -9,7 +9,7 @@ from PIL import Image
 # those of transfers and studies are no recipes of `vitzoo train`
 SHIPPED_RECIPES = [
     path
-    for path in sorted((Path(__file__).parents[1] / 'vitzoo' / 'configs').rglob('*.yaml'))
+    for path in sorted((Path(__file__).parents[1] / 'configs').rglob('*.yaml'))
     if path.parent.name not in ('study', 'transfer')
 ]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import yaml
 
+from vitzoo._shipped import shipped_folder
 from vitzoo.errors import UserError
 
-_CONFIGS = Path(__file__).with_name('configs')
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -100,7 +100,8 @@ def find_config(path: str | Path) -> Path:
     """
     if Path(path).exists():
         return Path(path)
-    packaged = {config.relative_to(_CONFIGS).as_posix(): config for config in sorted(_CONFIGS.rglob('*.yaml'))}
+    folder = shipped_folder('configs')
+    packaged = {config.relative_to(folder).as_posix(): config for config in sorted(folder.rglob('*.yaml'))}
     name = Path(path).as_posix().removeprefix('configs/')
     if name in packaged:
         return packaged[name]

@@ -8,7 +8,7 @@ from studies import STUDY, write_study
 from vitzoo.errors import UserError
 from vitzoo.study.plan import read_study, to_words
 
-CONFIGS = sorted((Path(__file__).parents[2] / 'vitzoo' / 'configs' / 'study').glob('*.yaml'))
+CONFIGS = sorted((Path(__file__).parents[2] / 'configs' / 'study').glob('*.yaml'))
 
 
 def test_the_cells_of_the_first_seed_come_first(tmp_path):

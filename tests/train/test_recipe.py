@@ -1,4 +1,4 @@
-"""Recipes: precedence, types and limits of values, and the files in vitzoo/configs/."""
+"""Recipes: precedence, types and limits of values, and the files in configs/."""
 
 import math
 from dataclasses import asdict
@@ -173,7 +173,7 @@ def test_help_explains_every_key(capsys):
 )
 def test_a_config_of_the_package_is_found_by_its_name(name, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find_config(name) == Path(vitzoo.__file__).parent / 'configs' / path
+    assert find_config(name) == Path(vitzoo.__file__).parents[1] / 'configs' / path
     # a file of the user has precedence
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).touch()

@@ -342,7 +342,7 @@ def test_a_config_file_gives_options_and_the_command_line_takes_precedence(tmp_p
 
 @pytest.mark.parametrize(
     'path',
-    sorted((Path(__file__).parents[2] / 'vitzoo' / 'configs' / 'transfer').glob('*.yaml')),
+    sorted((Path(__file__).parents[2] / 'configs' / 'transfer').glob('*.yaml')),
     ids=lambda path: path.stem,
 )
 def test_the_configs_of_transfer_are_valid(path):
