@@ -18,7 +18,7 @@ from vitzoo.study.record import CELL_FILE, EVALUATIONS
 from vitzoo.transfer.record import RECORD
 from vitzoo.transfer.summary import minutes
 
-SCORES = {'top1': 'Top-1', 'top5': 'Top-5', 'map': 'mAP', 'corrupt_top1': 'Corrupted top-1'}
+_TITLES = {'top1': 'Top-1', 'top5': 'Top-5', 'map': 'mAP', 'corrupt_top1': 'Corrupted top-1'}
 
 
 @dataclass
@@ -36,7 +36,7 @@ class RunFacts:
     seeds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
 
-def describe_run(run: Path) -> RunFacts:
+def run_facts(run: Path) -> RunFacts:
     """Read the files of a run."""
     transfer, cell = find_file(run, RECORD), find_file(run, CELL_FILE)
     command = 'train' if transfer is None else 'transfer'
@@ -64,7 +64,7 @@ def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFa
         f' GMACs for images of {record["img_size"]} pixels',
         'Data': f'{data}, {config["num_classes"]} classes',
         'Licence': config['pretrained_cfg']['license'],
-        'Accuracy': [_format_score(record, key) for key in SCORES if record.get(key) is not None],
+        'Accuracy': [_format_score(record, key) for key in _TITLES if record.get(key) is not None],
         'Training': _format_training(run),
         'Weights': 'half precision' if is_half else 'single precision',
         'Versions': f'vitzoo {vitzoo.__version__}, timm {timm.__version__}, torch {torch.__version__}',
@@ -85,10 +85,10 @@ def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFa
 
 def _format_score(record: dict, key: str) -> str:
     if key == 'map':
-        return f'{SCORES[key]} {record[key]:.2f} % on {record["n"]:,} validation images'
+        return f'{_TITLES[key]} {record[key]:.2f} % on {record["n"]:,} validation images'
     low, high = interval(record[key], record['n'])
     return (
-        f'{SCORES[key]} {record[key]:.2f} %, 95 % interval {low:.2f} to {high:.2f} (Wilson) over {record["n"]:,}'
+        f'{_TITLES[key]} {record[key]:.2f} %, 95 % interval {low:.2f} to {high:.2f} (Wilson) over {record["n"]:,}'
         f' validation images'
     )
 
@@ -96,7 +96,7 @@ def _format_score(record: dict, key: str) -> str:
 def _format_seeds(evaluation: str, key: str, values: list[float]) -> str:
     found = estimate(values)
     spread = '' if found.half_width is None else f' ± {found.half_width:.2f}'
-    return f'{SCORES[key]}, {evaluation}: {found.mean:.2f}{spread} % over {found.n} seeds (95 % interval, Student t)'
+    return f'{_TITLES[key]}, {evaluation}: {found.mean:.2f}{spread} % over {found.n} seeds (95 % interval, Student t)'
 
 
 def _format_training(run: RunFacts) -> str:
@@ -135,7 +135,7 @@ def _scores_of_seeds(cell: Path) -> dict[tuple[str, str], list[float]]:
     found: dict[tuple[str, str], list[float]] = {}
     for path in sorted(cell.parent.glob(f'seed-*/{EVALUATIONS}/*.json')):
         (record,) = read_json(path)
-        for key in SCORES:
+        for key in _TITLES:
             if record.get(key) is not None:
                 found.setdefault((path.stem, key), []).append(record[key])
     return found

@@ -16,7 +16,7 @@ from timm.models._hub import generate_readme
 from vitzoo.errors import UserError
 from vitzoo.load import is_trained_folder, load_model, read_about
 from vitzoo.options import default_device, natural
-from vitzoo.push.card import describe_run, make_card
+from vitzoo.push.card import run_facts, make_card
 from vitzoo.push.folder import CONFIG, check_name, halve, read_json, write_folder
 from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions
@@ -43,7 +43,7 @@ def push(argv: list[str] | None = None) -> None:
         if parent is not None:
             check_name(folder)
         record, is_half = _evaluate(args, folder)
-        card = make_card(args.to, folder, record, is_half, describe_run(Path(args.run)))
+        card = make_card(args.to, folder, record, is_half, run_facts(Path(args.run)))
         if parent is None:
             _upload(args, folder, card, is_half)
             return
