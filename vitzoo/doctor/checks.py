@@ -300,7 +300,8 @@ def check_decoding(samples: list[Sample]) -> Iterator[Finding]:
 
 def check_sizes(samples: list[Sample], img_size: int) -> Iterator[Finding]:
     """Find images that are too small or too elongated."""
-    sides = [(sample, *sorted((sample.facts.width, sample.facts.height))) for sample in samples]
+    facts = [(sample, sample.facts.width, sample.facts.height) for sample in samples]
+    sides = [(sample, min(width, height), max(width, height)) for sample, width, height in facts]
     yield Finding(
         'small',
         'warning',

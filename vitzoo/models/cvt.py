@@ -47,7 +47,7 @@ class ConvEmbed(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.proj = nn.Conv2d(in_chans, dim, kernel_size, stride=stride, padding=padding, **dd)
         self.norm = nn.LayerNorm(dim, **dd)
 
@@ -89,10 +89,12 @@ class CvT(Pyramid):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)
         mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
+        # timm's annotation includes the rates of stages
+        rates: Any = calculate_drop_path_rates(drop_path_rate, depths[-1])
         stages = build_stages(
             [partial(ConvEmbed, **conv) for conv in _embed_convs(num_stages, patch_size)],
             embed_dims,
@@ -102,7 +104,7 @@ class CvT(Pyramid):
             grid_sizes,
             _with_cvt_defaults(mixers, embed_dims, stride_kv),
             in_chans=in_chans,
-            drop_path_rates=[0.0] * sum(depths[:-1]) + calculate_drop_path_rates(drop_path_rate, depths[-1]),
+            drop_path_rates=[0.0] * sum(depths[:-1]) + rates,
             pos_drop_rate=pos_drop_rate,
             mlp_ratio=mlp_ratio,
             qkv_bias=qkv_bias,
@@ -126,10 +128,10 @@ class CvT(Pyramid):
 
     @staticmethod
     def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:
-        sizes, size = [], img_size
+        sizes, (H, W) = [], img_size
         for conv in _embed_convs(num_stages, patch_size):
-            size = tuple((side + 2 * conv['padding'] - conv['kernel_size']) // conv['stride'] + 1 for side in size)
-            sizes.append(size)
+            H, W = ((side + 2 * conv['padding'] - conv['kernel_size']) // conv['stride'] + 1 for side in (H, W))
+            sizes.append((H, W))
         if min(sizes[-1]) < 1:
             raise ValueError(
                 f'img_size {img_size} is too small for CvT, whose first convolution needs at least 3 x 3 pixels.'
@@ -192,7 +194,7 @@ def _rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     '13': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 2, 10)),
     '21': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 4, 16)),
     'w24': dict(embed_dims=(192, 768, 1024), num_heads=(3, 12, 16), depths=(2, 2, 20)),

@@ -57,7 +57,7 @@ class Inheritance:
 
 def summarize_names(names: list[str], limit: int = 8) -> str:
     """Join names, grouping those that differ in an index as `blocks.*.attn.u_key (12)`, up to `limit` groups."""
-    groups = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
         pattern = re.sub(r'(?<![^. ])\d+(?=\.)', '*', name)
         groups.setdefault(pattern, []).append(name)
