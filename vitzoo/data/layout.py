@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from timm.data.readers.reader import Reader
 from timm.utils import natural_key
 
 from vitzoo.data.options import NO_OPTIONS, UNDIVIDED, DataOptions
+from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError, did_you_mean
 
 SUFFIXES = {'.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff', '.ppm', '.pgm'}
@@ -32,7 +32,7 @@ class Split:
         is_whole: The dataset is not divided into splits, and this is all of it.
     """
 
-    open: Callable[[], Reader]
+    open: Callable[[], LabelledReader]
     is_whole: bool = False
 
 

@@ -1,7 +1,6 @@
 """Datasets opened by scheme and name: torchvision, Hugging Face, and WebDataset shards."""
 
 import os
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +72,9 @@ class TorchReader(LabelledReader):
         # torchvision's ImageNet has a tuple of synonyms per class
         self.class_names = [', '.join(name) if isinstance(name, tuple) else str(name) for name in names]
 
-    @cached_property
-    def labels(self) -> list[int]:
+    # an attribute of the other readers; here all images may have to be decoded
+    @property
+    def labels(self) -> list[int]:  # type: ignore[override]
         """The label of each image; decodes all images if the dataset does not list its targets."""
         targets = getattr(self.dataset, 'targets', None)
         return [int(label) for label in (targets if targets is not None else (label for _, label in self.dataset))]

@@ -21,7 +21,7 @@ from vitzoo.metrics._attention import attention_weights
 from vitzoo.metrics._tokens import TokenBlocks, Tokens
 
 
-def oversmoothing(model: nn.Module, images: Tensor, **options: bool) -> list[float]:
+def oversmoothing(model: nn.Module, images: Tensor, **options: Any) -> list[float]:
     """Measure the mean cosine similarity of the output tokens of each block, averaged over a batch of images.
 
     Takes the options of `OversmoothingProbe`. The value of a block that outputs a single token is nan.

@@ -4,7 +4,7 @@ Plain DeiT is in timm (`deit_small_patch16_224`, …); `deit_softmax_small` load
 https://arxiv.org/abs/2012.12877
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from timm.layers import LayerNorm, PatchEmbed, RotaryEmbeddingCat, calculate_drop_path_rates, to_2tuple
@@ -29,8 +29,7 @@ __all__ = ['DeiT', 'checkpoint_filter_fn']
 class AnySizePatchEmbed(PatchEmbed):
     """timm's patch embedding for images of any size; incomplete patches at the border are dropped."""
 
-    # without masks, as before
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
@@ -49,7 +48,7 @@ class DeiT(VisionTransformer):
         patch_size: int | tuple[int, int] = 16,
         in_chans: int = 3,
         num_classes: int = 1000,
-        global_pool: Literal['', 'avg', 'avgmax', 'max', 'token', 'map', 'prr'] = 'token',
+        global_pool: str = 'token',
         embed_dim: int = 192,
         depth: int = 12,
         num_heads: int = 3,
@@ -80,7 +79,8 @@ class DeiT(VisionTransformer):
             patch_size=patch_size,
             in_chans=in_chans,
             num_classes=num_classes,
-            global_pool=global_pool,
+            # timm lists the names in its annotation
+            global_pool=global_pool,  # type: ignore[arg-type]
             embed_dim=embed_dim,
             depth=0,
             num_heads=num_heads,
@@ -208,7 +208,8 @@ class DeiT(VisionTransformer):
             x = recompute_block(block, x, *positions) if self.grad_checkpointing else block(x, *positions)
         return self.norm(x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    # without masks, as before
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.forward_head(self.forward_features(x))
 
 

@@ -171,7 +171,7 @@ def distillation_task(
 def _create_task(
     recipe: Recipe, model: nn.Module, teacher: nn.Module, loss: nn.Module, device: torch.device
 ) -> TrainingTask:
-    options = dict(
+    options: dict[str, Any] = dict(
         student_model=model,
         teacher_model=teacher,
         criterion=loss,

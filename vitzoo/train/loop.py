@@ -239,7 +239,7 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
     Raises:
         UserError: The dataset cannot be read, has no validation images, or does not suit the recipe.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         multi_label=recipe.multi_label,
         val_fraction=recipe.val_fraction,
         seed=recipe.seed,
