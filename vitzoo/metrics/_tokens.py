@@ -1,7 +1,7 @@
 """The blocks of a model and the tokens that enter and leave them, for the models of vitzoo and timm."""
 
 from math import ceil, floor, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -89,13 +89,10 @@ class TokenBlocks:
 
     def _grid_sizes(self, reduction: int, image_size: tuple[int, int]) -> list[tuple[int, int]]:
         """Possible grids of a feature map: that of the patch embedding, or else rounded up and rounded down."""
-        patch_embed, (H, W) = getattr(self.model, 'patch_embed', None), image_size
-        if (
-            patch_embed is not None
-            and hasattr(patch_embed, 'dynamic_feat_size')
-            and patch_embed.feat_ratio() == reduction
-        ):
+        patch_embed: Any = getattr(self.model, 'patch_embed', None)
+        if hasattr(patch_embed, 'dynamic_feat_size') and patch_embed.feat_ratio() == reduction:
             return [tuple(patch_embed.dynamic_feat_size(image_size))]
+        H, W = image_size
         return [(rounded(H / reduction), rounded(W / reduction)) for rounded in (ceil, floor)]
 
     def _channels_last(self, x: Tensor, num_chs: int) -> Tensor:
