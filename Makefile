@@ -5,14 +5,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: help demo test test-slow test-matrix lint format docs site dist measure bench-import clean
+.PHONY: help demo test test-slow test-matrix lint style format docs site dist measure bench-import clean
 
 help:
 	@echo 'make demo          train cvt_ls_13 on the bundled sample, validate it and plot its oversmoothing (6 minutes on 2 cores)'
 	@echo 'make test          check the style and run the tests'
 	@echo 'make test-slow     run the tests that take minutes'
 	@echo 'make test-matrix   run the tests with the lowest and with the newest versions of Python, torch, timm and others'
-	@echo 'make lint          check the style only'
+	@echo 'make lint          check the style and the types'
 	@echo 'make format        fix the style'
 	@echo 'make docs          write docs/mixers.md, docs/api.md, CITATION.cff and the tables of docs/models.md, performance.md, targets.md, swap.md, transfer.md'
 	@echo 'make site          build the documentation as a site in build/site'
@@ -26,7 +26,7 @@ demo: .venv/installed
 	$(BIN)/python train.py --config quickstart.yaml --output $(DEMO)
 	$(BIN)/python validate.py $(DEMO) --results-file $(DEMO)/results.csv --plot $(DEMO)/oversmoothing.png
 
-test: lint
+test: style
 	$(BIN)/python -m pytest
 
 test-slow: .venv/installed
@@ -35,7 +35,10 @@ test-slow: .venv/installed
 test-matrix:
 	$(PYTHON) tools/matrix.py $(CELL:%=--cell %) $(TESTS)
 
-lint: .venv/installed
+lint: style
+	$(BIN)/mypy
+
+style: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
@@ -71,7 +74,7 @@ bench-import: .venv/installed
 	$(BIN)/python tools/import_time.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache build dist *.egg-info $(DEMO)
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info $(DEMO)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # the stamp is written last, so that an interrupted installation is repeated

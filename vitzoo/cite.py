@@ -89,7 +89,7 @@ def read_papers() -> dict[str, Paper]:
     text = Path(__file__).with_name('papers.bib').read_text(encoding='utf-8')
     papers = {}
     for entry in re.split(r'\n+(?=@)', text.strip()):
-        key = re.match(r'@\w+\{(\w+),', entry)[1]
+        (key,) = re.findall(r'^@\w+\{(\w+),', entry)
         fields = dict(re.findall(r'^  (\w+) = \{(.*)\},$', entry, re.MULTILINE))
         papers[fields.get('eprint', key)] = Paper(key, fields, entry)
     return papers
@@ -148,8 +148,9 @@ def _papers_of_run(folder: Path) -> Iterator[tuple[str, str]]:
         dataset = re.sub('[-_]', '', Path(data).name.lower())
         yield _DATASETS.get(dataset, f'cite the source of {data}'), f'training data of {folder}'
     model = recipe.get('model') or ''
-    if recipe.get('pretrained') and timm.is_model(model):
-        yield from _papers_of_weights(model, timm.get_pretrained_cfg(model).to_dict())
+    config = timm.get_pretrained_cfg(model) if recipe.get('pretrained') and timm.is_model(model) else None
+    if config is not None:
+        yield from _papers_of_weights(model, config.to_dict())
 
 
 if __name__ == '__main__':

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     run_command(_dispatch, sys.argv[1:] if argv is None else argv)
 
 
-def _dispatch(argv: list[str]) -> None:
+def _dispatch(argv: list[str] | None) -> None:
     if not argv or argv[0] in ('-h', '--help', 'help'):
         print(_help())
         return

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.layers import to_2tuple
@@ -107,7 +108,7 @@ def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
         UserError: The file cannot be read, the model cannot be created, or the checkpoint lacks some of its tensors.
     """
     official = unwrap(read_checkpoint(path))
-    model = create_model(find_model(name), model_kwargs=model_kwargs)
+    model: Any = create_model(find_model(name), model_kwargs=model_kwargs)
     filter_fn = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', lambda weights, model: weights)
     if 'img_size' in model_kwargs:
         # that of the weights too, if they fit

@@ -25,7 +25,7 @@ class RankError(UserError):
     """A user error on one rank only, which prints it itself."""
 
 
-def run_command(main: Callable[[list[str] | None], None], argv: list[str] | None = None) -> None:
+def run_command(main: Callable[[list[str] | None], object], argv: list[str] | None = None) -> None:
     """Run a command's main function and exit with the code that a shell expects.
 
     A `UserError` is printed as one line on stderr with exit code 2, in a distributed run by rank 0 only, and a

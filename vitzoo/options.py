@@ -46,7 +46,8 @@ def autocast(device: torch.device, amp_dtype: str) -> AbstractContextManager:
 
 def default_device() -> torch.device:
     """The accelerator (CUDA, MPS, XPU, …) if available, else the CPU."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device('cpu')
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device('cpu')
 
 
 def device(text: str) -> torch.device:

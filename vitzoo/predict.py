@@ -54,7 +54,7 @@ def predict(argv: list[str] | None = None) -> list[str]:
         # for a single batch, starting workers costs more than it saves
         loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
         top_k = min(args.top_k, model.num_classes)
-        unreadable = []
+        unreadable: list[str] = []
         records = predict_images(model, loader, top_k, is_multi_label=read_about(name).get('multi_label', False))
         _write_predictions(_report_unreadable(records, len(files), unreadable), top_k, args.out)
     return unreadable

@@ -87,7 +87,9 @@ def make_window(tokens: int, batch_size: int, heads: int, d: int) -> Case:
 @cache
 def flex_function(is_cuda: bool) -> Callable[..., torch.Tensor]:
     """flex_attention, compiled on a GPU."""
-    return torch.compile(flex_attention, dynamic=False) if is_cuda else flex_attention
+    if is_cuda:
+        return torch.compile(flex_attention, dynamic=False)
+    return flex_attention
 
 
 def lse_option() -> dict:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 import torch
@@ -60,14 +60,17 @@ class Spread:
         return cls(median, low, high, len(numbers))
 
 
+_Key = TypeVar('_Key')
+
+
 def time_in_turn(
-    calls: dict[str, Callable[[int], object]],
+    calls: dict[_Key, Callable[[int], object]],
     device: torch.device,
     *,
     seconds: float = 1.0,
     min_rounds: int = 5,
     on_round: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
+) -> dict[_Key, list[float]]:
     """Seconds per call of each of `calls`, one number per round.
 
     A round takes one sample of each call, in order; a short call is repeated within its sample. The argument of a call
@@ -75,7 +78,7 @@ def time_in_turn(
     least `min_rounds`.
     """
     repeats = {name: _warm_up(call, device) for name, call in calls.items()}
-    times = {name: [] for name in calls}
+    times: dict[_Key, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.disable()
     try:

@@ -76,7 +76,7 @@ def time_loaders(folder: str, args: argparse.Namespace) -> dict[str, list[dict]]
     """Speed of every pass, the loaders alternating, after one that starts the workers and fills the file cache."""
     normalize = Normalize(_data_config(args.img_size)).to(args.device)
     loaders = {'torchvision': torchvision_loader(folder, args), 'vitzoo': vitzoo_loader(folder, args)}
-    passes = {name: [] for name in loaders}
+    passes: dict[str, list[dict]] = {name: [] for name in loaders}
     for _ in _track(range(1 + args.rounds), 'loading'):
         for name, loader in loaders.items():
             passes[name].append(time_pass(loader, normalize, args.device))

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -125,8 +126,10 @@ def plain_step(
     """The training step of timm's documentation, with the same settings."""
     device = next(model.parameters()).device
     optimizer = create_optimizer_v2(model, opt=recipe.opt, lr=recipe.lr, weight_decay=recipe.weight_decay)
-    schedule = {name: getattr(recipe, name) for name in ('sched', 'warmup_epochs', 'warmup_lr', 'min_lr')}
-    epochs = dict(num_epochs=recipe.epochs, step_on_epochs=False, updates_per_epoch=steps_per_epoch)
+    schedule: dict[str, Any] = {
+        name: getattr(recipe, name) for name in ('sched', 'warmup_epochs', 'warmup_lr', 'min_lr')
+    }
+    epochs: dict[str, Any] = dict(num_epochs=recipe.epochs, step_on_epochs=False, updates_per_epoch=steps_per_epoch)
     scheduler, _ = create_scheduler_v2(optimizer, **schedule, **epochs)
     criterion = LabelSmoothingCrossEntropy(recipe.smoothing)
     model.train()

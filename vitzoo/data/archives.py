@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipExtFile, ZipFile, ZipInfo
 
-from timm.data.readers.reader import Reader
-
 from vitzoo.data.layout import is_hidden, is_image
+from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError
 
 
@@ -132,13 +131,13 @@ def open_archive(path: Path) -> Archive:
     """
     if path.is_dir():
         return Folder(path)
-    kinds = {'.tar': Tar, '.zip': Zip}
+    kinds: dict[str, type[Tar] | type[Zip]] = {'.tar': Tar, '.zip': Zip}
     if path.suffix.lower() not in kinds:
         raise UserError(f"the data '{path}' is neither a folder nor a .tar or .zip file")
     return kinds[path.suffix.lower()](path)
 
 
-class ArchiveReader(Reader):
+class ArchiveReader(LabelledReader):
     """Images in an archive, each with one label or a list of labels.
 
     Args:
@@ -148,6 +147,7 @@ class ArchiveReader(Reader):
         class_names: The name of each label.
     """
 
+    root: Path
     is_multi_label = False
 
     def __init__(self, archive: Archive, prefix: str, labels: dict, class_names: list[str]) -> None:
@@ -170,7 +170,8 @@ class ArchiveReader(Reader):
 
 def _list_members(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dict[str, tuple[int, int]]:
     """Offset and size of the content of each file; offsets count from the start of the outermost tar."""
-    places, links = {}, {}
+    places: dict[str, tuple[int, int]] = {}
+    links: dict[str, str] = {}
     for member in tar:
         name = prefix + member.name.removeprefix('./')
         if member.isfile() and name.lower().endswith('.tar') and not prefix:
@@ -182,7 +183,7 @@ def _list_members(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dic
             links[name] = prefix + member.linkname.removeprefix('./')
         elif member.issym():
             links[name] = _resolve(name, member.linkname)
-    return _follow_links(tar.name, places, links)
+    return _follow_links(str(tar.name), places, links)
 
 
 def _clean_names(infos: list[ZipInfo]) -> dict[str, ZipInfo]:

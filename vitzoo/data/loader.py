@@ -73,7 +73,11 @@ class TrainBatches(Sampler):
     def order(self) -> list[int]:
         """Image indices of the epoch in training order; with `aug_repeats`, a subset, each repeated that often."""
         generator = torch.Generator().manual_seed(hash_seed(self.seed, ORDER_STREAM, self.epoch))
-        order = self._draw_equally(generator) if self.classes else torch.randperm(self.num_images, generator=generator)
+        order = (
+            self._draw_equally(self.classes, generator)
+            if self.classes
+            else torch.randperm(self.num_images, generator=generator)
+        )
         return order.repeat_interleave(self.aug_repeats)[: self.num_images].tolist()
 
     def __len__(self) -> int:
@@ -87,13 +91,13 @@ class TrainBatches(Sampler):
                 positions = range(start + micro * self.world + self.rank, start + self.batch_size, stride)
                 yield [(order[i], (self.seed, DATA_STREAM, self.epoch, i)) for i in positions]
 
-    def _draw_equally(self, generator: torch.Generator) -> torch.Tensor:
+    def _draw_equally(self, classes: list[torch.Tensor], generator: torch.Generator) -> torch.Tensor:
         """Draw an epoch in which image counts differ by at most one between classes, and between images of a class."""
-        share, remainder = divmod(self.num_images, len(self.classes))
+        share, remainder = divmod(self.num_images, len(classes))
         # random classes get one image more if the epoch does not divide evenly
-        ranks = torch.randperm(len(self.classes), generator=generator).tolist()
+        ranks = torch.randperm(len(classes), generator=generator).tolist()
         draws = []
-        for images, rank in zip(self.classes, ranks):
+        for images, rank in zip(classes, ranks):
             count = share + 1 if rank < remainder else share
             rounds = math.ceil(count / len(images))
             repeated = [_shuffle(images, generator) for _ in range(rounds)]
@@ -123,7 +127,9 @@ def train_loader(dataset: Dataset, batches: TrainBatches, workers: int = 0) -> D
 
 def eval_loader(dataset: Dataset, batch_size: int, workers: int = 0, *, rank: int = 0, world: int = 1) -> DataLoader:
     """Loader of one process's share of a dataset; the shares are disjoint and complete."""
-    return _loader(dataset, EvalBatches(len(dataset), batch_size, rank=rank, world=world), workers)
+    # torch's Dataset does not declare __len__
+    num_images = len(dataset)  # type: ignore[arg-type]
+    return _loader(dataset, EvalBatches(num_images, batch_size, rank=rank, world=world), workers)
 
 
 class SeededImages(Dataset):
@@ -133,7 +139,8 @@ class SeededImages(Dataset):
         self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        # torch's Dataset does not declare __len__
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, key: tuple[int, tuple[int, ...]]) -> tuple:
         index, numbers = key
@@ -143,8 +150,8 @@ class SeededImages(Dataset):
 
 def _group_by_label(labels: list[int]) -> list[torch.Tensor]:
     """Image indices of each class that has images."""
-    labels = torch.as_tensor(labels)
-    return [(labels == label).nonzero()[:, 0] for label in labels.unique()]
+    values = torch.as_tensor(labels)
+    return [(values == value).nonzero()[:, 0] for value in values.unique()]
 
 
 def _shuffle(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

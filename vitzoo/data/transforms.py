@@ -9,6 +9,7 @@ transform for the data config.
 import os
 import random
 import re
+from collections.abc import Sequence
 from itertools import chain
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -37,7 +38,7 @@ _EXAMPLES = dict(rand='rand-m9-mstd0.5-inc1', augmix='augmix-m5-w4-d2')
 # of timm's Gaussian blur, which mirrors that many pixels at each edge
 _BLUR_RADIUS = 11
 # pipelines of `albumentations: light`, `medium` and `strong`; the recipe's crop and flip come first
-PIPELINES = {
+PIPELINES: dict[str, list[dict]] = {
     'light': [
         {'RandomBrightnessContrast': {'brightness_limit': 0.2, 'contrast_limit': 0.2, 'p': 0.5}},
         {'HueSaturationValue': {'hue_shift_limit': 5, 'sat_shift_limit': 20, 'val_shift_limit': 10, 'p': 0.3}},
@@ -60,7 +61,7 @@ PIPELINES = {
 
 
 def resolve_data_config(
-    model: nn.Module, img_size: int | list[int] | None = None, crop_pct: float | None = None
+    model: nn.Module, img_size: int | Sequence[int] | None = None, crop_pct: float | None = None
 ) -> dict:
     """The model's data config (input size, mean, std, interpolation, crop), with another image size or crop."""
     size = (img_size, img_size) if isinstance(img_size, int) else img_size
@@ -100,6 +101,8 @@ def train_transform(recipe: Any, data_config: dict) -> 'TrainTransform':
             size, is_training=True, no_aug=True, interpolation=recipe.train_interpolation, use_prefetcher=True
         ).transforms
         return TrainTransform(Compose([resize, crop]), Compose(_to_channels(data_config)))
+    # timm's annotation lacks None
+    color_jitter: Any = recipe.color_jitter or None
     crop_and_flip, augment, to_tensor = create_transform(
         size,
         is_training=True,
@@ -109,7 +112,7 @@ def train_transform(recipe: Any, data_config: dict) -> 'TrainTransform':
         ratio=recipe.ratio,
         hflip=recipe.hflip,
         vflip=recipe.vflip,
-        color_jitter=recipe.color_jitter or None,
+        color_jitter=color_jitter,
         color_jitter_prob=recipe.color_jitter_prob,
         grayscale_prob=recipe.grayscale_prob,
         gaussian_blur_prob=recipe.gaussian_blur_prob,
@@ -187,6 +190,9 @@ class TrainTransform:
 
 class Normalize(nn.Module):
     """Normalize uint8 images (..., C, H, W) with the mean and std of a data config; floats pass unchanged."""
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(self, data_config: dict) -> None:
         super().__init__()

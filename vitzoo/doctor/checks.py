@@ -300,7 +300,8 @@ def check_decoding(samples: list[Sample]) -> Iterator[Finding]:
 
 def check_sizes(samples: list[Sample], img_size: int) -> Iterator[Finding]:
     """Find images that are too small or too elongated."""
-    sides = [(sample, *sorted((sample.facts.width, sample.facts.height))) for sample in samples]
+    facts = [(sample, sample.facts.width, sample.facts.height) for sample in samples]
+    sides = [(sample, min(width, height), max(width, height)) for sample, width, height in facts]
     yield Finding(
         'small',
         'warning',
@@ -319,7 +320,7 @@ def check_sizes(samples: list[Sample], img_size: int) -> Iterator[Finding]:
 
 def check_duplicates(samples: list[Sample]) -> Iterator[Finding]:
     """Find images with identical pixels, and near duplicates."""
-    by_digest = {}
+    by_digest: dict[bytes, list[Sample]] = {}
     for sample in samples:
         by_digest.setdefault(sample.facts.digest, []).append(sample)
     copies = [group for group in by_digest.values() if len(group) > 1]
@@ -385,7 +386,7 @@ def _differ_in_case(split: ExaminedSplit) -> list[str]:
     """Names in the same folder that differ only in case."""
     paths = {name for name in split.names if not is_hidden(name)}
     paths |= {name.split('/')[0] for name in paths if '/' in name}
-    groups = {}
+    groups: dict[tuple[str, str], set[str]] = {}
     for path in paths:
         folder, slash, name = path.rstrip('/').rpartition('/')
         groups.setdefault((folder, name.casefold()), set()).add(f'{split.name}/{folder}{slash}{name}')
@@ -394,7 +395,7 @@ def _differ_in_case(split: ExaminedSplit) -> list[str]:
 
 def _look_like_splits(split: ExaminedSplit) -> list[str]:
     """The class folders, if all their images are in subfolders and at least two subfolder names are repeated."""
-    subfolders = {}
+    subfolders: dict[str, set[str]] = {}
     for index in range(len(split.images)):
         top, *folders = split.images.filename(index).split('/')[:-1]
         subfolders.setdefault(top, set()).add(folders[0] if folders else '')

@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -90,7 +91,7 @@ def open_splits(data_dir: str, multi_label: bool = False, options: DataOptions =
 def inspect_images(splits: list[ExaminedSplit], workers: int) -> None:
     """Decode all images and add the facts about them to their splits."""
     console = Console(stderr=True)
-    columns = ['{task.description}', BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    columns: list[Any] = ['{task.description}', BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         for split in splits:
             task = bar.add_task(f'reading {split.name}', total=len(split.images))

@@ -100,7 +100,8 @@ def score_images(
     order = indices.argsort(stable=True)
     order = order[indices[order].diff(prepend=indices.new_tensor([-1])) != 0]
     if not isinstance(loader.dataset, IterableDataset) and num_samples is None:
-        num_samples = len(loader.dataset)
+        # torch's Dataset does not declare __len__
+        num_samples = len(loader.dataset)  # type: ignore[arg-type]
     if num_samples is not None and len(order) != num_samples:
         raise RuntimeError(f'evaluated {len(order)} different images of {num_samples}: check the sampler of the loader')
     return {name: column[order] for name, column in columns.items()}
@@ -193,7 +194,7 @@ def _dataset_indices(loader: DataLoader, num_rows: int, accelerator: 'Accelerato
         rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
         return torch.arange(num_rows) * world + rank
     # islice because a batch sampler may be infinite (timm's MultiEpochsDataLoader)
-    batches = islice(iter(loader.batch_sampler), len(loader))
+    batches = islice(loader.batch_sampler or (), len(loader))
     return torch.tensor(list(chain.from_iterable(batches)), dtype=torch.int64)
 
 

@@ -42,7 +42,7 @@ def find_non_finite(model: nn.Module, images: Tensor) -> str:
     broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
     if broken:
         return f'the weights {broken[0]} are not finite'
-    found = []
+    found: list[str] = []
 
     def check(name: str, output: Any) -> None:
         if not found and isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():

@@ -52,7 +52,7 @@ class HealthProbe:
             raise UserError(
                 f'no health to report: no mixer of this {type(model).__name__} approximates softmax attention'
             )
-        self._values = {}
+        self._values: dict[tuple[str, str], list[Tensor]] = {}
 
     def __enter__(self) -> 'HealthProbe':
         self._hooks = [mixer.register_forward_pre_hook(self._measurer(name)) for name, mixer in self.mixers.items()]
@@ -76,7 +76,7 @@ class HealthProbe:
     def report(self, means: list[float] | None = None) -> dict[str, dict[str, float]]:
         """Nest the means of the columns as {mixer: {sign: mean}}; by default the means since the last call."""
         means = self.per_image().double().mean(dim=0).tolist() if means is None else means
-        signs = {mixer: {} for mixer in self.mixers}
+        signs: dict[str, dict[str, float]] = {mixer: {} for mixer in self.mixers}
         for (mixer, sign), mean in zip(self.names, means, strict=True):
             signs[mixer][sign] = mean
         return signs

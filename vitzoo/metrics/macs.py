@@ -100,9 +100,9 @@ def count_call_macs(module: nn.Module, *args: Any) -> int:
     """Count the multiply-accumulates of a call as `count_macs` does; tensor arguments are on the meta device."""
     module_name = type(module).__name__
     module = _meta_copy(module).eval()
-    for child in module.modules():
-        if hasattr(child, 'fused_attn'):
-            child.fused_attn = False
+    fused: list[Any] = [child for child in module.modules() if hasattr(child, 'fused_attn')]
+    for child in fused:
+        child.fused_attn = False
     try:
         with torch.device('meta'):
             macs, uncounted = run_and_count(module, *args)
@@ -147,7 +147,7 @@ class _OpWatcher(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.uncounted = set()
+        self.uncounted: set[str] = set()
         self.mixing_macs = 0
         self.depth = 0
 
@@ -171,7 +171,7 @@ class _OpWatcher(TorchDispatchMode):
 def _meta_copy(model: nn.Module) -> nn.Module:
     """Copy a model onto the meta device without copying its weights."""
     # deepcopy uses the copies in memo; vars() also has the tensors that are plain attributes
-    memo = {}
+    memo: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, nn.Parameter):

@@ -34,7 +34,7 @@ def measure_throughput(model: nn.Module, images: torch.Tensor, seconds: float = 
     Loading and preprocessing are not included. A machine is only called busy if the model runs on its CPU.
     """
     model(images)
-    times = []
+    times: list[float] = []
     while sum(times) < seconds:
         synchronize(images.device)
         start = time.perf_counter()
@@ -56,7 +56,7 @@ def system_load() -> float | None:
 
 def is_busy(load: float | None, cores: int | None) -> bool:
     """Return True if other programs slowed a measurement on a CPU; False if the load or the cores are unknown."""
-    return bool(load and cores) and load > BUSY_LOAD * cores
+    return load is not None and cores is not None and load > BUSY_LOAD * cores
 
 
 def rounds_disagree(low: float, median: float, high: float) -> bool:

@@ -45,7 +45,8 @@ class GridConv(nn.Conv2d):
         if self.zero_init:
             nn.init.zeros_(self.weight)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    # other arguments than nn.Conv2d's
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
         B, heads, N, d = x.shape
         P = N - grid_size[0] * grid_size[1]
         image = x[:, :, P:].mT.unflatten(3, grid_size)  # (B, heads, d, H, W)

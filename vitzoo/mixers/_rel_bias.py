@@ -20,6 +20,8 @@ class OffsetBias(nn.Module):
     rows, as in the published ViL long-short models.
     """
 
+    index: torch.Tensor
+
     def __init__(
         self,
         num_heads: int,

@@ -54,7 +54,7 @@ class _TileRows:
         self, q: Tensor, grid_size: tuple[int, int], window_size: tuple[int, int], halo: tuple[int, int]
     ) -> None:
         self.grid_size, self.window_size, self.halo = grid_size, window_size, halo
-        self.key_size = tuple(w + 2 * h for w, h in zip(window_size, halo))
+        self.key_size = window_size[0] + 2 * halo[0], window_size[1] + 2 * halo[1]
         self.num_rows, self.num_columns = (-(-size // w) for size, w in zip(grid_size, window_size))
         num_scores = self.num_columns * math.prod(window_size) * math.prod(self.key_size)
         samples = _slices(len(q), _NUM_SCORES // (num_scores * q.shape[1]))

@@ -94,8 +94,8 @@ class _AgentBias(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.grid_size = tuple(grid_size)
         H, W = grid_size
+        self.grid_size = (H, W)
 
         def table(*shape: int) -> nn.Parameter:
             return nn.Parameter(
@@ -113,7 +113,8 @@ class _AgentBias(nn.Module):
 
     def set_input_size(self, grid_size: tuple[int, int]) -> None:
         """Resample the values of rows and columns; the map is resampled in each forward pass."""
-        self.grid_size = tuple(grid_size)
+        H, W = grid_size
+        self.grid_size = (H, W)
         for name, size in zip(('rows', 'columns'), self.grid_size):
             old = getattr(self, name)
             new = F.interpolate(old.data.float(), size=size, mode='linear').to(old.dtype)
@@ -149,7 +150,7 @@ class Agent(KernelMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_cells < 1:
             raise ValueError(f'num_cells of agent must be at least 1, not {num_cells}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_cells = num_cells
         self.bias_q = self.bias_k = None
         self.grid_bound = agent_bias
@@ -161,7 +162,7 @@ class Agent(KernelMixer):
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         bias_q = bias_k = None
-        if self.bias_q is not None:
+        if self.bias_q is not None and self.bias_k is not None:
             self.check_grid(grid_size)
             bias_q, bias_k = self.bias_q().mT, self.bias_k()
         return self.op(q, k, v, bias_q, bias_k, self.conv, grid_size, self.num_cells, self.scale, self.dropout_p)

@@ -153,7 +153,8 @@ class TokenMixer(nn.Module):
             )
         self.dim = dim
         self.num_heads = num_heads
-        self.grid_size = tuple(grid_size)
+        H, W = grid_size
+        self.grid_size = (H, W)
         self.num_prefix_tokens = num_prefix_tokens
         self.layer = layer
         self.step_is_set = False
@@ -164,7 +165,8 @@ class TokenMixer(nn.Module):
 
     def set_input_size(self, grid_size: tuple[int, int]) -> None:
         """Adapt to a new grid; mixers with grid-bound parameters resample them here."""
-        self.grid_size = tuple(grid_size)
+        H, W = grid_size
+        self.grid_size = (H, W)
 
     def set_step(self, step: int) -> None:
         """Adapt to the index of the next optimizer step."""
@@ -256,7 +258,7 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
                 f'{type(self).__name__} has keys of width {k_dim} for all heads, which qk_norm cannot normalize; '
                 f'set qk_norm=False.'
             )
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.qkv = qkv_layer(

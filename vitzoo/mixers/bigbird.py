@@ -180,6 +180,7 @@ class BigBird(QKVMixer):
     attn_weights = True
     approximates_softmax = True
     token_weights = True
+    seeds: torch.Tensor
     op = staticmethod(bigbird_attention)
     op_naive = staticmethod(bigbird_naive)
 

@@ -55,7 +55,7 @@ def circulant_attention(
         weights = scores.flatten(3).softmax(dim=-1).unflatten(3, grid_size)
         grid = torch.fft.irfft2(_correlate(torch.fft.rfft2(weights), spectra[2]), s=grid_size).flatten(3).mT
         if P:
-            prefix = softmax_attention(*(x.to(dtype) for x in (q[:, :, :P], k, v)), scale)
+            prefix = softmax_attention(q[:, :, :P].to(dtype), k.to(dtype), v.to(dtype), scale)
             grid = torch.cat([prefix, grid], dim=2)
         return (grid * F.silu(gate.to(dtype))).to(v.dtype)
 
@@ -94,7 +94,8 @@ class Circulant(QKVMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.gate = nn.Linear(dim, dim, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    # has_rope is False: there is no rope to take
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
         q, k, v = self.to_qkv(x, grid_size)
         gate = self.gate(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         return self.project(self.op(q, k, v, gate, grid_size, self.scale))

@@ -108,7 +108,7 @@ class Focused(KeyPositionMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if power <= 0:
             raise ValueError(f'power of focused must be positive, not {power}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.power = power
         self.divisor = nn.Parameter(torch.zeros(num_heads, 1, self.head_dim, **dd))
         self.conv = GridConv(self.head_dim, conv_size, **dd) if conv_size else None

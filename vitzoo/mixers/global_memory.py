@@ -86,7 +86,7 @@ class GlobalMemory(QKVMixer):
         self.num_prefix_tokens = num_prefix_tokens
         self.num_global = num_global
         self.memory = nn.Parameter(torch.empty(1, num_global, dim, device=device, dtype=dtype)) if num_global else None
-        if num_global:
+        if self.memory is not None:
             nn.init.trunc_normal_(self.memory, std=0.02)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:

@@ -110,7 +110,7 @@ class InLine(KernelMixer):
         self.residual = None
         self.token_weights = not residual and self.dwc_v is None
         if residual:
-            dd = {'groups': num_heads, 'device': device, 'dtype': dtype}
+            dd: dict[str, Any] = {'groups': num_heads, 'device': device, 'dtype': dtype}
             self.residual = nn.Sequential(nn.Conv1d(dim, dim, 1, **dd), nn.GELU(), nn.Conv1d(dim, 9 * dim, 1, **dd))
 
     def mix_input(

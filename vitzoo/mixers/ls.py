@@ -148,7 +148,7 @@ class LongShort(QKVMixer):
             raise ValueError(f"rel_bias of ls is 'none', 'table' or 'nvidia', not {rel_bias!r}.")
         if window_size < 1 or rank < 0:
             raise ValueError(f'ls needs window_size >= 1 and rank >= 0, not {window_size} and {rank}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.window_size = window_size
         self.halo = max(1, window_size // 2)
         self.rank = rank

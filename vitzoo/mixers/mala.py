@@ -131,7 +131,7 @@ class MALA(KernelMixer):
                 f'The rotations of mala need heads whose width is a multiple of 4, and dim {dim} with {num_heads} '
                 f'heads has {self.head_dim}; choose another num_heads or rope=False.'
             )
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.rope = rope
         self.mean_scores = mean_scores
         self.gate = nn.Linear(dim, dim, **dd) if gate else None

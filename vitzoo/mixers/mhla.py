@@ -107,7 +107,7 @@ def mhla_attention(
         # the normalizer is one more channel
         values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)
         P = q.shape[2] - grid_size[0] * grid_size[1]
-        block_size = tuple(-(-side // num_blocks) for side in grid_size)
+        block_size = -(-grid_size[0] // num_blocks), -(-grid_size[1] // num_blocks)
         mixing = _used_weights(mixing.to(dtype).relu(), grid_size, block_size, num_blocks)
         q_blocks, k_blocks, v_blocks = (_to_blocks(x[:, :, P:], grid_size, block_size) for x in (q, k, values))
         sums = k_blocks.mT @ v_blocks  # (B, heads, M, d, d + 1)
@@ -213,13 +213,13 @@ class MHLA(KernelMixer):
             raise ValueError(f"normalizer of mhla is 'paper' or 'position', not {normalizer!r}.")
         if rms_norm and qk_norm:
             raise ValueError('rms_norm and qk_norm of mhla both normalize queries and keys; choose one.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_blocks = num_blocks
         self.normalizer = normalizer
         if rms_norm:
             self.q_norm, self.k_norm = (_AllHeadsRMSNorm(num_heads, self.head_dim, **dd) for _ in range(2))
         mixing = block_mixing_weights(num_blocks, locality, self.num_prefix_tokens)
-        self.mixing = nn.Parameter(mixing.to(**dd))
+        self.mixing = nn.Parameter(mixing.to(device=device, dtype=dtype))
         self.conv = GridConv(dim, conv_size, **dd) if conv_size else None
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -105,18 +105,20 @@ def nystrom_naive(
     def cut(length: int, pieces: int) -> tuple[torch.Tensor, ...]:
         return torch.arange(length).split([(length + i) // pieces for i in range(pieces)])
 
-    def aspect_ratio(cells: tuple[int, int]) -> float:
-        sides = grid_size[0] * cells[1], grid_size[1] * cells[0]
-        return max(sides) / min(sides)
-
     N = q.shape[2]
     if grid_size is None:
         groups = cut(N, min(num_landmarks, N))
     else:
         H, W = grid_size
         prefix = torch.arange(N - H * W).unsqueeze(1)
+
+        def aspect_ratio(cells: tuple[int, int]) -> float:
+            sides = H * cells[1], W * cells[0]
+            return max(sides) / min(sides)
+
         shapes = [(h, min(W, num_landmarks // h)) for h in range(1, min(H, num_landmarks) + 1)]
-        rows, columns = map(cut, grid_size, min(shapes, key=aspect_ratio))
+        h, w = min(shapes, key=aspect_ratio)
+        rows, columns = cut(H, h), cut(W, w)
         cells = [(row.unsqueeze(1) * W + column).flatten() for row in rows for column in columns]
         groups = [*prefix, *(len(prefix) + cell for cell in cells)]
     q_land, k_land = (torch.stack([x[:, :, group].mean(dim=2) for group in groups], dim=2) for x in (q, k))

@@ -164,6 +164,7 @@ class Performer(RandomFeatureMixer):
     other than `vitzoo train` calls `vitzoo.set_step` for this.
     """
 
+    features: torch.Tensor
     token_weights = True
     op = staticmethod(performer_attention)
     op_naive = staticmethod(performer_naive)

@@ -124,7 +124,7 @@ class PolaFormer(KeyPositionMixer):
             )
         if alpha < 0:
             raise ValueError(f'alpha of polaformer must be at least 0, not {alpha}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.alpha = alpha
         self.divisor = nn.Parameter(torch.zeros(num_heads, 1, self.head_dim, **dd))
         self.power = nn.Parameter(torch.zeros(num_heads, 1, self.head_dim, **dd))

@@ -83,7 +83,7 @@ class ReluLinear(KernelMixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.scales = nn.ModuleList(_Scale(dim, num_heads, size, **dd) for size in scales)
         self.proj_scales = nn.Linear(len(scales) * dim, dim, bias=False, **dd) if scales else None
 

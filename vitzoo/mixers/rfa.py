@@ -136,6 +136,7 @@ class RFA(RandomFeatureMixer):
     pool in each training step.
     """
 
+    directions: torch.Tensor
     buffer_name = 'directions'
     op = staticmethod(rfa)
     op_naive = staticmethod(rfa_naive)

@@ -138,6 +138,7 @@ class RMT(QKVMixer):
     which head_dim may be odd; otherwise an odd one raises ValueError.
     """
 
+    log_gamma: torch.Tensor
     attn_weights = True
     has_own_rope = True
     op = staticmethod(manhattan_attention)

@@ -122,6 +122,7 @@ class Routing(QKVMixer):
     updated once per backward pass with momentum `decay`, in the same way on all processes.
     """
 
+    centroids: torch.Tensor
     attn_weights = True
     approximates_softmax = True
     token_weights = True

@@ -80,7 +80,7 @@ class InducedSet(QKVMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_inducing < 1:
             raise ValueError(f'num_inducing must be at least 1, not {num_inducing}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.inducing = nn.Parameter(torch.empty(num_inducing, dim, **dd))
         self.fc = nn.Linear(dim, dim, **dd)
         self.kv = nn.Linear(dim, 2 * dim, **dd)

@@ -46,8 +46,8 @@ def gaussian_naive(
     for top in range(0, grid_size[0], r):
         for left in range(0, grid_size[1], r):
             patch = image[:, :, top : top + r, left : left + r]
-            kernel = landmarks.weight[:, :, : patch.shape[2], : patch.shape[3]]
-            patches.append(torch.einsum('bhyxc,dcyx->bhd', patch, kernel))
+            weight = landmarks.weight[:, :, : patch.shape[2], : patch.shape[3]]
+            patches.append(torch.einsum('bhyxc,dcyx->bhd', patch, weight))
     points = F.gelu(F.layer_norm(torch.stack(patches, dim=2), norm.normalized_shape, norm.weight, norm.bias, norm.eps))
 
     def kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ class SOFT(QKVMixer):
         super().__init__(dim, num_heads, shared_qk=True, device=device, dtype=dtype, **kwargs)
         if ratio < 1:
             raise ValueError(f'ratio of soft must be at least 1, not {ratio}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.landmarks = nn.Conv2d(self.head_dim, self.head_dim, ratio, stride=ratio, bias=False, **dd)
         self.norm = nn.LayerNorm(self.head_dim, **dd)
         self.conv = GridConv(num_heads, conv_size, bias=False, **dd)

@@ -107,7 +107,7 @@ class Softmax(QKVMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rel_bias not in ('none', 'table'):
             raise ValueError(f"rel_bias of softmax is 'none' or 'table', not {rel_bias!r}.")
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.rel_bias = OffsetBias(num_heads, self.grid_size, **dd) if rel_bias == 'table' else None
         has_prefix = self.rel_bias is not None and self.num_prefix_tokens
         self.prefix_bias = PrefixBias(num_heads, self.num_prefix_tokens, **dd) if has_prefix else None
@@ -117,11 +117,12 @@ class Softmax(QKVMixer):
         self.token_weights = not talking_heads
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        bias = None if self.rel_bias is None else self.bias(grid_size)
-        return self.op(q, k, v, self.scale, bias, self.dropout_p, self.proj_l, self.proj_w)
+        return self.op(q, k, v, self.scale, self.bias(grid_size), self.dropout_p, self.proj_l, self.proj_w)
 
-    def bias(self, grid_size: tuple[int, int]) -> torch.Tensor:
-        """Relative bias of every pair of tokens, (heads, P + H*W, P + H*W)."""
+    def bias(self, grid_size: tuple[int, int]) -> torch.Tensor | None:
+        """Relative bias of every pair of tokens, (heads, P + H*W, P + H*W), if there is one."""
+        if self.rel_bias is None:
+            return None
         self.check_grid(grid_size)
         bias = self.rel_bias()
         if self.prefix_bias is None:

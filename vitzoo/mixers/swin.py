@@ -66,8 +66,9 @@ def shifted_window_attention(
     `bias` (heads, w*w, w*w) is between the tokens of a window.
     """
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
-    sizes = tuple(min(window_size, size) for size in grid_size)
-    shifts = tuple(shift if size > window_size else 0 for size in grid_size)
+    H, W = grid_size
+    sizes = min(window_size, H), min(window_size, W)
+    shifts = shift if window_size < H else 0, shift if window_size < W else 0
     tiles = [tile(x[:, :, P:], grid_size, sizes, shifts) for x in (q, k, v)]  # (B, heads, T, s, d)
     T = tiles[0].shape[2]
     grid_q, grid_k, grid_v = (x.flatten(1, 2) for x in tiles)

@@ -148,7 +148,7 @@ class TTT(QKVMixer):
                 f'head_dim by 2, not {dim} and {self.head_dim}.'
             )
         self.rope = rope
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.qkv_conv = nn.Linear(dim, 3 * self.head_dim, bias=qkv_bias, **dd)
         self.proj_conv = nn.Linear(self.head_dim, dim, bias=False, **dd)
         self.w1 = nn.Parameter(torch.empty(num_heads, self.head_dim, self.head_dim, **dd))
@@ -157,14 +157,14 @@ class TTT(QKVMixer):
         for weight in (self.w1, self.w2, self.w3):
             trunc_normal_(weight, std=0.02)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    # has_rope is False: there is no rope to take
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
         q, k, v = self.to_qkv(x, grid_size)
         if self.rope:
             q, k = self._rotate(q, grid_size), self._rotate(k, grid_size)
-        conv = self.qkv_conv(x).chunk(3, dim=-1)
-        mixed, local = self.op(q, k, v, *conv, self.w1, self.w2, self.w3, grid_size).split(
-            [self.dim, self.head_dim], dim=-1
-        )
+        q_conv, k_conv, v_conv = self.qkv_conv(x).chunk(3, dim=-1)
+        out = self.op(q, k, v, q_conv, k_conv, v_conv, self.w1, self.w2, self.w3, grid_size)
+        mixed, local = out.split([self.dim, self.head_dim], dim=-1)
         return self.proj_drop(self.proj(self.scale_norm(mixed)) + self.proj_conv(local))
 
     def _rotate(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -92,7 +92,7 @@ class VSSD(TokenMixer):
         super().__init__(dim, num_heads, **kwargs)
         if d_state < 1 or expand < 1:
             raise ValueError(f'd_state and expand of vssd must be at least 1, not {d_state} and {expand}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         inner = expand * dim
         # z; v, B and C, which are convolved; dt
         self.sizes = (inner, inner + 2 * d_state, num_heads)

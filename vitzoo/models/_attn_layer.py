@@ -35,8 +35,9 @@ def attn_layer(
         ValueError: The mixer does not exist, the image is smaller than a patch, or, when the model is built, it has
             `scale_attn_norm`.
     """
-    cls = mixer_class(mixer)
-    grid_size = tuple(side // patch for side, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)))
+    cls: Any = mixer_class(mixer)
+    H, W = (side // patch for side, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)))
+    grid_size = H, W
     if min(grid_size) < 1:
         raise ValueError(f'img_size {img_size} is smaller than a patch of {patch_size}.')
     # timm builds the blocks in their order

@@ -116,7 +116,7 @@ def build_stages(
         pos_embed_layer: Called with the stage's dim, grid size and number of prefix tokens.
         block_kwargs: Arguments of every `Block`.
     """
-    dd = {'device': device, 'dtype': dtype}
+    dd: dict[str, Any] = {'device': device, 'dtype': dtype}
     stages, in_dim, layer = [], in_chans, 0
     per_stage = zip(embed_layers, embed_dims, num_heads, depths, num_prefix_tokens, grid_sizes, mixers, strict=True)
     for embed_layer, dim, heads, depth, P, grid_size, (mixer, mixer_kwargs) in per_stage:
@@ -165,7 +165,7 @@ class Pyramid(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.img_size = to_2tuple(img_size)
         self.patch_size = reductions[0]
         self.in_chans = in_chans
@@ -181,7 +181,7 @@ class Pyramid(nn.Module):
             )
         self.pool_include_prefix = pool_include_prefix
         self.stages = nn.ModuleList(stages)
-        self.feature_info = [
+        self.feature_info: list[dict[str, Any]] = [
             {'module': f'stages.{i}', 'num_chs': dim, 'reduction': reduction}
             for i, (dim, reduction) in enumerate(zip(embed_dims, reductions, strict=True))
         ]
@@ -225,8 +225,9 @@ class Pyramid(nn.Module):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        for stage in self.stages:
-            stage.grad_checkpointing = enable
+        for module in self.modules():
+            if isinstance(module, Stage):
+                module.grad_checkpointing = enable
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:

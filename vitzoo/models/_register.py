@@ -74,7 +74,7 @@ def register_variants(
     with_weights = {name.partition('.')[0] for name in weights}
     plain = {name: default_cfg(name) for name in variants if name not in with_weights}
     # timm looks up `default_cfgs` in the module of an entrypoint, and lists the entrypoint's name in its `__all__`
-    namespace = sys.modules[module]
+    namespace: Any = sys.modules[module]
     namespace.default_cfgs = generate_default_cfgs({**weights, **shipped_configs(variants), **plain})
 
     def create(
@@ -134,7 +134,14 @@ def _fetch_official(name: str, kwargs: dict) -> dict | None:
     """
     overlay = kwargs.get('pretrained_cfg_overlay')
     config = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg'), overlay)
-    if not config.url or config.file or config.hf_hub_id or config.source or config.state_dict:
+    if (
+        not isinstance(config.url, str)
+        or not config.url
+        or config.file
+        or config.hf_hub_id
+        or config.source
+        or config.state_dict
+    ):
         return overlay
     file = Path(kwargs.get('cache_dir') or get_cache_dir(), f'{config.architecture}.{config.tag}.pth')
     if not file.exists():

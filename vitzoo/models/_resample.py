@@ -130,7 +130,8 @@ def _with_patches_of(model: nn.Module, state_dict: dict[str, Tensor], size: tupl
     if weight is None or weight.ndim != 4 or not hasattr(model, 'patch_embed'):
         return size
     sides = zip(size, weight.shape[-2:], model.patch_embed.patch_size, strict=True)
-    return tuple(side // old * new for side, old, new in sides)
+    H, W = (side // old * new for side, old, new in sides)
+    return H, W
 
 
 def _square_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int, int] | None:
@@ -189,7 +190,9 @@ def _fits(shapes: dict[str, torch.Size], state_dict: dict[str, Tensor]) -> bool:
 
 def _copy_to_meta(model: nn.Module) -> nn.Module:
     """A copy of a model without its values, which costs no memory."""
-    memo = {id(p): nn.Parameter(p.detach().to('meta'), requires_grad=p.requires_grad) for p in model.parameters()}
+    memo: dict[int, Tensor] = {
+        id(p): nn.Parameter(p.detach().to('meta'), requires_grad=p.requires_grad) for p in model.parameters()
+    }
     memo |= {id(buffer): buffer.to('meta') for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
 

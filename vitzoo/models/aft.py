@@ -7,7 +7,6 @@ An Attention Free Transformer, section 5.3, https://arxiv.org/abs/2105.14103
 from typing import Any
 
 import torch
-from torch import nn
 
 from vitzoo.mixers import mixer_class
 
@@ -39,7 +38,7 @@ class AFT(DeiT):
         )
 
 
-def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: AFT) -> dict[str, torch.Tensor]:
     """Unwrap checkpoints, and resample positions to the model's grid."""
     return deit_checkpoint_filter_fn(state_dict, model)
 

@@ -46,7 +46,7 @@ class ConvEmbed(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.proj = nn.Conv2d(in_chans, dim, kernel_size, stride=stride, padding=padding, **dd)
         self.norm = nn.LayerNorm(dim, **dd)
 
@@ -88,13 +88,15 @@ class CvT(Pyramid):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)
         mixers = [
             (name, {**self.settings_of_mixer(mixer_class(name), dim, stride_kv), **kwargs})
             for (name, kwargs), dim in zip(per_stage_mixers(mixer, mixer_kwargs, num_stages), embed_dims, strict=True)
         ]
+        # timm's annotation includes the rates of stages
+        rates: Any = calculate_drop_path_rates(drop_path_rate, depths[-1])
         stages = build_stages(
             [partial(ConvEmbed, **conv) for conv in _embed_convs(num_stages, patch_size)],
             embed_dims,
@@ -104,7 +106,7 @@ class CvT(Pyramid):
             grid_sizes,
             mixers,
             in_chans=in_chans,
-            drop_path_rates=[0.0] * sum(depths[:-1]) + calculate_drop_path_rates(drop_path_rate, depths[-1]),
+            drop_path_rates=[0.0] * sum(depths[:-1]) + rates,
             pos_drop_rate=pos_drop_rate,
             mlp_ratio=mlp_ratio,
             qkv_bias=qkv_bias,
@@ -136,10 +138,10 @@ class CvT(Pyramid):
 
     @staticmethod
     def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:
-        sizes, size = [], img_size
+        sizes, (H, W) = [], img_size
         for conv in _embed_convs(num_stages, patch_size):
-            size = tuple((side + 2 * conv['padding'] - conv['kernel_size']) // conv['stride'] + 1 for side in size)
-            sizes.append(size)
+            H, W = ((side + 2 * conv['padding'] - conv['kernel_size']) // conv['stride'] + 1 for side in (H, W))
+            sizes.append((H, W))
         if min(sizes[-1]) < 1:
             raise ValueError(
                 f'img_size {img_size} is too small for CvT, whose first convolution needs at least 3 x 3 pixels.'
@@ -189,7 +191,7 @@ def _rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     '13': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 2, 10)),
     '21': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 4, 16)),
     'w24': dict(embed_dims=(192, 768, 1024), num_heads=(3, 12, 16), depths=(2, 2, 20)),

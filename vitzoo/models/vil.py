@@ -55,7 +55,7 @@ class AxialPosEmbed(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.grid_size = tuple(grid_size)
         self.prefix = nn.Parameter(torch.empty(1, num_prefix_tokens, dim, **dd)) if num_prefix_tokens else None
         self.row = nn.Parameter(torch.empty(1, grid_size[0], dim // 2, **dd))
@@ -135,13 +135,15 @@ class ViL(Pyramid):
     ) -> None:
         if pos_embed not in ('rel', 'abs'):
             raise ValueError(f"pos_embed of ViL is 'rel' or 'abs', not {pos_embed!r}.")
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)
         mixers = [
             (name, {**self.settings_of_mixer(mixer_class(name), pos_embed), **kwargs})
             for name, kwargs in per_stage_mixers(mixer, mixer_kwargs, num_stages)
         ]
+        # timm's annotation includes the rates of stages
+        rates: Any = calculate_drop_path_rates(drop_path_rate, sum(depths))
         stages = build_stages(
             [partial(PatchEmbed, patch_size=side) for side in _patch_sizes(num_stages, patch_size)],
             embed_dims,
@@ -151,7 +153,7 @@ class ViL(Pyramid):
             grid_sizes,
             mixers,
             in_chans=in_chans,
-            drop_path_rates=calculate_drop_path_rates(drop_path_rate, sum(depths)),
+            drop_path_rates=rates,
             pos_embed_layer=AxialPosEmbed if pos_embed == 'abs' else None,
             pos_drop_rate=pos_drop_rate,
             mlp_ratio=mlp_ratio,
@@ -182,10 +184,10 @@ class ViL(Pyramid):
 
     @staticmethod
     def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:
-        sizes, size = [], img_size
+        sizes, (H, W) = [], img_size
         for divisor in _patch_sizes(num_stages, patch_size):
-            size = tuple(side // divisor for side in size)
-            sizes.append(size)
+            H, W = H // divisor, W // divisor
+            sizes.append((H, W))
         if min(sizes[-1]) < 1:
             least = patch_size * 2 ** (num_stages - 1)
             raise ValueError(

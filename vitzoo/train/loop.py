@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -246,7 +247,7 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
     Raises:
         UserError: The dataset cannot be read, has no validation images, or does not suit the recipe.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         multi_label=recipe.multi_label,
         val_fraction=recipe.val_fraction,
         seed=recipe.seed,
@@ -333,7 +334,8 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
     first_step, last_step = run.step, plan.end_of(epoch)
     if run.mixup is not None:
         run.mixup.mixup_enabled = not 0 < recipe.mixup_off_epoch <= epoch
-    run.train_loader.batch_sampler.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
+    batches: Any = run.train_loader.batch_sampler
+    batches.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
     micro_batches = iter(run.train_loader)
     run.task.train()
     for module in run.frozen:
@@ -448,9 +450,13 @@ def _metric_column(recipe: Recipe) -> str:
 def export(run: Run, folder: Path) -> str:
     """Export the raw weights or their EMA, whichever is better by the recipe's metric; returns 'raw' or 'ema'."""
     row = run.history[-1]
-    weights = 'ema' if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe) else 'raw'
-    model = run.ema.module if weights == 'ema' else run.full_model.gather()
-    info = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
+    if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe):
+        weights, model = 'ema', run.ema.module
+    else:
+        weights, model = 'raw', run.full_model.gather()
+    info: dict[str, Any] = dict(
+        weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir
+    )
     if run.recipe.multi_label:
         info['multi_label'] = True
     # `vitzoo validate` opens the data with the same options

@@ -26,6 +26,8 @@ class BalancedLoss(nn.Module):
         bce_target_thresh: Threshold for binarizing mixed targets ('bce').
     """
 
+    weight: Tensor
+
     def __init__(
         self, class_counts: Tensor, kind: str, smoothing: float, bce_target_thresh: float | None = None
     ) -> None:

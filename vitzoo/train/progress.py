@@ -91,7 +91,7 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
         'without amp': (not recipe.amp, ('amp_dtype',)),
         'without model_ema': (not recipe.model_ema, ('model_ema_decay', 'model_ema_warmup')),
     }
-    found = {}
+    found: dict[str, str] = {}
     for why, (is_unused, names) in unused.items():
         changed = [name for name in names if is_unused and settings[name] != defaults[name]]
         found = dict.fromkeys(changed, why) | found

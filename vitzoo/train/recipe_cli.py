@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 class _HelpFormatter(argparse.HelpFormatter):
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         # argparse would print '[VALUE ...]' for every option
-        return action.metavar or ''
+        return str(action.metavar or '')
 
 
 def _parse_options(argv: list[str]) -> dict[str, Any]:

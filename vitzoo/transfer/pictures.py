@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from timm.data.readers.reader import Reader
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data import Subset as TorchSubset
@@ -17,6 +16,7 @@ from vitzoo.data import DataOptions, Images, eval_transform, open_dataset, train
 from vitzoo.data.held_out import Subset
 from vitzoo.data.loader import TrainBatches
 from vitzoo.data.options import NO_OPTIONS
+from vitzoo.data.reader import LabelledReader
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.errors import UserError
 from vitzoo.train.recipe import Recipe, make_recipe
@@ -137,7 +137,7 @@ def open_pictures(
     rest = [index for index, name in enumerate(labelled.reader.filenames()) if name not in names]
     if not rest:
         raise UserError(f"all images of '{data_dir}' are validation images; add a train split")
-    reader: Reader = Subset(labelled.reader, rest) if names else labelled.reader
+    reader: LabelledReader = Subset(labelled.reader, rest) if names else labelled.reader
     train = Images(reader, train_transform(recipe, data_config), val.class_to_idx)
     return Pictures(train, Images(reader, evaluation, val.class_to_idx), val, kind, val.class_names, reason)
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from vitzoo.data import Images, eval_transform, open_dataset
 from vitzoo.data.dataset import merge_options
@@ -47,10 +46,10 @@ def validate(argv: list[str] | None = None) -> list[dict]:
     check_single_model(options, names)
     check_outputs(options)
     if options.from_predictions:
-        return [_validate_predictions(options)]
+        return [_validate_predictions(options.from_predictions, options)]
     accelerator = _create_accelerator()
     is_main = accelerator is None or accelerator.is_main_process
-    suite = open_suite(options.data_root, options.allow_partial, is_main) if options.suite else []
+    suite = open_suite(options.data_root, options.allow_partial, is_main) if options.suite and options.data_root else []
     records = []
     try:
         for name in names:
@@ -150,12 +149,12 @@ def open_validation_data(
     return dataset
 
 
-def _validate_predictions(options: EvalOptions) -> dict:
+def _validate_predictions(path: str, options: EvalOptions) -> dict:
     """Compute the record of a file of predictions: accuracies and error analysis only."""
-    predictions = read_predictions(options.from_predictions)
+    predictions = read_predictions(path)
     scores = summarize(predictions.columns)
-    record = dict.fromkeys(RECORD_KEYS) | {key: scores.get(key) for key in ACCURACY_KEYS}
-    record |= dict(model=options.from_predictions, weights='predictions')
+    record: dict[str, Any] = dict.fromkeys(RECORD_KEYS) | {key: scores.get(key) for key in ACCURACY_KEYS}
+    record |= dict(model=path, weights='predictions')
     if options.errors:
         load_image = (
             None
@@ -203,11 +202,11 @@ def _evaluate(
     return scores
 
 
-def _open_images(name: str, model: nn.Module, transform: Callable, options: EvalOptions) -> Dataset:
+def _open_images(name: str, model: nn.Module, transform: Callable, options: EvalOptions) -> Any:
     """Open the validation images, or with --ignore-labels all images."""
     if options.ignore_labels:
-        return UnlabelledImages(find_files([options.data_dir]), transform)
-    images = open_validation_data(options.data_dir, model, transform, name, options.data_options)
+        return UnlabelledImages(find_files([options.data]), transform)
+    images = open_validation_data(options.data, model, transform, name, options.data_options)
     if images.is_multi_label and (options.save_predictions or '').lower().endswith('.csv'):
         raise UserError(f'{options.data_dir} has several labels per image: save the predictions as .npz')
     if images.is_multi_label and options.errors:
@@ -218,7 +217,7 @@ def _open_images(name: str, model: nn.Module, transform: Callable, options: Eval
 def _score(
     name: str,
     model: nn.Module,
-    images: Dataset,
+    images: Any,
     probe: OversmoothingProbe | HealthProbe | None,
     options: EvalOptions,
     accelerator: 'Accelerator | None',
@@ -287,7 +286,7 @@ def _measure_health(
         model(torch.zeros(1, *data_config['input_size'], device=next(model.parameters()).device))
     probe.per_image()
     images = open_validation_data(
-        options.data_dir, model, eval_transform(data_config), run=name, options=options.data_options
+        options.data, model, eval_transform(data_config), run=name, options=options.data_options
     )
     return probe.report(summarize(_score(name, model, images, probe, options, accelerator))[probe.key])
 

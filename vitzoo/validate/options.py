@@ -62,6 +62,12 @@ class EvalOptions:
         return self.data_dir is not None and not self.no_data
 
     @property
+    def data(self) -> str:
+        """`data_dir` of an evaluation that has data."""
+        assert self.data_dir is not None
+        return self.data_dir
+
+    @property
     def data_options(self) -> DataOptions:
         """The options that say how `data_dir` is laid out."""
         return DataOptions(**{name: getattr(self, name) for name in DATA_OPTIONS})

@@ -187,7 +187,8 @@ def without_nan(value: Any) -> Any:
 def mean_or_none(values: Iterable[float | None]) -> float | None:
     """Mean of numbers, or None if one is None."""
     values = list(values)
-    return None if None in values else sum(values) / len(values)
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def _format_title(options: EvalOptions, num_images: int | None) -> str:

@@ -1,8 +1,9 @@
 """Robustness: accuracy on the test images under corruptions, and on the published variants of ImageNet."""
 
 import sys
+from collections.abc import Sequence
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -70,7 +71,7 @@ def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True
 def evaluate_suite(
     name: str,
     model: nn.Module,
-    suite: list[Found],
+    suite: Sequence[Found],
     data_config: dict,
     options: EvalOptions,
     accelerator: 'Accelerator | None' = None,
@@ -85,9 +86,10 @@ def evaluate_suite(
         UserError: The model's classes are not ImageNet's.
     """
     check_imagenet_classes(name, model)
-    record = {}
+    record: dict[str, Any] = {}
     for found in suite:
-        scores, is_complete = {}, len(found.parts) == found.variant.num_parts
+        scores: dict[str, dict] = {}
+        is_complete = len(found.parts) == found.variant.num_parts
         for part in found.parts:
             images, readouts = found.open(part, options.allow_partial)
             images.transform = found.variant.transform(data_config)
@@ -162,7 +164,8 @@ def _imagenet_c_columns(scores: dict[str, dict]) -> dict:
     columns = dict(imagenet_c=table, imagenet_c_n=sum(score['n'] for score in scores.values()))
     if len(scores) < len(IMAGENET_C_CONDITIONS):
         return columns
-    return {**{f'imagenet_c_{key}': value for key, value in corruption_errors(table).items()}, **columns}
+    known = {name: [value for value in row if value is not None] for name, row in table.items()}
+    return {**{f'imagenet_c_{key}': value for key, value in corruption_errors(known).items()}, **columns}
 
 
 def _by_corruption(top1: dict[tuple, float]) -> dict[str, list[float | None]]:

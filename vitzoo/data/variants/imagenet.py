@@ -195,7 +195,7 @@ def real_labels() -> dict[int, list[int]]:
     return dict(enumerate(json.loads(timm_info('imagenet_real_labels.json')), start=1))
 
 
-def val_number(images: VariantImages, index: int) -> int | None:
-    """The number in the name of a validation image, None if it was renamed."""
+def val_number(images: VariantImages, index: int) -> int:
+    """The number in the name of a validation image, from 1; 0 if it was renamed."""
     match = VAL_NAME.match(images.filename(index, basename=True))
-    return int(match.group(1)) if match else None
+    return int(match.group(1)) if match else 0
