@@ -43,6 +43,7 @@ FAMILIES = {
     'beit': ('beit_base_patch16_224', {}),
     'beitv2': ('beitv2_base_patch16_224', {}),
     'cait': ('cait_xxs24_224', {}),
+    'sam': ('samvit_base_patch16_224', {'global_attn_indexes': (1,), 'window_size': 3}),
     'naflex': ('naflexvit_base_patch16_map', {'pos_embed_grid_size': (4, 6)}),
     'naflex rope': ('naflexvit_base_patch16_gap', {'pos_embed_grid_size': (4, 6), 'rope_type': 'mixed'}),
 }

@@ -157,7 +157,7 @@ def _img_size(model: nn.Module) -> tuple[int, int]:
 def _bound_names(model: nn.Module) -> list[str]:
     """Names of the tensors that may depend on the image size: those of mixers, and positions."""
     mixers = [f'{path}.{name}' for path, mixer in _mixers(model) for name in mixer.state_dict()]
-    positions = {'pos_embed', 'relative_position_bias_table'}
+    positions = {'pos_embed', 'relative_position_bias_table', 'rel_pos_h', 'rel_pos_w'}
     return list(
         dict.fromkeys(mixers + [name for name in model.state_dict() if positions.intersection(name.split('.'))])
     )
