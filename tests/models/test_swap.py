@@ -206,7 +206,6 @@ def test_device_dtype_mode_and_dropout_are_those_of_the_attention():
             {'depths': (1, 1, 1, 1)},
             'SwinTransformerV2.*directions.*vit_small_patch16_dinov3',
         ),
-        ('samvit_base_patch16', {}, 'VisionTransformerSAM.*depends on the queries.*vit_base_patch16_dinov3'),
         ('pvt_v2_b2_li', {}, 'pools the keys'),
         ('vit_tiny_patch16_224', {'depth': 1, 'block_fn': 'ParallelScalingBlock'}, 'ParallelScalingBlock'),
         ('vit_tiny_patch16_224', {'depth': 1, 'attn_layer': 'diff'}, 'DiffAttention'),
@@ -311,6 +310,12 @@ def test_synthesizer_inherits_the_values_and_the_rest_is_named(caplog):
 def test_a_warning_names_the_weights_that_a_mixer_loses(mixer, lost, caplog):
     vitzoo.swap_mixer(build(), mixer)
     assert ('does not inherit all weights' in caplog.text) is lost
+
+
+def test_one_process_of_several_warns(caplog, monkeypatch):
+    monkeypatch.setenv('RANK', '1')
+    model = vitzoo.swap_mixer(build(), 'pool')
+    assert model.inheritance[0].lost and caplog.text == ''
 
 
 @pytest.mark.parametrize('mixer', ['performer', 'rfa', 'reformer', 'routing', 'bigbird'])

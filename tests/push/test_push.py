@@ -21,7 +21,7 @@ from vitzoo.models import _shipped
 from vitzoo.models._register import cfg, register_variants
 from vitzoo.models.deit import DeiT, checkpoint_filter_fn
 from vitzoo.push import command
-from vitzoo.push.card import RunFacts, run_facts, make_card
+from vitzoo.push.card import RunFacts, make_card, run_facts
 from vitzoo.push.command import push
 from vitzoo.push.folder import halve, without_paths
 from vitzoo.validate import evaluation

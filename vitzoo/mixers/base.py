@@ -101,6 +101,7 @@ class TokenMixer(nn.Module):
       summing to 1 (those of nystrom nearly), for a v of any width;
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
     * `has_rel_bias`: takes `rel_bias='table'`, a learned relative position bias;
+    * `has_decomposed_bias`: takes `rel_bias='decomposed'`, a relative position bias that depends on the query;
     * `has_talking_heads`: takes `talking_heads`, linear layers over the heads;
     * `has_reduction`: takes `sr_ratio`, the ratio of the grids of queries and keys;
     * `grid_bound`: has parameters for one grid size with any options, which `set_input_size` resamples;
@@ -120,6 +121,7 @@ class TokenMixer(nn.Module):
     token_weights = False
     subsampled_kv = False
     has_rel_bias = False
+    has_decomposed_bias = False
     has_talking_heads = False
     has_reduction = False
     grid_bound = False

@@ -18,6 +18,7 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.swin_transformer import WindowAttention
 from timm.models.twins import GlobalSubSampleAttn, LocallyGroupedAttn
 from timm.models.vision_transformer_relpos import RelPosAttention
+from timm.models.vision_transformer_sam import Attention as SAMAttention
 from torch import Tensor, nn
 
 from vitzoo.mixers import QKVMixer, TokenMixer
@@ -64,6 +65,8 @@ class AttentionParts:
             settings.update(scale_norm=True, norm_layer=self._norm_layer)
         if 'rel_bias.table' in self.weights and cls.has_rel_bias:
             settings.update(rel_bias='table')
+        if 'rel_bias.rows' in self.weights and cls.has_decomposed_bias:
+            settings.update(rel_bias='decomposed')
         if 'proj_l.weight' in self.weights and cls.has_talking_heads:
             settings.update(talking_heads=True)
         if hasattr(self.attn, 'sr') and cls.has_reduction:
@@ -118,6 +121,14 @@ def _plain_attention(
     return AttentionParts(attn, _norms(attn), weights)
 
 
+def _sam_attention(attn: SAMAttention) -> AttentionParts:
+    """An attention whose bias of relative positions depends on the queries."""
+    if attn.rope is not None:
+        raise Unsupported('its rotary positions are part of its attention')
+    weights = _rename(_rename(_weights(attn), 'rel_pos_h', 'rel_bias.rows'), 'rel_pos_w', 'rel_bias.columns')
+    return AttentionParts(attn, _norms(attn), weights)
+
+
 def _reduced_attention(attn: PVTAttention | GlobalSubSampleAttn) -> AttentionParts:
     """Attention to a reduced grid, whose layers are those of `SRFormer`."""
     if getattr(attn, 'pool', None) is not None:
@@ -139,6 +150,7 @@ _READERS = {
     LocallyGroupedAttn: _plain_attention,
     PVTAttention: _reduced_attention,
     GlobalSubSampleAttn: _reduced_attention,
+    SAMAttention: _sam_attention,
 }
 
 

@@ -12,12 +12,14 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.twins import Block as TwinsBlock
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock
 from timm.models.vision_transformer_relpos import RelPosBlock, ResPostRelPosBlock
+from timm.models.vision_transformer_sam import Block as SAMBlock
 from torch import nn
 
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers._rope import Rope
 
 from ._block import Block as ZooBlock
+from ._swap_attention import Unsupported
 
 __all__ = ['SWAPPED_BLOCKS', 'SwappedBlock', 'SwappedTimmBlock']
 
@@ -191,6 +193,24 @@ class SwappedTwinsBlock(SwappedTimmBlock, TwinsBlock):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
+@register_notrace_module
+class SwappedSAMBlock(SwappedTimmBlock, SAMBlock):
+    """timm's block of `VisionTransformerSAM` without windows, with a token mixer."""
+
+    def attention_holders(self) -> dict[str, nn.Module]:
+        if self.window_size:
+            raise Unsupported(f'its attention is within windows of {self.window_size} x {self.window_size} tokens')
+        return {'': self}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, W, C) -> (B, H, W, C)."""
+        grid_size = tuple(x.shape[1:3])
+        x = x.flatten(1, 2)
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid_size)))
+        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x.unflatten(1, grid_size)
+
+
 class SwappedZooBlock(SwappedTimmBlock, ZooBlock):
     """vitzoo's `Block` with another mixer."""
 
@@ -212,5 +232,6 @@ SWAPPED_BLOCKS = {
     SwinTransformerBlock: SwappedSwinBlock,
     PVTBlock: SwappedPVTBlock,
     TwinsBlock: SwappedTwinsBlock,
+    SAMBlock: SwappedSAMBlock,
     ZooBlock: SwappedZooBlock,
 }

@@ -5,8 +5,8 @@ from math import ceil, floor
 from typing import Any
 
 import torch
-from timm.layers import to_2tuple
-from timm.models._input import get_model_input_config, update_model_input_size
+from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc, to_2tuple
+from timm.models._input import get_model_input_config, get_model_traits, update_model_input_size
 from timm.models.beit import Beit
 from timm.models.cait import Cait
 from timm.models.deit import VisionTransformerDistilled
@@ -17,10 +17,12 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.twins import Twins
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
 
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers._grid import check_grid
+from vitzoo.mixers._rel_bias import resample_offsets
 
 from ._swap_blocks import SwappedTimmBlock
 from .aft import AFT
@@ -44,6 +46,11 @@ class SwappedModel:
     def token_blocks(self) -> dict[str, nn.Module]:
         """The blocks whose attention can be replaced, by name, in order."""
         return {f'blocks.{i}': block for i, block in enumerate(self.blocks)}
+
+    @staticmethod
+    def is_default(block: nn.Module) -> bool:
+        """True if the attention of a block is replaced unless the user chooses blocks."""
+        return True
 
     def grid_size_of(self, name: str) -> tuple[int, int]:
         """The grid of the tokens in a block."""
@@ -134,12 +141,51 @@ class SwappedCait(SwappedModel, Cait):
         # the class token enters the blocks after them
         return 0
 
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything bound to the image size, an int or (H, W)."""
+        old_size, img_size = self.patch_embed.grid_size, to_2tuple(img_size)
+        self.patch_embed.set_input_size(img_size)
+        grid_size = self.patch_embed.grid_size
+        new = resample_abs_pos_embed(self.pos_embed.data, grid_size, old_size, num_prefix_tokens=0)
+        self.pos_embed = _like(self.pos_embed, new)
+        for mixer in self.mixers().values():
+            mixer.set_input_size(grid_size)
+        update_model_input_size(self, img_size)
+
+
+class SwappedSAM(SwappedModel, VisionTransformerSAM):
+    """A timm VisionTransformerSAM that `swap_mixer` changed, in the blocks whose attention is over the whole grid."""
+
+    @staticmethod
+    def is_default(block: nn.Module) -> bool:
+        return not block.window_size
+
+    def num_prefix_in_block(self, name: str) -> int:
+        return 0
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything bound to the image size, an int or (H, W)."""
+        img_size = to_2tuple(img_size)
+        self.patch_embed.set_input_size(img_size)
+        grid_size = self.patch_embed.grid_size
+        if self.pos_embed is not None:
+            self.pos_embed = _like(self.pos_embed, resample_abs_pos_embed_nhwc(self.pos_embed.data, grid_size))
+        for block in self.blocks:
+            if isinstance(block, SwappedTimmBlock):
+                block.attn.set_input_size(grid_size)
+            elif block.attn.use_rel_pos and not block.window_size:
+                for name, size in zip(('rel_pos_h', 'rel_pos_w'), grid_size):
+                    old = getattr(block.attn, name)
+                    setattr(block.attn, name, _like(old, resample_offsets(old.data, size)))
+        update_model_input_size(self, img_size)
+
 
 class SwappedNaFlexViT(SwappedModel, NaFlexVit):
     """A timm NaFlexVit that `swap_mixer` changed: it takes images of one size, at first that of its positions."""
 
     def grid_size_of(self, name: str) -> tuple[int, int]:
-        return tuple(self.embeds.pos_embed_grid_size)
+        size = get_model_traits(self).get('img_size')
+        return self.embeds.dynamic_feat_size(size) if size else tuple(self.embeds.pos_embed_grid_size)
 
     def has_pos_embed(self) -> bool:
         return self.embeds.pos_embed_type not in ('', 'none')
@@ -202,6 +248,7 @@ class SwappedPVT(_StagedModel, PyramidVisionTransformerV2):
         """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
         for name, mixer in self.mixers().items():
             mixer.set_input_size(_stage_grid(name, to_2tuple(img_size), ceil))
+        update_model_input_size(self, to_2tuple(img_size))
 
 
 class SwappedTwins(SwappedModel, Twins):
@@ -223,6 +270,13 @@ class SwappedTwins(SwappedModel, Twins):
         """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
         for name, mixer in self.mixers().items():
             mixer.set_input_size(_stage_grid(name, to_2tuple(img_size), floor))
+        self.patch_embeds[0].img_size = to_2tuple(img_size)
+        update_model_input_size(self, to_2tuple(img_size))
+
+
+def _like(old: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:
+    """A parameter in the place of another."""
+    return nn.Parameter(tensor, requires_grad=old.requires_grad)
 
 
 def _stage_grid(name: str, img_size: tuple[int, int], rounded: Callable[[float], int]) -> tuple[int, int]:
@@ -271,6 +325,7 @@ SWAPPED_MODELS = {
     VisionTransformerRelPos: SwappedRelPosViT,
     Beit: SwappedBeit,
     Cait: SwappedCait,
+    VisionTransformerSAM: SwappedSAM,
     NaFlexVit: SwappedNaFlexViT,
     SwinTransformer: SwappedSwin,
     PyramidVisionTransformerV2: SwappedPVT,

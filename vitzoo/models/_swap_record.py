@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from timm.models._input import update_model_args, update_model_input_size
+from timm.models._input import get_model_traits, update_model_args, update_model_input_size
 from torch import nn
 
 __all__ = ['ARCHITECTURE', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 'parse_swaps']
@@ -36,7 +36,8 @@ def _image_size(model: nn.Module) -> tuple[int, int] | None:
     if not hasattr(model, 'embeds'):
         return getattr(model, 'img_size', None)
     # NaFlexVit
-    return tuple(side * patch for side, patch in zip(model.embeds.pos_embed_grid_size, model.embeds.patch_size))
+    size = get_model_traits(model).get('img_size')
+    return size or tuple(side * patch for side, patch in zip(model.embeds.pos_embed_grid_size, model.embeds.patch_size))
 
 
 def parse_swaps(text: str, blocks: str | None = None, mixer_kwargs: dict | None = None) -> list[dict[str, Any]]:

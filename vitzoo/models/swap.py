@@ -1,6 +1,7 @@
 """In-place replacement of the attention of a vision transformer by a token mixer that inherits its weights."""
 
 import logging
+import os
 from math import log
 from typing import Any
 
@@ -33,7 +34,6 @@ _REASONS = {
         ('SwinTransformerV2', 'SwinTransformerV2Cr'), 'its attention compares directions with learned scales'
     ),
     **dict.fromkeys(('MultiScaleVit', 'Hiera'), 'its attention reduces the number of queries'),
-    'VisionTransformerSAM': 'its attention has a bias of positions that depends on the queries',
     'Xcit': 'its attention is between channels',
 }
 
@@ -61,7 +61,8 @@ def swap_mixer(
     family = _family(model)
     timm_blocks = family.token_blocks(model)
     paths = list(timm_blocks)
-    names = _mixer_of_block(len(paths), mixer, blocks, mixer_kwargs)
+    chosen = [i for i, path in enumerate(paths) if family.is_default(timm_blocks[path])] if blocks is None else blocks
+    names = _mixer_of_block(len(paths), mixer, chosen, mixer_kwargs)
     new = {i: _new_mixers(family, model, i, paths[i], name, mixer_kwargs) for i, name in names.items()}
     used_rope = _uses_rope(model, timm_blocks)
     for i, mixers in new.items():
@@ -73,8 +74,10 @@ def swap_mixer(
         model.rope.requires_grad_(not used_rope)
     reports = {i: _merge(timm_blocks[paths[i]], [report for _, report in mixers]) for i, mixers in new.items()}
     model.inheritance = {**getattr(model, 'inheritance', {}), **reports}
-    for name in dict.fromkeys(names.values()):
-        _warn_of_losses(model, name, [i for i in names if names[i] == name])
+    # once, if there are several processes
+    if os.environ.get('RANK', '0') == '0':
+        for name in dict.fromkeys(names.values()):
+            _warn_of_losses(model, name, [i for i in names if names[i] == name])
     # recorded in an exported config, whose architecture repeats the swaps
     swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
     recorded = mixer if isinstance(mixer, str) else list(names.values())
@@ -103,12 +106,14 @@ def _model_of_size(model: nn.Module) -> str:
     return min(_SIZES, key=lambda name: abs(log(_SIZES[name] * 1e6 / max(size, 1))))
 
 
-def _mixer_of_block(depth: int, mixer: str | list[str], blocks: list[int] | None, mixer_kwargs: dict) -> dict[int, str]:
+def _mixer_of_block(depth: int, mixer: str | list[str], blocks: list[int], mixer_kwargs: dict) -> dict[int, str]:
     """The mixer of each block by its index, in order."""
-    wrong = [i for i in blocks or [] if not -depth <= i < depth]
+    wrong = [i for i in blocks if not -depth <= i < depth]
     if wrong:
         raise ValueError(f'There is no block {wrong[0]}: the model has {depth}, from 0 to {depth - 1}.')
-    indices = range(depth) if blocks is None else [i % depth for i in blocks]
+    indices = [i % depth for i in blocks]
+    if not indices:
+        raise ValueError('There is no block to replace the attention of; choose blocks.')
     if isinstance(mixer, str):
         return dict.fromkeys(sorted(indices), mixer)
     if len(mixer) != len(indices):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import timm
-from timm.models import build_model_with_cfg, register_model, resolve_pretrained_cfg
+from timm.models import build_model_with_cfg, is_model_in_modules, register_model, resolve_pretrained_cfg
 from timm.models._pretrained import PretrainedCfg, filter_pretrained_cfg
 from timm.models._registry import _deprecated_models, generate_default_cfgs
 from torch import Tensor, nn
@@ -54,7 +54,10 @@ def vitzoo_swapped(
     base_model, tag = _check_base(base_model, swap_mixer)
     config = resolve_pretrained_cfg(ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)
     is_saved = bool(config.has_weights or config.state_dict)
-    own = {key: value for key, value in kwargs.items() if key not in _FEATURES}
+    # its constructor has no image size
+    is_pvt = is_model_in_modules(base_model, 'pvt_v2')
+    left_out = (*_FEATURES, 'img_size') if is_pvt else _FEATURES
+    own = {key: value for key, value in kwargs.items() if key not in left_out}
     if is_saved:
         source = {'pretrained_cfg': _without_source(config)}
     else:
@@ -64,8 +67,8 @@ def vitzoo_swapped(
     with _no_warnings(silent=is_saved):
         for arguments in swap_mixer:
             swap.swap_mixer(model, **arguments)
-    if kwargs.get('img_size') is not None and hasattr(model, 'embeds'):
-        # NaFlexVit is built for images of any size
+    if kwargs.get('img_size') is not None and (is_pvt or hasattr(model, 'embeds')):
+        # these, and NaFlexVit, are built for images of any size
         model.set_input_size(kwargs['img_size'])
     if is_saved:
         # it would be what the mixers inherit from random weights

@@ -16,7 +16,7 @@ from timm.models._hub import generate_readme
 from vitzoo.errors import UserError
 from vitzoo.load import is_trained_folder, load_model, read_about
 from vitzoo.options import default_device, natural
-from vitzoo.push.card import run_facts, make_card
+from vitzoo.push.card import make_card, run_facts
 from vitzoo.push.folder import CONFIG, check_name, halve, read_json, write_folder
 from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions

@@ -260,7 +260,7 @@ class Recipe:
     model_ema_warmup: bool = _precision(False, 'increase the EMA decay from 0, for short runs')
 
     seed: int = _run(42, 'random seed of initial weights, data order and augmentation', low=0, on_resume=FIXED)
-    output: str | None = _run(None, 'run folder; by default runs/<model>')
+    output: str | None = _run(None, 'run folder; by default runs/<model>, or runs/<model>_<mixer>')
     overwrite: bool = _run(False, 'replace the run in the output folder')
     resume: str | None = _run(None, "'auto' (newest checkpoint in the output folder), or a run or checkpoint folder")
     eval_metric: str | None = _run(

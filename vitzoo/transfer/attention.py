@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo.mixers import TokenMixer
 from vitzoo.models._swap_models import SwappedModel
 
 # positional and keyword arguments of a block
@@ -16,15 +17,16 @@ Call = tuple[tuple, dict]
 
 
 def mixer_paths(student: nn.Module) -> list[str]:
-    """Paths of the mixers that `swap_mixer` put into a model, such as `blocks.0.attn`, in order.
+    """Paths of the mixers of a student, those that `swap_mixer` put into it, such as `blocks.0.attn`, in order.
 
     Raises:
         ValueError: There are none.
     """
-    paths = list(student.mixers()) if isinstance(student, SwappedModel) else []
-    # a teacher may have mixers, too, in blocks that its student keeps
-    reports = getattr(student, 'inheritance', None)
-    paths = [path for path in paths if reports is None or index_of(student, path) in reports]
+    paths = [path for path, module in student.named_modules() if isinstance(module, TokenMixer)]
+    if isinstance(student, SwappedModel):
+        # a teacher may have mixers, too, in blocks that its student keeps
+        reports = getattr(student, 'inheritance', None)
+        paths = [path for path in student.mixers() if reports is None or index_of(student, path) in reports]
     if not paths:
         raise ValueError(f'{type(student).__name__} has no token mixers; apply vitzoo.swap_mixer to it first.')
     return paths

@@ -117,9 +117,9 @@ def _parameter_groups(student: nn.Module, paths: list[str], lr: float, new_lr: f
 
 def new_parameters(student: nn.Module, paths: list[str]) -> list[nn.Parameter]:
     """The parameters of the mixers that are not inherited from attention."""
-    found = []
+    found, reports = [], getattr(student, 'inheritance', {})
     for path in paths:
-        report = getattr(student, 'inheritance', {}).get(index_of(student, path))
+        report = reports.get(index_of(student, path)) if reports else None
         names = set() if report is None else {*report.initialized}
         # a block with several attention layers has their names in its report
         place = path.removeprefix(f'{block_of(path)}.')
