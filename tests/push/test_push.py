@@ -21,7 +21,7 @@ from vitzoo.models import _shipped
 from vitzoo.models._register import cfg, register_variants
 from vitzoo.models.deit import DeiT, checkpoint_filter_fn
 from vitzoo.push import command
-from vitzoo.push.card import RunFacts, make_card, run_facts
+from vitzoo.push.card import RunFacts, make_card, read_facts
 from vitzoo.push.command import push
 from vitzoo.push.folder import halve, without_paths
 from vitzoo.validate import evaluation
@@ -129,7 +129,7 @@ def test_the_numbers_of_a_card_have_intervals(run, tmp_path):
 
 def test_the_facts_of_a_run_come_from_its_files(run, tmp_path):
     # 28 images at 14 and 28 images at 28 per second
-    assert run_facts(run).hours == pytest.approx(3 / 3600)
+    assert read_facts(run).hours == pytest.approx(3 / 3600)
     cells = tmp_path / 'scratch' / 'deit'
     for seed, top1 in enumerate([50.0, 51.0]):
         evaluations = cells / f'seed-{seed}' / 'evaluations'
@@ -137,7 +137,8 @@ def test_the_facts_of_a_run_come_from_its_files(run, tmp_path):
         (evaluations / 'clean.json').write_text(json.dumps([dict(top1=top1, top5=99.0, map=None)]))
         cell = dict(started={}, finished=dict(train=dict(seconds=1800)), failure=None)
         (cells / f'seed-{seed}' / 'cell.json').write_text(json.dumps(cell))
-    facts = run_facts(cells / 'seed-0')
+        shutil.copyfile(run / 'recipe.yaml', cells / f'seed-{seed}' / 'recipe.yaml')
+    facts = read_facts(cells / 'seed-0')
     assert (facts.command, facts.hours) == ('train', 0.5)
     assert facts.seeds == {('clean', 'top1'): [50.0, 51.0], ('clean', 'top5'): [99.0, 99.0]}
 
@@ -281,5 +282,7 @@ def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path):
     config = json.loads((folder / 'config.json').read_text())
     del config['vitzoo']
     (folder / 'config.json').write_text(json.dumps(config))
+    (folder / 'recipe.yaml').unlink()
+    assert read_facts(folder).command == ''
     with pytest.raises(UserError, match='does not name its data; give --data-dir'):
         push(arguments(folder, 'hf-hub:me/photos'))

@@ -78,6 +78,7 @@ def with_way(**way) -> dict:
         (with_way(train=dict(epoch=2)), "unknown recipe key 'epoch', did you mean epochs"),
         (with_way(train=dict(epochs=0)), 'epochs must be at least 1'),
         (with_way(train=dict(seed=1)), "ways.other.train: 'seed' cannot be given here"),
+        (with_way(train={}, evaluations=['clear']), "'clear' is not an evaluation of this study, did you mean clean"),
         (with_way(), 'add train: or transfer:'),
         (with_way(transfer={}, teacher='deit_ls_nano'), 'ways.other has no teacher_way'),
         (with_way(transfer={}, teacher='cvt_13', teacher_way='scratch', mixers='ls'), "the teacher 'cvt_13'"),
@@ -109,6 +110,15 @@ def test_options_become_the_words_of_a_command_line():
         *('--img-size', '96', '--measures', 'a', 'b', '--corrupt', '--workers', '0', '--mixer-kwargs', 'rank=2')
     ]
     assert to_words(dict(measures=['a', 'b']), ',') == ['--measures', 'a,b']
+
+
+def test_a_way_chooses_its_evaluations(tmp_path):
+    ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs=3), evaluations='corrupt')}
+    study = read_study(write_study(tmp_path, ways=ways))
+    assert {cell.way: list(cell.evaluations) for cell in study.cells} == dict(
+        scratch=['corrupt'], teacher=['clean', 'corrupt'], converted=['clean', 'corrupt']
+    )
+    assert study.evaluations_of('scratch') == ['corrupt']
 
 
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)

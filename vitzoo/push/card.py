@@ -18,7 +18,7 @@ from vitzoo.study.record import CELL_FILE, EVALUATIONS
 from vitzoo.transfer.record import RECORD
 from vitzoo.transfer.summary import minutes
 
-_TITLES = {'top1': 'Top-1', 'top5': 'Top-5', 'map': 'mAP', 'corrupt_top1': 'Corrupted top-1'}
+_SCORES = {'top1': 'Top-1', 'top5': 'Top-5', 'map': 'mAP', 'corrupt_top1': 'Corrupted top-1'}
 
 
 @dataclass
@@ -26,7 +26,7 @@ class RunFacts:
     """Facts about a run that its weights do not tell.
 
     Args:
-        command: 'train' or 'transfer'.
+        command: 'train' or 'transfer'; empty for a model of `vitzoo convert`.
         hours: Time of the training, None if unknown.
         seeds: By evaluation and score, the values of all finished seeds of the same cell of a study.
     """
@@ -36,10 +36,10 @@ class RunFacts:
     seeds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
 
-def run_facts(run: Path) -> RunFacts:
+def read_facts(run: Path) -> RunFacts:
     """Read the files of a run."""
     transfer, cell = find_file(run, RECORD), find_file(run, CELL_FILE)
-    command = 'train' if transfer is None else 'transfer'
+    command = 'transfer' if transfer else 'train' if find_file(run, RECIPE) else ''
     if cell is not None:
         finished = read_json(cell)['finished']
         hours = finished[command]['seconds'] / 3600 if command in finished else None
@@ -64,31 +64,32 @@ def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFa
         f' GMACs for images of {record["img_size"]} pixels',
         'Data': f'{data}, {config["num_classes"]} classes',
         'Licence': config['pretrained_cfg']['license'],
-        'Accuracy': [_format_score(record, key) for key in _TITLES if record.get(key) is not None],
-        'Training': _format_training(run),
+        'Accuracy': [_format_score(record, key) for key in _SCORES if record.get(key) is not None],
         'Weights': 'half precision' if is_half else 'single precision',
         'Versions': f'vitzoo {vitzoo.__version__}, timm {timm.__version__}, torch {torch.__version__}',
     }
+    if run.command:
+        details['Training'] = _format_training(run)
     if any(len(values) > 1 for values in run.seeds.values()):
         details['Several seeds'] = [_format_seeds(*column, values) for column, values in run.seeds.items()]
     usage = f"```python\nimport timm\nimport vitzoo\n\nmodel = timm.create_model('{name}', pretrained=True)\n```\n"
-    recipe = (folder / RECIPE).read_text(encoding='utf-8')
+    recipe = f'\n## Recipe\n```yaml\n{(folder / RECIPE).read_text(encoding="utf-8")}```' if run.command else ''
     return dict(
         **_format_license(config['pretrained_cfg']['license']),
         tags=['image-classification', 'timm', 'vitzoo'],
         description=f'{describe_architecture(config)} for the {config["num_classes"]} classes of {data}.',
         details=details,
-        usage=f'{usage}\n## Recipe\n```yaml\n{recipe}```',
+        usage=usage + recipe,
         citation=_citations(folder),
     )
 
 
 def _format_score(record: dict, key: str) -> str:
     if key == 'map':
-        return f'{_TITLES[key]} {record[key]:.2f} % on {record["n"]:,} validation images'
+        return f'{_SCORES[key]} {record[key]:.2f} % on {record["n"]:,} validation images'
     low, high = interval(record[key], record['n'])
     return (
-        f'{_TITLES[key]} {record[key]:.2f} %, 95 % interval {low:.2f} to {high:.2f} (Wilson) over {record["n"]:,}'
+        f'{_SCORES[key]} {record[key]:.2f} %, 95 % interval {low:.2f} to {high:.2f} (Wilson) over {record["n"]:,}'
         f' validation images'
     )
 
@@ -96,7 +97,7 @@ def _format_score(record: dict, key: str) -> str:
 def _format_seeds(evaluation: str, key: str, values: list[float]) -> str:
     found = estimate(values)
     spread = '' if found.half_width is None else f' ± {found.half_width:.2f}'
-    return f'{_TITLES[key]}, {evaluation}: {found.mean:.2f}{spread} % over {found.n} seeds (95 % interval, Student t)'
+    return f'{_SCORES[key]}, {evaluation}: {found.mean:.2f}{spread} % over {found.n} seeds (95 % interval, Student t)'
 
 
 def _format_training(run: RunFacts) -> str:
@@ -135,7 +136,7 @@ def _scores_of_seeds(cell: Path) -> dict[tuple[str, str], list[float]]:
     found: dict[tuple[str, str], list[float]] = {}
     for path in sorted(cell.parent.glob(f'seed-*/{EVALUATIONS}/*.json')):
         (record,) = read_json(path)
-        for key in _TITLES:
+        for key in _SCORES:
             if record.get(key) is not None:
                 found.setdefault((path.stem, key), []).append(record[key])
     return found

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,8 +17,8 @@ from timm.models._hub import generate_readme
 from vitzoo.errors import UserError
 from vitzoo.load import is_trained_folder, load_model, read_about
 from vitzoo.options import default_device, natural
-from vitzoo.push.card import make_card, run_facts
-from vitzoo.push.folder import CONFIG, check_name, halve, read_json, write_folder
+from vitzoo.push.card import make_card, read_facts
+from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, write_folder
 from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions
 
@@ -43,7 +44,7 @@ def push(argv: list[str] | None = None) -> None:
         if parent is not None:
             check_name(folder)
         record, is_half = _evaluate(args, folder)
-        card = make_card(args.to, folder, record, is_half, run_facts(Path(args.run)))
+        card = make_card(args.to, folder, record, is_half, read_facts(Path(args.run)))
         if parent is None:
             _upload(args, folder, card, is_half)
             return
@@ -102,15 +103,17 @@ def _evaluate(args: argparse.Namespace, folder: Path) -> tuple[dict, bool]:
             print('kept single precision, because a weight is too large for half precision')
         return record, False
     with TemporaryDirectory() as scratch:
-        file = f'{scratch}/model.safetensors'
+        file = f'{scratch}/{WEIGHTS}'
         save_file(weights, file)
+        # it tells the image size of the weights
+        shutil.copyfile(folder / CONFIG, f'{scratch}/{CONFIG}')
         rounded = validate_model(args.run, replace(options, checkpoint=file))
     changed = [key for key in ('top1', 'top5', 'map') if rounded[key] != record[key]]
     if changed:
         key = changed[0]
         print(f'kept single precision, because half precision has {key} {rounded[key]:.4f}, not {record[key]:.4f}')
         return record, False
-    save_file(weights, folder / 'model.safetensors')
+    save_file(weights, folder / WEIGHTS)
     return rounded, True
 
 

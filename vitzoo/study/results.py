@@ -121,6 +121,21 @@ def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     return [column for column in columns if any(column in row.values for row in rows)]
 
 
+def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign: int) -> list[Row]:
+    """The rows of a way than which no other has a better mean accuracy without a worse mean cost, or the reverse.
+
+    Args:
+        sign: 1 if a higher cost is better, as for images/s, else -1.
+    """
+    known = [row for row in rows if score in row.values and cost in row.values]
+    points = [(row.values[score].mean, sign * row.values[cost].mean) for row in known]
+    return [
+        row
+        for row, (y, x) in zip(known, points)
+        if not any(other_y >= y and other_x >= x and (other_y, other_x) != (y, x) for other_y, other_x in points)
+    ]
+
+
 def _inputs(study: Study, evaluation: str) -> dict:
     """The options of an evaluation that the accuracy on clean images depends on."""
     added = ('corrupt', 'suite', 'data_root', 'allow_partial', 'measures', 'health', 'batch_size', 'workers')

@@ -10,7 +10,7 @@ from vitzoo.report import read_records, write_report
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, StudyCell
-from vitzoo.study.results import METRICS, ResultColumn, Row, visible_columns
+from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, visible_columns
 
 _CSV_KEYS = (
     *('way', 'model', 'evaluation', 'metric', 'seeds', 'mean', 'low', 'high', 'is_doubtful'),
@@ -40,7 +40,7 @@ def format_markdown(study: Study, rows: list[Row]) -> str:
         headings, lines = _grid(study, way)
         rules = ['---:' if number != 1 else '---' for number in range(len(headings))]
         table = '\n'.join(f'| {" | ".join(line)} |' for line in (headings, rules, *lines))
-        parts.append(f'### {way[0].way}\n\n{table}')
+        parts += [f'### {way[0].way}\n\n{table}', *_fronts(study, way)]
     return '\n\n'.join([*parts, *_notes(study, rows)])
 
 
@@ -120,6 +120,24 @@ def _grid(study: Study, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         cells = [format_cell(row, column) for format_cell, column in columns]
         lines.append([str(row.rank) if row.rank else '–', name, str(seeds), *cells])
     return headings, lines
+
+
+def _fronts(study: Study, rows: list[Row]) -> list[str]:
+    """The models of a way on the Pareto fronts of accuracy and cost, in one paragraph."""
+    first, lines = study.evaluations_of(rows[0].way)[0], []
+    score = next(
+        (ResultColumn(first, key) for key in ('top1', 'map') if ResultColumn(first, key) in rows[0].values), None
+    )
+    if score is None:
+        return []
+    for key, sign in (('gmacs', -1), ('images_per_second', 1)):
+        cost = ResultColumn(first, key)
+        # unreliable speeds are not compared
+        if any(cost in row.doubts for row in rows) or len([row for row in rows if cost in row.values]) < 2:
+            continue
+        names = ', '.join(row.model for row in pareto_front(rows, score, cost, sign))
+        lines.append(f'Pareto front of {score.metric.title} and {cost.metric.title}: {names}.')
+    return [' '.join(lines)] if lines else []
 
 
 def _format_value(row: Row, column: ResultColumn) -> str:
