@@ -120,7 +120,7 @@ class EvalBatches(Sampler):
             yield list(range(start, min(start + self.batch_size, self.num_images)))
 
 
-def train_loader(dataset: Dataset, batches: TrainBatches, workers: int = 0) -> DataLoader:
+def train_loader(dataset: Dataset, batches: Sampler, workers: int = 0) -> DataLoader:
     """Loader of the micro-batches of one process; each image is augmented with its own seed."""
     return _loader(SeededImages(dataset), batches, workers)
 

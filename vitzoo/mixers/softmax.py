@@ -126,11 +126,12 @@ class Softmax(QKVMixer):
         self.token_weights = not talking_heads
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        bias = None if self.rel_bias is None else self.bias(q, grid_size)
-        return self.op(q, k, v, self.scale, bias, self.dropout_p, self.proj_l, self.proj_w)
+        return self.op(q, k, v, self.scale, self.bias(q, grid_size), self.dropout_p, self.proj_l, self.proj_w)
 
-    def bias(self, q: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    def bias(self, q: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor | None:
         """Relative bias of every pair of tokens, (heads, P + H*W, P + H*W); (B, heads, …) if it is of the queries."""
+        if self.rel_bias is None:
+            return None
         self.check_grid(grid_size)
         if isinstance(self.rel_bias, DecomposedBias):
             return self.rel_bias(q)

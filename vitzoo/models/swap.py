@@ -136,7 +136,7 @@ def _new_mixers(
 ) -> list[tuple[TokenMixer, Inheritance]]:
     """Mixers in place of the attention layers of a block, and what they inherit."""
     block, cls = model.get_submodule(path), mixer_class(name)
-    shared_bias = family.shared_bias and getattr(model, family.shared_bias)
+    shared_bias = getattr(model, family.shared_bias) if family.shared_bias else None
     try:
         holders = _attention_holders(block).values()
         parts = [take_apart(holder.attn, shared_bias) for holder in holders]

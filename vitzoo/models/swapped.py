@@ -52,7 +52,8 @@ def vitzoo_swapped(
         ValueError: There is no such model, or a swap is not possible.
     """
     base_model, tag = _check_base(base_model, swap_mixer)
-    config = resolve_pretrained_cfg(ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)
+    # timm takes a PretrainedCfg too
+    config = resolve_pretrained_cfg(ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)  # type: ignore[arg-type]
     is_saved = bool(config.has_weights or config.state_dict)
     # its constructor has no image size
     is_pvt = is_model_in_modules(base_model, 'pvt_v2')
@@ -65,7 +66,7 @@ def vitzoo_swapped(
         source = {'pretrained_cfg': given or tag or None, 'pretrained_cfg_overlay': pretrained_cfg_overlay}
     model = timm.model_entrypoint(base_model)(pretrained and not is_saved, **source, cache_dir=cache_dir, **own)
     with _no_warnings(silent=is_saved):
-        for arguments in swap_mixer:
+        for arguments in swap_mixer or ():
             swap.swap_mixer(model, **arguments)
     if kwargs.get('img_size') is not None and (is_pvt or hasattr(model, 'embeds')):
         # these, and NaFlexVit, are built for images of any size

@@ -28,7 +28,7 @@ class WorkerJob:
         with StopSignal() as stop:
             Worker(read_study(self.path), launch=self.launch, should_stop=lambda: stop.received).run()
 
-    def checkpoint(self):
+    def checkpoint(self) -> Any:
         """Queue the job again, which submitit asks for before a time limit and on preemption.
 
         Its training ends with a checkpoint, because it loses its worker.

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ def mixer_paths(student: nn.Module) -> list[str]:
 
 def block_of(path: str) -> str:
     """Path of the block of an attention layer: `stages.0.blocks.1` of `stages.0.blocks.1.attn`."""
-    return re.match(r'.*?blocks(\.\d+)+', path).group()
+    return re.findall(r'^.*?blocks(?:\.\d+)+', path)[0]
 
 
 def index_of(student: nn.Module, path: str) -> int:
@@ -141,7 +142,7 @@ def zero_attention(student: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def only_part(student: nn.Module, part: str) -> Iterator[nn.Module]:
     """The student with one part of its mixers alone, while the context is open; `part` is one of `parts_of`."""
-    mixers = [student.get_submodule(path) for path in mixer_paths(student)]
+    mixers: list[Any] = [student.get_submodule(path) for path in mixer_paths(student)]
     mixers = [mixer for mixer in mixers if part in mixer.parts]
     try:
         for mixer in mixers:

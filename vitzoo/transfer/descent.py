@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.scheduler.scheduler import Scheduler
@@ -32,7 +32,7 @@ class StepBatches:
 
     def from_step(self, step: int) -> Iterator[Tensor]:
         """Batches from a step onwards, epoch after epoch."""
-        batches = self.loader.batch_sampler
+        batches: Any = self.loader.batch_sampler
         while True:
             epoch, first = divmod(step, batches.steps_per_epoch)
             batches.start_at(epoch, first)
@@ -58,7 +58,7 @@ class WarmupCosine(Scheduler):
 def descend(
     student: nn.Module,
     groups: list[dict],
-    loader: Iterable,
+    loader: Iterable | StepBatches,
     backward: Callable[[Tensor], None],
     evaluate: Callable[[], dict],
     *,
@@ -108,7 +108,7 @@ class _Descent:
         groups: list[dict],
         evaluate: Callable[[], dict],
         steps: int,
-        accelerator,
+        accelerator: 'Accelerator | None',
         state_file: Path | None,
         progress: Callable[[dict], None] | None,
     ) -> None:
@@ -117,9 +117,13 @@ class _Descent:
         self.autocast = nullcontext if accelerator is None else accelerator.autocast
         self.device = next(student.parameters()).device
         self.trainable = [parameter for group in groups for parameter in group['params']]
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0) if groups else None
-        self.schedule = WarmupCosine(self.optimizer, steps) if groups else None
-        self.step, self.history = 0, []
+        self.optimizer: Any = None
+        self.schedule: Any = None
+        if groups:
+            self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+            self.schedule = WarmupCosine(self.optimizer, steps)
+        self.step = 0
+        self.history: list[dict] = []
         if not self._load():
             self.measure()
 
@@ -215,7 +219,7 @@ def _training_only(student: nn.Module, groups: list[dict]) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-def _batches(loader: Iterable, step: int) -> Iterator[Tensor]:
+def _batches(loader: Iterable | StepBatches, step: int) -> Iterator[Tensor]:
     if isinstance(loader, StepBatches):
         return loader.from_step(step)
     return islice(_repeat(loader), step, None)

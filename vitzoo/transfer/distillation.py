@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitzoo.train.distill import NetworkLoss
 from vitzoo.transfer.attention import mixer_paths
-from vitzoo.transfer.descent import descend
+from vitzoo.transfer.descent import StepBatches, descend
 from vitzoo.transfer.hybrid import feature_error
 from vitzoo.transfer.matching import new_parameters
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def distil(
     teacher: nn.Module,
     student: nn.Module,
-    loader: Iterable,
+    loader: Iterable | StepBatches,
     held_out: Iterable,
     *,
     steps: int = 1000,

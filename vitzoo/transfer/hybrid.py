@@ -112,7 +112,7 @@ def _most_useful(
         if path not in kept:
             with blocks_of_teacher(student, teacher, [*kept, path]) as hybrid:
                 errors[path] = feature_error(teacher, hybrid, loader, accelerator)
-    return min(errors, key=errors.get)
+    return min(errors, key=lambda path: errors[path])
 
 
 def _forget_swaps(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:

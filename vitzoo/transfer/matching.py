@@ -24,7 +24,7 @@ from vitzoo.transfer.attention import (
     mixer_paths,
     visit_attention,
 )
-from vitzoo.transfer.descent import descend
+from vitzoo.transfer.descent import StepBatches, descend
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,7 +36,7 @@ _FROZEN = ('proj.', 'proj_global.')
 def match_blocks(
     teacher: nn.Module,
     student: nn.Module,
-    loader: Iterable,
+    loader: Iterable | StepBatches,
     held_out: Iterable,
     *,
     steps: int = 500,

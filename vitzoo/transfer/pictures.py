@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 from torch.utils.data import Subset as TorchSubset
 
 from vitzoo.data import DataOptions, Images, eval_transform, open_dataset, train_transform
@@ -42,9 +42,9 @@ class Pictures:
         reason: Why the kind is not 'top1'; empty if it is.
     """
 
-    train: Dataset
-    plain: Dataset
-    val: Dataset
+    train: Images | UnlabelledImages
+    plain: Images | UnlabelledImages
+    val: Images | UnlabelledImages
     kind: str
     class_names: list[str]
     reason: str = ''
@@ -119,7 +119,7 @@ def open_pictures(
         labelled = open_dataset(data_dir, 'train', options=options)
     except UserError as error:
         return _open_unlabelled(data_dir, recipe, data_config, str(error))
-    settings = dict(options=options, val_fraction=_VAL_FRACTION, seed=seed)
+    settings: dict[str, Any] = dict(options=options, val_fraction=_VAL_FRACTION, seed=seed)
     val = open_dataset(data_dir, 'val', evaluation, class_to_idx=labelled.class_to_idx, **settings)
     kind, reason = 'top1', ''
     if has_head(teacher):
@@ -176,7 +176,7 @@ def divide(num_images: int, limit: int) -> tuple[list[int], list[int]]:
     return sorted(order[number:]), sorted(order[:number])
 
 
-def held_out_batches(images: Dataset, batch_size: int, accelerator: 'Accelerator') -> list[Tensor]:
+def held_out_batches(images: TorchSubset, batch_size: int, accelerator: 'Accelerator') -> list[Tensor]:
     """The share of one process of some images, kept in memory.
 
     Raises:

@@ -120,7 +120,7 @@ def _with_softmax(teacher: nn.Module, student: nn.Module) -> nn.Module:
 
 def _shift_ratios(reference: nn.Module, path: str, call: Call) -> Tensor:
     """|mean key| / mean |key| of each image, averaged over heads: (B,)."""
-    mixer = reference.get_submodule(path)
+    mixer: Any = reference.get_submodule(path)
     keys = []
 
     def record(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
