@@ -171,6 +171,10 @@ def test_a_swapped_model_is_saved_and_loaded_at_every_size(body, tmp_path):
     model.set_input_size((64, 32))
     loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, img_size=(64, 32)).eval()
     assert_equal(outputs(loaded), outputs(model))
+    save_for_hf(model, str(tmp_path / 'resized'), safe_serialization=True)
+    assert_equal(
+        outputs(timm.create_model(f'local-dir:{tmp_path / "resized"}', pretrained=True).eval()), outputs(model)
+    )
     kwargs = dict(features_only=True, out_indices=[0, 1], img_size=(64, 32))
     features = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, **kwargs).eval()
     with torch.no_grad():
