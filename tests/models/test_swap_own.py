@@ -160,7 +160,10 @@ def test_a_mixer_without_rotary_positions_is_told_so(caplog):
     assert all(output.isfinite().all() for output in outputs(model))
 
 
-@pytest.mark.parametrize('body', BODIES)
+@pytest.mark.parametrize(
+    'body',
+    ['cvt', 'vil abs', *(pytest.param(body, marks=pytest.mark.slow) for body in ('deit', 'deit rope', 'aft', 'vil'))],
+)
 def test_a_swapped_model_is_saved_and_loaded_at_every_size(body, tmp_path):
     model = vitzoo.swap_mixer(build(body), 'performer', blocks=[1], num_features=8)
     vitzoo.swap_mixer(model, ['linformer'], blocks=[0], rank=3)
