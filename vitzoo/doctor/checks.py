@@ -12,9 +12,11 @@ from pathlib import Path
 
 from vitzoo.data.archives import list_files
 from vitzoo.data.dataset import Images
+from vitzoo.data.held_out import hold_out
 from vitzoo.data.layout import LABEL_TABLE, SPLIT_NAMES, SUFFIXES, is_hidden, is_image, match_split, natural_order
 from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.doctor.facts import Facts, find_near_duplicates
+from vitzoo.errors import UserError
 
 FINDING_SEVERITIES = ('error', 'warning', 'note')
 # image formats of cameras and design tools that training does not support
@@ -261,7 +263,7 @@ def check_splits(train: ExaminedSplit, val: ExaminedSplit | None) -> Iterator[Fi
         )
         yield Finding(
             'single-image',
-            'warning',
+            'warning' if _can_be_divided(train) else 'error',
             f'{noun} have only one image, so none can be held out for validation',
             'add images',
             [name for name in counts if counts[name] == 1],
@@ -352,14 +354,14 @@ def check_duplicates(samples: list[Sample]) -> Iterator[Finding]:
     yield Finding(
         'alike-across',
         'warning',
-        'validation images are near duplicates of training images: saved again, resized, or frames of one scene',
+        'validation images are near duplicates of training images: saved again, resized, mirrored, or of one scene',
         'compare them, and keep images of the same origin in one split',
         _join([pair for pair in similar if _num_splits(pair) > 1]),
     )
     yield Finding(
         'alike-within',
         'note',
-        'images are near duplicates of others in their split: saved again, resized, or frames of one scene',
+        'images are near duplicates of others in their split: saved again, resized, mirrored, or of one scene',
         'compare them; if images are held out for validation, keep one of each, or move some into val/ yourself',
         _join([pair for pair in similar if _num_splits(pair) == 1]),
     )
@@ -395,6 +397,9 @@ def _differ_in_case(split: ExaminedSplit) -> list[str]:
 
 def _look_like_splits(split: ExaminedSplit) -> list[str]:
     """The class folders, if all their images are in subfolders and at least two subfolder names are repeated."""
+    if not split.names:
+        # not a dataset of files
+        return []
     subfolders: dict[str, set[str]] = {}
     for index in range(len(split.images)):
         top, *folders = split.images.filename(index).split('/')[:-1]
@@ -404,6 +409,14 @@ def _look_like_splits(split: ExaminedSplit) -> list[str]:
     counts = Counter(folder for folders in subfolders.values() for folder in folders)
     repeated = [folder for folder, count in counts.items() if count > 1]
     return [f'{split.name}/{top}/' for top in subfolders] if len(repeated) > 1 else []
+
+
+def _can_be_divided(split: ExaminedSplit) -> bool:
+    try:
+        hold_out(split.images.reader, 'val', fraction=0.2, seed=0)
+    except UserError:
+        return False
+    return True
 
 
 def _num_splits(samples: list[Sample]) -> int:

@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,11 +49,14 @@ def make_report(argv: list[str] | None = None) -> Path:
     report |= dict(command=shlex.join(['vitzoo', 'report', *argv]))
     if options is not None:
         from vitzoo.report.gather import gather
+        from vitzoo.validate.unfinished import remove_unfinished
 
+        options = replace(options, results_file=str(folder / DATA))
         # write after every model, so that an interrupted run keeps its results
         for record in gather(options):
             records.append(record)
             write_report(folder, report)
+        remove_unfinished(options)
     if args.benchmarks:
         from vitzoo.report.timings import add_timings
 

@@ -185,12 +185,12 @@ def measure_controls(task: Transfer, student: nn.Module, ledger: Ledger) -> dict
     return found
 
 
-def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict[str, float]]:
+def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict]:
     """Images per second of the teacher and the student, by the side of square images, measured by the main process.
 
-    Sizes that a model cannot take are left out.
+    Sizes that a model cannot take are left out. `doubt` is the reason to doubt one of the two, if there is one.
     """
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict] = {}
     if not task.accelerator.is_main_process:
         return found
     batch_size = _SPEED_BATCH[task.accelerator.device.type != 'cpu']
@@ -201,11 +201,13 @@ def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict[str, flo
                 resized.set_input_size(img_size=(side, side))
                 images = torch.randn(batch_size, task.data_config['input_size'][0], side, side)
                 with task.accelerator.autocast():
-                    speed = measure_throughput(resized, images.to(task.accelerator.device)).images_per_second
+                    speed = measure_throughput(resized, images.to(task.accelerator.device))
             except (AssertionError, RuntimeError, ValueError) as error:
                 print(f'vitzoo: no speed of {name} at {side} pixels: {error}', file=sys.stderr)
                 continue
-            found.setdefault(str(side), {})[name] = round(speed, 3)
+            found.setdefault(str(side), {})[name] = round(speed.images_per_second, 3)
+            if speed.doubt:
+                found[str(side)]['doubt'] = speed.doubt
     return found
 
 
