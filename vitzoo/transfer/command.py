@@ -163,6 +163,7 @@ def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: Fol
     options = task.options
     settings = dict(steps=options.network_steps, lr=options.network_lr, new_lr=options.network_new_lr)
     settings |= dict(log_with=options.recipe.log_with, progress=ledger.write_time)
+    task.console.print('network        all parameters')
     rows = ledger.once('network', lambda: train_network(task, student, lock, **settings))
     load_best(student, ledger.folder, rows)
 
@@ -176,6 +177,7 @@ def measure_controls(task: Transfer, student: nn.Module, ledger: Ledger) -> dict
             found[part] = task.score(student)
     options = task.options
     if options.random_control:
+        task.console.print('control        all parameters from random weights')
         other, folder = randomize(deepcopy(student), options.seed), ledger.folder / STATES / 'random'
         settings = dict(lr=options.network_new_lr, new_lr=options.network_new_lr, progress=ledger.write_time)
         steps = options.steps + options.network_steps
