@@ -57,7 +57,7 @@ def built(tmp_path_factory) -> Built:
     """The sdist of this checkout and the wheel of that sdist, built without network."""
     folder = tmp_path_factory.mktemp('dist')
     shutil.copytree(ROOT, folder / 'source', ignore=NOT_SOURCE)
-    # whether or not weights are shipped
+    # also if no weights are shipped
     model = timm.create_model('deit_softmax_nano', num_classes=7)
     save_for_hf(model, folder / 'source' / SHIPPED, safe_serialization=True)
     run(sys.executable, '-c', BUILD_SDIST, folder, cwd=folder / 'source')

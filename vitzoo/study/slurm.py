@@ -28,7 +28,7 @@ class WorkerJob:
         with StopSignal() as stop:
             Worker(read_study(self.path), launch=self.launch, should_stop=lambda: stop.received).run()
 
-    def checkpoint(self):
+    def checkpoint(self) -> Any:
         """Queue the job again, which submitit asks for before a time limit and on preemption.
 
         Its training ends with a checkpoint, because it loses its worker.
@@ -38,7 +38,7 @@ class WorkerJob:
         return DelayedSubmission(self)
 
 
-def submit_workers(path: str, launch: list[str], settings: dict[str, Any], folder: Path) -> list:
+def submit_workers(path: str, launch: list[str], settings: dict[str, Any], folder: Path) -> list[Any]:
     """Submit the jobs of `settings`, which write their logs to a folder, and return them.
 
     Args:
