@@ -25,7 +25,7 @@ __all__ = ['SWAPPED_BLOCKS', 'SwappedBlock', 'SwappedTimmBlock']
 
 
 class SwappedTimmBlock:
-    """A block of timm or vitzoo on the grid set by `set_input_size`; its other arguments are those of timm's block."""
+    """A block of timm on the grid set by `set_input_size`; its other arguments are those of timm's block."""
 
     def attention_holders(self) -> dict[str, nn.Module]:
         """The modules that have an attention layer `attn`, by name in the block."""
