@@ -91,7 +91,9 @@ class DecomposedBias(nn.Module):
     4.1, https://arxiv.org/abs/2112.01526; used by Segment Anything, https://arxiv.org/abs/2304.02643
     """
 
-    def __init__(self, head_dim: int, grid_size: tuple[int, int], *, device=None, dtype=None) -> None:
+    def __init__(
+        self, head_dim: int, grid_size: tuple[int, int], *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.grid_size = tuple(grid_size)
         self.rows, self.columns = (

@@ -5,6 +5,7 @@ Weights have their names in vitzoo's softmax: `qkv` for queries, keys and values
 offsets the two agree.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +47,7 @@ class AttentionParts:
     def settings(self, cls: type[TokenMixer]) -> dict:
         """Keywords for a mixer of class `cls` that takes the place of the layer."""
         layers = [name for name in _BIASED_LAYERS if f'{name}.weight' in self.weights]
-        settings = dict(
+        settings: dict[str, Any] = dict(
             dim=self.dim,
             num_heads=self.attn.num_heads,
             qkv_bias=all(f'{name}.bias' in self.weights for name in layers),
@@ -139,7 +140,7 @@ def _reduced_attention(attn: PVTAttention | GlobalSubSampleAttn) -> AttentionPar
 _BIAS_PREFIXES = ('rel_pos.', 'relative_position_bias_table')
 # layers whose bias `qkv_bias` adds: all, CvT's, and that of a mixer without queries and keys
 _BIASED_LAYERS = ('qkv', 'qkv.proj_q', 'v')
-_READERS = {
+_READERS: dict[type, Callable[[Any], AttentionParts]] = {
     Attention: _attention,
     AttentionRope: _attention,
     EvaAttention: _attention,

@@ -1,5 +1,8 @@
 """timm's transformer blocks with token mixers as their attention, and vitzoo's with another mixer."""
 
+# timm's blocks take other arguments, such as masks, in place of which mixers have a grid
+# mypy: disable-error-code="override"
+
 from typing import Any
 
 import torch
@@ -24,10 +27,16 @@ from ._swap_attention import Unsupported
 __all__ = ['SWAPPED_BLOCKS', 'SwappedBlock', 'SwappedTimmBlock']
 
 
-class SwappedTimmBlock:
+# put in front of the class of a block, whose attributes it has
+_Block: Any = object
+
+
+class SwappedTimmBlock(_Block):
     """A block of timm on the grid set by `set_input_size`; its other arguments are those of timm's block."""
 
-    def attention_holders(self) -> dict[str, nn.Module]:
+    attn: Any
+
+    def attention_holders(self: Any) -> dict[str, nn.Module]:
         """The modules that have an attention layer `attn`, by name in the block."""
         return {'': self}
 

@@ -44,7 +44,7 @@ class StepBatches:
 class WarmupCosine(Scheduler):
     """A schedule by step: learning rates rise linearly from their first step on, and follow a cosine to zero."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, steps: int):
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.steps, self.warmup = steps, max(1, round(_WARMUP * steps))
         super().__init__(optimizer, 'lr', t_in_epochs=False)
 
@@ -111,7 +111,7 @@ class _Descent:
         accelerator,
         state_file: Path | None,
         progress: Callable[[dict], None] | None,
-    ):
+    ) -> None:
         self.student, self.evaluate, self.accelerator = student, evaluate, accelerator
         self.state_file, self.progress = state_file, progress
         self.autocast = nullcontext if accelerator is None else accelerator.autocast

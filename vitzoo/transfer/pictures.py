@@ -82,7 +82,7 @@ class IntervalBatches(Sampler):
         steps: Of all intervals.
     """
 
-    def __init__(self, batches: TrainBatches, interval: int, steps: int):
+    def __init__(self, batches: TrainBatches, interval: int, steps: int) -> None:
         self.batches, self.interval, self.steps = batches, interval, steps
         self.start_at(0)
 
