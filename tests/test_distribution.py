@@ -47,7 +47,7 @@ class Built(NamedTuple):
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command without the paths of this process, and return its output."""
     env = {key: value for key, value in os.environ.items() if key not in ('PYTHONPATH', 'PYTHONHOME')}
-    child = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+    child = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=1800)
     assert child.returncode == 0, child.stdout + child.stderr
     return child.stdout
 

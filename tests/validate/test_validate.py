@@ -339,6 +339,7 @@ def test_a_damaged_checkpoint_is_named(content, suffix, tmp_path, capsys):
     ('argv', 'message'),
     [
         (['resnet5O'], "unknown model 'resnet5O', did you mean resnet50"),
+        (['runs/nowhere'], "there is no model 'runs/nowhere': no such folder"),
         (['cvt_lss_13'], "unknown model 'cvt_lss_13', did you mean cvt_ls_13"),
         (['resnet50.nothing'], "resnet50 has no weights 'nothing', it has resnet50.a1_in1k"),
         (['nothing_*'], "no model matches 'nothing_*'"),

@@ -30,7 +30,7 @@ from torchvision.datasets import ImageFolder
 from vitzoo.bench._harness import Spread, describe_machine, format_machine
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.loader import TrainBatches
-from vitzoo.errors import UserError
+from vitzoo.errors import CommandParser, UserError
 from vitzoo.metrics.speed import rounds_disagree, synchronize
 from vitzoo.options import default_device, device, natural, positive
 from vitzoo.train.recipe import make_recipe
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('--data-dir', metavar='DIR', help='images in class folders (default: generated JPEGs of 500 x 375)')
     add('--images', type=positive, default=512, metavar='N', help='images per pass (default: 512)')
