@@ -58,7 +58,8 @@ docs: .venv/installed
 
 site: .venv/installed
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[docs]'
-	$(BIN)/mkdocs build --strict --quiet
+	@# the variable turns off an advertisement for a successor of mkdocs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 dist: .venv/installed
 	@rm -rf dist

@@ -47,7 +47,7 @@ class Built(NamedTuple):
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command without the paths of this process, and return its output."""
     env = {key: value for key, value in os.environ.items() if key not in ('PYTHONPATH', 'PYTHONHOME')}
-    child = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+    child = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=1800)
     assert child.returncode == 0, child.stdout + child.stderr
     return child.stdout
 
@@ -57,7 +57,7 @@ def built(tmp_path_factory) -> Built:
     """The sdist of this checkout and the wheel of that sdist, built without network."""
     folder = tmp_path_factory.mktemp('dist')
     shutil.copytree(ROOT, folder / 'source', ignore=NOT_SOURCE)
-    # whether or not weights are shipped
+    # also if no weights are shipped
     model = timm.create_model('deit_softmax_nano', num_classes=7)
     save_for_hf(model, folder / 'source' / SHIPPED, safe_serialization=True)
     run(sys.executable, '-c', BUILD_SDIST, folder, cwd=folder / 'source')

@@ -8,7 +8,6 @@ The docstring of a backbone's or a mixer's module names its paper, and papers.bi
 options, which follow the first in the docstring of a mixer, are not included.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import timm
 import torch
 from torch import nn
 
-from vitzoo.errors import run_command
+from vitzoo.errors import CommandParser, run_command
 from vitzoo.load import create_model, find_models, is_trained_folder
 from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
 from vitzoo.train.recipe import read_recipe_file
@@ -96,7 +95,7 @@ def read_papers() -> dict[str, Paper]:
 
 
 def _print_citations(argv: list[str] | None) -> None:
-    parser = argparse.ArgumentParser('vitzoo cite', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo cite', description=__doc__.partition('\n')[0])
     parser.add_argument('models', nargs='+', metavar='MODEL', help='names, wildcards in quotes, or trained folders')
     print(cite(find_models(parser.parse_args(argv).models)))
 

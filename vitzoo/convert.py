@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
-from vitzoo.errors import UserError, run_command
+from vitzoo.errors import CommandParser, UserError, run_command
 from vitzoo.load import create_model, find_model, load_model, read_about, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
@@ -75,7 +75,7 @@ def convert(argv: list[str] | None = None) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser('vitzoo convert', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo convert', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('file', nargs='?', metavar='OFFICIAL_FILE', help='official checkpoint, .pth, .bin or .safetensors')
     add('--model', metavar='NAME', help='its model; with a tag, such as cvt_13.msft_in1k, also its data config')

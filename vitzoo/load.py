@@ -268,6 +268,8 @@ def _expand(pattern: str) -> list[str]:
         return names
     if path.is_dir() and not timm.is_model(pattern):
         raise UserError(f"the folder '{pattern}' has no config.json, so it is not a trained model")
+    if '/' in pattern and not timm.is_model(pattern):
+        raise UserError(f"there is no model '{pattern}': no such folder, and names of models have no '/'")
     if not timm.is_model(pattern):
         names = timm.list_models()
         raise UserError(f"unknown model '{pattern}'{did_you_mean(pattern, names) or '; `vitzoo list` lists the names'}")

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles, find_files
-from vitzoo.errors import UserError, run_command
+from vitzoo.errors import CommandParser, UserError, run_command
 from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output, positive
@@ -63,7 +63,7 @@ def predict(argv: list[str] | None = None) -> list[str]:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     summary, _, rest = __doc__.partition('\n')
-    parser = argparse.ArgumentParser('vitzoo predict', description=summary, epilog=rest.rpartition('\n\n')[2])
+    parser = CommandParser('vitzoo predict', description=summary, epilog=rest.rpartition('\n\n')[2])
     add = parser.add_argument
     add('images', nargs='+', metavar='IMAGES', help='files, folders, .tar or .zip archives, or globs in quotes')
     add('--model', required=True, help='folder of a trained model, or timm name')

@@ -23,7 +23,8 @@ from vitzoo.models.deit import DeiT, checkpoint_filter_fn
 from vitzoo.push import command
 from vitzoo.push.card import RunFacts, make_card, read_facts
 from vitzoo.push.command import push
-from vitzoo.push.folder import halve, without_paths
+from vitzoo.push.folder import halve, read_recipe, without_paths
+from vitzoo.transfer.options import parse_args
 from vitzoo.validate import evaluation
 
 LICENSE = 'ImageNet terms, non-commercial research'
@@ -141,6 +142,20 @@ def test_the_facts_of_a_run_come_from_its_files(run, tmp_path):
     facts = read_facts(cells / 'seed-0')
     assert (facts.command, facts.hours) == ('train', 0.5)
     assert facts.seeds == {('clean', 'top1'): [50.0, 51.0], ('clean', 'top5'): [99.0, 99.0]}
+
+
+def test_the_options_of_a_transfer_are_those_that_it_had(tmp_path):
+    words = ['teacher', '--mixer', 'ls', '--data-dir', 'photos', '--output', 'out', '--img-size', '64x96']
+    words += ['--mixer-kwargs', 'rank=2', '--steps', '3', '--no-random-control', '--val-split', 'test']
+    options = parse_args(words)
+    settings = options.settings | dict(mixer='ls', mixer_kwargs=dict(rank=2), training_images=9, validation_images=3)
+    results = dict(settings=settings, seconds=dict(matching=1800, network=5400))
+    (tmp_path / 'transfer.json').write_text(json.dumps(results))
+    recipe = tmp_path / 'recipe.yaml'
+    recipe.write_text(yaml.safe_dump(read_recipe(tmp_path)))
+    assert parse_args(['teacher', '--output', 'out', '--config', str(recipe)]) == options
+    recipe.unlink()
+    assert read_facts(tmp_path) == RunFacts('transfer', 2.0)
 
 
 @pytest.fixture

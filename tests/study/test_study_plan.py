@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 from studies import STUDY, write_study
+from timm.layers import to_2tuple
 
 from vitzoo.errors import UserError
 from vitzoo.study.plan import read_study, to_words
@@ -125,3 +128,18 @@ def test_a_way_chooses_its_evaluations(tmp_path):
 def test_the_shipped_studies_are_valid(path):
     study = read_study(str(path))
     assert all(study.baseline_of(cell) for cell in study.cells if cell.way != 'teacher')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('way', ['image_strip', 'image_grid'])
+def test_every_kind_of_attention_of_the_long_range_study_takes_a_strip_and_a_grid(way):
+    (path,) = (path for path in CONFIGS if path.stem == 'long_range')
+    cells = [cell for cell in read_study(str(path)).cells if (cell.way, cell.seed) == (way, 0)]
+    assert len(cells) == 11
+    for cell in cells:
+        size = to_2tuple(cell.options['img_size'])
+        kwargs = dict(num_classes=10, img_size=size, in_chans=1, **cell.options['model_kwargs'])
+        model = timm.create_model(cell.model, **kwargs)
+        assert model.patch_embed.grid_size == tuple(size)
+        model(torch.randn(2, 1, *size)).square().mean().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -18,14 +18,18 @@ import torch
 from processes import start_processes
 from teachers import batches, make_teacher, save_teacher
 
+from vitzoo.data import DataOptions
 from vitzoo.errors import UserError
+from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
-from vitzoo.transfer import main, zero_attention
+from vitzoo.transfer import main, network, zero_attention
 from vitzoo.transfer.command import transfer
 from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
 from vitzoo.transfer.options import parse_args
+from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.students import make_student
+from vitzoo.transfer.summary import explain_result
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
@@ -34,7 +38,7 @@ pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 def no_drawing() -> Iterator[None]:
     """Drawing takes longer than training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('vitzoo.figures.draw_curves', lambda folder, history: None)
+        patch.setattr('vitzoo.figures.draw_curves', lambda folder, history: (folder / 'curves.png').touch())
         yield
 
 
@@ -245,6 +249,40 @@ def test_the_whole_network_is_trained(teacher, images, tmp_path, monkeypatch):
     assert all(parameter.requires_grad for parameter in students[0].parameters())
 
 
+def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_path, monkeypatch):
+    weights = []
+
+    def record(task, model):
+        weights.append(make_task(task, model).task_loss_weight)
+        return make_task(task, model)
+
+    make_task = network._distillation
+    monkeypatch.setattr('vitzoo.transfer.network._distillation', record)
+    options = split('--mixer linear --labels --model-ema --model-ema-decay 0.5 --grad-accum-steps 2 --clip-grad 1')
+    options += split('--amp-dtype bfloat16 --log-with tensorboard --no-random-control')
+    transfer([teacher, *options, *QUICK, '--data-dir', images, '--output', str(tmp_path)])
+    results = read_results(tmp_path)
+    assert weights == [1.0]
+    assert results['settings']['training'] == dict(model_ema=True, model_ema_decay=0.5, clip_grad=1.0)
+    for stage in ('matching', 'network'):
+        assert len({row['feature_error'] for row in results[stage]}) == 3
+    last = results['network'][-1]
+    assert last['ema_feature_error'] != last['feature_error']
+    assert len(list((tmp_path / 'vitzoo').glob('events.out.tfevents*'))) == 1
+
+
+def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path):
+    name = save_teacher(tmp_path)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    config['label_names'] = ['red', 'blue', 'green']
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    teacher, _ = load_model(name)
+    pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(), 0)
+    assert pictures.kind == 'top1'
+    for index in range(0, 40, 13):
+        assert config['label_names'][pictures.train[index][1]] == Path(pictures.train.filename(index)).parts[0]
+
+
 def test_probing_alone_writes_nothing(teacher, images, tmp_path, capsys):
     (found,) = transfer([teacher, '--mixer', 'performer', *QUICK, '--data-dir', images, '--probe-only'])
     assert [cost['path'] for cost in found['probe']] == ['blocks.0.attn', 'blocks.1.attn']
@@ -271,6 +309,20 @@ WRONG = {
         'is ambiguous',
     ),
     'no output': ('{teacher} --mixer ls --data-dir {images}', '--output is missing'),
+    'labels without classes': (
+        '{teacher} --mixer ls --data-dir {flat} --labels --output {out}',
+        '--labels needs images of the classes of',
+    ),
+    'labels without a head': (
+        '{headless} --mixer ls --data-dir {images} --labels --output {out}',
+        'but it has no head; leave it out',
+    ),
+    'training option': (
+        '{teacher} --mixer ls --data-dir {images} --output {out} --model-ema --model-ema-decay 2',
+        'model_ema_decay must be from 0 to 1, not 2',
+    ),
+    'tracker': ('{teacher} --mixer ls --data-dir {images} --output {out} --log-with paper', "unknown tracker 'paper'"),
+    'another run': ('{teacher} --mixer ls --data-dir {images} --output {run} --resume', 'that is not of a transfer'),
     'too many blocks': (
         '{teacher} --mixer ls --data-dir {images} --output {out} --keep-softmax 2',
         '0 to 1 of 2 blocks',
@@ -286,6 +338,11 @@ def places(teacher, images, tmp_path_factory) -> dict[str, str]:
     timm.models.save_for_hf(resnet, str(root / 'resnet'), safe_serialization=True)
     places = dict(teacher=teacher, images=images, resnet=str(root / 'resnet'), empty=str(root / 'empty'))
     rope = save_teacher(root / 'rope', name='vit_small_patch16_dinov3')
+    for name, file in dict(flat='a.jpg', run='recipe.yaml').items():
+        (root / name).mkdir()
+        shutil.copy(next(Path(images).rglob('*.jpg')), root / name / file)
+    shutil.copy(root / 'flat' / 'a.jpg', root / 'flat' / 'b.jpg')
+    places |= dict(flat=str(root / 'flat'), run=str(root / 'run'), headless=save_teacher(root / 'none', num_classes=0))
     return places | dict(two=save_teacher(root / 'two', in_chans=2), rope=rope)
 
 
@@ -351,13 +408,15 @@ def test_the_configs_of_transfer_are_valid(path):
 
 def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):
     results = read_transfer(str(finished))['transfer']
-    results['images_per_second'] = {'224': dict(teacher=100.0, student=80.0)}
+    results['images_per_second'] = {'224': dict(teacher=100.0, student=80.0, doubt='busy machine')}
+    assert 'These speeds are unreliable (busy machine): measure again' in explain_result('ls', results)
     results['seconds'] = dict(matching=90.0, network=30.0)
     section = tag('div', transfer_section([dict(name='ls', index=0, transfer=results), dict(name='other', index=1)]))
     text = to_html(section)
     for score in (results['teacher'], results['matched'], results['controls']['zero'], results['controls']['random']):
         assert f'{score["score"]:.2f} %' in text
-    assert 'Score against speed at 224 pixels' in text and 'Tokens of ls and its teacher' in text
+    assert 'Score against speed at 224 pixels' in text and 'These speeds are unreliable: busy machine.' in text
+    assert 'Tokens of ls and its teacher' in text
     assert [cell.text for cell in section.iter('td')][10] == '2'
     assert transfer_section([dict(name='other', index=1)]) == []
     assert read_transfer(str(finished / 'none')) == {}

@@ -9,8 +9,10 @@ import csv
 import gc
 import os
 import platform
+import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -171,9 +173,17 @@ def format_machine(machine: dict) -> str:
     """One line on the machine and the versions."""
     device = machine['gpu'] or f'{machine["cpu"]}, {machine["threads"]} threads'
     versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
-    cores = None if machine['gpu'] else int(machine['cpu'].split()[-2])
-    busy = ' (busy machine: the times are unreliable)' if is_busy(machine['load'], cores) else ''
+    busy = ' (busy machine: the times are unreliable)' if find_doubt(machine) else ''
     return f'{device}; {versions}; load {machine["load"]}{busy}'
+
+
+def find_doubt(row: dict) -> str | None:
+    """The reason to doubt the times in a row of a results file: 'busy machine', 'uneven rounds' or None."""
+    cores = re.search(r'(\d+) cores$', row.get('cpu') or '')
+    if cores and not row.get('gpu') and is_busy(row.get('load'), int(cores[1])):
+        return 'busy machine'
+    quartiles = [row.get(key) for key in _QUARTILES]
+    return 'uneven rounds' if None not in quartiles and rounds_disagree(*quartiles) else None
 
 
 def _cpu_name() -> str:
@@ -217,21 +227,24 @@ def check_columns(path: str) -> bool:
 def append_rows(path: str, rows: list[dict], **common: Any) -> None:
     """Append rows to a CSV file with the columns `BENCHMARK_COLUMNS`; `common` is added to each of them.
 
-    Prints the names of those whose rounds disagree.
+    If the machine has become busy, its load is recorded as it is now. Prints the names of unreliable rows.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     is_new = check_columns(path)
+    if is_busy(load := system_load(), os.cpu_count()):
+        common['load'] = max(load, common.get('load') or 0)
+    rows = [{**common, **fields} for fields in rows]
     with open(path, 'a', newline='') as file:
         writer = csv.DictWriter(file, BENCHMARK_COLUMNS)
         if is_new:
             writer.writeheader()
         for fields in rows:
-            rounded = {key: _short(value) for key, value in {**common, **fields}.items()}
-            writer.writerow(rounded)
-    uneven = [row for row in rows if 'seconds_low' in row and rounds_disagree(*(row[key] for key in _QUARTILES))]
-    if uneven:
-        names = ', '.join(dict.fromkeys(f'{row.get("name")} {row.get("what")}' for row in uneven))
-        print(f'uneven rounds: {names}; measure again on a quiet machine')
+            writer.writerow({key: _short(value) for key, value in fields.items()})
+    doubtful = defaultdict(list)
+    for fields in rows:
+        doubtful[find_doubt(fields)].append(f'{fields.get("name")} {fields.get("what")}')
+    for doubt in filter(None, doubtful):
+        print(f'{doubt}: {", ".join(dict.fromkeys(doubtful[doubt]))}; measure again on a quiet machine')
 
 
 def _short(value: Any) -> Any:

@@ -33,7 +33,7 @@ from vitzoo.bench._harness import (
 )
 from vitzoo.bench._options import add_dtype, parse_common
 from vitzoo.bench._show import format_time, print_table, show_rounds
-from vitzoo.errors import UserError
+from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import find_models, load_model
 from vitzoo.metrics import count_macs
 from vitzoo.options import autocast, positive
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench models', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench models', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('models', nargs='+', metavar='MODEL', help='timm name, or a quoted wildcard')
     add('--img-size', type=positive, nargs='+', default=[224], metavar='N', help='image sizes (default: 224)')

@@ -36,6 +36,7 @@ from vitzoo.bench._harness import (
 )
 from vitzoo.bench._options import parse_common
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
+from vitzoo.errors import CommandParser
 from vitzoo.load import find_models
 from vitzoo.options import positive
 from vitzoo.train.lock import FolderLock
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench trainer', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench trainer', description=__doc__.partition('\n')[0])
     add, models = parser.add_argument, ['deit_tiny_patch16_224', 'cvt_ls_13']
     add('--models', nargs='+', default=models, metavar='MODEL', help=f'default: {" ".join(models)}')
     add('--img-size', type=positive, default=224, metavar='N', help='image size (default: 224)')

@@ -197,34 +197,34 @@ def corrupt(image: np.ndarray, corruption: str, severity: int, name: str) -> np.
 
 
 class CorruptedImages(Dataset):
-    """A dataset repeated under each of `CONDITIONS`, one condition after the other.
+    """A dataset under one corruption.
 
     Args:
         images: The dataset, without a transform.
-        crop: Resizes and crops a PIL image to the model's input size; corruptions are applied after it, as in
+        corruption: One of `CORRUPTIONS`.
+        severity: From 1 to 5.
+        crop: Resizes and crops a PIL image to the model's input size; the corruption is applied after it, as in
             ImageNet-C.
         to_tensor: Converts the corrupted PIL image to the model's input.
     """
 
-    def __init__(self, images: Images, crop: Callable, to_tensor: Callable) -> None:
-        self.images, self.crop, self.to_tensor = images, crop, to_tensor
+    def __init__(self, images: Images, corruption: str, severity: int, crop: Callable, to_tensor: Callable) -> None:
+        self.images, self.corruption, self.severity = images, corruption, severity
+        self.crop, self.to_tensor = crop, to_tensor
 
     def __len__(self) -> int:
-        return len(CONDITIONS) * len(self.images)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple:
-        condition, index = divmod(index, len(self.images))
         image, label = self.images[index]
         # the last two components of the path are the same in a folder and in a tar of it
         name = '/'.join(Path(self.images.filename(index)).parts[-2:])
-        pixels = corrupt(np.asarray(self.crop(image)), *CONDITIONS[condition], name)
+        pixels = corrupt(np.asarray(self.crop(image)), self.corruption, self.severity, name)
         return self.to_tensor(Image.fromarray(pixels)), label
 
     def filename(self, index: int) -> str:
         """Name of an image and its corruption."""
-        condition, index = divmod(index, len(self.images))
-        corruption, severity = CONDITIONS[condition]
-        return f'{self.images.filename(index)} ({corruption}, severity {severity})'
+        return f'{self.images.filename(index)} ({self.corruption}, severity {self.severity})'
 
 
 def _scale(image: np.ndarray) -> float:

@@ -225,7 +225,10 @@ class Images(Dataset):
             image = read(file)
         except DECODING_ERRORS as error:
             name, problem = self.filename(index), describe_decoding_error(error)
-            raise UserError(f'cannot read the image {name} of {self.root} ({problem}); replace or remove it') from error
+            raise UserError(
+                f'cannot read the image {name} of {self.root} ({problem}); replace or remove it; `vitzoo doctor` lists'
+                f' all such images'
+            ) from error
         label = self._label(label)
         label = label if self.to_multi_hot is None else self.to_multi_hot(label)
         return image if self.transform is None else self.transform(image), label

@@ -64,7 +64,7 @@ def write_held_out(path: Path, reader: LabelledReader) -> None:
     with path.open('w', newline='', encoding='utf-8', errors='surrogateescape') as file:
         writer = csv.writer(file)
         writer.writerow(['file', 'sha256'])
-        writer.writerows([reader.filename(index), _sha256(reader, index)] for index in range(len(reader)))
+        writer.writerows([reader.filename(index), hash_file(reader, index)] for index in range(len(reader)))
 
 
 def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
@@ -86,7 +86,7 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
     for index in sorted(range(len(names)), key=lambda index: names[index] not in listed):
         if not missing:
             break
-        digest = _sha256(reader, index)
+        digest = hash_file(reader, index)
         if missing[digest]:
             found.append(index)
             missing -= Counter([digest])
@@ -105,7 +105,8 @@ def _rank(seed: int, name: str) -> bytes:
     return hashlib.sha256(f'{seed}/{name}'.encode(errors='surrogateescape')).digest()
 
 
-def _sha256(reader: LabelledReader, index: int) -> str:
+def hash_file(reader: LabelledReader, index: int) -> str:
+    """SHA-256 of the file of an image, '' if it cannot be read."""
     try:
         file = reader[index][0]
     except OSError:

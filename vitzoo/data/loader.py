@@ -7,7 +7,8 @@ whether a run was resumed.
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import cv2
 import numpy as np
@@ -132,6 +133,29 @@ def eval_loader(dataset: Dataset, batch_size: int, workers: int = 0, *, rank: in
     return _loader(dataset, EvalBatches(num_images, batch_size, rank=rank, world=world), workers)
 
 
+def eval_loaders(
+    datasets: Sequence[Dataset], batch_size: int, workers: int = 0, *, rank: int = 0, world: int = 1
+) -> list['LoaderTurn']:
+    """The `eval_loader` of each dataset, with worker processes in common: iterate each once, in order."""
+    samplers = [EvalBatches(len(dataset), batch_size, rank=rank, world=world) for dataset in datasets]
+    keys = ([(number, index) for index in batch] for number, batches in enumerate(samplers) for batch in batches)
+    loaded = iter(_loader(_SeveralDatasets(datasets), keys, workers)) if datasets else iter(())
+    return [LoaderTurn(dataset, sampler, loaded) for dataset, sampler in zip(datasets, samplers, strict=True)]
+
+
+class LoaderTurn:
+    """The batches of one dataset, taken from a loader of several."""
+
+    def __init__(self, dataset: Dataset, batch_sampler: EvalBatches, loaded: Iterator):
+        self.dataset, self.batch_sampler, self.loaded = dataset, batch_sampler, loaded
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator:
+        return islice(self.loaded, len(self))
+
+
 class SeededImages(Dataset):
     """A dataset indexed by (index, seed numbers), which seeds the generators before reading an image."""
 
@@ -148,6 +172,17 @@ class SeededImages(Dataset):
         return self.dataset[index]
 
 
+class _SeveralDatasets(Dataset):
+    """Datasets indexed by (number of the dataset, index)."""
+
+    def __init__(self, datasets: Sequence[Dataset]):
+        self.datasets = datasets
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple:
+        number, index = key
+        return self.datasets[number][index]
+
+
 def _group_by_label(labels: list[int]) -> list[torch.Tensor]:
     """Image indices of each class that has images."""
     values = torch.as_tensor(labels)
@@ -158,7 +193,7 @@ def _shuffle(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return images[torch.randperm(len(images), generator=generator)]
 
 
-def _loader(dataset: Dataset, batches: Sampler, workers: int) -> DataLoader:
+def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoader:
     return DataLoader(
         dataset,
         batch_sampler=batches,

@@ -54,7 +54,8 @@ def flow_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clamp: boo
 
 def _flow(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """The flow of each token (B, heads, N, 1), for x (B, heads, N, d) and sums (B, heads, d) over the other side."""
-    return (x + _EPS) @ (total + _EPS).unsqueeze(-1) + _EPS
+    total = (total + _EPS).unsqueeze(-1)
+    return x @ total + (_EPS * total.sum(dim=2, keepdim=True) + _EPS)
 
 
 @register_mixer('flowformer')

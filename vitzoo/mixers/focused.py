@@ -77,10 +77,17 @@ def focused_attention(
 def _focus(x: torch.Tensor, width: torch.Tensor, power: float) -> tuple[torch.Tensor, torch.Tensor]:
     """phi of tokens (B, heads, N, d) as two factors, of which the second is a number per token (B, 1, N, 1)."""
     x = torch.addcmul(_EPS / width, x.relu(), 1 / width)
-    norm = torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True)
+    norm = _norm(x)
     # phi does not depend on the factor under the power, and the powers of values up to 1 do not overflow
     focused = (x / norm.detach()) ** power
-    return focused, norm / torch.linalg.vector_norm(focused, dim=(1, 3), keepdim=True)
+    return focused, norm / _norm(focused)
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """The norm of each token of (B, heads, N, d) over all heads, (B, 1, N, 1)."""
+    # the norm over two dimensions at once is several times slower on a CPU
+    of_heads = torch.linalg.vector_norm(x, dim=3, keepdim=True)
+    return torch.linalg.vector_norm(of_heads, dim=1, keepdim=True)
 
 
 @register_mixer('focused')

@@ -109,36 +109,32 @@ def _scan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_a: torch.Tensor
     q, k, v, log_a = (F.pad(x, padding).unflatten(2, (-1, size)) for x in (q, k, v, log_a))
     # from the start of the block to a token, and from there to its end
     before = log_a.clamp(min=_LEAST).cumsum(dim=3)  # (B, heads, blocks, size, d)
-    after = before[:, :, :, -1:] - before
+    total = before[:, :, :, -1:]
     # the middle cancels, and keeps both exponentials in range
     middle = before[:, :, :, size // 2, None].detach()
     scores = (q * (before - middle).exp()) @ (k * (middle - before).exp()).mT
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     out = scores.masked_fill(later, 0) @ v
+    # queries decayed from the start of their block, keys to the end of theirs; no exponential is above 1
+    q, k, kept = q * before.exp(), k * (total - before).exp(), total.exp()
     for _ in range(num_merges):
-        pairs = [x.unflatten(2, (-1, 2)) for x in (q, k, v, out, before, after)]
-        (_, q2), (k1, _), (v1, _), (out1, out2), (before1, before2), (after1, after2) = (x.unbind(3) for x in pairs)
-        # queries of the second block of a pair read the first; no exponential is above 1
-        read = (q2 * before2.exp()) @ (k1 * after1.exp()).mT @ v1
-        out = torch.cat([out1, out2 + read], dim=3)
-        after = torch.cat([after1 + before2[:, :, :, -1:], after2], dim=3)
-        before = torch.cat([before1, before2 + before1[:, :, :, -1:]], dim=3)
-        q, k, v = (x.flatten(3, 4) for x in pairs[:3])
-    written = (k * after.exp()).mT @ v  # (B, heads, chunks, d, d)
-    states = _states_before(written, before[:, :, :, -1:].exp().mT)
-    out = out + (q * before.exp()) @ states
+        (q1, q2), (k1, k2), (out1, out2), (kept1, kept2), (v1, _) = (
+            x.unflatten(2, (-1, 2)).unbind(3) for x in (q, k, out, kept, v)
+        )
+        # the second block of a pair reads the first
+        out = torch.cat([out1, out2 + q2 @ k1.mT @ v1], dim=3)
+        q, k, kept = torch.cat([q1, q2 * kept1], dim=3), torch.cat([k1 * kept2, k2], dim=3), kept1 * kept2
+        v = v.unflatten(2, (-1, 2)).flatten(3, 4)
+    out = out + q @ _states_before(k.mT @ v, kept.mT)
     return out.flatten(2, 3)[:, :, :N]
 
 
 def _states_before(written: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The state before each chunk of S <- kept * S + written, (B, heads, chunks, d, d), by doubling the reach."""
-    reach, num_chunks = 1, written.shape[2]
-    while reach < num_chunks:
-        earlier = kept[:, :, reach:] * written[:, :, :-reach]
-        written = torch.cat([written[:, :, :reach], written[:, :, reach:] + earlier], dim=2)
-        kept = torch.cat([kept[:, :, :reach], kept[:, :, reach:] * kept[:, :, :-reach]], dim=2)
-        reach *= 2
-    return F.pad(written, (0, 0, 0, 0, 1, 0))[:, :, :-1]
+    """The state before each chunk of S <- kept * S + written, (B, heads, chunks, d, d)."""
+    states = [torch.zeros_like(written[:, :, 0])]
+    for kept_of_chunk, written_of_chunk in zip(kept.unbind(2)[:-1], written.unbind(2)[:-1]):
+        states.append(kept_of_chunk * states[-1] + written_of_chunk)
+    return torch.stack(states, dim=2)
 
 
 @register_mixer('gated_linear')

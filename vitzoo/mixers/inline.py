@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._grid_conv import convolve_samples
 from ._kernel import KernelMixer
 from .base import no_autocast, register_mixer
 
@@ -64,22 +65,10 @@ def inline_attention(
         context = (k - k.mean(dim=2, keepdim=True)).mT @ v_wide  # (B, heads, d, d)
         out = q @ (scale * context) + mean
         if kernels is not None:
-            local = _convolve(v_wide[:, :, N - grid_size[0] * grid_size[1] :], kernels.to(dtype), grid_size)
+            grid = v_wide[:, :, N - grid_size[0] * grid_size[1] :]
+            local = convolve_samples(grid, kernels.to(dtype).mT, grid_size)
             out = out + F.pad(local, (0, 0, N - local.shape[2], 0))
         return out.to(v.dtype)
-
-
-def _convolve(x: torch.Tensor, kernels: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """Grid tokens (B, heads, H*W, d) convolved with kernels (B, heads, d, 9) of their own sample."""
-    H, W = grid_size
-    # a grouped convolution would have the batch in its number of groups, which cannot be compiled for any batch size
-    padded = F.pad(x.unflatten(2, grid_size), (0, 0, 1, 1, 1, 1))
-    weights = kernels.unflatten(3, (3, 3))[:, :, None, None]  # (B, heads, 1, 1, d, 3, 3)
-    out = weights[..., 1, 1] * x.unflatten(2, grid_size)
-    for dy, dx in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), (2, 2)):
-        # in place, because a new tensor for each term takes longer than the product
-        out.addcmul_(weights[..., dy, dx], padded[:, :, dy : dy + H, dx : dx + W])
-    return out.flatten(2, 3)
 
 
 @register_mixer('inline')

@@ -89,8 +89,8 @@ def pola_attention(
 def _signed_powers(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Powers of the positive values and of the magnitudes of the negative ones, (B, heads, N, 2d)."""
     # not pow, whose gradient for the exponent is slow
-    powers = (p * x.abs().clamp(min=_TINY).log2()).exp2()
-    return torch.cat([powers.masked_fill(x <= 0, 0), powers.masked_fill(x >= 0, 0)], dim=-1)
+    powers = (p * x.abs().clamp(min=_TINY).log2()).exp2() * x.detach().sign()
+    return torch.cat([powers, -powers], dim=-1).relu()
 
 
 @register_mixer('polaformer')

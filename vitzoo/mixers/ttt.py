@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._grid_conv import convolve_samples, near_tokens
 from ._rotary import rotate_pairs
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -90,30 +91,27 @@ def train_and_apply(
             x.to(dtype) for x in (q, k, v, q_conv, k_conv, v_conv, w1, w2, w3)
         )
         linear, logit = k @ w1, k @ w2
-        gate = logit.sigmoid()
+        gate, silu = logit.sigmoid(), F.silu(logit)
+        # the derivative of silu is gate + silu * (1 - gate)
+        slope = torch.addcmul(gate + silu, gate, silu, value=-1)
         rate = _LOSS_SCALE / k.shape[2]
-        gradient1 = -rate * k.mT @ (v * logit * gate)
-        gradient2 = -rate * k.mT @ (v * linear * gate * (1 + logit * (1 - gate)))
+        gradient1 = -rate * (k.mT @ (v * silu))
+        gradient2 = -rate * (k.mT @ (v * linear * slope))
         w1, w2 = w1 - _clip(gradient1), w2 - _clip(gradient2)  # (B, heads, d, d)
         mixed = ((q @ w1) * F.silu(q @ w2)).transpose(1, 2).flatten(2)
-        # the nine tokens around each token
-        near_k, near_q = (_patches(x[:, P:], grid_size) for x in (k_conv, q_conv))  # (B, d, H*W, 9)
-        gradient3 = -_LOSS_SCALE / num_grid * near_k.mT @ v_conv[:, P:].mT.unsqueeze(3)  # (B, d, 9, 1)
-        w3 = w3.flatten(1).unsqueeze(2) - _clip(gradient3)
-        local = torch.cat([q_conv[:, :P] * w3[:, :, 4].mT, (near_q @ w3).squeeze(3).mT], dim=1)
+        target = v_conv[:, P:].unflatten(1, grid_size)
+        sums = [(near * target).sum(dim=(1, 2)) for near in near_tokens(k_conv[:, P:], grid_size)]
+        w3 = w3.flatten(1).T - _clip(-_LOSS_SCALE / num_grid * torch.stack(sums, dim=1))  # (B, 9, d)
+        local = convolve_samples(q_conv[:, P:], w3, grid_size)
+        if P:
+            # a prefix token is an image of one pixel
+            local = torch.cat([q_conv[:, :P] * w3[:, 4].unsqueeze(1), local], dim=1)
         return torch.cat([mixed, local], dim=2).to(out_dtype)
 
 
 def _clip(gradient: torch.Tensor) -> torch.Tensor:
     """Gradients whose columns have a norm below 1."""
     return gradient / (torch.linalg.vector_norm(gradient, dim=-2, keepdim=True) + 1)
-
-
-def _patches(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """Tokens (B, H*W, d) -> the 3 x 3 tokens around each, zero outside the grid, (B, d, H*W, 9)."""
-    (H, W), image = grid_size, F.pad(x.mT.unflatten(2, grid_size), (1, 1, 1, 1))
-    near = [image[:, :, y : y + H, x : x + W] for y in range(3) for x in range(3)]
-    return torch.stack(near, dim=4).flatten(2, 3)
 
 
 @register_mixer('ttt')

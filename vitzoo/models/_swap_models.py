@@ -285,7 +285,7 @@ class SwappedTwins(SwappedModel, Twins):
 
 def _like(old: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:
     """A parameter in the place of another."""
-    return nn.Parameter(tensor, requires_grad=old.requires_grad)
+    return nn.Parameter(tensor.contiguous(), requires_grad=old.requires_grad)
 
 
 def _stage_grid(name: str, img_size: tuple[int, int], rounded: Callable[[float], int]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from timm.models._input import get_model_traits, update_model_args, update_model_input_size
+from timm.models._input import get_model_input_config, get_model_traits, update_model_args, update_model_input_size
 
 __all__ = ['ARCHITECTURE', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 'parse_swaps']
 
@@ -21,22 +21,20 @@ def name_entrypoint(model: Any) -> None:
         return
     update_model_args(model, base_model=config['architecture'])
     model.pretrained_cfg = model.default_cfg = {**config, 'architecture': ARCHITECTURE}
-    size = _image_size(model)
-    if size is not None:
-        # the mixers have a grid even if the base model takes images of any size
-        update_model_input_size(model, size)
-        model._traits = {**model._traits, 'fixed_input_size': True}
+    # the mixers have a grid even if the base model takes images of any size
+    update_model_input_size(model, _image_size(model))
+    model._traits = {**model._traits, 'fixed_input_size': True}
 
 
-def _image_size(model: Any) -> tuple[int, int] | None:
-    """The model's image size; None for timm's models of several stages, which have it in their config."""
+def _image_size(model: Any) -> tuple[int, int]:
+    """The image size that the mixers of a model are for."""
     if hasattr(getattr(model, 'patch_embed', None), 'img_size'):
         return model.patch_embed.img_size
-    if not hasattr(model, 'embeds'):
-        return getattr(model, 'img_size', None)
-    # NaFlexVit
-    size = get_model_traits(model).get('img_size')
-    return size or tuple(side * patch for side, patch in zip(model.embeds.pos_embed_grid_size, model.embeds.patch_size))
+    if hasattr(model, 'embeds') and get_model_traits(model).get('img_size') is None:
+        # NaFlexVit
+        grid_size, patch_size = model.embeds.pos_embed_grid_size, model.embeds.patch_size
+        return tuple(side * patch for side, patch in zip(grid_size, patch_size))
+    return tuple(get_model_input_config(model)['input_size'][1:])
 
 
 def parse_swaps(text: str, blocks: str | None = None, mixer_kwargs: dict | None = None) -> list[dict[str, Any]]:

@@ -61,6 +61,9 @@ def vitzoo_swapped(
     own = {key: value for key, value in kwargs.items() if key not in left_out}
     if is_saved:
         source = {'pretrained_cfg': _without_source(config)}
+        if is_pvt:
+            # timm passes the size of a fixed one to the constructor
+            source['pretrained_cfg']['fixed_input_size'] = False
     else:
         given = None if pretrained_cfg is None or _is_default(pretrained_cfg) else pretrained_cfg
         source = {'pretrained_cfg': given or tag or None, 'pretrained_cfg_overlay': pretrained_cfg_overlay}

@@ -91,7 +91,8 @@ class AxialPosEmbed(nn.Module):
 
 def _resample(positions: torch.Tensor, size: int) -> torch.Tensor:
     """Positions (1, N, C) -> (1, size, C) in float32."""
-    return F.interpolate(positions.float().transpose(1, 2), size=size, mode='linear').transpose(1, 2)
+    # safetensors does not save other tensors
+    return F.interpolate(positions.float().transpose(1, 2), size=size, mode='linear').transpose(1, 2).contiguous()
 
 
 def _patch_sizes(num_stages: int, patch_size: int) -> tuple[int, ...]:

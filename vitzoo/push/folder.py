@@ -124,10 +124,13 @@ def check_name(folder: Path) -> None:
 
 
 def _transfer_options(settings: dict) -> dict:
-    """The options of `vitzoo transfer` in the settings that it recorded."""
-    others = ('teacher', 'training_images', 'validation_images', 'data_options', 'random_control')
+    """The options of `vitzoo transfer`, in a form for --config, of the settings that it recorded."""
+    others = ('teacher', 'training_images', 'validation_images', 'data_options', 'random_control', 'training')
     options = {key: value for key, value in settings.items() if key not in others and value not in (None, {})}
-    return options | settings['data_options'] | dict(no_random_control=not settings['random_control'])
+    options |= settings['data_options'] | settings.get('training', {})
+    if 'img_size' in options:
+        options['img_size'] = 'x'.join(map(str, options['img_size']))
+    return options | dict(no_random_control=not settings['random_control'])
 
 
 def _to_half(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class WorkerJob:
         return DelayedSubmission(self)
 
 
-def submit_workers(path: str, launch: list[str], settings: dict[str, Any], folder: Path) -> list:
+def submit_workers(path: str, launch: list[str], settings: dict[str, Any], folder: Path) -> list[Any]:
     """Submit the jobs of `settings`, which write their logs to a folder, and return them.
 
     Args:

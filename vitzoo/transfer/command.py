@@ -166,6 +166,7 @@ def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: Fol
     options = task.options
     settings: dict[str, Any] = dict(steps=options.network_steps, lr=options.network_lr, new_lr=options.network_new_lr)
     settings |= dict(log_with=options.recipe.log_with, progress=ledger.write_time)
+    task.console.print('network        all parameters')
     rows = ledger.once('network', lambda: train_network(task, student, lock, **settings))
     load_best(student, ledger.folder, rows)
 
@@ -179,6 +180,7 @@ def measure_controls(task: Transfer, student: nn.Module, ledger: Ledger) -> dict
             found[part] = task.score(student)
     options = task.options
     if options.random_control:
+        task.console.print('control        all parameters from random weights')
         other, folder = randomize(deepcopy(student), options.seed), ledger.folder / STATES / 'random'
         settings: dict[str, Any] = dict(
             lr=options.network_new_lr, new_lr=options.network_new_lr, progress=ledger.write_time
@@ -190,12 +192,12 @@ def measure_controls(task: Transfer, student: nn.Module, ledger: Ledger) -> dict
     return found
 
 
-def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict[str, float]]:
+def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict]:
     """Images per second of the teacher and the student, by the side of square images, measured by the main process.
 
-    Sizes that a model cannot take are left out.
+    Sizes that a model cannot take are left out. `doubt` is the reason to doubt one of the two, if there is one.
     """
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict] = {}
     if not task.accelerator.is_main_process:
         return found
     batch_size = _SPEED_BATCH[task.accelerator.device.type != 'cpu']
@@ -206,11 +208,13 @@ def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict[str, flo
                 resized.set_input_size(img_size=(side, side))
                 images = torch.randn(batch_size, task.data_config['input_size'][0], side, side)
                 with task.accelerator.autocast():
-                    speed = measure_throughput(resized, images.to(task.accelerator.device)).images_per_second
+                    speed = measure_throughput(resized, images.to(task.accelerator.device))
             except (AssertionError, RuntimeError, ValueError) as error:
                 print(f'vitzoo: no speed of {name} at {side} pixels: {error}', file=sys.stderr)
                 continue
-            found.setdefault(str(side), {})[name] = round(speed, 3)
+            found.setdefault(str(side), {})[name] = round(speed.images_per_second, 3)
+            if speed.doubt:
+                found[str(side)]['doubt'] = speed.doubt
     return found
 
 

@@ -1,4 +1,4 @@
-"""What all students of a transfer share: the teacher, the images and the processes."""
+"""The shared parts of a transfer of one teacher to several students: the teacher, the images and the processes."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial

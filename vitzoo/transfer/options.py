@@ -10,14 +10,14 @@ import torch
 
 from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
-from vitzoo.errors import UserError, did_you_mean, format_flag
+from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
 from vitzoo.options import add_data_options, keyword, natural, positive, read_yaml, size
 from vitzoo.train.progress import parse_trackers
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe
 
-# keys of a recipe that the network stage, which is a training, has as options; results depend on the first
-_TRAINING = ('model_ema', 'model_ema_decay', 'model_ema_warmup', 'clip_grad', 'clip_mode')
-_NEUTRAL_TRAINING = ('grad_accum_steps', 'checkpoint_minutes', 'log_with')
+# keys of a recipe that the network stage, which is a training, has as options
+TRAINING_KEYS = ('model_ema', 'model_ema_decay', 'model_ema_warmup', 'clip_grad', 'clip_mode')
+NEUTRAL_TRAINING_KEYS = ('grad_accum_steps', 'checkpoint_minutes', 'log_with')
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TransferOptions:
         left_out = {'mixers', 'output', 'resume', 'overwrite', 'workers', 'data_options', 'probe_only', 'sizes'}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         values['img_size'] = None if self.img_size is None else list(self.img_size)
-        values['training'] = {name: value for name, value in self.training.items() if name in _TRAINING}
+        values['training'] = {name: value for name, value in self.training.items() if name in TRAINING_KEYS}
         return values | dict(data_options=self.data_options.given())
 
     @property
@@ -82,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         UserError: A value is wrong, or options contradict each other.
     """
     defaults = TransferOptions('', [], '')
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         'vitzoo transfer',
         description='Replace the attention of a pretrained ViT by efficient mixers, without labels.',
         allow_abbrev=False,
@@ -115,7 +115,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     add('--block-weight', type=float, metavar='X', default=defaults.block_weight,
         help='weight of the attention outputs in it [0.1]')  # fmt: skip
     add('--labels', action='store_true', help="also learn the classes of the images in it, which must be the teacher's")
-    for name in _TRAINING + _NEUTRAL_TRAINING:
+    for name in TRAINING_KEYS + NEUTRAL_TRAINING_KEYS:
         _add_training_option(stages, name)
     run = parser.add_argument_group('run')
     add = run.add_argument
@@ -145,12 +145,12 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     args['mixer_kwargs'] = _by_mixer(args['mixers'], args['mixer_kwargs'])
     args['data_options'] = DataOptions(**{name: args.pop(name) for name in DATA_OPTIONS})
     args['sizes'] = tuple(args['sizes'])
-    training = {name: args.pop(name) for name in _TRAINING + _NEUTRAL_TRAINING}
-    args['training'] = {name: value for name, value in training.items() if value is not None}
+    given = {name: args.pop(name) for name in TRAINING_KEYS + NEUTRAL_TRAINING_KEYS}
+    recipe = make_recipe(given)
+    args['training'] = {name: getattr(recipe, name) for name, value in given.items() if value is not None}
+    parse_trackers(recipe.log_with)
     options = TransferOptions(**args)
     _check_options(options)
-    # refuses values of the training that are out of range
-    parse_trackers(options.recipe.log_with)
     return options
 
 

@@ -28,6 +28,7 @@ from vitzoo.validate.predictions import Predictions, read_predictions, write_pre
 from vitzoo.validate.results import RECORD_KEYS, print_calibration, print_results, write_results
 from vitzoo.validate.robustness import check_imagenet_classes, evaluate_corruptions, evaluate_suite, open_suite
 from vitzoo.validate.scoring import score_dataset
+from vitzoo.validate.unfinished import remove_unfinished
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,6 +57,8 @@ def validate(argv: list[str] | None = None) -> list[dict]:
             records.append(validate_model(name, options, accelerator, suite))
             if is_main and options.results_file:
                 write_results(options.results_file, records)
+        if is_main:
+            remove_unfinished(options)
     finally:
         # print what we have even if a later model fails or the user interrupts
         if is_main and records:

@@ -20,7 +20,8 @@ from vitzoo.load import label_names
 from vitzoo.metrics import mark_hits, rank_classes
 from vitzoo.metrics.robustness import corruption_errors, score_allowed, summarize_allowed
 from vitzoo.validate.options import EvalOptions
-from vitzoo.validate.scoring import score_dataset
+from vitzoo.validate.scoring import score_dataset, score_in_turn
+from vitzoo.validate.unfinished import UnfinishedScores
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,13 +38,22 @@ def evaluate_corruptions(
 ) -> dict:
     """Evaluate a model on its own test images under every corruption at five severities.
 
+    Continues an evaluation with the same results file that was interrupted.
+
     Returns:
         corrupt, the top-1 accuracy at each severity of each corruption; corrupt_top1, their mean; corrupt_relative,
         the mean as a percentage of the accuracy on the clean images.
     """
-    dataset = CorruptedImages(images, *split_eval_transform(data_config))
-    columns = score_dataset(f'{name}, corrupted', model, dataset, _score_label, options, accelerator)
-    correct, counts = (columns[key].view(len(CONDITIONS), -1).sum(dim=1).tolist() for key in ('correct', 'counts'))
+    finished = UnfinishedScores(name, model, images, data_config, options, accelerator)
+    missing = [condition for condition in CONDITIONS if condition not in finished.counts]
+    datasets = [CorruptedImages(images, *condition, *split_eval_transform(data_config)) for condition in missing]
+    images_before = len(finished.counts) * len(images)
+    scored = score_in_turn(
+        f'{name}, corrupted', model, datasets, _score_label, options, accelerator, images_before=images_before
+    )
+    for condition, columns in zip(missing, scored, strict=True):
+        finished.add(condition, int(columns['correct'].sum()), int(columns['counts'].sum()))
+    correct, counts = zip(*(finished.counts[condition] for condition in CONDITIONS))
     accuracies = (100 * c / n if n else nan for c, n in zip(correct, counts))
     table = _by_corruption(dict(zip(CONDITIONS, accuracies)))
     top1 = 100 * sum(correct) / sum(counts) if sum(counts) else nan
