@@ -182,8 +182,8 @@ def find_doubt(row: dict) -> str | None:
     cores = re.search(r'(\d+) cores$', row.get('cpu') or '')
     if cores and not row.get('gpu') and is_busy(row.get('load'), int(cores[1])):
         return 'busy machine'
-    quartiles = [row.get(key) for key in _QUARTILES]
-    return 'uneven rounds' if None not in quartiles and rounds_disagree(*quartiles) else None
+    quartiles = [row[key] for key in _QUARTILES if row.get(key) is not None]
+    return 'uneven rounds' if len(quartiles) == len(_QUARTILES) and rounds_disagree(*quartiles) else None
 
 
 def _cpu_name() -> str:
@@ -231,7 +231,8 @@ def append_rows(path: str, rows: list[dict], **common: Any) -> None:
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     is_new = check_columns(path)
-    if is_busy(load := system_load(), os.cpu_count()):
+    load = system_load()
+    if load is not None and is_busy(load, os.cpu_count()):
         common['load'] = max(load, common.get('load') or 0)
     rows = [{**common, **fields} for fields in rows]
     with open(path, 'a', newline='') as file:

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import cv2
 import numpy as np
@@ -134,7 +135,7 @@ def eval_loader(dataset: Dataset, batch_size: int, workers: int = 0, *, rank: in
 
 
 def eval_loaders(
-    datasets: Sequence[Dataset], batch_size: int, workers: int = 0, *, rank: int = 0, world: int = 1
+    datasets: Sequence[Any], batch_size: int, workers: int = 0, *, rank: int = 0, world: int = 1
 ) -> list['LoaderTurn']:
     """The `eval_loader` of each dataset, with worker processes in common: iterate each once, in order."""
     samplers = [EvalBatches(len(dataset), batch_size, rank=rank, world=world) for dataset in datasets]
@@ -146,7 +147,7 @@ def eval_loaders(
 class LoaderTurn:
     """The batches of one dataset, taken from a loader of several."""
 
-    def __init__(self, dataset: Dataset, batch_sampler: EvalBatches, loaded: Iterator):
+    def __init__(self, dataset: Dataset, batch_sampler: EvalBatches, loaded: Iterator) -> None:
         self.dataset, self.batch_sampler, self.loaded = dataset, batch_sampler, loaded
 
     def __len__(self) -> int:
@@ -175,7 +176,7 @@ class SeededImages(Dataset):
 class _SeveralDatasets(Dataset):
     """Datasets indexed by (number of the dataset, index)."""
 
-    def __init__(self, datasets: Sequence[Dataset]):
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
         self.datasets = datasets
 
     def __getitem__(self, key: tuple[int, int]) -> tuple:

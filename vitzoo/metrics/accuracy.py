@@ -4,21 +4,32 @@ An image with several labels is correct if the top-scoring class is one of them 
 loss is then binary cross-entropy, and the mean average precision is computed as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from math import nan
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from vitzoo.errors import UserError
 from vitzoo.metrics.finite import check_logits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+class Loader(Protocol):
+    """Batches (images, target) of a dataset: a `DataLoader`, or any with what is read of one."""
+
+    dataset: Any
+    batch_sampler: Any
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
 
 
 class Probe(Protocol):
@@ -32,7 +43,7 @@ class Probe(Protocol):
 
 def evaluate(
     model: nn.Module,
-    loader: DataLoader,
+    loader: Loader,
     accelerator: 'Accelerator | None' = None,
     num_samples: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -52,7 +63,7 @@ def evaluate(
 
 def score_images(
     model: nn.Module,
-    loader: DataLoader,
+    loader: Loader,
     score: Callable[[Tensor, Tensor], dict[str, Tensor]],
     accelerator: 'Accelerator | None' = None,
     num_samples: int | None = None,
@@ -100,8 +111,7 @@ def score_images(
     order = indices.argsort(stable=True)
     order = order[indices[order].diff(prepend=indices.new_tensor([-1])) != 0]
     if not isinstance(loader.dataset, IterableDataset) and num_samples is None:
-        # torch's Dataset does not declare __len__
-        num_samples = len(loader.dataset)  # type: ignore[arg-type]
+        num_samples = len(loader.dataset)
     if num_samples is not None and len(order) != num_samples:
         raise RuntimeError(f'evaluated {len(order)} different images of {num_samples}: check the sampler of the loader')
     return {name: column[order] for name, column in columns.items()}
@@ -157,7 +167,7 @@ def _mean_average_precision(logits: Tensor, target: Tensor) -> float:
 @torch.no_grad()
 def _score_share(
     model: nn.Module,
-    loader: DataLoader,
+    loader: Loader,
     score: Callable,
     accelerator: 'Accelerator | None',
     progress: Callable[[int], None] | None,
@@ -187,14 +197,14 @@ def _score_share(
     return _join(batches), user_error
 
 
-def _dataset_indices(loader: DataLoader, num_rows: int, accelerator: 'Accelerator | None') -> Tensor:
+def _dataset_indices(loader: Loader, num_rows: int, accelerator: 'Accelerator | None') -> Tensor:
     """Dataset index of each row of this process."""
     if isinstance(loader.dataset, IterableDataset):
         # a stream has no indices: number its images so that they are unique over processes
         rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
         return torch.arange(num_rows) * world + rank
     # islice because a batch sampler may be infinite (timm's MultiEpochsDataLoader)
-    batches = islice(loader.batch_sampler or (), len(loader))
+    batches = islice(iter(loader.batch_sampler), len(loader))
     return torch.tensor(list(chain.from_iterable(batches)), dtype=torch.int64)
 
 

@@ -75,7 +75,7 @@ def neighborhood_attention(
     """
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
     axes = [_tile_axis(size, kernel_size, dilation, q.device) for size in grid_size]
-    queries, keys = (_tile_index(*(axis[part] for axis in axes), grid_size[1]) for part in (0, 1))
+    queries, keys = (_tile_index(axes[0][part], axes[1][part], grid_size[1]) for part in (0, 1))
     grid_q = _gather_tiles(q[:, :, P:], queries)  # (B, heads, T, s, d)
     grid_k, grid_v = (_gather_tiles(x[:, :, P:], keys) for x in (k, v))  # (B, heads, T, m, d)
     T = grid_q.shape[2]

@@ -1,7 +1,7 @@
 """Scores a model on datasets in all processes, with a progress bar in the main process."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -32,7 +32,7 @@ def score_dataset(
 def score_in_turn(
     title: str,
     model: nn.Module,
-    datasets: Sequence[Dataset],
+    datasets: Sequence[Any],
     score: Callable,
     options: EvalOptions,
     accelerator: 'Accelerator | None' = None,
