@@ -412,6 +412,6 @@ def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):
     for score in (results['teacher'], results['matched'], results['controls']['zero'], results['controls']['random']):
         assert f'{score["score"]:.2f} %' in text
     assert 'Score against speed at 224 pixels' in text and 'Tokens of ls and its teacher' in text
-    assert [cell.text for cell in section.iter('td')][10] == '2'
+    assert [cell.text for cell in section.iter('td')][11] == '2.0'
     assert transfer_section([dict(name='other', index=1)]) == []
     assert read_transfer(str(finished / 'none')) == {}
