@@ -4,26 +4,39 @@ An image with several labels is correct if the top-scoring class is one of them 
 loss is then binary cross-entropy, and the mean average precision is computed as well.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain, islice
 from math import nan
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from vitzoo.errors import UserError
 from vitzoo.metrics.finite import check_logits
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Probe(Protocol):
+    """Measures of the images in a forward pass, such as an `OversmoothingProbe` or a `HealthProbe`."""
+
+    key: str
+
+    def per_image(self) -> Tensor:
+        """The values since the last call, (images, columns)."""
+
 
 def evaluate(
     model: nn.Module,
-    loader: Iterable,
-    accelerator=None,
+    loader: DataLoader,
+    accelerator: 'Accelerator | None' = None,
     num_samples: int | None = None,
     progress: Callable[[int], None] | None = None,
-    probe=None,
+    probe: Probe | None = None,
 ) -> dict:
     """Evaluate a classifier on every image of a loader's dataset exactly once.
 
@@ -39,12 +52,12 @@ def evaluate(
 
 def score_images(
     model: nn.Module,
-    loader: Iterable,
+    loader: DataLoader,
     score: Callable[[Tensor, Tensor], dict[str, Tensor]],
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     num_samples: int | None = None,
     progress: Callable[[int], None] | None = None,
-    probe=None,
+    probe: Probe | None = None,
     name: str | None = None,
 ) -> dict[str, Tensor]:
     """Score every image of a loader's dataset exactly once, over all batches and processes.
@@ -87,7 +100,8 @@ def score_images(
     order = indices.argsort(stable=True)
     order = order[indices[order].diff(prepend=indices.new_tensor([-1])) != 0]
     if not isinstance(loader.dataset, IterableDataset) and num_samples is None:
-        num_samples = len(loader.dataset)
+        # torch's Dataset does not declare __len__
+        num_samples = len(loader.dataset)  # type: ignore[arg-type]
     if num_samples is not None and len(order) != num_samples:
         raise RuntimeError(f'evaluated {len(order)} different images of {num_samples}: check the sampler of the loader')
     return {name: column[order] for name, column in columns.items()}
@@ -142,7 +156,13 @@ def _mean_average_precision(logits: Tensor, target: Tensor) -> float:
 
 @torch.no_grad()
 def _score_share(
-    model: nn.Module, loader: Iterable, score: Callable, accelerator, progress, probe, name: str | None
+    model: nn.Module,
+    loader: DataLoader,
+    score: Callable,
+    accelerator: 'Accelerator | None',
+    progress: Callable[[int], None] | None,
+    probe: Probe | None,
+    name: str | None,
 ) -> tuple[dict[str, Tensor], UserError | None]:
     """Score the images of this process, up to the first UserError; without images, there are no columns."""
     device = next(model.parameters(), torch.empty(0)).device
@@ -167,19 +187,19 @@ def _score_share(
     return _join(batches), user_error
 
 
-def _dataset_indices(loader: Iterable, num_rows: int, accelerator) -> Tensor:
+def _dataset_indices(loader: DataLoader, num_rows: int, accelerator: 'Accelerator | None') -> Tensor:
     """Dataset index of each row of this process."""
     if isinstance(loader.dataset, IterableDataset):
         # a stream has no indices: number its images so that they are unique over processes
         rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
         return torch.arange(num_rows) * world + rank
     # islice because a batch sampler may be infinite (timm's MultiEpochsDataLoader)
-    batches = islice(iter(loader.batch_sampler), len(loader))
+    batches = islice(loader.batch_sampler or (), len(loader))
     return torch.tensor(list(chain.from_iterable(batches)), dtype=torch.int64)
 
 
 def _join_processes(
-    accelerator, columns: dict[str, Tensor], error: UserError | None, indices: Tensor
+    accelerator: 'Accelerator | None', columns: dict[str, Tensor], error: UserError | None, indices: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Gather the rows of all processes and their dataset indices, on the CPU."""
     columns = {name: column.cpu() for name, column in columns.items()}

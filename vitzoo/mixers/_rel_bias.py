@@ -6,6 +6,7 @@ import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 __all__ = ['DecomposedBias', 'OffsetBias', 'PrefixBias', 'resample_offsets']
 
@@ -19,6 +20,8 @@ class OffsetBias(nn.Module):
     rows, as in the published ViL long-short models.
     """
 
+    index: torch.Tensor
+
     def __init__(
         self,
         num_heads: int,
@@ -26,8 +29,8 @@ class OffsetBias(nn.Module):
         *,
         halo: int = 0,
         row_stride: int | None = None,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.query_size = tuple(query_size)
@@ -88,7 +91,9 @@ class DecomposedBias(nn.Module):
     4.1, https://arxiv.org/abs/2112.01526; used by Segment Anything, https://arxiv.org/abs/2304.02643
     """
 
-    def __init__(self, head_dim: int, grid_size: tuple[int, int], *, device=None, dtype=None) -> None:
+    def __init__(
+        self, head_dim: int, grid_size: tuple[int, int], *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.grid_size = tuple(grid_size)
         self.rows, self.columns = (
@@ -135,7 +140,9 @@ class PrefixBias(nn.Module):
     Multi-Scale Vision Longformer, section 3.2, https://arxiv.org/abs/2103.15358
     """
 
-    def __init__(self, num_heads: int, num_prefix_tokens: int, *, device=None, dtype=None) -> None:
+    def __init__(
+        self, num_heads: int, num_prefix_tokens: int, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         P = num_prefix_tokens
         self.prefix_prefix = nn.Parameter(torch.empty(num_heads, P, P, device=device, dtype=dtype))

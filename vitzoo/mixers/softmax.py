@@ -8,10 +8,13 @@ https://arxiv.org/abs/2103.15358, or as in MViTv2, https://arxiv.org/abs/2112.01
 https://arxiv.org/abs/2003.02436, with biases as in CaiT
 """
 
+from typing import Any
+
 import torch
 from timm.layers import is_exporting, use_fused_attn
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._rel_bias import DecomposedBias, OffsetBias, PrefixBias
 from .base import QKVMixer, register_mixer
@@ -102,15 +105,15 @@ class Softmax(QKVMixer):
         *,
         rel_bias: str = 'none',
         talking_heads: bool = False,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rel_bias not in ('none', 'table', 'decomposed'):
             raise ValueError(f"rel_bias of softmax is 'none', 'table' or 'decomposed', not {rel_bias!r}.")
-        dd = {'device': device, 'dtype': dtype}
-        self.rel_bias = None
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
+        self.rel_bias: OffsetBias | DecomposedBias | None = None
         if rel_bias == 'table':
             self.rel_bias = OffsetBias(num_heads, self.grid_size, **dd)
         elif rel_bias == 'decomposed':

@@ -130,7 +130,8 @@ def _with_patches_of(model: nn.Module, state_dict: dict[str, Tensor], size: tupl
     if weight is None or weight.ndim != 4 or not _has_patches(model):
         return size
     sides = zip(size, weight.shape[-2:], model.patch_embed.patch_size, strict=True)
-    return tuple(side // old * new for side, old, new in sides)
+    H, W = (side // old * new for side, old, new in sides)
+    return H, W
 
 
 def _square_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int, int] | None:
@@ -194,11 +195,13 @@ def _fits(shapes: dict[str, torch.Size], state_dict: dict[str, Tensor]) -> bool:
 
 def _copy_to_meta(model: nn.Module) -> nn.Module:
     """A copy of a model without its values, which costs no memory."""
-    memo = {id(p): nn.Parameter(p.detach().to('meta'), requires_grad=p.requires_grad) for p in model.parameters()}
+    memo: dict[int, Tensor] = {
+        id(p): nn.Parameter(p.detach().to('meta'), requires_grad=p.requires_grad) for p in model.parameters()
+    }
     memo |= {id(buffer): buffer.to('meta') for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
     # weights may be nan, which does not equal itself
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a, b.to(a.dtype), rtol=0, atol=0, equal_nan=True)

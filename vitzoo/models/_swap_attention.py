@@ -5,8 +5,10 @@ Weights have their names in vitzoo's softmax: `qkv` for queries, keys and values
 offsets the two agree.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from timm.layers import Attention, AttentionRope, RelPosMlp
@@ -45,7 +47,7 @@ class AttentionParts:
     def settings(self, cls: type[TokenMixer]) -> dict:
         """Keywords for a mixer of class `cls` that takes the place of the layer."""
         layers = [name for name in _BIASED_LAYERS if f'{name}.weight' in self.weights]
-        settings = dict(
+        settings: dict[str, Any] = dict(
             dim=self.dim,
             num_heads=self.attn.num_heads,
             qkv_bias=all(f'{name}.bias' in self.weights for name in layers),
@@ -79,7 +81,7 @@ class AttentionParts:
             return self.weights
         return {**self.weights, 'rel_bias.table': _squared(table, mixer.grid_size)}
 
-    def _norm_layer(self, width: int, **kwargs) -> nn.Module:
+    def _norm_layer(self, width: int, **kwargs: Any) -> nn.Module:
         """A norm like that of the layer for heads or, before `proj`, for tokens of this width."""
         name = 'q_norm' if 'q_norm' in self.norms and width == self.dim // self.attn.num_heads else 'scale_norm'
         return deepcopy(self.norms[name])
@@ -138,7 +140,7 @@ def _reduced_attention(attn: PVTAttention | GlobalSubSampleAttn) -> AttentionPar
 _BIAS_PREFIXES = ('rel_pos.', 'relative_position_bias_table')
 # layers whose bias `qkv_bias` adds: all, CvT's, and that of a mixer without queries and keys
 _BIASED_LAYERS = ('qkv', 'qkv.proj_q', 'v')
-_READERS = {
+_READERS: dict[type, Callable[[Any], AttentionParts]] = {
     Attention: _attention,
     AttentionRope: _attention,
     EvaAttention: _attention,

@@ -1,5 +1,10 @@
 """timm's transformer blocks with token mixers as their attention, and vitzoo's with another mixer."""
 
+# timm's blocks take other arguments, such as masks, in place of which mixers have a grid
+# mypy: disable-error-code="override"
+
+from typing import Any
+
 import torch
 from timm.layers import register_notrace_module
 from timm.models.beit import Block as BeitBlock
@@ -22,10 +27,16 @@ from ._swap_attention import Unsupported
 __all__ = ['SWAPPED_BLOCKS', 'SwappedBlock', 'SwappedTimmBlock']
 
 
-class SwappedTimmBlock:
+# put in front of the class of a block, whose attributes it has
+_Block: Any = object
+
+
+class SwappedTimmBlock(_Block):
     """A block of timm on the grid set by `set_input_size`; its other arguments are those of timm's block."""
 
-    def attention_holders(self) -> dict[str, nn.Module]:
+    attn: Any
+
+    def attention_holders(self: Any) -> dict[str, nn.Module]:
         """The modules that have an attention layer `attn`, by name in the block."""
         return {'': self}
 
@@ -56,7 +67,7 @@ class SwappedTimmBlock:
 class SwappedBlock(SwappedTimmBlock, Block):
     """timm's `Block` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
         x = x + self.drop_path1(self.ls1(self.mix(self.attn, self.norm1(x), **masks)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -65,7 +76,7 @@ class SwappedBlock(SwappedTimmBlock, Block):
 class SwappedResPostBlock(SwappedTimmBlock, ResPostBlock):
     """timm's `ResPostBlock` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
         x = x + self.drop_path1(self.norm1(self.mix(self.attn, x, **masks)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
@@ -77,7 +88,7 @@ class SwappedParallelBlock(SwappedTimmBlock, ParallelThingsBlock):
     def attention_holders(self) -> dict[str, nn.Module]:
         return {f'attns.{i}': branch for i, branch in enumerate(self.attns)}
 
-    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
         mixed = [branch.drop_path(branch.ls(self.mix(branch.attn, branch.norm(x), **masks))) for branch in self.attns]
         x = x + torch.stack(mixed).sum(dim=0)
         return x + torch.stack([ffn(x) for ffn in self.ffns]).sum(dim=0)
@@ -98,7 +109,7 @@ class _RotaryBlock(SwappedTimmBlock):
 class SwappedEvaBlock(_RotaryBlock, EvaBlock):
     """timm's `EvaBlock` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks: Any) -> torch.Tensor:
         mixed = self.mix(self.attn, self.norm1(x), self.rotary(rope), **masks)
         x = x + self.drop_path1(mixed if self.gamma_1 is None else self.gamma_1 * mixed)
         mlp = self.mlp(self.norm2(x))
@@ -109,7 +120,7 @@ class SwappedEvaBlock(_RotaryBlock, EvaBlock):
 class SwappedEvaBlockPostNorm(_RotaryBlock, EvaBlockPostNorm):
     """timm's `EvaBlockPostNorm` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks: Any) -> torch.Tensor:
         x = x + self.drop_path1(self.norm1(self.mix(self.attn, x, self.rotary(rope), **masks)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
@@ -160,7 +171,7 @@ class SwappedSwinBlock(SwappedTimmBlock, SwinTransformerBlock):
         # the mask of shifted windows
         self.attn_mask = None
 
-    def set_input_size(self, feat_size: tuple[int, int], *args, **kwargs) -> None:
+    def set_input_size(self, feat_size: tuple[int, int], *args: Any, **kwargs: Any) -> None:
         self.input_resolution = feat_size
         self.attn.set_input_size(feat_size)
 

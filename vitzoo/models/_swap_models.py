@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import ceil, floor
+from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc, to_2tuple
@@ -32,7 +33,11 @@ from .vil import ViL
 __all__ = ['SWAPPED_MODELS', 'SwappedModel']
 
 
-class SwappedModel:
+# each class below is put in front of that of a model, whose attributes and methods it has
+_Model: Any = object
+
+
+class SwappedModel(_Model):
     """A model that `swap_mixer` changed.
 
     `token_blocks`, `grid_size_of`, `num_prefix_in_block` and `mixer_settings` are also called with a model that is not
@@ -40,9 +45,10 @@ class SwappedModel:
     """
 
     # name of the model's bias of relative positions for all blocks, which becomes part of the mixers
-    shared_bias = None
+    shared_bias: str | None = None
+    blocks: Any
 
-    def token_blocks(self) -> dict[str, nn.Module]:
+    def token_blocks(self: Any) -> dict[str, nn.Module]:
         """The blocks whose attention can be replaced, by name, in order."""
         return {f'blocks.{i}': block for i, block in enumerate(self.blocks)}
 
@@ -51,14 +57,14 @@ class SwappedModel:
         """True if the attention of a block is replaced unless the user chooses blocks."""
         return True
 
-    def grid_size_of(self, name: str) -> tuple[int, int]:
+    def grid_size_of(self: Any, name: str) -> tuple[int, int]:
         """The grid of the tokens in a block."""
         return tuple(self.patch_embed.grid_size)
 
-    def num_prefix_in_block(self, name: str) -> int:
+    def num_prefix_in_block(self: Any, name: str) -> int:
         return self.num_prefix_tokens
 
-    def mixer_settings(self, name: str, cls: type[TokenMixer]) -> dict:
+    def mixer_settings(self: Any, name: str, cls: type[TokenMixer]) -> dict:
         """Keywords that the model gives to a mixer of class `cls` in a block."""
         return {}
 
@@ -102,7 +108,7 @@ class _ResizableModel(SwappedModel):
 class _DynamicModel(_ResizableModel):
     """A model that takes images of any size if it has `dynamic_img_size`."""
 
-    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+    def _pos_embed(self, x: torch.Tensor) -> Any:
         if self.dynamic_img_size:
             # grids of different shape may have the same number of tokens; x is (B, H, W, C) here
             check_grid(type(self).__name__, self.patch_embed.grid_size, x.shape[1:3])
@@ -182,6 +188,8 @@ class SwappedSAM(SwappedModel, VisionTransformerSAM):
 class SwappedNaFlexViT(SwappedModel, NaFlexVit):
     """A timm NaFlexVit that `swap_mixer` changed: it takes images of one size, at first that of its positions."""
 
+    embeds: Any
+
     def grid_size_of(self, name: str) -> tuple[int, int]:
         size = get_model_traits(self).get('img_size')
         return self.embeds.dynamic_feat_size(size) if size else tuple(self.embeds.pos_embed_grid_size)
@@ -195,12 +203,12 @@ class SwappedNaFlexViT(SwappedModel, NaFlexVit):
             mixer.set_input_size(self.embeds.dynamic_feat_size(to_2tuple(img_size)))
         update_model_input_size(self, to_2tuple(img_size))
 
-    def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, **kwargs) -> dict:
+    def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, *args: Any, **kwargs: Any) -> dict:
         if patch_coord is not None:
             raise ValueError('Token mixers need images of one size: pass images (B, C, H, W), not patches.')
         for name, mixer in self.mixers().items():
             check_grid(name, mixer.grid_size, self.embeds.dynamic_feat_size(x.shape[-2:]))
-        return super()._forward_embeds(x, patch_coord=patch_coord, **kwargs)
+        return super()._forward_embeds(x, patch_coord, *args, **kwargs)
 
 
 class SwappedSwin(SwappedModel, SwinTransformer):
@@ -256,6 +264,8 @@ class SwappedTwins(SwappedModel, Twins):
     Blocks get the grid of each image; mixers that are bound to a grid start with that of the model's image size.
     """
 
+    patch_embeds: Any
+
     def token_blocks(self) -> dict[str, nn.Module]:
         return {f'blocks.{i}.{j}': block for i, stage in enumerate(self.blocks) for j, block in enumerate(stage)}
 
@@ -281,7 +291,8 @@ def _like(old: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:
 def _stage_grid(name: str, img_size: tuple[int, int], rounded: Callable[[float], int]) -> tuple[int, int]:
     """The grid of a block's stage; the name of the block has the index of the stage in second place."""
     reduction = 4 * 2 ** int(name.split('.')[1])
-    return tuple(rounded(size / reduction) for size in img_size)
+    H, W = (rounded(size / reduction) for size in img_size)
+    return H, W
 
 
 class SwappedDeiT(SwappedModel, DeiT):

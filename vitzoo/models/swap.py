@@ -3,6 +3,7 @@
 import logging
 import os
 from math import log
+from typing import Any
 
 from timm.layers import get_device_dtype
 from timm.models._input import update_model_args
@@ -37,7 +38,9 @@ _REASONS = {
 }
 
 
-def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
+def swap_mixer(
+    model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs: Any
+) -> nn.Module:
     """Replace the attention of a vision transformer of timm or vitzoo by `mixer`, in all blocks or in the given ones.
 
     The model is changed in place and returned. A list of mixers has one for each of these blocks, in their order. A
@@ -64,13 +67,14 @@ def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | Non
     used_rope = _uses_rope(model, timm_blocks)
     for i, mixers in new.items():
         _put(timm_blocks[paths[i]], [mixer for mixer, _ in mixers])
-    model.__class__ = family
-    _drop_shared_bias(model)
+    swapped: Any = model
+    swapped.__class__ = family
+    _drop_shared_bias(swapped)
     if _uses_rope(model, timm_blocks) != used_rope:
         # parameters of rotary positions without a use would have no gradient
-        model.rope.requires_grad_(not used_rope)
+        swapped.rope.requires_grad_(not used_rope)
     reports = {i: _merge(timm_blocks[paths[i]], [report for _, report in mixers]) for i, mixers in new.items()}
-    model.inheritance = {**getattr(model, 'inheritance', {}), **reports}
+    swapped.inheritance = {**getattr(model, 'inheritance', {}), **reports}
     # once, if there are several processes
     if os.environ.get('RANK', '0') == '0':
         for name in dict.fromkeys(names.values()):
@@ -154,9 +158,9 @@ def _new_mixers(
             settings['rope'] = False
         mixer = create_mixer(name, **{**settings, **mixer_kwargs})
         mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
-        has_proj = 'proj.weight' in part.weights and isinstance(getattr(mixer, 'proj', None), nn.Linear)
-        if has_proj and 'proj.bias' not in part.weights:
-            mixer.proj.register_parameter('bias', None)
+        proj = getattr(mixer, 'proj', None)
+        if isinstance(proj, nn.Linear) and 'proj.weight' in part.weights and 'proj.bias' not in part.weights:
+            proj.register_parameter('bias', None)
         report = inherit_weights(mixer, part.weights_for(mixer))
         new.append((mixer.train(part.attn.training), report))
     return new
@@ -195,7 +199,7 @@ def _uses_rope(model: nn.Module, blocks: dict[str, nn.Module]) -> bool:
     return has_rope and getattr(model, 'rope', None) is not None
 
 
-def _merge(block: SwappedTimmBlock, reports: list[Inheritance]) -> Inheritance:
+def _merge(block: Any, reports: list[Inheritance]) -> Inheritance:
     """One report for a block; if it has several mixers, with their names."""
     if len(reports) == 1:
         return reports[0]

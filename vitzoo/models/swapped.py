@@ -7,6 +7,7 @@ by `timm.create_model` after `import vitzoo`. timm does not list its name, becau
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import timm
 from timm.models import build_model_with_cfg, is_model_in_modules, register_model, resolve_pretrained_cfg
@@ -35,7 +36,7 @@ def vitzoo_swapped(
     pretrained_cfg_overlay: dict | None = None,
     pretrained_model_args: dict | None = None,
     cache_dir: str | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> nn.Module:
     """A timm model with the attention of its blocks replaced by mixers.
 

@@ -27,7 +27,7 @@ def option(
     high: float = math.inf,
     lengths: tuple[int, ...] = (),
     on_resume: str,
-):
+) -> Any:
     """A recipe key: its default, help text, group in `--help`, and allowed values.
 
     Args:

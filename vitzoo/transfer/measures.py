@@ -25,7 +25,7 @@ class Retention:
         bank: Labelled batches that nearest neighbours and the linear probe learn from, for kind 'knn'.
     """
 
-    def __init__(self, teacher: nn.Module, val: Iterable, kind: str, bank: Iterable | None = None):
+    def __init__(self, teacher: nn.Module, val: Iterable, kind: str, bank: Iterable | None = None) -> None:
         self.val, self.kind, self.bank = val, kind, bank
         self.expected = None
         self.has_head = has_head(teacher)

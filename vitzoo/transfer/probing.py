@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +123,7 @@ def _shift_ratios(reference: nn.Module, path: str, call: Call) -> Tensor:
     mixer = reference.get_submodule(path)
     keys = []
 
-    def record(q: Tensor, k: Tensor, *rest) -> Tensor:
+    def record(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
         keys.append(k.float())
         return type(mixer).op(q, k, *rest)
 
