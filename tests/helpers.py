@@ -78,7 +78,7 @@ SETTINGS = {
         {'num_hashes': 2, 'bucket_size': 64},
     ],
     'relu_linear': [{}, {'scales': (3,)}],
-    'rfa': [{'num_features': 16}, {'num_features': 16, 'gate': True}],
+    'rfa': [{'num_features': 16}, {'num_features': 16, 'gate': True}, {'num_features': 16, 'floor': 4.0}],
     'rmt': [{}, {'decay': 'weights'}, {'decomposed': False, 'rope': False}, {'decomposed': False, 'decay': 'weights'}],
     'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
     'set': [{'num_inducing': 5}, {'num_inducing': 1}],

@@ -111,7 +111,7 @@ def test_an_unknown_command_gets_close_ones(command, hint, capsys):
             "argument --mixers: ignored explicit argument 'x'; `vitzoo list --help` describes the arguments",
         ),
         ('cite', 'the following arguments are required: MODEL; `vitzoo cite --help` describes the arguments'),
-        ('validate deit_ls_nano --imgsize 32', 'unrecognized arguments: --imgsize 32, did you mean --img-size?'),
+        ('validate deit_ls_nano --imgsize 32', 'unrecognized arguments: --imgsize 32, did you mean --img-size'),
         (
             'predict x --model y --top-k 0',
             "argument --top-k: '0' is not a whole number of 1 or more; `vitzoo predict --h",

@@ -125,7 +125,7 @@ def create_model(
         unknown = [key for key, value in {**kwargs, **chosen}.items() if value is not None and key not in accepted]
         if unknown:
             hint = did_you_mean(unknown[0], accepted)
-            raise UserError(f"{name} has no argument '{unknown[0]}'{hint}: {error}") from error
+            raise UserError(f"{name} has no argument '{unknown[0]}'{hint or f': {error}'}") from error
         if not model_kwargs:
             raise
         raise UserError(_cannot_be_made(name, chosen, error)) from error

@@ -417,6 +417,6 @@ def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):
         assert f'{score["score"]:.2f} %' in text
     assert 'Score against speed at 224 pixels' in text and 'These speeds are unreliable: busy machine.' in text
     assert 'Tokens of ls and its teacher' in text
-    assert [cell.text for cell in section.iter('td')][10] == '2'
+    assert [cell.text for cell in section.iter('td')][11] == '2.0'
     assert transfer_section([dict(name='other', index=1)]) == []
     assert read_transfer(str(finished / 'none')) == {}

@@ -77,7 +77,7 @@ def read_class_map(source: str | dict[str, str]) -> dict[str, str]:
         else:
             content = load_class_map(str(Path(source).expanduser()))
     except (OSError, AssertionError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"cannot read the class map '{source}': {error}") from error
+        raise UserError(f"cannot read the class map '{source}': {getattr(error, 'strerror', None) or error}") from error
     return _to_names(source, content)
 
 

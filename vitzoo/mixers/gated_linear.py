@@ -112,11 +112,12 @@ def _scan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_a: torch.Tensor
     total = before[:, :, :, -1:]
     # the middle cancels, and keeps both exponentials in range
     middle = before[:, :, :, size // 2, None].detach()
-    scores = (q * (before - middle).exp()) @ (k * (middle - before).exp()).mT
+    q, k = q * (before - middle).exp(), k * (middle - before).exp()
+    scores = q @ k.mT
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     out = scores.masked_fill(later, 0) @ v
-    # queries decayed from the start of their block, keys to the end of theirs; no exponential is above 1
-    q, k, kept = q * before.exp(), k * (total - before).exp(), total.exp()
+    # queries decayed from the start of their block, keys to the end of theirs: no factor is above 1
+    q, k, kept = q * middle.exp(), k * (total - middle).exp(), total.exp()
     for _ in range(num_merges):
         (q1, q2), (k1, k2), (out1, out2), (kept1, kept2), (v1, _) = (
             x.unflatten(2, (-1, 2)).unbind(3) for x in (q, k, out, kept, v)

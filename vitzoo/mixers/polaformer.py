@@ -73,8 +73,8 @@ def pola_attention(
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        p, divisor = 1 + alpha * power.to(dtype).sigmoid(), F.softplus(divisor.to(dtype))
-        q, k = _signed_powers(q.to(dtype) / divisor, p), _signed_powers(k.to(dtype) / divisor, p)
+        p, log_divisor = 1 + alpha * power.to(dtype).sigmoid(), F.softplus(divisor.to(dtype)).log2()
+        q, k = (_signed_powers(x.to(dtype), log_divisor, p) for x in (q, k))
         context, total = k.mT @ v.to(dtype), k.sum(dim=2).unsqueeze(-1)  # (B, heads, 2d, d), (B, heads, 2d, 1)
         d = v.shape[-1]
         # products of opposite signs: exchange the positive and the negative features of the keys
@@ -86,10 +86,13 @@ def pola_attention(
     return out.to(v.dtype) if gate is None else (out * gate).to(v.dtype)
 
 
-def _signed_powers(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Powers of the positive values and of the magnitudes of the negative ones, (B, heads, N, 2d)."""
+def _signed_powers(x: torch.Tensor, log_divisor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Powers of the positive values of x / 2^log_divisor, then of the magnitudes of the negative ones.
+
+    (B, heads, N, d) -> (B, heads, N, 2d).
+    """
     # not pow, whose gradient for the exponent is slow
-    powers = (p * x.abs().clamp(min=_TINY).log2()).exp2() * x.detach().sign()
+    powers = (p * (x.abs().clamp(min=_TINY).log2() - log_divisor)).exp2() * x.detach().sign()
     return torch.cat([powers, -powers], dim=-1).relu()
 
 

@@ -7,7 +7,8 @@
 with inducing points I (m, dim), used as queries without a projection, and linear maps K, V of H. Linear in the number
 of tokens: O(N m dim). Sets have no order, so the formula applies to a grid unchanged, and prefix tokens are ordinary
 tokens. The paper's residual sum, norm and feed-forward layer after the second attention are those of the backbone's
-block; the norms have no parameters. Set Transformer, equations 6, 7, 9 and 10, https://arxiv.org/abs/1810.00825
+block; the norms have no parameters. The scale is 1 / sqrt(head_dim), as in softmax attention; the authors' code has 1 /
+sqrt(dim). Set Transformer, equations 6, 7, 9 and 10, https://arxiv.org/abs/1810.00825
 """
 
 from typing import Any

@@ -6,7 +6,7 @@ from math import isnan, log
 from vitzoo.errors import format_flag
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
-from vitzoo.report.charts import Curve, Point, curves, matrix, scatter
+from vitzoo.report.charts import Curve, Point, block_ticks, curves, matrix, scatter
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.records import SCORES, are_times_comparable, interval
 
@@ -69,7 +69,7 @@ def oversmoothing_section(records: list[dict]) -> list[Element]:
                 line.spread = None
         has_bands |= any(line.spread for line in lines)
         x_label = 'block' if same_depth else 'relative depth: block / number of blocks'
-        ticks = _block_ticks(lines) if same_depth else None
+        ticks = block_ticks(lines) if same_depth else None
         label = measure.label
         chart = curves(f'{label} after each block', lines, x_label, label.lower(), x_ticks=ticks)
         parts.append(figure(label, measure.about, chart, *_block_table(lines)))
@@ -79,12 +79,6 @@ def oversmoothing_section(records: list[dict]) -> list[Element]:
     note = f'Patch tokens after each block, mean over images; large markers are the last blocks of stages.{bands}'
     note = tag('p', note + _describe_options(records), class_='note')
     return [tag('div', parts, class_='charts'), note]
-
-
-def _block_ticks(lines: list[Curve]) -> list[int]:
-    """Ticks at up to 16 blocks."""
-    depth = max(len(line.y) for line in lines)
-    return [*range(1, depth + 1, 1 + depth // 16)]
 
 
 def _block_table(lines: list[Curve]) -> tuple[list[str], list[list]]:
@@ -135,7 +129,7 @@ def health_section(records: list[dict]) -> list[Element]:
     if not lines:
         return []
     label = 'error of approximate softmax attention'
-    chart = curves(label, lines, 'mixer', 'relative error', x_ticks=_block_ticks(lines))
+    chart = curves(label, lines, 'mixer', 'relative error', x_ticks=block_ticks(lines))
     about = '|out − softmax| / |softmax| of each mixer that approximates softmax attention, for the same q, k and v.'
     part = figure('Error of the attention', about, chart, *_block_table(lines))
     return [tag('div', part, class_='charts')]

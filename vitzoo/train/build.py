@@ -324,6 +324,8 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
     Raises:
         UserError: The settings of the schedule contradict each other.
     """
+    if recipe.sched == 'rsqrt' and not recipe.warmup_epochs:
+        raise UserError('sched rsqrt decays by the length of the warm-up: set warmup_epochs, or choose another sched')
     try:
         scheduler, _ = create_scheduler_v2(
             optimizer,

@@ -5,6 +5,7 @@ the default. `batch_size` is global: the number of images per optimizer step ove
 """
 
 import math
+import os
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -122,7 +123,7 @@ class Recipe:
         None, 'classes in label order (.txt), or name to label (.json, .pkl); others are left out'
     )
     multi_label: bool = _data(False, 'multi-label classification, with labels.csv (columns file, labels)')
-    workers: int = _data(4, 'data loader workers per process', low=0, on_resume=NEUTRAL)
+    workers: int = _data(min(4, os.cpu_count() or 1), 'data loader workers per process', low=0, on_resume=NEUTRAL)
     validation_batch_size: int | None = _data(
         None, 'validation batch size per process; by default batch_size, at most 256', low=1, on_resume=NEUTRAL
     )

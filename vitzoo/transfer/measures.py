@@ -11,8 +11,13 @@ from vitzoo.transfer.probing import has_head
 _NEIGHBOURS = 10
 # of the linear probe, relative to the variance of the features
 _RIDGE = 1e-2
-# a score in percent, by the kind of `Pictures`
-SCORE_TITLES = {'top1': 'top-1', 'knn': 'nearest neighbours', 'cosine': 'cosine similarity'}
+# scores in percent: by the kind of `Pictures`, and of the linear probe
+SCORE_TITLES = {
+    'top1': 'top-1',
+    'knn': 'nearest neighbours',
+    'linear_probe': 'linear probe',
+    'cosine': 'cosine similarity',
+}
 
 
 class Retention:
