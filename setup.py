@@ -1,22 +1,23 @@
-"""The build step that puts weights/MODEL.TAG into the package; everything else is in pyproject.toml."""
+"""The build step that puts configs/ and weights/MODEL.TAG/ into the package; everything else is in pyproject.toml."""
 
 from pathlib import Path
-from shutil import copytree
+from shutil import copyfile
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
 
-class BuildWithWeights(build_py):
-    """Copies the shipped weights, which an editable installation finds in the checkout."""
+class BuildWithShippedFiles(build_py):
+    """Copies the files that an editable installation finds in the checkout."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        for config in Path('weights').glob('*.*/config.json'):
-            folder = config.parent
-            copytree(folder, Path(self.build_lib, 'vitzoo', folder), dirs_exist_ok=True)
+        for file in [*Path('configs').rglob('*.yaml'), *Path('weights').glob('*.*/*')]:
+            target = Path(self.build_lib, 'vitzoo', file)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copyfile(file, target)
 
 
-setup(cmdclass={'build_py': BuildWithWeights})
+setup(cmdclass={'build_py': BuildWithShippedFiles})

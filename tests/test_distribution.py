@@ -20,6 +20,14 @@ import vitzoo
 
 ROOT = Path(__file__).parents[1]
 NOT_SOURCE = shutil.ignore_patterns('.git', '.venv', 'runs', 'build', 'dist', '*.egg-info', '__pycache__')
+OFFLINE = """
+import socket
+
+def getaddrinfo(host, *args, **kwargs):
+    raise AssertionError(f'connection to {host}')
+
+socket.getaddrinfo = getaddrinfo
+"""
 BUILD_SDIST = 'import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])'
 
 SHIPPED = 'weights/deit_softmax_nano.vz_test'
@@ -39,7 +47,7 @@ class Built(NamedTuple):
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command without the paths of this process, and return its output."""
     env = {key: value for key, value in os.environ.items() if key not in ('PYTHONPATH', 'PYTHONHOME')}
-    child = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+    child = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=1800)
     assert child.returncode == 0, child.stdout + child.stderr
     return child.stdout
 
@@ -69,6 +77,9 @@ def installed(built, tmp_path_factory) -> Path:
     run(sys.executable, '-m', 'venv', folder, cwd=folder)
     run(folder / 'bin' / 'python', '-m', 'pip', 'install', '--no-deps', '--no-index', built.wheel, cwd=folder)
     (site,) = folder.glob('lib/python*/site-packages')
+    # every process of this environment is without network
+    (site / 'offline.py').write_text(OFFLINE)
+    (site / 'offline.pth').write_text('import offline')
     # the .pth file of an editable vitzoo in that folder is not read
     (site / 'dependencies.pth').write_text(sysconfig.get_path('purelib'))
     return folder / 'bin'
@@ -112,8 +123,8 @@ def test_the_installed_package_loads_shipped_weights_by_their_name(installed, tm
 
 
 def test_the_installed_command_trains_on_the_sample_and_reports_and_predicts(installed, tmp_path):
-    recipe = ['--data-dir', 'sample', '--epochs', '1', '--batch-size', '64', '--workers', '1', '--output', 'run']
-    run(installed / 'vitzoo', 'train', '--model', 'cvt_nano', '--img-size', '32', *recipe, cwd=tmp_path)
+    recipe = ['--config', 'quickstart.yaml', '--model', 'cvt_nano', '--epochs', '1', '--output', 'run']
+    run(installed / 'vitzoo', 'train', *recipe, cwd=tmp_path)
     run(installed / 'vitzoo', 'report', 'run', '--data-dir', 'sample', '--out', 'report', cwd=tmp_path)
     page = (tmp_path / 'report' / 'index.html').read_text()
     assert '<style>' in page and '<script>' in page and 'cvt_nano' in page

@@ -99,7 +99,7 @@ def test_a_mistake_is_one_sentence(tmp_path, changes, message):
 
 def test_a_file_that_is_not_a_mapping_is_refused(tmp_path):
     path = tmp_path / 'study.yaml'
-    with pytest.raises(UserError, match='cannot read'):
+    with pytest.raises(UserError, match='there is no file'):
         read_study(str(path))
     path.write_text('- models')
     with pytest.raises(UserError, match='must consist of names and values'):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from timm.models._hub import load_model_config_from_path
 
-__all__ = ['shipped_configs']
+from vitzoo._shipped import shipped_folder
 
-_PACKAGE = Path(__file__).parents[1]
+__all__ = ['shipped_configs']
 
 
 def shipped_configs(names: Iterable[str]) -> dict[str, dict]:
@@ -28,10 +28,8 @@ def shipped_configs(names: Iterable[str]) -> dict[str, dict]:
 @cache
 def shipped_folders() -> dict[str, Path]:
     """The folders of all shipped weights, by `name.tag`."""
-    root = _PACKAGE / 'weights'
-    if (_PACKAGE.parent / 'pyproject.toml').is_file():
-        root = _PACKAGE.parent / 'weights'
-    return {path.parent.name: path.parent for path in sorted(root.glob('*.*/config.json'))}
+    configs = sorted(shipped_folder('weights').glob('*.*/config.json'))
+    return {config.parent.name: config.parent for config in configs}
 
 
 def _read_config(folder: Path) -> dict:

@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from vitzoo.errors import UserError
+from vitzoo.errors import CommandParser, UserError
 from vitzoo.study.plan import Study, read_study
 from vitzoo.study.results import collect
 from vitzoo.study.slurm import slurm_settings, submit_workers
@@ -30,7 +30,7 @@ def run_study(argv: list[str] | None = None) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         'vitzoo study', description='Train, convert and compare models with several seeds.', allow_abbrev=False
     )
     actions = parser.add_subparsers(dest='action', required=True, metavar='run|status|report')

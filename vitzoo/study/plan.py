@@ -15,7 +15,7 @@ from vitzoo.load import find_models
 from vitzoo.options import read_yaml
 from vitzoo.study.record import CellRecord
 from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
-from vitzoo.transfer.options import TransferOptions
+from vitzoo.transfer.options import NEUTRAL_TRAINING_KEYS, TRAINING_KEYS, TransferOptions
 from vitzoo.transfer.options import parse_args as parse_transfer_args
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.options import parse_args as parse_eval_args
@@ -34,7 +34,7 @@ _OWN_EVAL_KEYS = (
     *('results_file', 'plot', 'save_predictions', 'errors', 'from_predictions'),
 )
 # of a transfer, these influence its duration only
-_NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes')
+_NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes', *NEUTRAL_TRAINING_KEYS)
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,7 @@ def _parse(place: str, parse: Callable, words: list[str], options: dict, known: 
     """Check options by the parser of their command, and report its error as a UserError."""
     names = {field.name for field in fields(known)} | {'mixer', 'no_random_control', 'dataset', 'split'}
     names |= {'train_split', 'val_split', 'input_key', 'target_key', 'data_subset', 'class_map'}
+    names |= {*TRAINING_KEYS, *NEUTRAL_TRAINING_KEYS}
     for key in options:
         if key not in names:
             raise UserError(f"{place}: unknown option '{key}'{did_you_mean(str(key), names)}")

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vitzoo.study.intervals import Estimate, estimate, judge, paired_difference
 from vitzoo.study.plan import Study
@@ -142,7 +142,7 @@ def _inputs(study: Study, evaluation: str) -> dict:
     return {key: value for key, value in study.evaluations[evaluation].items() if key not in added}
 
 
-def _scalar(value) -> float | None:
+def _scalar(value: Any) -> float | None:
     """A number of a record; of the oversmoothing of all blocks, that of the last."""
     if isinstance(value, list):
         value = value[-1] if value else None

@@ -21,7 +21,7 @@ class WorkerJob:
         launch: The command that starts the processes of a cell.
     """
 
-    def __init__(self, path: str, launch: list[str]):
+    def __init__(self, path: str, launch: list[str]) -> None:
         self.path, self.launch = path, launch
 
     def __call__(self) -> None:

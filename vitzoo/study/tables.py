@@ -4,6 +4,7 @@ import csv
 from datetime import datetime, timezone
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from vitzoo.report import read_records, write_report
 from vitzoo.report.transfers import read_transfer
@@ -62,12 +63,14 @@ def write_csv(path: Path, rows: list[Row]) -> None:
         writer.writeheader()
         for row in rows:
             for column, value in row.values.items():
-                line = dict(way=row.way, model=row.model, evaluation=column.evaluation, metric=column.key)
+                line: dict[str, Any] = dict(
+                    way=row.way, model=row.model, evaluation=column.evaluation, metric=column.key
+                )
                 line |= dict(seeds=value.n, mean=value.mean, is_doubtful=column in row.doubts)
                 if not column.metric.is_exact:
                     line |= dict(low=value.low, high=value.high)
                 difference = row.differences.get(column)
-                if difference is not None:
+                if difference is not None and row.baseline is not None:
                     line |= dict(baseline_way=row.baseline[0], baseline=row.baseline[1], pairs=difference.n)
                     line |= dict(difference=difference.mean, difference_low=difference.low)
                     line |= dict(difference_high=difference.high, verdict=row.verdicts[column])
@@ -180,7 +183,7 @@ def _notes(study: Study, rows: list[Row]) -> list[str]:
     ]
     judged = sum(row.differences[column].half_width is not None for row, column in pairs)
     if pairs:
-        baselines = dict.fromkeys(row.baseline[1] for row, _ in pairs)
+        baselines = dict.fromkeys(row.baseline[1] for row, _ in pairs if row.baseline is not None)
         notes.append(
             f'Differences are to {", ".join(baselines)}, of pairs with the same seed; a converted model is compared'
             f' with its teacher. "better" and "worse" stand only where the 95 % interval of the paired difference'
