@@ -558,7 +558,8 @@ def benchmarks(tmp_path) -> Path:
         for size in (224, 448)
         if (dtype, size) != ('float16', 448)
     ]
-    append_rows(str(path), rows, table='models', what='forward', cpu='fast, 2 cores', threads=1, device='cpu')
+    machine = dict(cpu='fast, 2 cores', threads=1, device='cpu', load=9)
+    append_rows(str(path), rows, table='models', what='forward', **machine)
     return path
 
 
@@ -573,7 +574,8 @@ def test_times_at_several_sizes_come_from_benchmarks(out, benchmarks):
         'model_0 at 448 px: 56 milliseconds per image',
     ]
     assert charts['Peak memory against image size'] == ['model_0 at 224 px: 224 MB', 'model_0 at 448 px: 448 MB']
-    assert 'fast, 2 cores, 1 threads, float32, batches of 8' in (out / 'index.html').read_text()
+    conditions = 'fast, 2 cores, 1 threads, float32, batches of 8; benchmarks.csv (unreliable: busy machine)'
+    assert conditions in (out / 'index.html').read_text()
 
 
 def test_benchmarks_of_other_models_are_refused(out, benchmarks, capsys):

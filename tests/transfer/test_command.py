@@ -29,6 +29,7 @@ from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
 from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.students import make_student
+from vitzoo.transfer.summary import explain_result
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
@@ -420,7 +421,9 @@ def test_a_config_file_gives_options_and_the_command_line_takes_precedence(tmp_p
 
 
 @pytest.mark.parametrize(
-    'path', sorted((Path(__file__).parents[2] / 'configs' / 'transfer').glob('*.yaml')), ids=lambda path: path.stem
+    'path',
+    sorted((Path(__file__).parents[2] / 'configs' / 'transfer').glob('*.yaml')),
+    ids=lambda path: path.stem,
 )
 def test_the_configs_of_transfer_are_valid(path):
     parse_args(['teacher', '--config', str(path), *split('--mixer ls --data-dir x --output y')])
@@ -428,13 +431,15 @@ def test_the_configs_of_transfer_are_valid(path):
 
 def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):
     results = read_transfer(str(finished))['transfer']
-    results['images_per_second'] = {'224': dict(teacher=100.0, student=80.0)}
+    results['images_per_second'] = {'224': dict(teacher=100.0, student=80.0, doubt='busy machine')}
+    assert 'These speeds are unreliable (busy machine): measure again' in explain_result('ls', results)
     results['seconds'] = dict(matching=90.0, network=30.0)
     section = tag('div', transfer_section([dict(name='ls', index=0, transfer=results), dict(name='other', index=1)]))
     text = to_html(section)
     for score in (results['teacher'], results['matched'], results['controls']['zero'], results['controls']['random']):
         assert f'{score["score"]:.2f} %' in text
-    assert 'Score against speed at 224 pixels' in text and 'Tokens of ls and its teacher' in text
+    assert 'Score against speed at 224 pixels' in text and 'These speeds are unreliable: busy machine.' in text
+    assert 'Tokens of ls and its teacher' in text
     assert [cell.text for cell in section.iter('td')][11] == '2.0'
     assert transfer_section([dict(name='other', index=1)]) == []
     assert read_transfer(str(finished / 'none')) == {}

@@ -139,7 +139,7 @@ def test_stochastic_depth_does_not_keep_a_stage_from_continuing_exactly(tmp_path
 
 
 def test_matching_learns_in_an_autocast_context_of_the_caller():
-    # which caches the weights that it has cast
+    # the context caches the weights that it has cast
     teacher = make_teacher()
     student = make_student(teacher, 'linear')
     with torch.autocast('cpu', torch.bfloat16):

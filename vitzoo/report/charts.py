@@ -75,7 +75,7 @@ def scatter(label: str, points: list[Point], x_label: str, y_label: str, is_cost
 
 def frontier(points: list[Point], is_cost: bool = True) -> list[Point]:
     """The Pareto frontier for large y, and small x if it is a cost, from the best x on."""
-    front = []
+    front: list[Point] = []
     for point in sorted(points, key=lambda point: (point.x if is_cost else -point.x, -point.y)):
         if not front or point.y > front[-1].y:
             front.append(point)
@@ -107,7 +107,7 @@ def curves(
     margin = 26 + CHARACTER * max(len(line.name) for line in lines)
     values = [v for line in lines for v in (*_band(line, -1), *_band(line, 1)) if not isnan(v)]
     x = fit_scale([0, 1] if is_share else [v for line in lines for v in line.x], 50, width - margin, log)
-    x.ticks = x_ticks or x.ticks
+    x.ticks = list(x_ticks or x.ticks)
     y = fit_scale([0, 1] if is_share else values, height - BOTTOM, TOP, log and is_wide(values))
     plot = Plot(label, (width, round(height)), x, y, x_label, y_label)
     if is_share:

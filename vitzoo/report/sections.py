@@ -107,7 +107,7 @@ def _token_curve(record: dict, measure: str) -> Curve | None:
     values = found.get(measure) or ({'mean': record.get('oversmoothing')} if measure == 'cosine' else {})
     if not values.get('mean') or all(isnan(value) for value in numbers(values['mean'])):
         return None
-    mean, spread = (numbers(values[field]) if values.get(field) else None for field in ('mean', 'std'))
+    mean, spread = numbers(values['mean']), numbers(values['std']) if values.get('std') else None
     stages = found.get('stages') or [0] * len(mean)
     last = [i for i, stage in enumerate(stages) if i + 1 == len(stages) or stages[i + 1] != stage]
     names = found.get('blocks') or [f'block {i + 1}' for i in range(len(mean))]

@@ -8,7 +8,7 @@ from vitzoo.report.charts import Curve, Point, block_ticks, curves, scatter
 from vitzoo.report.markup import Element, tag
 from vitzoo.transfer.measures import SCORE_TITLES
 from vitzoo.transfer.record import RECORD
-from vitzoo.transfer.summary import CONTROLS, STAGES, minutes
+from vitzoo.transfer.summary import CONTROLS, STAGES, find_doubts, minutes
 
 
 def read_transfer(name: str) -> dict:
@@ -79,7 +79,8 @@ def _speed_figure(records: list[dict], side: str) -> Element:
             points.append(Point(index, name, x, y, y, y, f'{name}: {y:.2f} %, {x:,.4g} images/s'))
     title = f'Score against speed at {side} pixels'
     chart = scatter(title, points, 'images/s', 'score %', is_cost=False)
-    about = 'Up and to the right is better.'
+    doubts = find_doubts({record['name']: record['transfer']['images_per_second'].get(side, {}) for record in records})
+    about = 'Up and to the right is better.' + (f' These speeds are unreliable: {doubts}.' if doubts else '')
     return figure(title, about, chart, ['model', 'images/s', 'score %'], [[p.name, p.x, p.y] for p in points])
 
 

@@ -5,9 +5,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -103,7 +104,7 @@ def train_in_folder(run: Run, checkpoints: list[Path], stop: 'StopSignal') -> di
 class StopSignal:
     """Records whether this process received SIGTERM, or torchrun, which started it, was killed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.received = False
         self.launcher = os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None
 
@@ -117,7 +118,7 @@ class StopSignal:
         """The end of the sentence 'stopped …'."""
         return 'because its launcher was killed' if self.is_orphan else 'by SIGTERM'
 
-    def _handle(self, *signal_and_frame) -> None:
+    def _handle(self, *signal_and_frame: object) -> None:
         self.received = True
 
     def __enter__(self) -> 'StopSignal':
@@ -127,7 +128,7 @@ class StopSignal:
             self.previous = signal.signal(signal.SIGTERM, self._handle)
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self.is_installed:
             signal.signal(signal.SIGTERM, self.previous)
 
@@ -246,7 +247,7 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
     Raises:
         UserError: The dataset cannot be read, has no validation images, or does not suit the recipe.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         multi_label=recipe.multi_label,
         val_fraction=recipe.val_fraction,
         seed=recipe.seed,
@@ -333,7 +334,8 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
     first_step, last_step = run.step, plan.end_of(epoch)
     if run.mixup is not None:
         run.mixup.mixup_enabled = not 0 < recipe.mixup_off_epoch <= epoch
-    run.train_loader.batch_sampler.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
+    batches: Any = run.train_loader.batch_sampler
+    batches.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
     micro_batches = iter(run.train_loader)
     run.task.train()
     for module in run.frozen:
@@ -408,7 +410,7 @@ def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str
     return columns
 
 
-def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
+def evaluate_shared(run: Run, model: nn.Module, advance: Callable[[int], None] | None = None) -> dict:
     """Evaluate a model on all processes, each on its share of the validation set."""
     share_buffers(run, model)
     return evaluate(model, run.val_loader, run.accelerator, progress=advance)
@@ -448,9 +450,13 @@ def _metric_column(recipe: Recipe) -> str:
 def export(run: Run, folder: Path) -> str:
     """Export the raw weights or their EMA, whichever is better by the recipe's metric; returns 'raw' or 'ema'."""
     row = run.history[-1]
-    weights = 'ema' if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe) else 'raw'
-    model = run.ema.module if weights == 'ema' else run.full_model.gather()
-    info = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
+    if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe):
+        weights, model = 'ema', run.ema.module
+    else:
+        weights, model = 'raw', run.full_model.gather()
+    info: dict[str, Any] = dict(
+        weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir
+    )
     if run.recipe.multi_label:
         info['multi_label'] = True
     # `vitzoo validate` opens the data with the same options

@@ -91,7 +91,7 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
         'without amp': (not recipe.amp, ('amp_dtype',)),
         'without model_ema': (not recipe.model_ema, ('model_ema_decay', 'model_ema_warmup')),
     }
-    found = {}
+    found: dict[str, str] = {}
     for why, (is_unused, names) in unused.items():
         changed = [name for name in names if is_unused and settings[name] != defaults[name]]
         found = dict.fromkeys(changed, why) | found
@@ -108,7 +108,7 @@ def smallest_grid(run: Run) -> tuple[int, int] | None:
 class Display:
     """Progress bars of training and evaluation; without a terminal, an occasional line."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run) -> None:
         self.run, self.logged_at = run, 0.0
         self.bars = Progress(
             '{task.description}',
@@ -126,7 +126,7 @@ class Display:
         self.bars.start()
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.bars.stop()
 
     def show_step(self, images_per_second: float) -> None:

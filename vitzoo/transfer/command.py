@@ -6,11 +6,13 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from vitzoo.bench._harness import describe_machine
+from vitzoo.data import Images
 from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.errors import UserError
 from vitzoo.load import label_names
@@ -77,6 +79,7 @@ def _transfer(task: Transfer) -> list[dict]:
             task.console.print(f'note   {task.name}: {task.pictures.note}')
         results = [transfer_to(task, mixer, ledgers[mixer], locks[mixer]) for mixer in options.mixers]
     if results[1:]:
+        assert options.output is not None
         summary = Ledger(Path(options.output), options.settings, task.accelerator.is_main_process)
         summary.results['students'] = results
         summary.write()
@@ -116,7 +119,7 @@ def transfer_to(task: Transfer, mixer: str, ledger: Ledger, lock: FolderLock) ->
 def match(task: Transfer, student: nn.Module, ledger: Ledger) -> None:
     """Block matching."""
     options = task.options
-    rates = dict(lr=options.lr, new_lr=options.new_lr)
+    rates: dict[str, Any] = dict(lr=options.lr, new_lr=options.new_lr)
     common = _common(task, ledger, 'matching', options.steps)
     ledger.stage('matching', lambda: match_blocks(task.teacher, student, task.train, task.held_out, **rates, **common))
 
@@ -161,7 +164,7 @@ def keep(task: Transfer, student: nn.Module, ledger: Ledger) -> None:
 def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: FolderLock) -> None:
     """Distillation of the whole network, by the trainer."""
     options = task.options
-    settings = dict(steps=options.network_steps, lr=options.network_lr, new_lr=options.network_new_lr)
+    settings: dict[str, Any] = dict(steps=options.network_steps, lr=options.network_lr, new_lr=options.network_new_lr)
     settings |= dict(log_with=options.recipe.log_with, progress=ledger.write_time)
     task.console.print('network        all parameters')
     rows = ledger.once('network', lambda: train_network(task, student, lock, **settings))
@@ -179,7 +182,9 @@ def measure_controls(task: Transfer, student: nn.Module, ledger: Ledger) -> dict
     if options.random_control:
         task.console.print('control        all parameters from random weights')
         other, folder = randomize(deepcopy(student), options.seed), ledger.folder / STATES / 'random'
-        settings = dict(lr=options.network_new_lr, new_lr=options.network_new_lr, progress=ledger.write_time)
+        settings: dict[str, Any] = dict(
+            lr=options.network_new_lr, new_lr=options.network_new_lr, progress=ledger.write_time
+        )
         steps = options.steps + options.network_steps
         rows = train_network(task, other, FolderLock(folder), steps=steps, **settings)
         load_best(other, folder, rows)
@@ -187,12 +192,12 @@ def measure_controls(task: Transfer, student: nn.Module, ledger: Ledger) -> dict
     return found
 
 
-def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict[str, float]]:
+def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict]:
     """Images per second of the teacher and the student, by the side of square images, measured by the main process.
 
-    Sizes that a model cannot take are left out.
+    Sizes that a model cannot take are left out. `doubt` is the reason to doubt one of the two, if there is one.
     """
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict] = {}
     if not task.accelerator.is_main_process:
         return found
     batch_size = _SPEED_BATCH[task.accelerator.device.type != 'cpu']
@@ -203,11 +208,13 @@ def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict[str, flo
                 resized.set_input_size(img_size=(side, side))
                 images = torch.randn(batch_size, task.data_config['input_size'][0], side, side)
                 with task.accelerator.autocast():
-                    speed = measure_throughput(resized, images.to(task.accelerator.device)).images_per_second
+                    speed = measure_throughput(resized, images.to(task.accelerator.device))
             except (AssertionError, RuntimeError, ValueError) as error:
                 print(f'vitzoo: no speed of {name} at {side} pixels: {error}', file=sys.stderr)
                 continue
-            found.setdefault(str(side), {})[name] = round(speed, 3)
+            found.setdefault(str(side), {})[name] = round(speed.images_per_second, 3)
+            if speed.doubt:
+                found[str(side)]['doubt'] = speed.doubt
     return found
 
 
@@ -219,7 +226,7 @@ def export_student(task: Transfer, student: nn.Module, ledger: Ledger, verdict: 
     info = dict(teacher=task.name, data_dir=options.data_dir, seed=options.seed, transfer=verdict)
     info |= options.data_options.given()
     export_model(ledger.folder, student, label_names(task.teacher), task.data_config, info)
-    if getattr(pictures.val, 'is_held_out', False):
+    if isinstance(pictures.val, Images) and pictures.val.is_held_out:
         write_held_out(ledger.folder / HELD_OUT, pictures.val.reader)
     rows = [dict(stage=stage, **row) for stage in ('matching', 'network') for row in ledger.results[stage]]
     write_metrics(ledger.folder, [{name: value for name, value in row.items() if name != 'errors'} for row in rows])
@@ -235,11 +242,12 @@ def _check_mixer(mixer: str) -> None:
 
 def _check_count(count: int | str, student: nn.Module) -> None:
     total = len(mixer_paths(student))
-    if count != 'auto' and count >= total:
+    if isinstance(count, int) and count >= total:
         raise UserError(f'--keep-softmax {count} leaves no mixer; give auto or 0 to {total - 1} of {total} blocks')
 
 
 def _folder(options: TransferOptions, mixer: str) -> Path:
+    assert options.output is not None
     folder = Path(options.output) / (mixer if options.mixers[1:] else '')
     if folder.is_file():
         raise UserError(f"'{folder}' is a file; choose another --output")

@@ -5,15 +5,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
 from vitzoo.errors import UserError
 from vitzoo.mixers import set_step
 from vitzoo.transfer.attention import images_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # fraction of the steps in which the learning rate rises
 _WARMUP = 0.05
@@ -22,12 +27,12 @@ _WARMUP = 0.05
 class StepBatches:
     """Batches of a vitzoo train loader as a function of the step, so that a resumed stage sees the same images."""
 
-    def __init__(self, loader, normalize: Callable[[Tensor], Tensor] = lambda images: images):
+    def __init__(self, loader: DataLoader, normalize: Callable[[Tensor], Tensor] = lambda images: images) -> None:
         self.loader, self.normalize = loader, normalize
 
     def from_step(self, step: int) -> Iterator[Tensor]:
         """Batches from a step onwards, epoch after epoch."""
-        batches = self.loader.batch_sampler
+        batches: Any = self.loader.batch_sampler
         while True:
             epoch, first = divmod(step, batches.steps_per_epoch)
             batches.start_at(epoch, first)
@@ -39,7 +44,7 @@ class StepBatches:
 class WarmupCosine(Scheduler):
     """A schedule by step: learning rates rise linearly from their first step on, and follow a cosine to zero."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, steps: int):
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.steps, self.warmup = steps, max(1, round(_WARMUP * steps))
         super().__init__(optimizer, 'lr', t_in_epochs=False)
 
@@ -53,13 +58,13 @@ class WarmupCosine(Scheduler):
 def descend(
     student: nn.Module,
     groups: list[dict],
-    loader: Iterable,
+    loader: Iterable | StepBatches,
     backward: Callable[[Tensor], None],
     evaluate: Callable[[], dict],
     *,
     steps: int,
     eval_every: int,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
 ) -> list[dict]:
@@ -103,18 +108,22 @@ class _Descent:
         groups: list[dict],
         evaluate: Callable[[], dict],
         steps: int,
-        accelerator,
+        accelerator: 'Accelerator | None',
         state_file: Path | None,
         progress: Callable[[dict], None] | None,
-    ):
+    ) -> None:
         self.student, self.evaluate, self.accelerator = student, evaluate, accelerator
         self.state_file, self.progress = state_file, progress
         self.autocast = nullcontext if accelerator is None else accelerator.autocast
         self.device = next(student.parameters()).device
         self.trainable = [parameter for group in groups for parameter in group['params']]
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0) if groups else None
-        self.schedule = WarmupCosine(self.optimizer, steps) if groups else None
-        self.step, self.history = 0, []
+        self.optimizer: Any = None
+        self.schedule: Any = None
+        if groups:
+            self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+            self.schedule = WarmupCosine(self.optimizer, steps)
+        self.step = 0
+        self.history: list[dict] = []
         if not self._load():
             self.measure()
 
@@ -210,7 +219,7 @@ def _training_only(student: nn.Module, groups: list[dict]) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-def _batches(loader: Iterable, step: int) -> Iterator[Tensor]:
+def _batches(loader: Iterable | StepBatches, step: int) -> Iterator[Tensor]:
     if isinstance(loader, StepBatches):
         return loader.from_step(step)
     return islice(_repeat(loader), step, None)
@@ -226,7 +235,7 @@ def _repeat(loader: Iterable) -> Iterator[Tensor]:
             raise ValueError('The loader has no images.')
 
 
-def _average_gradients(parameters: list[nn.Parameter], accelerator) -> None:
+def _average_gradients(parameters: list[nn.Parameter], accelerator: 'Accelerator | None') -> None:
     if accelerator is None or accelerator.num_processes == 1:
         return
     for parameter in parameters:

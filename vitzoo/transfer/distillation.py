@@ -2,21 +2,25 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from vitzoo.train.distill import NetworkLoss
 from vitzoo.transfer.attention import mixer_paths
-from vitzoo.transfer.descent import descend
+from vitzoo.transfer.descent import StepBatches, descend
 from vitzoo.transfer.hybrid import feature_error
 from vitzoo.transfer.matching import new_parameters
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def distil(
     teacher: nn.Module,
     student: nn.Module,
-    loader: Iterable,
+    loader: Iterable | StepBatches,
     held_out: Iterable,
     *,
     steps: int = 1000,
@@ -25,7 +29,7 @@ def distil(
     block_weight: float = 0.1,
     temperature: float = 1.0,
     eval_every: int = 50,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
 ) -> list[dict]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -138,14 +139,18 @@ def _open_run(task: Transfer, student: nn.Module, lock: FolderLock, steps: int, 
             )
         return dict(feature_error=error)
 
+    # chosen images have what the trainer reads of a dataset
+    train_set: Any = task.images
+    val_set: Any = task.held_out_images
+    val_loader: Any = task.held_out
     run = Run(
         recipe=recipe,
         plan=plan,
         accelerator=accelerator,
         lock=lock,
         data_config=task.data_config,
-        train_set=task.images,
-        val_set=task.held_out_images,
+        train_set=train_set,
+        val_set=val_set,
         raw_model=raw_model,
         model=model,
         full_model=full_model,
@@ -157,7 +162,7 @@ def _open_run(task: Transfer, student: nn.Module, lock: FolderLock, steps: int, 
         frozen=[],
         normalize=Normalize(task.data_config).to(accelerator.device),
         train_loader=train_loader(task.images, batches, options.workers),
-        val_loader=task.held_out,
+        val_loader=val_loader,
         console=task.console,
         measure=measure,
     )

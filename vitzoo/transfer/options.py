@@ -10,7 +10,7 @@ import torch
 
 from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
-from vitzoo.errors import UserError, did_you_mean, format_flag
+from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
 from vitzoo.options import add_data_options, keyword, natural, positive, read_yaml, size
 from vitzoo.train.progress import parse_trackers
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe
@@ -82,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         UserError: A value is wrong, or options contradict each other.
     """
     defaults = TransferOptions('', [], '')
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         'vitzoo transfer',
         description='Replace the attention of a pretrained ViT by efficient mixers, without labels.',
         allow_abbrev=False,

@@ -5,22 +5,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from timm.data.readers.reader import Reader
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 from torch.utils.data import Subset as TorchSubset
 
 from vitzoo.data import DataOptions, Images, eval_transform, open_dataset, train_transform
 from vitzoo.data.held_out import Subset
 from vitzoo.data.loader import TrainBatches
 from vitzoo.data.options import NO_OPTIONS
+from vitzoo.data.reader import LabelledReader
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.errors import UserError
-from vitzoo.train.recipe import make_recipe
+from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.transfer.probing import has_head
 from vitzoo.validate.evaluation import open_validation_data
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _VAL_FRACTION = 0.2
 # crops and flips only: the student must see what the teacher sees
@@ -38,9 +42,9 @@ class Pictures:
         reason: Why the kind is not 'top1'; empty if it is.
     """
 
-    train: Dataset
-    plain: Dataset
-    val: Dataset
+    train: Images | UnlabelledImages
+    plain: Images | UnlabelledImages
+    val: Images | UnlabelledImages
     kind: str
     class_names: list[str]
     reason: str = ''
@@ -78,7 +82,7 @@ class IntervalBatches(Sampler):
         steps: Of all intervals.
     """
 
-    def __init__(self, batches: TrainBatches, interval: int, steps: int):
+    def __init__(self, batches: TrainBatches, interval: int, steps: int) -> None:
         self.batches, self.interval, self.steps = batches, interval, steps
         self.start_at(0)
 
@@ -115,7 +119,7 @@ def open_pictures(
         labelled = open_dataset(data_dir, 'train', options=options)
     except UserError as error:
         return _open_unlabelled(data_dir, recipe, data_config, str(error))
-    settings = dict(options=options, val_fraction=_VAL_FRACTION, seed=seed)
+    settings: dict[str, Any] = dict(options=options, val_fraction=_VAL_FRACTION, seed=seed)
     val = open_dataset(data_dir, 'val', evaluation, class_to_idx=labelled.class_to_idx, **settings)
     kind, reason = 'top1', ''
     if has_head(teacher):
@@ -133,12 +137,12 @@ def open_pictures(
     rest = [index for index, name in enumerate(labelled.reader.filenames()) if name not in names]
     if not rest:
         raise UserError(f"all images of '{data_dir}' are validation images; add a train split")
-    reader: Reader = Subset(labelled.reader, rest) if names else labelled.reader
+    reader: LabelledReader = Subset(labelled.reader, rest) if names else labelled.reader
     train = Images(reader, train_transform(recipe, data_config), val.class_to_idx)
     return Pictures(train, Images(reader, evaluation, val.class_to_idx), val, kind, val.class_names, reason)
 
 
-def _open_unlabelled(data_dir: str, recipe, data_config: dict, reason: str) -> Pictures:
+def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, reason: str) -> Pictures:
     if not Path(data_dir).expanduser().exists():
         raise UserError(reason)
     files = find_files([data_dir])
@@ -172,7 +176,7 @@ def divide(num_images: int, limit: int) -> tuple[list[int], list[int]]:
     return sorted(order[number:]), sorted(order[:number])
 
 
-def held_out_batches(images: Dataset, batch_size: int, accelerator) -> list[Tensor]:
+def held_out_batches(images: TorchSubset, batch_size: int, accelerator: 'Accelerator') -> list[Tensor]:
     """The share of one process of some images, kept in memory.
 
     Raises:

@@ -24,7 +24,7 @@ class Ledger:
         is_main: Whether this process writes.
     """
 
-    def __init__(self, folder: Path, settings: dict, is_main: bool = True):
+    def __init__(self, folder: Path, settings: dict, is_main: bool = True) -> None:
         self.folder, self.is_main = folder, is_main
         # as they are read from the file
         self.results: dict[str, Any] = dict(settings=json.loads(json.dumps(settings)), seconds={})

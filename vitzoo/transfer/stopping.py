@@ -14,7 +14,7 @@ class Stopped(Exception):
 def raise_on_sigterm() -> Iterator[None]:
     """Raise Stopped in the block if this process receives SIGTERM."""
 
-    def stop(*signal_and_frame) -> None:
+    def stop(*signal_and_frame: object) -> None:
         raise Stopped('by SIGTERM')
 
     # Python only allows signal handlers in the main thread
