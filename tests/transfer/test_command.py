@@ -94,7 +94,9 @@ DURING = {
 }
 
 
-@pytest.mark.parametrize('stage', DURING)
+@pytest.mark.parametrize(
+    'stage', [pytest.param(stage, marks=[pytest.mark.slow] * (stage in ('probe', 'controls'))) for stage in DURING]
+)
 def test_sigterm_ends_a_transfer_with_a_sentence_and_it_continues_to_the_same_bytes(
     stage, teacher, images, finished, tmp_path, monkeypatch, capsys
 ):
@@ -184,10 +186,31 @@ def transfer_in_processes(argv: list[str]) -> None:
     main(argv)
 
 
+def transfer_sharded(argv: list[str]) -> None:
+    """Transfer with FSDP, which Accelerate only starts on accelerators."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    from vitzoo.transfer import opening
+
+    create_accelerator = opening.create_accelerator
+
+    def create_sharded(recipe):
+        accelerator = create_accelerator(recipe)
+        wrap = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block'])
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+        accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        return accelerator
+
+    opening.create_accelerator = create_sharded
+    main(argv)
+
+
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(teacher, images, finished, tmp_path):
+@pytest.mark.parametrize('target', [transfer_in_processes, transfer_sharded], ids=['ddp', 'fsdp'])
+def test_two_processes_give_the_numbers_of_one(target, teacher, images, finished, tmp_path):
     command = [teacher, *LS, '--data-dir', images, '--output', str(tmp_path / 'ls')]
-    outcome = start_processes(2, transfer_in_processes, command)
+    outcome = start_processes(2, target, command)
     assert outcome.codes == [0, 0], outcome.err
     assert outcome.out.count('ls, one block at a time') == 1
     # not the weights, because Adam amplifies rounding where the gradient is zero
