@@ -26,7 +26,9 @@ def trained(tmp_path_factory):
     model = timm.create_model('vit_tiny_patch16_224', depth=1, embed_dim=24, num_heads=2, img_size=32, num_classes=3)
     model = vitzoo.swap_mixer(model, 'linear')
     torch.nn.init.normal_(model.head.weight)
-    save_for_hf(model, folder, model_config=dict(label_names=NAMES, vitzoo=dict(multi_label=True)))
+    save_for_hf(
+        model, folder, model_config=dict(label_names=NAMES, vitzoo=dict(multi_label=True)), safe_serialization=True
+    )
     return folder
 
 

@@ -50,7 +50,8 @@ def export_to_file(argv: list[str] | None = None) -> None:
         for path in Path(folder).iterdir():
             os.replace(path, out.parent / path.name)
     sides = ' x '.join(map(str, data_config['input_size']))
-    print(f'wrote {out} ({megabytes:,.1f} MB): {name} with {weights}, for any number of images of {sides}')
+    origin = weights.removesuffix(' weights')
+    print(f'wrote {out} ({megabytes:,.1f} MB): {name}, {origin} weights, for any number of images of {sides}')
     print(f'largest difference from the logits of the model: {difference:.1e}, with logits up to {largest:.1e}')
 
 
