@@ -92,7 +92,7 @@ LAYERS = [
     ['__init__'],
     ['data', 'metrics'],
     ['figures', 'load'],
-    ['doctor', 'train', 'validate'],
+    ['doctor', 'export', 'train', 'validate'],
     ['bench', 'cite', 'convert', 'explain', 'list', 'predict'],
     ['transfer'],
     ['report'],
