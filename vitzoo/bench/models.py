@@ -14,6 +14,7 @@ Examples:
 import argparse
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,8 @@ from vitzoo.options import autocast, positive
 # batch size (None for --batch) and the arithmetic relative to a forward pass
 MODEL_PASSES = {'forward': (None, 1), 'latency': (1, 1), 'training step': (None, 3)}
 _MATMUL = 'matmul'
+# model or _MATMUL, precision, and backend or ''
+_Key = tuple[str, str, str]
 # calls before the first round: the default, and if backends are compared, some of which optimize while they run
 _WARM_UP, _WARM_UP_BACKENDS = 2, 30
 
@@ -104,22 +107,29 @@ def measure_model(name: str, img_size: int, args: argparse.Namespace) -> list[di
 
 
 def _measure_pass(
-    measured_pass: str, models: dict, runs: dict, gmacs: dict[str, float], img_size: int, args: argparse.Namespace
+    measured_pass: str,
+    models: dict[str, nn.Module],
+    runs: dict[tuple[str, str], Any],
+    gmacs: dict[str, float],
+    img_size: int,
+    args: argparse.Namespace,
 ) -> list[dict]:
-    """Time one pass of the models; the first of them gives its name to the run."""
-    name, batch_size, forward_passes = next(iter(models)), *MODEL_PASSES[measured_pass]
-    batch_size = batch_size or args.batch
+    """Time one pass of the models with every backend that can do it."""
     skipped = [key for key in args.backend if measured_pass == 'training step' and not can_train(key)]
     if skipped:
-        print(f'skipped: {name} {measured_pass} with {", ".join(skipped)}, which cannot train')
+        print(f'skipped: {next(iter(models))} {measured_pass} with {", ".join(skipped)}, which cannot train')
     timed = [key for key in args.backend if key not in skipped]
     if not timed:
         return []
+    batch_size, forward_passes = MODEL_PASSES[measured_pass]
+    batch_size = batch_size or args.batch
     # the graphs of other passes count towards the limit of graphs per model
     torch.compiler.reset()
-    calls, work, differences = {}, {}, {}
+    calls: dict[_Key, Callable[[int], object]] = {}
+    work: dict[_Key, float] = {}
+    differences: dict[_Key, float] = {}
     for dtype in args.dtype:
-        key = _MATMUL, dtype, ''
+        key = (_MATMUL, dtype, '')
         calls[key], work[key] = matmul(PRECISIONS[dtype], args.device)
         for model_name, backend in product(models, timed):
             key, model, run = (model_name, dtype, backend), models[model_name], runs[model_name, backend]
@@ -128,8 +138,21 @@ def _measure_pass(
             work[key] = 2e9 * gmacs[model_name] * batch_size * forward_passes
             if backend != 'eager' and measured_pass != 'training step':
                 differences[key] = largest_difference(run, model, batches[0], dtype)
-    with show_rounds(f'{name}, {img_size} px, {measured_pass}') as on_round:
-        # the memory of runtimes other than PyTorch is not known
+    times, peaks = _time_and_peaks(f'{next(iter(models))}, {img_size} px, {measured_pass}', calls, models, args)
+    about = dict(what=measured_pass, img_size=img_size, batch_size=batch_size, device=args.device.type)
+    return [
+        _make_backend_row(key, _baseline(key, models, timed, args), times, work, args)
+        | dict(gmacs=gmacs[key[0]], peak_mb=peaks.get(key), difference=differences.get(key), **about)
+        for key in times
+        if key[0] != _MATMUL
+    ]
+
+
+def _time_and_peaks(
+    title: str, calls: dict[_Key, Callable[[int], object]], models: dict[str, nn.Module], args: argparse.Namespace
+) -> tuple[dict[_Key, list[float]], dict[_Key, float]]:
+    """The times of the calls, run in turn, and the peak memory of those of PyTorch, as that of others is not known."""
+    with show_rounds(title) as on_round:
         peaks = {
             key: call_peak_megabytes(call, args.device) + _weights_megabytes(models[key[0]])
             for key, call in calls.items()
@@ -143,26 +166,30 @@ def _measure_pass(
             warm_up=_WARM_UP if args.backend == ['eager'] else _WARM_UP_BACKENDS,
             on_round=on_round,
         )
-    rate = {key: Spread.of(work[key] / seconds for seconds in times[key]).median for key in times}
-    rows = []
-    for key in times:
-        model_name, dtype, backend = key
-        if model_name == _MATMUL:
-            continue
-        product_rate = rate[_MATMUL, dtype, '']
-        baseline = (args.against, dtype) if args.against else (name, args.dtype[0])
-        baseline_key = *baseline, timed[0]
-        against = ' '.join(baseline if args.backend == ['eager'] else baseline_key)
-        rows.append(
-            make_row(Spread.of(times[key]), ratios(times[baseline_key], times[key]), name=model_name)
-            | dict(table='models' if args.backend == ['eager'] else 'backends', what=measured_pass, against=against)
-            | dict(img_size=img_size, batch_size=batch_size, dtype=dtype, device=args.device.type)
-            | dict(gmacs=gmacs[model_name], peak_mb=peaks.get(key))
-            | dict(matmul_share=rate[key] / product_rate, matmul_gflops=product_rate / 1e9)
-            | dict(ceiling=Spread.of(times[baseline_key]).median * product_rate / work[key])
-            | dict(backend=backend, difference=differences.get(key))
-        )
-    return rows
+    return times, peaks
+
+
+def _baseline(key: _Key, models: dict[str, nn.Module], timed: list[str], args: argparse.Namespace) -> _Key:
+    """The call that another is compared with: --against in its precision, or the model in the first precision."""
+    name, dtype = (args.against, key[1]) if args.against else (next(iter(models)), args.dtype[0])
+    return name, dtype, timed[0]
+
+
+def _make_backend_row(
+    key: _Key, baseline: _Key, times: dict[_Key, list[float]], work: dict[_Key, float], args: argparse.Namespace
+) -> dict:
+    """The speed of one call against the baseline and against a matrix product of the same precision."""
+    name, dtype, backend = key
+    rate, product_rate = (
+        Spread.of(work[call] / seconds for seconds in times[call]).median for call in (key, (_MATMUL, dtype, ''))
+    )
+    is_eager = args.backend == ['eager']
+    return (
+        make_row(Spread.of(times[key]), ratios(times[baseline], times[key]), name=name)
+        | dict(table='models' if is_eager else 'backends', against=' '.join(baseline[:2] if is_eager else baseline))
+        | dict(dtype=dtype, backend=backend, matmul_share=rate / product_rate, matmul_gflops=product_rate / 1e9)
+        | dict(ceiling=Spread.of(times[baseline]).median * product_rate / work[key])
+    )
 
 
 def random_model(name: str, img_size: int, device: torch.device) -> nn.Module:

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import vitzoo
-from vitzoo.errors import UserError
+from vitzoo.errors import CommandParser, UserError
 from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
 from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
 from vitzoo.options import check_output, nonnegative, positive, size
@@ -57,7 +58,7 @@ def export_to_file(argv: list[str] | None = None) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser('vitzoo export', description='Write a model to a file for another runtime.')
+    parser = CommandParser('vitzoo export', description='Write a model to a file for another runtime.')
     add = parser.add_argument
     suffixes = ', '.join(f'{file_format.suffix} for {name}' for name, file_format in FILE_FORMATS.items())
     add('model', metavar='MODEL', help='folder of a trained, converted or swapped model, or timm name')
@@ -89,7 +90,9 @@ def describe_export(name: str, model: nn.Module, data_config: dict, weights: str
 
 
 @torch.no_grad()
-def compare_logits(model: nn.Module, run, batches: list[torch.Tensor]) -> tuple[float, float]:
+def compare_logits(
+    model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], batches: list[torch.Tensor]
+) -> tuple[float, float]:
     """The largest difference between the logits of a model and of its file, and the model's largest logit."""
     difference = largest = 0.0
     for images in batches:
