@@ -100,7 +100,7 @@ def _hash_differences(small: np.ndarray) -> int:
 def _compare(group: np.ndarray, hashes: np.ndarray, thumbnails: np.ndarray) -> list[tuple[int, int]]:
     """The near duplicates in a group of images and, in the second half of the arrays, mirror images."""
     pairs, count = [], len(hashes) // 2
-    # two mirror images are alike if the images are
+    # two mirror images are near duplicates if the images are
     for place, i in enumerate(group[group < count]):
         others = group[place + 1 :]
         others = others[others % count != i]
