@@ -84,7 +84,7 @@ SETTINGS = {
     'set': [{'num_inducing': 5}, {'num_inducing': 1}],
     'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
     'soft': [{'ratio': 2}, {'ratio': 3, 'conv_size': 5}],
-    'softmax': [{}, {'talking_heads': True}, {'rel_bias': 'table'}],
+    'softmax': [{}, {'talking_heads': True}, {'rel_bias': 'table'}, {'rel_bias': 'decomposed'}],
     'sparse': [
         {},
         {'stride': 3},

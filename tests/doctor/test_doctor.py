@@ -297,7 +297,7 @@ def test_what_nobody_divided_is_examined_too(tmp_path):
     assert found(tmp_path) == {
         'no-validation': [str(tmp_path)],
         'single-image': ['cat'],
-        'outside-class': ['train/stray.png'],
+        'outside-class': ['stray.png'],
     }
 
 
@@ -314,12 +314,12 @@ def test_doctor_reads_the_data_with_the_options_of_train(tmp_path):
     }
     (tmp_path / 'map.txt').write_text('car\nbus\n')
     mapped = found(tmp_path, '--train-split', '.', '--class-map', str(tmp_path / 'map.txt'))
-    assert mapped == {'no-validation': [str(tmp_path)], 'left-out': ['train: train'], 'not-images': ['train/map.txt']}
+    assert mapped == {'no-validation': [str(tmp_path)], 'left-out': ['train: train'], 'not-images': ['map.txt']}
 
 
 def test_parts_with_names_of_their_own_are_no_classes(tmp_path):
     save_new(tmp_path, *(f'seg_{part}/{name}/{i}.png' for part in ('train', 'test') for name in 'ab' for i in '01'))
-    assert found(tmp_path)['nested-classes'] == ['train/seg_test/', 'train/seg_train/']
+    assert found(tmp_path)['nested-classes'] == ['seg_test/', 'seg_train/']
     save_new(tmp_path, 'seg_train/0.png')
     assert 'nested-classes' not in found(tmp_path)
 

@@ -380,6 +380,9 @@ def test_intervals_are_wilsons():
 def test_the_front_is_what_nobody_beats():
     points = [Point(i, str(i), x, y, y, y, '') for i, (x, y) in enumerate([(2, 5), (1, 3), (3, 4), (2, 1), (4, 6)])]
     assert [point.index for point in frontier(points)] == [1, 0, 4]
+    # speed is not a cost
+    assert [point.index for point in frontier(points, is_cost=False)] == [4]
+    assert [point.index for point in frontier(points[:4], is_cost=False)] == [2, 0]
 
 
 LINEAR = [[1, 2, 3], [5.0], [0.001, 0.0011], [10, 1e6], [-1, 1], [0, 0]]

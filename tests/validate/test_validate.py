@@ -156,17 +156,22 @@ def test_without_data_everything_else_is_reported(tmp_path, capsys):
         assert all(text in table for text in (record['model'], f'{record["gmacs"]:.3f}', f'{record["gflops"]:.3f}'))
 
 
-def test_the_licence_of_published_weights_is_recorded_and_printed(tmp_path, capsys, monkeypatch, quick_timing):
+@pytest.mark.parametrize(
+    ('weights', 'text'), [('published', 'published, mit'), ('trained', 'trained, from mit'), ('checkpoint', None)]
+)
+def test_the_licence_of_published_weights_is_recorded_and_printed(
+    weights, text, tmp_path, capsys, monkeypatch, quick_timing
+):
     def load_published(name, **kwargs):
         model = timm.create_model('test_resnet').eval()
         model.pretrained_cfg |= dict(license='mit')
-        return model, 'published'
+        return model, weights
 
     monkeypatch.setattr('vitzoo.validate.evaluation.load_model', load_published)
     file = tmp_path / 'results.json'
     main(['test_resnet', '--no-data', '--img-size', '32', '--results-file', str(file)])
-    assert json.loads(file.read_text())[0]['license'] == 'mit'
-    assert 'published, mit' in capsys.readouterr().out
+    assert json.loads(file.read_text())[0]['license'] == (text and 'mit')
+    assert (text or weights) in capsys.readouterr().out
 
 
 def test_results_files_and_the_figure_hold_every_model(data, trained, tmp_path, capsys):
@@ -334,6 +339,7 @@ def test_a_damaged_checkpoint_is_named(content, suffix, tmp_path, capsys):
     ('argv', 'message'),
     [
         (['resnet5O'], "unknown model 'resnet5O', did you mean resnet50"),
+        (['runs/nowhere'], "there is no model 'runs/nowhere': no such folder"),
         (['cvt_lss_13'], "unknown model 'cvt_lss_13', did you mean cvt_ls_13"),
         (['resnet50.nothing'], "resnet50 has no weights 'nothing', it has resnet50.a1_in1k"),
         (['nothing_*'], "no model matches 'nothing_*'"),

@@ -30,7 +30,7 @@ from torchvision.datasets import ImageFolder
 from vitzoo.bench._harness import Spread, describe_machine, format_machine
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.loader import TrainBatches
-from vitzoo.errors import UserError
+from vitzoo.errors import CommandParser, UserError
 from vitzoo.metrics.speed import rounds_disagree, synchronize
 from vitzoo.options import default_device, device, natural, positive
 from vitzoo.train.recipe import make_recipe
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('--data-dir', metavar='DIR', help='images in class folders (default: generated JPEGs of 500 x 375)')
     add('--images', type=positive, default=512, metavar='N', help='images per pass (default: 512)')
@@ -77,7 +77,7 @@ def time_loaders(folder: str, args: argparse.Namespace) -> dict[str, list[dict]]
     """Speed of every pass, the loaders alternating, after one that starts the workers and fills the file cache."""
     normalize = Normalize(_data_config(args.img_size)).to(args.device)
     loaders = {'torchvision': torchvision_loader(folder, args), 'vitzoo': vitzoo_loader(folder, args)}
-    passes = {name: [] for name in loaders}
+    passes: dict[str, list[dict]] = {name: [] for name in loaders}
     for _ in _track(range(1 + args.rounds), 'loading'):
         for name, loader in loaders.items():
             passes[name].append(time_pass(loader, normalize, args.device))

@@ -60,12 +60,14 @@ class ExaminedSplit:
         name: 'train' or 'val'.
         images: The images, without a transform.
         names: All files, images or not, and hidden or empty folders, which end in '/'.
+        prefix: What precedes the names in findings: 'train/' or 'val/', or nothing if the data is not divided.
         facts: The facts about each image.
     """
 
     name: str
     images: Images
     names: list[str]
+    prefix: str
     facts: list[Facts] = field(default_factory=list)
 
     def class_counts(self) -> dict[str, int]:
@@ -78,7 +80,8 @@ class ExaminedSplit:
     def samples(self) -> list['Sample']:
         """The images of the split, each with its label and facts."""
         targets, count = self.images.targets, len(self.facts)
-        return [Sample(self.name, self.images.filename(i), targets[i], self.facts[i]) for i in range(count)]
+        files = [self.prefix + self.images.filename(i) for i in range(count)]
+        return [Sample(self.name, file, targets[i], self.facts[i]) for i, file in enumerate(files)]
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Sample:
     facts: Facts
 
     def __str__(self) -> str:
-        return f'{self.split}/{self.file}'
+        return self.file
 
     @property
     def name_with_size(self) -> str:
@@ -126,30 +129,30 @@ def check(
 
 def check_files(splits: list[ExaminedSplit]) -> Iterator[Finding]:
     """Find files that are ignored: hidden ones, unsupported formats, and files other than images."""
-    names = [(split.name, name) for split in splits for name in split.names]
-    hidden = [(split, name) for split, name in names if is_hidden(name)]
-    visible = [(split, name) for split, name in names if not is_hidden(name) and name[-1] != '/']
-    visible = [(split, name) for split, name in visible if name != LABEL_TABLE]
+    names = [(split.prefix, name) for split in splits for name in split.names]
+    hidden = [prefix + name for prefix, name in names if is_hidden(name)]
+    visible = [(prefix, name) for prefix, name in names if not is_hidden(name) and name[-1] != '/']
+    visible = [prefix + name for prefix, name in visible if name != LABEL_TABLE]
     yield Finding(
         'hidden',
         'note',
         'hidden folders and images are ignored',
         'delete them: other programs would read .ipynb_checkpoints as a class',
-        [f'{split}/{name}' for split, name in hidden if name[-1] == '/' or _suffix(name) in SUFFIXES],
+        [name for name in hidden if name[-1] == '/' or _suffix(name) in SUFFIXES],
     )
     yield Finding(
         'unread-format',
         'warning',
         'images are in an unsupported format',
         'convert them to JPEG or PNG, or remove them',
-        [f'{split}/{name}' for split, name in visible if _suffix(name) in _UNSUPPORTED_SUFFIXES],
+        [name for name in visible if _suffix(name) in _UNSUPPORTED_SUFFIXES],
     )
     yield Finding(
         'not-images',
         'note',
         'files are not images and are ignored',
         'nothing to do; if they are images, rename them with the suffix of their format',
-        [f'{split}/{name}' for split, name in visible if _suffix(name) not in SUFFIXES | _UNSUPPORTED_SUFFIXES],
+        [name for name in visible if _suffix(name) not in SUFFIXES | _UNSUPPORTED_SUFFIXES],
     )
 
 
@@ -162,7 +165,7 @@ def check_unused_images(
     for split in splits:
         used = {split.images.filename(index) for index in range(len(split.images))}
         used.update(name for name in split.names if name.partition('/')[0] in split.images.left_out)
-        unused += [f'{split.name}/{name}' for name in split.names if is_image(name) and name not in used]
+        unused += [f'{split.prefix}{name}' for name in split.names if is_image(name) and name not in used]
     paths = [] if root is None else sorted(root.iterdir())
     others = [path for path in paths if not _is_split_or_hidden(path.name, options)]
     # if the folder itself is a split, the loop above has its content
@@ -209,7 +212,7 @@ def check_class_folders(splits: list[ExaminedSplit]) -> Iterator[Finding]:
         'warning',
         'class folders contain no images, so they are not classes',
         'add images, or remove them',
-        [] if is_listed else [f'{split.name}/{name}/' for split in splits for name in _empty_classes(split)],
+        [] if is_listed else [f'{split.prefix}{name}/' for split in splits for name in _empty_classes(split)],
     )
     yield Finding(
         'case-only',
@@ -302,7 +305,8 @@ def check_decoding(samples: list[Sample]) -> Iterator[Finding]:
 
 def check_sizes(samples: list[Sample], img_size: int) -> Iterator[Finding]:
     """Find images that are too small or too elongated."""
-    sides = [(sample, *sorted((sample.facts.width, sample.facts.height))) for sample in samples]
+    facts = [(sample, sample.facts.width, sample.facts.height) for sample in samples]
+    sides = [(sample, min(width, height), max(width, height)) for sample, width, height in facts]
     yield Finding(
         'small',
         'warning',
@@ -321,7 +325,7 @@ def check_sizes(samples: list[Sample], img_size: int) -> Iterator[Finding]:
 
 def check_duplicates(samples: list[Sample]) -> Iterator[Finding]:
     """Find images with identical pixels, and near duplicates."""
-    by_digest = {}
+    by_digest: dict[bytes, list[Sample]] = {}
     for sample in samples:
         by_digest.setdefault(sample.facts.digest, []).append(sample)
     copies = [group for group in by_digest.values() if len(group) > 1]
@@ -387,10 +391,10 @@ def _differ_in_case(split: ExaminedSplit) -> list[str]:
     """Names in the same folder that differ only in case."""
     paths = {name for name in split.names if not is_hidden(name)}
     paths |= {name.split('/')[0] for name in paths if '/' in name}
-    groups = {}
+    groups: dict[tuple[str, str], set[str]] = {}
     for path in paths:
         folder, slash, name = path.rstrip('/').rpartition('/')
-        groups.setdefault((folder, name.casefold()), set()).add(f'{split.name}/{folder}{slash}{name}')
+        groups.setdefault((folder, name.casefold()), set()).add(f'{split.prefix}{folder}{slash}{name}')
     return [' = '.join(sorted(group)) for group in groups.values() if len(group) > 1]
 
 
@@ -399,7 +403,7 @@ def _look_like_splits(split: ExaminedSplit) -> list[str]:
     if not split.names:
         # not a dataset of files
         return []
-    subfolders = {}
+    subfolders: dict[str, set[str]] = {}
     for index in range(len(split.images)):
         top, *folders = split.images.filename(index).split('/')[:-1]
         subfolders.setdefault(top, set()).add(folders[0] if folders else '')
@@ -407,7 +411,7 @@ def _look_like_splits(split: ExaminedSplit) -> list[str]:
         return []
     counts = Counter(folder for folders in subfolders.values() for folder in folders)
     repeated = [folder for folder, count in counts.items() if count > 1]
-    return [f'{split.name}/{top}/' for top in subfolders] if len(repeated) > 1 else []
+    return [f'{split.prefix}{top}/' for top in subfolders] if len(repeated) > 1 else []
 
 
 def _can_be_divided(split: ExaminedSplit) -> bool:

@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -100,7 +100,7 @@ def _hash_differences(small: np.ndarray) -> int:
 def _compare(group: np.ndarray, hashes: np.ndarray, thumbnails: np.ndarray) -> list[tuple[int, int]]:
     """The near duplicates in a group of images and, in the second half of the arrays, mirror images."""
     pairs, count = [], len(hashes) // 2
-    # two mirror images are near duplicates if the images are
+    # mirror images resemble each other if the images do
     for place, i in enumerate(group[group < count]):
         others = group[place + 1 :]
         others = others[others % count != i]
@@ -120,12 +120,14 @@ def _are_similar(thumbnail: np.ndarray, other: np.ndarray) -> bool:
 
 def _find_traits(image: Image.Image) -> list[str]:
     is_deep = image.mode[0] in 'IF' or any(';16' in str(tile[3]) for tile in getattr(image, 'tile', ()))
+    # one channel has one pair, which Pillow's annotation does not say
+    alpha: Any = image.convert('RGBA').getchannel('A').getextrema() if image.has_transparency_data else (255, 255)
     traits = dict(
         deep=is_deep,
         cmyk=image.mode == 'CMYK',
         palette=image.mode in ('P', 'PA'),
         animated=getattr(image, 'is_animated', False),
         rotated=image.getexif().get(_ORIENTATION) in range(2, 9),
-        transparent=image.has_transparency_data and image.convert('RGBA').getchannel('A').getextrema()[0] < 255,
+        transparent=alpha[0] < 255,
     )
     return [name for name, has in traits.items() if has]

@@ -25,9 +25,12 @@ tokens before and after it. Prefix tokens have no position in the raster: there 
 g_j) or from them (w_ij = 1). Random Feature Attention, sections 3.1 and 3.2, https://arxiv.org/abs/2103.02143
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._random import RandomFeatureMixer
 from .base import no_autocast, register_mixer
@@ -46,7 +49,7 @@ def rfa_naive(
     """The N x N attention matrix, with the product of gates for each pair; arguments as `rfa`."""
     N, W = q.shape[2], sigma.unsqueeze(1) * directions
 
-    def phi(x):
+    def phi(x: torch.Tensor) -> torch.Tensor:
         projected = x / x.norm(dim=-1, keepdim=True) @ W.mT
         return torch.cat([projected.sin(), projected.cos()], dim=-1) / W.shape[1] ** 0.5
 
@@ -140,6 +143,7 @@ class RFA(RandomFeatureMixer):
     pool in each training step.
     """
 
+    directions: torch.Tensor
     buffer_name = 'directions'
     op = staticmethod(rfa)
     op_naive = staticmethod(rfa_naive)
@@ -152,9 +156,9 @@ class RFA(RandomFeatureMixer):
         num_features: int = 64,
         gate: bool = False,
         floor: float | None = None,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         if floor is not None and floor <= 0:
             raise ValueError(f'floor of rfa must be positive, not {floor}.')

@@ -14,6 +14,8 @@ O(N (2l + N/l) dim), fixed O(N (l + c N/l) dim), so N^1.5 if l grows with sqrt(N
 with Sparse Transformers, sections 4.2 and 4.3, https://arxiv.org/abs/1904.10509
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -149,7 +151,7 @@ class Sparse(QKVMixer):
         pattern: str = 'strided',
         stride: int | None = None,
         num_summaries: int = 2,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if pattern not in ('strided', 'fixed'):

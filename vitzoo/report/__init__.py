@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitzoo.errors import UserError, format_flag, run_command
+from vitzoo.errors import CommandParser, UserError, format_flag, run_command
 
 if TYPE_CHECKING:
     from vitzoo.validate.options import EvalOptions
@@ -69,7 +69,7 @@ def make_report(argv: list[str] | None = None) -> Path:
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, 'EvalOptions | None']:
     """Read the command line: the report's own options, and those of the evaluation, None without models."""
     about, _, examples = __doc__.partition('\n\n')
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         'vitzoo report',
         usage='vitzoo report [MODEL …] [--out DIR] [--title TEXT] [--results FILE …] [--benchmarks FILE] [OPTION …]',
         description=about,

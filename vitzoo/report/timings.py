@@ -22,7 +22,7 @@ def add_timings(records: list[dict], path: str) -> None:
         rows = read_rows(path)
         rows = [row for row in rows if row['table'] == 'models' and row['what'] == 'forward']
         names = {_base_name(record) for record in records}
-        found = defaultdict(lambda: defaultdict(dict))
+        found: defaultdict[tuple, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
         for row in rows:
             if row['name'] in names:
                 # a later measurement replaces an earlier one
@@ -31,8 +31,8 @@ def add_timings(records: list[dict], path: str) -> None:
         raise UserError(f"cannot read the benchmarks '{path}': {error.strerror}") from error
     except KeyError as error:
         raise UserError(f"'{path}' has no column {error}: it is not a file of `vitzoo bench`") from error
-    found = [{name: sizes for name, sizes in models.items() if len(sizes) > 1} for models in found.values()]
-    best = max(found, key=len, default={})
+    complete = [{name: sizes for name, sizes in models.items() if len(sizes) > 1} for models in found.values()]
+    best = max(complete, key=len, default={})
     if not best:
         raise UserError(
             f"'{path}' has none of {', '.join(sorted(names))} at two sizes; run `vitzoo bench models` first"

@@ -1,13 +1,18 @@
 """Scores a model on datasets in all processes, with a progress bar in the main process."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from vitzoo.data.loader import eval_loaders
 from vitzoo.metrics import score_images
+from vitzoo.metrics.accuracy import Probe
 from vitzoo.validate.options import EvalOptions
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def score_dataset(
@@ -16,8 +21,8 @@ def score_dataset(
     dataset: Dataset,
     score: Callable,
     options: EvalOptions,
-    accelerator=None,
-    probe=None,
+    accelerator: 'Accelerator | None' = None,
+    probe: Probe | None = None,
 ) -> dict[str, Tensor]:
     """Score the images of a dataset; `title` names the progress bar, and the rest is as in `score_images`."""
     (columns,) = score_in_turn(title, model, [dataset], score, options, accelerator, probe)
@@ -27,11 +32,11 @@ def score_dataset(
 def score_in_turn(
     title: str,
     model: nn.Module,
-    datasets: Sequence[Dataset],
+    datasets: Sequence[Any],
     score: Callable,
     options: EvalOptions,
-    accelerator=None,
-    probe=None,
+    accelerator: 'Accelerator | None' = None,
+    probe: Probe | None = None,
     images_before: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
     """Score datasets one after the other, and yield the columns of each as soon as it is finished.

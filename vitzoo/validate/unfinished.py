@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy
@@ -23,6 +24,9 @@ from vitzoo.data.held_out import hash_file
 from vitzoo.errors import UserError
 from vitzoo.validate.options import EvalOptions
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 Condition = tuple[str, int]
 
 
@@ -36,13 +40,21 @@ class UnfinishedScores:
     """
 
     def __init__(
-        self, name: str, model: nn.Module, images: Images, data_config: dict, options: EvalOptions, accelerator=None
-    ):
-        self.name, self.path, self.counts = name, _unfinished_file(options), {}
-        self.writes = self.path is not None and (accelerator is None or accelerator.is_main_process)
-        if self.writes:
+        self,
+        name: str,
+        model: nn.Module,
+        images: Images,
+        data_config: dict,
+        options: EvalOptions,
+        accelerator: 'Accelerator | None' = None,
+    ) -> None:
+        is_main = accelerator is None or accelerator.is_main_process
+        # None in a process that does not read and write it
+        self.name, self.path = name, _unfinished_file(options) if is_main else None
+        self.counts: dict[Condition, tuple[int, int]] = {}
+        if self.path is not None:
             self.digest = _digest(name, model, images, data_config, options)
-            self._read()
+            self._read(self.path)
         if accelerator is not None:
             from accelerate.utils import broadcast_object_list
 
@@ -51,7 +63,7 @@ class UnfinishedScores:
     def add(self, condition: Condition, correct: int, count: int) -> None:
         """Add the counts of a condition, and write the file."""
         self.counts[condition] = correct, count
-        if not self.writes:
+        if self.path is None:
             return
         counts = {f'{corruption} {severity}': both for (corruption, severity), both in self.counts.items()}
         found = _read_json(self.path) | {self.name: dict(digest=self.digest, counts=counts)}
@@ -59,14 +71,14 @@ class UnfinishedScores:
         partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
         partial.replace(self.path)
 
-    def _read(self) -> None:
+    def _read(self, path: Path) -> None:
         """Read the counts of the model if their digest is the same."""
-        found = _read_json(self.path).get(self.name)
+        found = _read_json(path).get(self.name)
         if found is None:
             return
         if found['digest'] != self.digest:
             print(
-                f'vitzoo: {self.path} has scores of {self.name} with other weights, images, options or versions;'
+                f'vitzoo: {path} has scores of {self.name} with other weights, images, options or versions;'
                 f' computing all again',
                 file=sys.stderr,
             )
@@ -74,7 +86,7 @@ class UnfinishedScores:
         for key, (correct, count) in found['counts'].items():
             corruption, severity = key.split()
             self.counts[corruption, int(severity)] = correct, count
-        print(f'vitzoo: {self.name}: {len(self.counts)} corruptions are in {self.path}', file=sys.stderr)
+        print(f'vitzoo: {self.name}: {len(self.counts)} corruptions are in {path}', file=sys.stderr)
 
 
 def remove_unfinished(options: EvalOptions) -> None:
