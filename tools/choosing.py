@@ -30,7 +30,7 @@ Speeds = dict[str, dict[int, dict]]
 
 @dataclass(frozen=True)
 class Traits:
-    """What a mixer does, with default options.
+    """The properties of a mixer with default options.
 
     Attributes:
         reads: Number of tokens, of N, on which the output of one token depends.
@@ -147,7 +147,7 @@ def needs_table(names: list[str]) -> str:
 
 
 def traits_table(names: list[str], speeds: dict[str, Speeds]) -> str:
-    """What each mixer does, and from how many tokens on it is faster than fused softmax attention."""
+    """The properties of each mixer, and the number of tokens from which it is faster than fused softmax attention."""
     head = ['mixer', 'reads', 'exact', 'by content', 'takes', 'adds', 'any grid', 'approximates']
     head += [f'faster, {measured_pass}' for measured_pass in LAYER_PASSES] + ['× at 16,384']
     return to_table(head, [_line(name, find_traits(name), speeds.get(name, {})) for name in names])

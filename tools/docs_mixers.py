@@ -33,7 +33,7 @@ ALSO_MEASURED = {'performer': {'with_the_published_eps': {'eps': 1e-4}}}
 INTRO = """
 # Token mixers
 
-The {count} mixers of [vitzoo/mixers](../vitzoo/mixers), each with its formula, its cost, and how its paper is applied
+The {count} mixers of vitzoo, each with its formula, its cost, and how its paper is applied
 to a grid of image tokens. `make docs` writes this page from their docstrings and their code; a test keeps it current.
 
 ## Choosing

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 __all__ = ['GridConv', 'convolve_samples', 'grid_conv_naive', 'near_tokens']
 
@@ -21,8 +22,8 @@ class GridConv(nn.Conv2d):
         *,
         bias: bool = True,
         zero_init: bool = False,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.zero_init = zero_init
         if kernel_size < 1 or kernel_size % 2 == 0:
@@ -44,7 +45,8 @@ class GridConv(nn.Conv2d):
         if self.zero_init:
             nn.init.zeros_(self.weight)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    # other arguments than nn.Conv2d's
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
         B, heads, N, d = x.shape
         P = N - grid_size[0] * grid_size[1]
         image = x[:, :, P:].mT.unflatten(3, grid_size)  # (B, heads, d, H, W)

@@ -12,6 +12,8 @@ to each factor of a flow and to the flow; `clamp=False` leaves out the clamp, wh
 https://arxiv.org/abs/2202.06258
 """
 
+from typing import Any
+
 import torch
 
 from ._kernel import KernelMixer
@@ -63,7 +65,7 @@ class Flowformer(KernelMixer):
     op = staticmethod(flow_attention)
     op_naive = staticmethod(flow_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, clamp: bool = True, **kwargs) -> None:
+    def __init__(self, dim: int, num_heads: int, *, clamp: bool = True, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.clamp = clamp
 

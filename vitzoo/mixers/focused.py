@@ -11,9 +11,12 @@ strided convolution, which no published model does, and which is left out. There
 Transformer, sections 4.1 and 4.2, https://arxiv.org/abs/2308.00442
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
@@ -35,7 +38,7 @@ def focused_naive(
 ) -> torch.Tensor:
     """The N x N attention matrix of the features, row-normalised; arguments as `focused_attention`."""
 
-    def phi(x):
+    def phi(x: torch.Tensor) -> torch.Tensor:
         x = (x.relu() + _EPS) / (1 + divisor.exp()).log()
         tokens = x.transpose(1, 2).flatten(2)  # (B, N, dim)
         focused = tokens**power
@@ -105,14 +108,14 @@ class Focused(KeyPositionMixer):
         *,
         power: float = 3.0,
         conv_size: int = 5,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if power <= 0:
             raise ValueError(f'power of focused must be positive, not {power}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.power = power
         self.divisor = nn.Parameter(torch.zeros(num_heads, 1, self.head_dim, **dd))
         self.conv = GridConv(self.head_dim, conv_size, **dd) if conv_size else None

@@ -11,9 +11,12 @@ Gated Linear Attention Transformers with Hardware-Efficient Training, section 4,
 directions: ViG, https://arxiv.org/abs/2405.18425
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._qkv import split_heads
 from ._rope import Rope
@@ -50,7 +53,8 @@ def gated_linear_naive(
     states = []
     for logits, order in ((decay, range(grid.shape[2])), (decay_back, reversed(range(grid.shape[2])))):
         factor = (1 + (-logits).exp()) ** (-1 / _TEMPERATURE)
-        state, of_token = torch.zeros_like(prefix), [None] * grid.shape[2]
+        state = torch.zeros_like(prefix)
+        of_token = [state] * grid.shape[2]
         for t in order:
             state = factor[:, :, t].unsqueeze(3) * state + grid[:, :, t]
             of_token[t] = state
@@ -86,7 +90,8 @@ def gated_linear_attention(
         q = scale * q
         grid = q[:, :, P:], k[:, :, P:], v[:, :, P:]
         forward = _scan(*grid, F.logsigmoid(decay) / _TEMPERATURE)
-        backward = _scan(*(x.flip(2) for x in grid), F.logsigmoid(decay_back).flip(2) / _TEMPERATURE).flip(2)
+        q_back, k_back, v_back = (x.flip(2) for x in grid)
+        backward = _scan(q_back, k_back, v_back, F.logsigmoid(decay_back).flip(2) / _TEMPERATURE).flip(2)
         itself = (grid[0] * grid[1]).sum(dim=-1, keepdim=True) * grid[2]
         y = forward + backward - itself
         if P:
@@ -140,11 +145,20 @@ class GatedLinear(QKVMixer):
     op = staticmethod(gated_linear_attention)
     op_naive = staticmethod(gated_linear_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, rank: int = 16, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        rank: int = 16,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rank < 1:
             raise ValueError(f'rank of gated_linear must be at least 1, not {rank}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         # both directions, and the output gate
         self.decay = nn.Sequential(nn.Linear(dim, rank, bias=False, **dd), nn.Linear(rank, 2 * dim, **dd))
         self.gate = nn.Linear(dim, dim, **dd)
@@ -153,6 +167,7 @@ class GatedLinear(QKVMixer):
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
         q, k, v = self.to_qkv(x, grid_size, rope)
         decays = self.decay(x[:, self.num_prefix_tokens :]).chunk(2, dim=-1)
-        decays = (split_heads(part, self.num_heads) for part in decays)
+        decay, decay_back = (split_heads(part, self.num_heads) for part in decays)
         gate = split_heads(self.gate(x), self.num_heads)
-        return self.project(self.op(q, k, v, *decays, gate, self.norm.weight, self.norm.bias, self.scale))
+        out = self.op(q, k, v, decay, decay_back, gate, self.norm.weight, self.norm.bias, self.scale)
+        return self.project(out)

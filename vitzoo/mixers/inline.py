@@ -10,9 +10,12 @@ the paper does not divide them, which `mean_scores=False` reproduces. Bridging t
 Linear Attention, sections 4.1 and 4.2, https://arxiv.org/abs/2412.06590
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import convolve_samples
 from ._kernel import KernelMixer
@@ -87,16 +90,16 @@ class InLine(KernelMixer):
         *,
         residual: bool = True,
         mean_scores: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.mean_scores = mean_scores
         self.residual = None
         self.token_weights = not residual and self.dwc_v is None
         if residual:
-            dd = {'groups': num_heads, 'device': device, 'dtype': dtype}
+            dd: dict[str, Any] = {'groups': num_heads, 'device': device, 'dtype': dtype}
             self.residual = nn.Sequential(nn.Conv1d(dim, dim, 1, **dd), nn.GELU(), nn.Conv1d(dim, 9 * dim, 1, **dd))
 
     def mix_input(

@@ -11,10 +11,13 @@ dim), in tiles of k // 2 + 1 queries per side whose scores with all keys of the 
 Attention Transformer, section 3.1, https://arxiv.org/abs/2204.07143; dilation: https://arxiv.org/abs/2209.15001
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -72,7 +75,7 @@ def neighborhood_attention(
     """
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
     axes = [_tile_axis(size, kernel_size, dilation, q.device) for size in grid_size]
-    queries, keys = (_tile_index(*(axis[part] for axis in axes), grid_size[1]) for part in (0, 1))
+    queries, keys = (_tile_index(axes[0][part], axes[1][part], grid_size[1]) for part in (0, 1))
     grid_q = _gather_tiles(q[:, :, P:], queries)  # (B, heads, T, s, d)
     grid_k, grid_v = (_gather_tiles(x[:, :, P:], keys) for x in (k, v))  # (B, heads, T, m, d)
     T = grid_q.shape[2]
@@ -83,7 +86,8 @@ def neighborhood_attention(
         )
     mask = F.pad(_tile_mask([axis[2] for axis in axes], bias, kernel_size, q.dtype), (P, 0))
     mask = mask.expand(heads, -1, -1, -1).flatten(0, 1)
-    out = softmax_attention(*(x.flatten(1, 2) for x in (grid_q, grid_k, grid_v)), scale, mask, dropout_p)
+    grid_q, grid_k, grid_v = (x.flatten(1, 2) for x in (grid_q, grid_k, grid_v))
+    out = softmax_attention(grid_q, grid_k, grid_v, scale, mask, dropout_p)
     (tile_y, inside_y), (tile_x, inside_x) = (axis[3:] for axis in axes)
     (_, side_y), (tiles_x, side_x) = (axis[0].shape for axis in axes)
     place = (tile_y[:, None] * tiles_x + tile_x) * side_y * side_x + inside_y[:, None] * side_x + inside_x
@@ -170,9 +174,9 @@ class Neighborhood(QKVMixer):
         kernel_size: int = 7,
         dilation: int = 1,
         rel_bias: str = 'table',
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if kernel_size < 1 or dilation < 1:

@@ -12,9 +12,12 @@ can reduce keys and values by a strided convolution, which its models do not do 
 is no scale of the scores. PolaFormer: Polarity-aware Linear Attention, https://arxiv.org/abs/2501.15061
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
@@ -112,9 +115,9 @@ class PolaFormer(KeyPositionMixer):
         alpha: float = 4.0,
         conv_size: int = 5,
         gate: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if self.head_dim % 2:
@@ -124,7 +127,7 @@ class PolaFormer(KeyPositionMixer):
             )
         if alpha < 0:
             raise ValueError(f'alpha of polaformer must be at least 0, not {alpha}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.alpha = alpha
         self.divisor = nn.Parameter(torch.zeros(num_heads, 1, self.head_dim, **dd))
         self.power = nn.Parameter(torch.zeros(num_heads, 1, self.head_dim, **dd))

@@ -12,10 +12,13 @@ trained on the grid alone, a prefix token is an image of one pixel. Linear in th
 ViT^3: Unlocking Test-Time Training in Vision, section 4, https://arxiv.org/abs/2512.01643
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import convolve_samples, near_tokens
 from ._rotary import rotate_pairs
@@ -41,10 +44,10 @@ def train_and_apply_naive(
     """Image by image, with gradients by autograd; arguments as `train_and_apply`."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
 
-    def apply(x, w1, w2):
+    def apply(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         return (x @ w1) * F.silu(x @ w2)
 
-    def convolve(x, w3):
+    def convolve(x: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
         return F.conv2d(x[P:].T.unflatten(1, grid_size), w3, padding=1, groups=len(w3)).flatten(1).T
 
     outs = []
@@ -132,9 +135,9 @@ class TTT(QKVMixer):
         *,
         rope: bool = False,
         qkv_bias: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, device=device, dtype=dtype, **kwargs)
         if rope and (dim % 4 or self.head_dim % 2):
@@ -143,7 +146,7 @@ class TTT(QKVMixer):
                 f'head_dim by 2, not {dim} and {self.head_dim}.'
             )
         self.rope = rope
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.qkv_conv = nn.Linear(dim, 3 * self.head_dim, bias=qkv_bias, **dd)
         self.proj_conv = nn.Linear(self.head_dim, dim, bias=False, **dd)
         self.w1 = nn.Parameter(torch.empty(num_heads, self.head_dim, self.head_dim, **dd))
@@ -152,14 +155,14 @@ class TTT(QKVMixer):
         for weight in (self.w1, self.w2, self.w3):
             trunc_normal_(weight, std=0.02)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    # has_rope is False: there is no rope to take
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
         q, k, v = self.to_qkv(x, grid_size)
         if self.rope:
             q, k = self._rotate(q, grid_size), self._rotate(k, grid_size)
-        conv = self.qkv_conv(x).chunk(3, dim=-1)
-        mixed, local = self.op(q, k, v, *conv, self.w1, self.w2, self.w3, grid_size).split(
-            [self.dim, self.head_dim], dim=-1
-        )
+        q_conv, k_conv, v_conv = self.qkv_conv(x).chunk(3, dim=-1)
+        out = self.op(q, k, v, q_conv, k_conv, v_conv, self.w1, self.w2, self.w3, grid_size)
+        mixed, local = out.split([self.dim, self.head_dim], dim=-1)
         return self.proj_drop(self.proj(self.scale_norm(mixed)) + self.proj_conv(local))
 
     def _rotate(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
