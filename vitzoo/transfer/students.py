@@ -82,11 +82,11 @@ def _silence(student: nn.Module) -> None:
     new = {id(parameter) for parameter in new_parameters(student, paths)}
     for path in paths:
         mixer = student.get_submodule(path)
-        # other mixers convolve what they weight
-        names = (*_ADDED, 'conv.') if isinstance(mixer, KernelMixer) else _ADDED
+        # other mixers convolve what they weight, and their gates have a silu
+        names, gate = ((*_ADDED, 'conv.'), 1.0) if isinstance(mixer, KernelMixer) else (_ADDED, _OPEN)
         for name, parameter in mixer.named_parameters():
             if id(parameter) in new and name.startswith((*names, 'gate.')):
-                parameter.fill_(_OPEN if name == 'gate.bias' else 0)
+                parameter.fill_(gate if name == 'gate.bias' else 0)
 
 
 def randomize(student: nn.Module, seed: int) -> nn.Module:
