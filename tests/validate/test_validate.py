@@ -383,6 +383,10 @@ def test_a_value_that_makes_no_sense_is_exit_code_2(argv, capsys):
     assert argv[0] in capsys.readouterr().err
 
 
+def test_a_run_on_other_classes_needs_its_data_dir(trained, capsys):
+    assert 'without --data-dir, a model is validated on the bundled sample' in fails(capsys, trained)
+
+
 def test_a_folder_of_ones_own_is_data_dir_or_dataset(data, trained):
     by_dataset, by_data_dir = (validate_one(trained, option, data) for option in ('--dataset', '--data-dir'))
     assert by_dataset['n'] == 10 and by_dataset['top1'] == by_data_dir['top1']
