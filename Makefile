@@ -1,18 +1,21 @@
+# TESTS are arguments of pytest for test-slow and test-matrix, such as TESTS=tests/mixers; CELL=lowest or CELL=newest runs one.
 # Targets create .venv if it is missing, and update it if pyproject.toml has changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: help demo test test-slow lint format docs dist measure measure-gpu bench-import clean
+.PHONY: help demo test test-slow test-matrix lint style format docs site dist measure measure-gpu bench-import clean
 
 help:
 	@echo 'make demo          train cvt_ls_13 on the bundled sample, validate it and plot its oversmoothing (6 minutes on 2 cores)'
 	@echo 'make test          check the style and run the tests'
 	@echo 'make test-slow     run the tests that take minutes'
-	@echo 'make lint          check the style only'
+	@echo 'make test-matrix   run the tests with the lowest and with the newest versions of Python, torch, timm and others'
+	@echo 'make lint          check the style and the types'
 	@echo 'make format        fix the style'
 	@echo 'make docs          write docs/mixers.md, docs/api.md, CITATION.cff and the tables of docs/models.md, performance.md, targets.md, gpu.md, export.md, swap.md, transfer.md'
+	@echo 'make site          build the documentation as a site in build/site'
 	@echo 'make dist          build the sdist and the wheel in dist, and test them'
 	@echo 'make measure       append to weights/benchmarks.csv (25 minutes on 2 idle cores)'
 	@echo 'make measure-gpu   the same on an NVIDIA GPU, for docs/gpu.md (under 30 minutes)'
@@ -21,16 +24,22 @@ help:
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
-	$(BIN)/python train.py --config configs/quickstart.yaml --output $(DEMO)
+	$(BIN)/python train.py --config quickstart.yaml --output $(DEMO)
 	$(BIN)/python validate.py $(DEMO) --results-file $(DEMO)/results.csv --plot $(DEMO)/oversmoothing.png
 
-test: lint
+test: style
 	$(BIN)/python -m pytest
 
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(TESTS)
 
-lint: .venv/installed
+test-matrix:
+	$(PYTHON) tools/matrix.py $(CELL:%=--cell %) $(TESTS)
+
+lint: style
+	$(BIN)/mypy
+
+style: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
@@ -50,6 +59,11 @@ docs: .venv/installed
 	$(BIN)/python tools/docs_citation.py
 	$(BIN)/python tools/docs_api.py
 
+site: .venv/installed
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[docs]'
+	@# the variable turns off an advertisement for a successor of mkdocs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 dist: .venv/installed
 	@rm -rf dist
 	$(BIN)/python -m pip install -qq --disable-pip-version-check build
@@ -67,7 +81,7 @@ bench-import: .venv/installed
 	$(BIN)/python tools/import_time.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache build dist *.egg-info $(DEMO)
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info $(DEMO)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # the stamp is written last, so that an interrupted installation is repeated

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-TIMEOUT = 120
+# for processes that hang: a busy machine may take minutes for what takes seconds
+TIMEOUT = 900
 
 
 class Outcome(NamedTuple):

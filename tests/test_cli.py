@@ -3,6 +3,7 @@ import runpy
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,12 @@ def test_help_names_every_command_in_a_line(argv, capsys):
         assert any(re.fullmatch(rf'  {command} +{re.escape(summary)}', line) for line in lines)
 
 
+def test_the_version_is_printed_with_those_of_torch_and_timm(capsys):
+    main(['--version'])
+    words = capsys.readouterr().out
+    assert words.startswith(f'vitzoo {vitzoo.__version__}, torch {version("torch")}, timm {timm.__version__}, ')
+
+
 @pytest.mark.parametrize(('command', 'hint'), [('validat', 'validate'), ('trian', 'train'), ('xyz', 'validate')])
 def test_an_unknown_command_gets_close_ones(command, hint, capsys):
     with pytest.raises(SystemExit) as end:
@@ -94,6 +101,29 @@ def test_an_unknown_command_gets_close_ones(command, hint, capsys):
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert f"unknown command '{command}'" in error and hint in error
+
+
+@pytest.mark.parametrize(
+    ('words', 'sentence'),
+    [
+        (
+            'list --mixer=x',
+            "argument --mixers: ignored explicit argument 'x'; `vitzoo list --help` describes the arguments",
+        ),
+        ('cite', 'the following arguments are required: MODEL; `vitzoo cite --help` describes the arguments'),
+        ('validate deit_ls_nano --imgsize 32', 'unrecognized arguments: --imgsize 32, did you mean --img-size'),
+        (
+            'predict x --model y --top-k 0',
+            "argument --top-k: '0' is not a whole number of 1 or more; `vitzoo predict --h",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence_without_the_usage(words, sentence, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f'vitzoo: error: {sentence}') and error.count('\n') == 1
 
 
 @pytest.mark.parametrize('command', COMMANDS)

@@ -13,12 +13,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import timm
+from timm.models import save_for_hf
 
 import vitzoo
 
 ROOT = Path(__file__).parents[1]
 NOT_SOURCE = shutil.ignore_patterns('.git', '.venv', 'runs', 'build', 'dist', '*.egg-info', '__pycache__')
+OFFLINE = """
+import socket
+
+def getaddrinfo(host, *args, **kwargs):
+    raise AssertionError(f'connection to {host}')
+
+socket.getaddrinfo = getaddrinfo
+"""
 BUILD_SDIST = 'import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])'
+
+SHIPPED = 'weights/deit_softmax_nano.vz_test'
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +47,7 @@ class Built(NamedTuple):
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command without the paths of this process, and return its output."""
     env = {key: value for key, value in os.environ.items() if key not in ('PYTHONPATH', 'PYTHONHOME')}
-    child = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+    child = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=1800)
     assert child.returncode == 0, child.stdout + child.stderr
     return child.stdout
 
@@ -45,6 +57,9 @@ def built(tmp_path_factory) -> Built:
     """The sdist of this checkout and the wheel of that sdist, built without network."""
     folder = tmp_path_factory.mktemp('dist')
     shutil.copytree(ROOT, folder / 'source', ignore=NOT_SOURCE)
+    # also if no weights are shipped
+    model = timm.create_model('deit_softmax_nano', num_classes=7)
+    save_for_hf(model, folder / 'source' / SHIPPED, safe_serialization=True)
     run(sys.executable, '-c', BUILD_SDIST, folder, cwd=folder / 'source')
     (sdist,) = folder.glob('*.tar.gz')
     pip = [sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--no-index', '--no-build-isolation']
@@ -62,6 +77,9 @@ def installed(built, tmp_path_factory) -> Path:
     run(sys.executable, '-m', 'venv', folder, cwd=folder)
     run(folder / 'bin' / 'python', '-m', 'pip', 'install', '--no-deps', '--no-index', built.wheel, cwd=folder)
     (site,) = folder.glob('lib/python*/site-packages')
+    # every process of this environment is without network
+    (site / 'offline.py').write_text(OFFLINE)
+    (site / 'offline.pth').write_text('import offline')
     # the .pth file of an editable vitzoo in that folder is not read
     (site / 'dependencies.pth').write_text(sysconfig.get_path('purelib'))
     return folder / 'bin'
@@ -70,12 +88,17 @@ def installed(built, tmp_path_factory) -> Path:
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built):
     files = (path for path in (ROOT / 'vitzoo').rglob('*') if path.is_file() and '__pycache__' not in path.parts)
     code = {name for name in built.in_wheel if '.dist-info/' not in name}
-    assert code == {path.relative_to(ROOT).as_posix() for path in files}
+    weights = {name for name in code if name.startswith('vitzoo/weights/')}
+    assert code - weights == {path.relative_to(ROOT).as_posix() for path in files}
+    shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / 'weights').glob('*.*/*')}
+    shipped |= {f'{SHIPPED}/{name}' for name in ('config.json', 'model.safetensors')}
+    assert weights == {f'vitzoo/{name}' for name in shipped}
 
 
 def test_the_sdist_has_the_package_and_the_recipes_and_no_tests(built):
     assert {'pyproject.toml', 'README.md', 'LICENSE', 'configs/quickstart.yaml'} <= built.in_sdist
-    assert {name for name in built.in_wheel if '.dist-info/' not in name} <= built.in_sdist
+    code = {name for name in built.in_wheel if '.dist-info/' not in name}
+    assert {name.replace('vitzoo/weights/', 'weights/') for name in code} <= built.in_sdist
     assert [name for name in built.in_sdist if name.startswith('tests/')] == []
 
 
@@ -94,9 +117,14 @@ def test_the_installed_command_lists_the_models(installed, tmp_path):
     assert Path(origin.strip()).is_relative_to(installed.parent)
 
 
+def test_the_installed_package_loads_shipped_weights_by_their_name(installed, tmp_path):
+    code = "model = timm.create_model('deit_softmax_nano.vz_test', pretrained=True); print(model.num_classes)"
+    assert run(installed / 'python', '-c', f'import timm, vitzoo; {code}', cwd=tmp_path).strip() == '7'
+
+
 def test_the_installed_command_trains_on_the_sample_and_reports_and_predicts(installed, tmp_path):
-    recipe = ['--data-dir', 'sample', '--epochs', '1', '--batch-size', '64', '--workers', '1', '--output', 'run']
-    run(installed / 'vitzoo', 'train', '--model', 'cvt_nano', '--img-size', '32', *recipe, cwd=tmp_path)
+    recipe = ['--config', 'quickstart.yaml', '--model', 'cvt_nano', '--epochs', '1', '--output', 'run']
+    run(installed / 'vitzoo', 'train', *recipe, cwd=tmp_path)
     run(installed / 'vitzoo', 'report', 'run', '--data-dir', 'sample', '--out', 'report', cwd=tmp_path)
     page = (tmp_path / 'report' / 'index.html').read_text()
     assert '<style>' in page and '<script>' in page and 'cvt_nano' in page

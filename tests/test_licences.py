@@ -1,5 +1,6 @@
 """The licences of the packages that vitzoo needs, and of the weights that it loads by name."""
 
+import json
 import re
 from collections.abc import Iterator
 from importlib import metadata
@@ -9,8 +10,12 @@ import pytest
 import timm
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from timm.models import save_for_hf
+from tiny import CVT
 
-import vitzoo  # noqa: F401  registers the models
+from vitzoo.convert import convert
+from vitzoo.train.build import build_model
+from vitzoo.train.recipe import make_recipe
 from vitzoo.validate.results import format_weights
 
 ROOT = Path(__file__).parents[1]
@@ -82,11 +87,43 @@ def test_the_weights_of_models_of_vitzoo_have_a_licence():
     assert [name for name in names if not timm.get_pretrained_cfg(name).license] == []
 
 
+@pytest.fixture
+def licensed(tmp_path) -> str:
+    """The folder of a model that began with weights under a licence."""
+    model = timm.create_model('test_vit', num_classes=2)
+    model.pretrained_cfg['license'] = 'cc-by-nc-4.0'
+    save_for_hf(model, str(tmp_path / 'licensed'), safe_serialization=True)
+    return str(tmp_path / 'licensed')
+
+
+def test_training_keeps_the_licence_of_the_weights_that_it_begins_with(licensed):
+    model = build_model(make_recipe({'model': licensed}), 3)
+    assert model.pretrained_cfg['license'] == 'cc-by-nc-4.0'
+    recipe = {'model': licensed, 'initial_checkpoint': f'{licensed}/model.safetensors'}
+    assert 'license' not in build_model(make_recipe(recipe), 2).pretrained_cfg
+
+
+def test_training_from_random_weights_has_no_licence():
+    assert timm.get_pretrained_cfg('cvt_13').license
+    recipe = make_recipe({'model': 'cvt_13', 'img_size': 32, 'model_kwargs': CVT})
+    assert 'license' not in build_model(recipe, 2).pretrained_cfg
+
+
+@pytest.mark.parametrize(('option', 'licence'), [([], 'cc-by-nc-4.0'), (['--checkpoint'], None)])
+@pytest.mark.parametrize('child', [['--swap', 'linear'], ['--to', 'test_vit']])
+def test_a_converted_model_has_the_licence_of_its_parent(child, option, licence, licensed, tmp_path):
+    option = [*option, f'{licensed}/model.safetensors'] if option else []
+    convert(['--from', licensed, *option, *child, '--out', str(tmp_path / 'out')])
+    config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    assert config['pretrained_cfg'].get('license') == licence
+
+
 @pytest.mark.parametrize(
     ('record', 'text'),
     [
         ({'weights': 'published', 'license': 'mit'}, 'published, mit'),
         ({'weights': 'trained', 'license': None}, 'trained'),
+        ({'weights': 'trained', 'license': 'cc-by-nc-4.0'}, 'trained, from cc-by-nc-4.0 weights'),
         # of a report without this column
         ({'weights': 'published'}, 'published'),
     ],

@@ -85,7 +85,7 @@ def test_importing_vitzoo_warns_of_nothing(fresh_import):
 
 # the parts of a layer may import from earlier layers only
 LAYERS = [
-    ['_threads', 'errors'],
+    ['_process', '_shipped', 'errors'],
     ['kernels', 'launch', 'options'],
     ['mixers'],
     ['models'],
@@ -97,6 +97,7 @@ LAYERS = [
     ['transfer'],
     ['report'],
     ['study'],
+    ['push'],
     ['cli'],
     ['__main__'],
 ]
@@ -172,6 +173,30 @@ def test_modules_and_their_public_names_have_docstrings(path):
     definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     bare = [node.name for node in definitions if not node.name.startswith('_') and not ast.get_docstring(node)]
     assert bare == []
+
+
+def incomplete_signatures(source: str) -> list[str]:
+    """The functions of which an argument or the result has no annotation."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            args = node.args
+            named = [*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg))]
+            bare = [arg.arg for arg in named if arg.annotation is None and arg.arg not in ('self', 'cls')]
+            if bare or node.returns is None:
+                found.append(node.name)
+    return found
+
+
+# arguments of Triton kernels are pointers and numbers, of which only constants have an annotation
+@pytest.mark.parametrize('path', [path for path in MODULES if path.parent.name != 'kernels'], ids=relative_id)
+def test_signatures_are_complete(path):
+    assert incomplete_signatures(path.read_text()) == []
+
+
+def test_the_check_of_signatures_finds_a_missing_annotation():
+    lines = ['def a(x: int): ...', 'def b(self, *args) -> None: ...', 'def c(*, k=0) -> int: ...']
+    assert incomplete_signatures('\n'.join([*lines, 'def d(self) -> int: ...'])) == ['a', 'b', 'c']
 
 
 # names that modules define by convention, and the folder in which they may

@@ -8,10 +8,10 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import timm
 import torch
+from hub import ClassLabel, ImageFeature, Table, make_package, unknown_split
 from PIL import Image
 from timm.models import save_for_hf
 from toys import make_images
@@ -146,45 +146,19 @@ WRITERS = dict(
 )
 
 
-class ColumnsOfImages:
-    """A split of a Hugging Face dataset, as far as timm's reader and ours ask for it, from class folders."""
-
-    def __init__(self, folder: Path, image_key: str):
-        self.image_key = image_key
-        names = sorted(path.name for path in folder.iterdir())
-        self.rows = [
-            (str(path), label) for label, name in enumerate(names) for path in sorted((folder / name).iterdir())
-        ]
-        self.features = {image_key: SimpleNamespace(decode=True), 'label': SimpleNamespace(names=names)}
-        self.info = SimpleNamespace(features=self.features, splits=None)
-        self.column_names = list(self.features)
-
-    def cast_column(self, name: str, feature) -> 'ColumnsOfImages':
-        if name not in self.features:
-            raise ValueError(f'no column {name} in {self.column_names}')
-        return self
-
-    def remove_columns(self, name: str) -> list[dict]:
-        return [dict(label=label) for _, label in self.rows]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict:
-        path, label = self.rows[index]
-        return {self.image_key: dict(path=path, bytes=Path(path).read_bytes()), 'label': label}
-
-
 def install_datasets() -> None:
     """Let `import datasets` give a package that reads class folders, for which no network is needed."""
 
-    def load_dataset(name: str, split: str, cache_dir=None) -> ColumnsOfImages:
-        splits = {'train': 'train', 'test': 'val'} if (Path(name) / 'train').is_dir() else {'train': '.'}
+    def load_dataset(path: str, name: None, split: str, cache_dir: None) -> Table:
+        splits = {'train': 'train', 'test': 'val'} if (Path(path) / 'train').is_dir() else {'train': '.'}
         if split not in splits:
-            raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
+            raise unknown_split(split, list(splits))
         # the datasets of these tests that are not divided have the names of CIFAR's columns
-        return ColumnsOfImages(Path(name) / splits[split], 'image' if len(splits) == 2 else 'img')
+        image_key = 'image' if len(splits) == 2 else 'img'
+        folder = Path(path) / splits[split]
+        names = sorted(place.name for place in folder.iterdir())
+        files = [(file, label) for label, name in enumerate(names) for file in sorted((folder / name).iterdir())]
+        rows = [{image_key: dict(path=str(file), bytes=file.read_bytes()), 'label': label} for file, label in files]
+        return Table({image_key: ImageFeature(), 'label': ClassLabel(*names)}, rows)
 
-    package = ModuleType('datasets')
-    package.load_dataset, package.Image = load_dataset, lambda decode=True: SimpleNamespace(decode=decode)
-    sys.modules['datasets'] = package
+    sys.modules['datasets'] = make_package(load_dataset)

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from choosing import N, draw_speeds, machines, needs_table, read_speeds, traits_table
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitzoo import create_mixer, list_mixers
@@ -32,8 +33,35 @@ ALSO_MEASURED = {'performer': {'with_the_published_eps': {'eps': 1e-4}}}
 INTRO = """
 # Token mixers
 
-The {count} mixers of [vitzoo/mixers](../vitzoo/mixers), each with its formula, its cost, and how its paper is applied
+The {count} mixers of vitzoo, each with its formula, its cost, and how its paper is applied
 to a grid of image tokens. `make docs` writes this page from their docstrings and their code; a test keeps it current.
+
+## Choosing
+
+{needs}
+
+![The numbers of tokens at which each mixer is faster than fused softmax attention](mixers_speed.png)
+
+Bars begin at the number of tokens from which the mixer is faster than PyTorch's fused softmax attention (at an arrow,
+or before) and end at the largest that was measured, with the speedup there. Times are those of a layer with its
+projections, on a CPU, from [performance.md](performance.md): {machines}. Accuracy is
+not in the figure, because it depends on training: the error below, against softmax attention with the same weights,
+exists only for mixers that approximate it.
+
+* **reads**: number of tokens, of {tokens}, on which the output of a token in the middle of a 28 × 28 grid depends;
+  **chosen** if its content decides which.
+* **exact**: the weights are those of softmax attention over these tokens, without a relative bias.
+* **by content**: the output is not a linear function of the tokens.
+* **takes**: the part of the weights of a layer of softmax attention that it inherits; **adds**: it has others, too.
+* **any grid**: has no parameters for one grid, which `set_input_size` resamples. Every mixer works on every grid.
+* **approximates**: approximates softmax attention over all tokens, so that a model with inherited weights works to some
+  degree without training. The other mixers need training.
+* **faster**: the number of tokens from which it is faster than fused softmax attention, in a forward pass and in a
+  forward and a backward pass, interpolated; **×**: the speedup at 16,384 tokens, of both.
+
+{traits}
+
+## Costs
 
 There are N tokens: P prefix tokens (class, distillation, register), followed by a grid of H × W in raster order. The
 measurements are for a layer of DeiT-Small ({dim} wide, {heads} heads) with default options and no prefix tokens.
@@ -45,7 +73,6 @@ measurements are for a layer of DeiT-Small ({dim} wide, {heads} heads) with defa
 * **error**: |out − softmax| / |softmax| of a mixer that approximates softmax attention, on 14 × 14 random tokens whose
   q and k have standard deviation 1 and 3. Random tokens are a hard case: their values average to almost zero, and
   neighbours are not similar. `vitzoo validate --health` measures the error in a model, on images.
-* **bound**: has parameters for one grid, which `set_input_size` resamples. Every mixer works on any grid.
 
 Mixers of kernels and feature maps have two options in common. `dwc='v'` adds a 3 × 3 depthwise convolution of the
 values to the output, and `dwc='qk'` adds to queries and keys their own; both start at 0, so a model with inherited
@@ -91,6 +118,7 @@ class Costs:
 def main() -> None:
     """Write the page."""
     PAGE.write_text(render(measure_health()))
+    draw_speeds(DOCS / 'mixers_speed.png', read_speeds())
     print(f'wrote {PAGE}', file=sys.stderr)
 
 
@@ -101,7 +129,7 @@ def render(health: dict[str, dict[str, list[float]]]) -> str:
     texts = {name: read_text(name) for name in names}
     costs = {name: measure_costs(name) for name in names}
     onnx = exports_to_onnx()
-    reference = costs['softmax']
+    reference, speeds = costs['softmax'], read_speeds()
     intro = INTRO.strip().format(
         count=len(names),
         dim=DIM,
@@ -109,11 +137,15 @@ def render(health: dict[str, dict[str, list[float]]]) -> str:
         projections=' and '.join(millions(reference.projections[side]) for side in (14, 56)),
         parameters=f'{reference.parameters:,}',
         cheaper=cheaper(costs),
+        needs=needs_table(names),
+        machines='; '.join(machines(speeds)),
+        tokens=N,
+        traits=traits_table(names, speeds),
     )
     rows = [
         ['mixer', 'complexity', 'exponent', 'MMACs 14 × 14', '56 × 56', 'parameters', 'error at 1', 'at 3']
-        + ['bound', '`attn_drop`', 'ONNX'],
-        ['---', '---', *['---:'] * 6, *[':---:'] * 3],
+        + ['`attn_drop`', 'ONNX'],
+        ['---', '---', *['---:'] * 6, *[':---:'] * 2],
     ]
     sections = []
     for name in names:
@@ -135,7 +167,7 @@ def overview_row(name: str, text: Text, costs: Costs, more: int, health: dict | 
         millions(costs.attention[56]),
         f'{more:+,}'.replace('-', '−') if more else '0',
         *([f'{error:.2f}' for error in health['softmax_error']] if health else ['', '']),
-        *('yes' if answer else '–' for answer in (cls.grid_bound, cls.attn_weights, onnx)),
+        *('yes' if answer else '–' for answer in (cls.attn_weights, onnx)),
     ]
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from docs_models import fill, to_table
 from targets import LINEAR
 
-from vitzoo.bench._harness import LAYER_PASSES, format_machine, read_rows
+from vitzoo.bench._harness import LAYER_PASSES, find_doubt, format_machine, read_rows
 from vitzoo.bench._show import format_time
 from vitzoo.bench.mixers import BASELINE, exponent, format_crossover
 
@@ -69,8 +69,16 @@ def format_run(rows: list[dict]) -> str:
     command, *_ = command_of(rows[0])
     versions = dict.fromkeys(row['versions'] for row in rows if row['versions'])
     others = f'; {", ".join(versions)}' if versions else ''
-    machine = f'Measured on {rows[0]["run"][:10]}: {format_machine(rows[0])}{others}.'
-    return f'```sh\n{command}\n```\n\n{machine}{format_rates(rows)}'
+    busiest = max(rows, key=lambda row: row['load'] or 0)
+    machine = f'Measured on {rows[0]["run"][:10]}: {format_machine(busiest)}{others}.'
+    return f'```sh\n{command}\n```\n\n{machine}{format_rates(rows)}{format_doubts(rows)}'
+
+
+def format_doubts(rows: list[dict]) -> str:
+    """The measurements of a run whose rounds disagree, '' if there are none."""
+    uneven = [row for row in rows if find_doubt(row) == 'uneven rounds']
+    names = dict.fromkeys(f'{row["name"]} at {row["tokens"] or row["img_size"]}' for row in uneven)
+    return f' The rounds of {len(uneven)} of {len(rows)} times disagree: {", ".join(names)}.' if uneven else ''
 
 
 def format_rates(rows: list[dict]) -> str:

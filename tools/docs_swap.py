@@ -31,6 +31,7 @@ FAMILIES = {
     'qk_norm': ('vit_tiny_patch16_224', {'qk_norm': True}),
     'BEiT, RelPos': ('beit_base_patch16_224', {}),
     'CaiT': ('cait_xxs24_224', {}),
+    'SAM': ('samvit_base_patch16_224', {'global_attn_indexes': (0,)}),
 }
 LABELS = {
     'qkv': 'q, k, v',

@@ -1,7 +1,7 @@
 """vitzoo: vision backbones whose attention can be swapped for any efficient token mixer, registered with timm."""
 
-# _threads is first, because its setting has no effect once torch is imported
-from . import _threads, models
+# _process is first, because its settings have no effect once torch is imported
+from . import _process, models
 from .mixers import create_mixer, list_mixers, register_mixer, set_step
 from .models._attn_layer import attn_layer
 from .models.inherit import Inheritance, inherit_weights

@@ -8,7 +8,6 @@ The docstring of a backbone's or a mixer's module names its paper, and papers.bi
 options, which follow the first in the docstring of a mixer, are not included.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import timm
 import torch
 from torch import nn
 
-from vitzoo.errors import run_command
+from vitzoo.errors import CommandParser, run_command
 from vitzoo.load import create_model, find_models, is_trained_folder
 from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
 from vitzoo.train.recipe import read_recipe_file
@@ -89,14 +88,14 @@ def read_papers() -> dict[str, Paper]:
     text = Path(__file__).with_name('papers.bib').read_text(encoding='utf-8')
     papers = {}
     for entry in re.split(r'\n+(?=@)', text.strip()):
-        key = re.match(r'@\w+\{(\w+),', entry)[1]
+        (key,) = re.findall(r'^@\w+\{(\w+),', entry)
         fields = dict(re.findall(r'^  (\w+) = \{(.*)\},$', entry, re.MULTILINE))
         papers[fields.get('eprint', key)] = Paper(key, fields, entry)
     return papers
 
 
 def _print_citations(argv: list[str] | None) -> None:
-    parser = argparse.ArgumentParser('vitzoo cite', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo cite', description=__doc__.partition('\n')[0])
     parser.add_argument('models', nargs='+', metavar='MODEL', help='names, wildcards in quotes, or trained folders')
     print(cite(find_models(parser.parse_args(argv).models)))
 
@@ -148,8 +147,9 @@ def _papers_of_run(folder: Path) -> Iterator[tuple[str, str]]:
         dataset = re.sub('[-_]', '', Path(data).name.lower())
         yield _DATASETS.get(dataset, f'cite the source of {data}'), f'training data of {folder}'
     model = recipe.get('model') or ''
-    if recipe.get('pretrained') and timm.is_model(model):
-        yield from _papers_of_weights(model, timm.get_pretrained_cfg(model).to_dict())
+    config = timm.get_pretrained_cfg(model) if recipe.get('pretrained') and timm.is_model(model) else None
+    if config is not None:
+        yield from _papers_of_weights(model, config.to_dict())
 
 
 if __name__ == '__main__':

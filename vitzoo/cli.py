@@ -2,7 +2,10 @@
 
 import sys
 from importlib import import_module
+from importlib.metadata import version
+from platform import python_version
 
+import vitzoo
 from vitzoo.errors import UserError, did_you_mean, run_command
 
 COMMANDS = {
@@ -14,6 +17,7 @@ COMMANDS = {
     'explain': 'draw the image regions that predictions are based on',
     'transfer': 'replace the attention of a pretrained ViT by efficient mixers, without labels',
     'study': 'train, convert and compare models with several seeds, and write tables with intervals',
+    'push': 'upload a trained model with its model card, or write it to weights/',
     'export': 'write a model to a file of ONNX, OpenVINO or torch.export, and check it',
     'convert': 'convert an official checkpoint, or weights of another model, to a folder that timm loads',
     'bench': 'benchmark speed and memory against other implementations',
@@ -27,9 +31,12 @@ def main(argv: list[str] | None = None) -> None:
     run_command(_dispatch, sys.argv[1:] if argv is None else argv)
 
 
-def _dispatch(argv: list[str]) -> None:
+def _dispatch(argv: list[str] | None) -> None:
     if not argv or argv[0] in ('-h', '--help', 'help'):
         print(_help())
+        return
+    if argv[0] == '--version':
+        print(_versions())
         return
     command, *rest = argv
     if command not in COMMANDS:
@@ -39,8 +46,13 @@ def _dispatch(argv: list[str]) -> None:
     import_module(f'vitzoo.{command}').main(rest)
 
 
+def _versions() -> str:
+    """The versions to name in a report of a problem."""
+    others = [f'{name} {version(name)}' for name in ('torch', 'timm', 'accelerate')]
+    return ', '.join([f'vitzoo {vitzoo.__version__}', *others, f'Python {python_version()}'])
+
+
 def _help() -> str:
     lines = [f'  {command:10} {summary}' for command, summary in COMMANDS.items()]
-    return '\n'.join(
-        ['usage: vitzoo <command> [arguments]', '', *lines, '', '`vitzoo <command> --help` describes its arguments.']
-    )
+    notes = ['`vitzoo <command> --help` describes its arguments.', '`vitzoo --version` prints the versions.']
+    return '\n'.join(['usage: vitzoo <command> [arguments]', '', *lines, '', *notes])

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.layers import to_2tuple
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
-from vitzoo.errors import UserError, run_command
+from vitzoo.errors import CommandParser, UserError, run_command
 from vitzoo.load import create_model, find_model, load_model, read_about, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
@@ -74,7 +75,7 @@ def convert(argv: list[str] | None = None) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser('vitzoo convert', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo convert', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('file', nargs='?', metavar='OFFICIAL_FILE', help='official checkpoint, .pth, .bin or .safetensors')
     add('--model', metavar='NAME', help='its model; with a tag, such as cvt_13.msft_in1k, also its data config')
@@ -107,7 +108,7 @@ def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
         UserError: The file cannot be read, the model cannot be created, or the checkpoint lacks some of its tensors.
     """
     official = unwrap(read_checkpoint(path))
-    model = create_model(find_model(name), model_kwargs=model_kwargs)
+    model: Any = create_model(find_model(name), model_kwargs=model_kwargs)
     filter_fn = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', lambda weights, model: weights)
     if 'img_size' in model_kwargs:
         # that of the weights too, if they fit
@@ -187,6 +188,7 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
         )
     print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
     about = {'parent': args.parent, 'weights': source, 'inherited': round(inheritance.share, 4)}
+    model.pretrained_cfg['license'] = parent.pretrained_cfg.get('license')
     return model, data_config, {'label_names': parent.pretrained_cfg.get('label_names'), 'vitzoo': about}
 
 
@@ -214,10 +216,14 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     # those of the model that inherits are not the parent's
     kwargs = args.model_kwargs if args.swap else {}
     if args.checkpoint:
-        return load_official(args.checkpoint, args.parent, kwargs), args.checkpoint
-    parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)
+        parent, source = load_official(args.checkpoint, args.parent, kwargs), args.checkpoint
+    else:
+        parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)
     if source == 'random weights' and not args.random_weights:
         raise UserError(f'there are no published weights of {args.parent}; pass a --checkpoint')
+    if source not in ('published', 'trained'):
+        # it is that of the published weights
+        parent.pretrained_cfg.pop('license', None)
     return parent, source
 
 

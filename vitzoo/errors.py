@@ -1,10 +1,12 @@
 """User errors, which a command reports as one sentence with exit code 2 and no traceback."""
 
+import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import NoReturn
 
 # time for rank 0 to meet the error that another rank has found
 WAIT_SECONDS = 30
@@ -25,7 +27,17 @@ class RankError(UserError):
     """A user error on one rank only, which prints it itself."""
 
 
-def run_command(main: Callable[[list[str] | None], None], argv: list[str] | None = None) -> None:
+class CommandParser(argparse.ArgumentParser):
+    """A parser of a command line whose errors are one sentence, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and exit with code 2."""
+        _, _, unknown = message.partition('unrecognized arguments: ')
+        hint = did_you_mean(unknown.split(' ')[0], self._option_string_actions)
+        self.exit(2, f'vitzoo: error: {message}{hint or f"; `{self.prog} --help` describes the arguments"}\n')
+
+
+def run_command(main: Callable[[list[str] | None], object], argv: list[str] | None = None) -> None:
     """Run a command's main function and exit with the code that a shell expects.
 
     A `UserError` is printed as one line on stderr with exit code 2, in a distributed run by rank 0 only, and a

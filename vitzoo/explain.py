@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.unlabelled import ImageFiles, find_files
-from vitzoo.errors import UserError, did_you_mean, run_command
+from vitzoo.errors import CommandParser, UserError, did_you_mean, run_command
 from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
 from vitzoo.metrics.explanation import METHODS, explain
 from vitzoo.metrics.finite import check_logits
@@ -70,7 +70,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser('vitzoo explain', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo explain', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('images', nargs='+', metavar='IMAGES', help='files, folders, .tar or .zip archives, or globs in quotes')
     add('--model', required=True, help='folder of a trained model, or timm name')

@@ -160,20 +160,24 @@ def draw_explanation(path: str, image: Tensor, heat: Tensor, title: str) -> None
 
 
 def draw_curves(folder: Path, history: list[dict]) -> None:
-    """Draw loss, accuracy and learning rate per epoch to curves.png in `folder`."""
+    """Draw loss, score and learning rate to curves.png in `folder`, per epoch, or of a transfer per step."""
     panels = {
         'loss': dict(train_loss='training', eval_loss='validation', ema_eval_loss='validation, averaged weights'),
         'top-1 in %': dict(top1='validation', ema_top1='validation, averaged weights'),
+        'error of the final tokens': dict(feature_error='held-out images', ema_feature_error='averaged weights'),
         'learning rate': dict(lr='last layers'),
     }
+    is_transfer = any('feature_error' in row for row in history)
+    del panels['top-1 in %' if is_transfer else 'error of the final tokens']
+    x = 'step' if is_transfer else 'epoch'
     figure = Figure(figsize=(12, 3.6), layout='constrained')
     for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items()):
         for name, label in curves.items():
             # not every epoch is validated
             rows = [row for row in history if name in row]
             if rows:
-                axes.plot([row['epoch'] for row in rows], [row[name] for row in rows], marker='.', label=label)
-        axes.set(title=title, xlabel='epoch')
+                axes.plot([row[x] for row in rows], [row[name] for row in rows], marker='.', label=label)
+        axes.set(title=title, xlabel=x)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         if len(axes.lines) > 1:

@@ -25,7 +25,8 @@ def start_missing_processes() -> None:
     has_several = any(name in os.environ for name in ('LOCAL_RANK', 'WORLD_SIZE', 'PMI_SIZE', 'OMPI_COMM_WORLD_SIZE'))
     if not needs_several or has_several:
         return
-    options = _torchrun_options(Process().parent().cmdline())
+    launcher = Process().parent()
+    options = None if launcher is None else _torchrun_options(launcher.cmdline())
     if options is not None:
         _run_processes([*options, *sys.argv])
 

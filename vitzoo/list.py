@@ -6,12 +6,10 @@ Examples:
     vitzoo list --mixers
 """
 
-import argparse
-
 import timm
 
 import vitzoo
-from vitzoo.errors import UserError, did_you_mean, run_command
+from vitzoo.errors import CommandParser, UserError, did_you_mean, run_command
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -25,7 +23,7 @@ def list_names(argv: list[str] | None = None) -> None:
     Raises:
         UserError: The pattern matches nothing.
     """
-    parser = argparse.ArgumentParser('vitzoo list', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo list', description=__doc__.partition('\n')[0])
     parser.add_argument('pattern', nargs='?', default='*', help='wildcard in quotes, such as "cvt_*"')
     parser.add_argument('--all', action='store_true', help="include timm's own models")
     parser.add_argument('--mixers', action='store_true', help='list token mixers instead of models')

@@ -4,9 +4,10 @@ import inspect
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -26,7 +27,7 @@ from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps
 SOURCES = ('local-dir:', 'hf-hub:')
 
 
-def find_models(patterns: list[str]) -> list[str]:
+def find_models(patterns: Iterable[str]) -> list[str]:
     """Expand names, wildcards and folders of trained models to names for `load_model`.
 
     Raises:
@@ -96,7 +97,7 @@ def load_model(
 
 
 def create_model(
-    name: str, *, img_size: int | Sequence[int] | None = None, model_kwargs: dict | None = None, **kwargs
+    name: str, *, img_size: int | Sequence[int] | None = None, model_kwargs: dict | None = None, **kwargs: Any
 ) -> nn.Module:
     """Create a model with `timm.create_model`, and report mistakes in its arguments as a `UserError`.
 
@@ -124,7 +125,7 @@ def create_model(
         unknown = [key for key, value in {**kwargs, **chosen}.items() if value is not None and key not in accepted]
         if unknown:
             hint = did_you_mean(unknown[0], accepted)
-            raise UserError(f"{name} has no argument '{unknown[0]}'{hint}: {error}") from error
+            raise UserError(f"{name} has no argument '{unknown[0]}'{hint or f': {error}'}") from error
         if not model_kwargs:
             raise
         raise UserError(_cannot_be_made(name, chosen, error)) from error
@@ -151,11 +152,6 @@ def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks:
     Raises:
         UserError: The text is wrong, or the model, a block or a mixer cannot be swapped.
     """
-    if isinstance(model, (vitzoo.models.CvT, vitzoo.models.DeiT, vitzoo.models.ViL)):
-        raise UserError(
-            f'{name} is a model of vitzoo, whose mixer is part of its name: train it with --model-kwargs mixer={mixer},'
-            f' or convert it with --to NAME'
-        )
     try:
         swaps = parse_swaps(mixer, blocks, mixer_kwargs)
         for swap in swaps:
@@ -173,7 +169,7 @@ def describe_architecture(config: dict) -> str:
     return f'{args["base_model"]} with {describe_swaps(args["swap_mixer"])}'
 
 
-def fit_data_config(name: str, model: nn.Module, img_size: tuple[int, int] | int | None = None) -> dict:
+def fit_data_config(name: str, model: nn.Module, img_size: int | Sequence[int] | None = None) -> dict:
     """The model's data config; if an image size is given, at that size, after running the model on one such image.
 
     Raises:
@@ -200,7 +196,7 @@ def class_names(model: nn.Module) -> list[str]:
     """The name of each class: from the model's config, else ImageNet's if the head fits it, else its number."""
     names, subset = label_names(model), infer_imagenet_subset(model)
     if not names and subset:
-        descriptions = ImageNetInfo(subset).label_descriptions(as_dict=True)
+        descriptions: Any = ImageNetInfo(subset).label_descriptions(as_dict=True)
         names = _disambiguate(list(descriptions.values()), list(descriptions))
     return names + [str(label) for label in range(len(names), model.num_classes)]
 
@@ -272,6 +268,8 @@ def _expand(pattern: str) -> list[str]:
         return names
     if path.is_dir() and not timm.is_model(pattern):
         raise UserError(f"the folder '{pattern}' has no config.json, so it is not a trained model")
+    if '/' in pattern and not timm.is_model(pattern):
+        raise UserError(f"there is no model '{pattern}': no such folder, and names of models have no '/'")
     if not timm.is_model(pattern):
         names = timm.list_models()
         raise UserError(f"unknown model '{pattern}'{did_you_mean(pattern, names) or '; `vitzoo list` lists the names'}")
@@ -288,7 +286,9 @@ def _accepted_arguments(source: str) -> set[str]:
         model_cls = type(timm.create_model(source))
     accepted = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
     for cls in model_cls.__mro__:
-        parameters = inspect.signature(cls.__init__).parameters
+        if '__init__' not in vars(cls):
+            continue
+        parameters = inspect.signature(vars(cls)['__init__']).parameters
         accepted |= parameters.keys()
         # only **kwargs can pass an argument on to the parent class
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

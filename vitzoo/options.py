@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import yaml
 
+from vitzoo._shipped import shipped_folder
 from vitzoo.errors import UserError
 
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -45,7 +46,8 @@ def autocast(device: torch.device, amp_dtype: str) -> AbstractContextManager:
 
 def default_device() -> torch.device:
     """The accelerator (CUDA, MPS, XPU, …) if available, else the CPU."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device('cpu')
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device('cpu')
 
 
 def device(text: str) -> torch.device:
@@ -100,14 +102,35 @@ def keyword(text: str) -> tuple[str, Any]:
     raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE, such as img_size=384")
 
 
-def read_yaml(path: str | Path, kind: str = '') -> Any:
-    """The contents of a YAML file; `kind`, such as 'the recipe ', is put before its path in errors.
+def find_config(path: str | Path) -> Path:
+    """The file at a path, or if there is none the config of the package with that name, such as 'finetune.yaml'.
+
+    'configs/' may precede the name, as in a checkout.
 
     Raises:
-        UserError: The file cannot be read, or is not YAML.
+        UserError: There is neither.
+    """
+    if Path(path).exists():
+        return Path(path)
+    folder = shipped_folder('configs')
+    packaged = {config.relative_to(folder).as_posix(): config for config in sorted(folder.rglob('*.yaml'))}
+    name = Path(path).as_posix().removeprefix('configs/')
+    if name in packaged:
+        return packaged[name]
+    raise UserError(f"there is no file '{path}'; the configs of the package are {', '.join(packaged)}")
+
+
+def read_yaml(path: str | Path, kind: str = '') -> Any:
+    """The contents of a YAML file or of a config of the package; see `find_config`.
+
+    Args:
+        kind: Put before the path in errors, such as 'the recipe '.
+
+    Raises:
+        UserError: The file does not exist, cannot be read, or is not YAML.
     """
     try:
-        return yaml.safe_load(Path(path).read_text(encoding='utf-8'))
+        return yaml.safe_load(find_config(path).read_text(encoding='utf-8'))
     except OSError as error:
         raise UserError(f"cannot read {kind}'{path}': {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

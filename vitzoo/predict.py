@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles, find_files
-from vitzoo.errors import UserError, run_command
+from vitzoo.errors import CommandParser, UserError, run_command
 from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output, positive
@@ -54,7 +54,7 @@ def predict(argv: list[str] | None = None) -> list[str]:
         # for a single batch, starting workers costs more than it saves
         loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
         top_k = min(args.top_k, model.num_classes)
-        unreadable = []
+        unreadable: list[str] = []
         records = predict_images(model, loader, top_k, is_multi_label=read_about(name).get('multi_label', False))
         _write_predictions(_report_unreadable(records, len(files), unreadable), top_k, args.out)
     return unreadable
@@ -63,7 +63,7 @@ def predict(argv: list[str] | None = None) -> list[str]:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     summary, _, rest = __doc__.partition('\n')
-    parser = argparse.ArgumentParser('vitzoo predict', description=summary, epilog=rest.rpartition('\n\n')[2])
+    parser = CommandParser('vitzoo predict', description=summary, epilog=rest.rpartition('\n\n')[2])
     add = parser.add_argument
     add('images', nargs='+', metavar='IMAGES', help='files, folders, .tar or .zip archives, or globs in quotes')
     add('--model', required=True, help='folder of a trained model, or timm name')

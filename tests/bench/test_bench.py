@@ -27,6 +27,7 @@ from vitzoo.bench._harness import (
     call_peak_megabytes,
     copying,
     describe_machine,
+    find_doubt,
     format_machine,
     make_row,
     matmul,
@@ -496,11 +497,19 @@ def test_the_bytes_of_a_case_are_those_of_its_tensors():
     assert (case.bytes(False), case.bytes(True)) == (forward, 3 * forward)
 
 
-def test_rounds_that_disagree_and_a_busy_machine_are_printed(tmp_path, capsys):
+def test_rounds_that_disagree_and_a_busy_machine_are_printed(tmp_path, capsys, monkeypatch):
     even, uneven = Spread(1.0, 0.95, 1.1, 9), Spread(1.0, 0.9, 1.2, 9)
     rows = [make_row(times, name=name, what='forward') for name, times in (('a', even), ('b', uneven))]
     append_rows(str(tmp_path / 'rows.csv'), rows, table='mixers')
     assert capsys.readouterr().out == 'uneven rounds: b forward; measure again on a quiet machine\n'
     machine = dict(cpu='fast, 2 cores', threads=2, gpu=None, torch='2', timm='1', python='3', load=3.1)
+    # the machine became busy after the first row
+    monkeypatch.setattr('vitzoo.bench._harness.system_load', lambda: 3.1)
+    monkeypatch.setattr('os.cpu_count', lambda: 2)
+    append_rows(str(tmp_path / 'rows.csv'), rows, **{**machine, 'load': 0.4})
+    assert capsys.readouterr().out == 'busy machine: a forward, b forward; measure again on a quiet machine\n'
+    found = [find_doubt(row) for row in read_rows(str(tmp_path / 'rows.csv'))]
+    assert found == [None, 'uneven rounds', 'busy machine', 'busy machine']
+    assert find_doubt({**machine, 'gpu': 'fast'}) is None
     assert format_machine(machine).endswith('load 3.1 (busy machine: the times are unreliable)')
     assert format_machine({**machine, 'load': 3.0}).endswith('load 3.0')

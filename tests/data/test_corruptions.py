@@ -12,7 +12,7 @@ import timm
 import torch
 from PIL import Image
 from timm.models import save_for_hf
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from vitzoo.data import corruptions, eval_loader, eval_transform, open_dataset, split_eval_transform
 from vitzoo.data.corruptions import CONDITIONS, CORRUPTIONS, SEVERITIES, CorruptedImages, corrupt
@@ -216,8 +216,9 @@ def trained(tmp_path_factory) -> Path:
 
 
 def corrupted_inputs(data_dir: Path, batch_size: int, workers: int) -> torch.Tensor:
-    """Every fourth image of the corrupted dataset, at least one per condition."""
-    dataset = CorruptedImages(open_dataset(str(data_dir), 'val'), *split_eval_transform(DATA_CONFIG))
+    """Every fourth image of the dataset under each of the conditions, at least one per condition."""
+    images, transforms = open_dataset(str(data_dir), 'val'), split_eval_transform(DATA_CONFIG)
+    dataset = ConcatDataset([CorruptedImages(images, *condition, *transforms) for condition in CONDITIONS])
     assert len(dataset) == 75 * 5
     dataset = Subset(dataset, range(0, len(dataset), 4))
     return torch.cat([images for images, _ in eval_loader(dataset, batch_size, workers)])
@@ -238,14 +239,14 @@ def test_the_corruption_comes_after_the_crop(data):
     for index in range(len(images)):
         assert torch.equal(to_tensor(crop(images[index][0])), eval_transform(DATA_CONFIG)(images[index][0]))
     pixels = corrupt(np.asarray(crop(images[3][0])), 'contrast', 4, images.filename(3))
-    item = CorruptedImages(images, crop, to_tensor)[CONDITIONS.index(('contrast', 4)) * 5 + 3]
+    item = CorruptedImages(images, 'contrast', 4, crop, to_tensor)[3]
     assert torch.equal(item[0], to_tensor(Image.fromarray(pixels)))
     assert item[1] == images[3][1]
 
 
 def test_a_grey_model_sees_grey_corruptions(data):
     config = dict(DATA_CONFIG, input_size=(1, 32, 32), mean=(0.5,), std=(0.5,))
-    dataset = CorruptedImages(open_dataset(str(data), 'val'), *split_eval_transform(config))
+    dataset = CorruptedImages(open_dataset(str(data), 'val'), 'fog', 1, *split_eval_transform(config))
     assert dataset[0][0].shape == (1, 32, 32)
 
 

@@ -3,56 +3,14 @@
 import sys
 from collections import Counter
 from io import BytesIO
-from types import SimpleNamespace
 
 import pytest
+from hub import ClassLabel, ImageFeature, ListOf, Table, make_package, unknown_split
 from PIL import Image
 
 from vitzoo.data import open_dataset
 from vitzoo.data.options import DataOptions
 from vitzoo.errors import UserError
-
-
-class ImageFeature:
-    """`datasets.Image`."""
-
-    def __init__(self, decode: bool = True):
-        self.decode = decode
-
-
-class ClassLabel:
-    """`datasets.ClassLabel`."""
-
-    def __init__(self, *names: str):
-        self.names = names
-
-
-class ListOf:
-    """`datasets.List`."""
-
-    def __init__(self, feature):
-        self.feature = feature
-
-
-class Table:
-    """`datasets.Dataset`, with the part of its interface that is used."""
-
-    def __init__(self, features: dict, rows: list[dict]):
-        self.features, self.rows = features, rows
-
-    def select_columns(self, names: list[str]) -> 'Table':
-        return Table({name: self.features[name] for name in names}, [{n: row[n] for n in names} for row in self.rows])
-
-    def cast_column(self, name: str, feature: ImageFeature) -> 'Table':
-        if not isinstance(self.features[name], ImageFeature):
-            raise TypeError('not an image')
-        return Table({**self.features, name: feature}, self.rows)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, key: str | int):
-        return [row[key] for row in self.rows] if isinstance(key, str) else self.rows[key]
 
 
 def picture(number: int) -> dict:
@@ -75,17 +33,11 @@ def hub(monkeypatch):
             if name not in (None, 'plain'):
                 raise ValueError(f"BuilderConfig '{name}' not found.")
             if split not in splits:
-                raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
+                raise unknown_split(split, list(splits))
             rows = [dict.fromkeys(image_columns, picture(i)) | row for i, row in enumerate(splits[split])]
             return Table(features, rows)
 
-        fake = SimpleNamespace(
-            Image=ImageFeature,
-            ClassLabel=ClassLabel,
-            load_dataset=load_dataset,
-            exceptions=SimpleNamespace(DatasetsError=KeyError),
-        )
-        monkeypatch.setitem(sys.modules, 'datasets', fake)
+        monkeypatch.setitem(sys.modules, 'datasets', make_package(load_dataset))
 
     return fill
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import choosing
 import docs_mixers
 import pytest
 
@@ -103,3 +104,32 @@ def test_options_are_a_mixers_own():
     # those of all kernel mixers
     assert docs_mixers.options(classes['hydra']) == {'dwc': 'none', 'center_keys': False}
     assert docs_mixers.options(classes['global']) == {'num_global': 64}
+
+
+@pytest.mark.parametrize(
+    ('name', 'expected'),
+    [
+        ('softmax', dict(reads=784, exact=True, inherits='all', adds=False, approximates=False)),
+        ('swin', dict(reads=49, exact=True, chosen=False, adds=True)),
+        ('pool', dict(reads=9, exact=False, content_based=False, inherits='none', parameters=0)),
+        ('routing', dict(exact=True, chosen=True, approximates=True)),
+        ('synthesizer', dict(reads=784, content_based=True, inherits='part', grid_bound=True)),
+    ],
+)
+def test_traits_are_what_a_mixer_does(name, expected):
+    traits = choosing.find_traits(name)
+    assert {key: getattr(traits, key) for key in expected} == expected
+    assert (traits.reads < choosing.N) == (name in ('swin', 'pool', 'routing'))
+
+
+def test_the_latest_run_of_a_mixer_gives_its_speeds(monkeypatch):
+    row = dict(table='mixers', name='ls', what='forward', tokens=1024, ratio=2.0, command='a', gpu='', **choosing.LAYER)
+    early = row | dict(run='2026-01', ratio=0.5)
+    rows = [
+        early,
+        early | dict(tokens=4096),
+        row | dict(run='2026-02', command='b'),
+        row | dict(run='2026-03', dim=192),
+    ]
+    monkeypatch.setattr(choosing, 'read_rows', lambda path: rows)
+    assert {n: row['ratio'] for n, row in choosing.read_speeds()['ls']['forward'].items()} == {1024: 2.0}

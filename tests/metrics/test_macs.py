@@ -82,7 +82,7 @@ def ttt(grid, P, N, C, h):
     """Inner forward and backward pass, then the outer one; the gates are products too."""
     n, d = prod(grid), C // h
     own_layers = N * 4 * C * d
-    network = 6 * N * C * d + (1 + 1 + 3 + 1) * N * C
+    network = 6 * N * C * d + (1 + 2 + 1) * N * C
     return own_layers + network + 2 * 9 * n * d
 
 
@@ -114,12 +114,14 @@ def soft(grid, P, N, C, h, ratio=4, conv=9):
     return landmarks + kernels + newton + 2 * N * m * C + m * m * C + conv * prod(grid) * C
 
 
-def gated_linear(grid, P, N, C, h, rank=16, chunk=16):
-    """Forth and back: scores within chunks and what they gather, then keys into a state and queries out of it."""
-    n, d, size = N - P, C // h, min(chunk, N - P)
-    chunks = ceil(n / size)
-    doubling = sum((chunks - 2**i) * (C * d + C) for i in range(ceil(log2(chunks))))
-    scan = chunks * size * size * 2 * C + chunks * size * (2 * C * d + 4 * C) + doubling
+def gated_linear(grid, P, N, C, h, rank=16, block=16, merges=2):
+    """Forth and back: scores within blocks and of pairs of blocks, then keys into a state and queries out of it."""
+    n, d, size = N - P, C // h, min(block, N - P)
+    merges = merges if n > size else 0
+    chunks = ceil(n / (size * 2**merges))
+    tokens = chunks * size * 2**merges
+    pairs = sum(tokens // 2 * 2 * (size * 2**i + 1) * C + chunks * 2 ** (merges - 1 - i) * C for i in range(merges))
+    scan = tokens * 2 * (size + 2) * C + pairs + tokens * 2 * C * d + (chunks - 1) * C * d
     prefix = (P > 0) * (n + P + P + N) * C * d
     return n * (rank * C + 2 * rank * C) + N * C * C + 2 * scan + 2 * n * C + prefix + N * C
 
@@ -234,7 +236,7 @@ def mhla(grid, P, N, C, h, side=4):
 
 
 def polaformer(grid, P, N, C, h):
-    return 4 * N * C * C // h + 7 * N * C + depthwise(grid, 5, C) + N * C * C
+    return 4 * N * C * C // h + 9 * N * C + depthwise(grid, 5, C) + N * C * C
 
 
 def relu_linear(grid, P, N, C, h, scales=()):

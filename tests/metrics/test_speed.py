@@ -1,6 +1,9 @@
 """Throughput and peak memory."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,6 +36,21 @@ def test_peak_memory_is_that_of_the_context():
     with PeakMemory(torch.device('cpu')) as small:
         torch.ones(10)
     assert 250 < large.megabytes - small.megabytes < 400
+
+
+@pytest.mark.skipif('CS_GNU_LIBC_VERSION' not in getattr(os, 'confstr_names', {}), reason='an allocator of its own')
+def test_peak_memory_does_not_count_memory_that_the_allocator_keeps():
+    code = (
+        "import sys; sys.argv = ['vitzoo']\n"
+        'import torch, vitzoo\n'
+        'from vitzoo.metrics.speed import PeakMemory\n'
+        'torch.ones(75_000_000)\n'
+        "with PeakMemory(torch.device('cpu')) as small: torch.ones(10)\n"
+        "with PeakMemory(torch.device('cpu')) as large: torch.ones(75_000_000)\n"
+        'print(large.megabytes - small.megabytes)\n'
+    )
+    child = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert 250 < float(child.stdout) < 400
 
 
 @pytest.mark.parametrize('load, pauses, doubt', [(9.0, 0, 'busy machine'), (0.5, 0, None), (0.5, 1, 'uneven rounds')])

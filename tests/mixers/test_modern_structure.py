@@ -88,6 +88,36 @@ def test_each_step_of_monarch_brings_its_weights_closer_to_the_maximum_of_softma
     assert objectives[0] < objectives[-1] < scores.logsumexp(dim=-1).sum().item()
 
 
+def test_monarch_is_softmax_if_its_weights_are_a_product_of_the_two_factors():
+    generator = torch.Generator().manual_seed(0)
+    (H, W), d = GRID, 4
+
+    def draw(*shape):
+        return torch.randn(1, 2, *shape, d, generator=generator, dtype=torch.float64)
+
+    # scores are a sum of one that depends on the row of the key only, and one without the row of the query
+    q = torch.cat([draw(H, W), draw(1, W).expand(-1, -1, H, -1, -1)], dim=-1).flatten(2, 3)
+    k = torch.cat([draw(H, 1).expand(-1, -1, -1, W, -1), draw(H, W)], dim=-1).flatten(2, 3)
+    v = draw(H * W)
+    for num_steps in (1, 3):
+        assert_near(monarch_attention(q, k, v, GRID, num_steps, 0.7), (0.7 * q @ k.mT).softmax(dim=-1) @ v)
+
+
+def test_monarch_converges_to_a_stationary_point_of_its_objective():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 20, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    weights = monarch_attention(q, k, torch.eye(20, dtype=torch.float64)[None, None], GRID, 500, 1.0)
+    dense = weights[0, 0].unflatten(1, GRID).unflatten(0, GRID)  # (y, x, y', x')
+    left = dense.sum(dim=3, keepdim=True)
+    right = (dense.sum(dim=0, keepdim=True) / left.sum(dim=0, keepdim=True)).detach()  # (1, x, y', x')
+    logits = [factor.log().requires_grad_() for factor in (left.detach(), right)]
+    product = logits[0].softmax(dim=2) * logits[1].softmax(dim=3)
+    assert_near(product, dense)
+    scores = (q @ k.mT)[0, 0].reshape(product.shape)
+    gradients = torch.autograd.grad(((scores - product.log()) * product).sum(), logits)
+    assert all(gradient.abs().max() < 1e-6 for gradient in gradients)
+
+
 @pytest.mark.parametrize('logit', [-1e4, 1e4])
 def test_gated_linear_stays_finite_if_it_forgets_or_remembers_everything(logit):
     q, k, v, gate = (torch.randn(1, 2, 40, 4, generator=torch.Generator().manual_seed(i)) for i in range(4))

@@ -26,9 +26,20 @@ VARIANTS = {
 }
 NARROW_KEYS = ['aft_conv']
 NORMALISING = [m for m in vitzoo.list_mixers() if issubclass(mixer_class(m), QKVMixer) and m not in NARROW_KEYS]
-PAIRS = [(variant, mixer) for variant in ('augreg', 'dinov2', 'rectangular') for mixer in vitzoo.list_mixers()]
+
+
+def in_turn(*variants):
+    """Every mixer with one of the variants, and with the others in the slow tests."""
+    return [
+        pytest.param(variant, mixer, marks=[] if variant == variants[i % len(variants)] else pytest.mark.slow)
+        for i, mixer in enumerate(vitzoo.list_mixers())
+        for variant in variants
+    ]
+
+
+PAIRS = in_turn('augreg', 'dinov2', 'rectangular')
 PAIRS += [('qk_norm', mixer) for mixer in NORMALISING]
-PAIRS += [(variant, 'ls') for variant in VARIANTS if (variant, 'ls') not in PAIRS]
+PAIRS += [(variant, 'ls') for variant in VARIANTS if variant not in ('augreg', 'dinov2', 'rectangular', 'qk_norm')]
 
 
 def build(variant='augreg', **kwargs):
@@ -108,9 +119,8 @@ def test_gradients_are_the_same_with_checkpointing_and_reach_every_parameter(mix
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize('variant', ['augreg', 'dinov2', 'distilled'])
-@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
-def test_mixers_follow_the_image_size(mixer, variant):
+@pytest.mark.parametrize('variant, mixer', in_turn('augreg', 'dinov2', 'distilled'))
+def test_mixers_follow_the_image_size(variant, mixer):
     model = vitzoo.swap_mixer(build(variant), mixer)
     height, width = (3 * side for side in model.patch_embed.patch_size)
     with pytest.raises((AssertionError, ValueError)):
@@ -206,8 +216,6 @@ def test_device_dtype_mode_and_dropout_are_those_of_the_attention():
             {'depths': (1, 1, 1, 1)},
             'SwinTransformerV2.*directions.*vit_small_patch16_dinov3',
         ),
-        ('samvit_base_patch16', {}, 'VisionTransformerSAM.*depends on the queries.*vit_base_patch16_dinov3'),
-        ('deit_performer_tiny', {}, 'DeiT: its mixer is an argument.*vit_tiny_patch16_224'),
         ('pvt_v2_b2_li', {}, 'pools the keys'),
         ('vit_tiny_patch16_224', {'depth': 1, 'block_fn': 'ParallelScalingBlock'}, 'ParallelScalingBlock'),
         ('vit_tiny_patch16_224', {'depth': 1, 'attn_layer': 'diff'}, 'DiffAttention'),
@@ -312,6 +320,12 @@ def test_synthesizer_inherits_the_values_and_the_rest_is_named(caplog):
 def test_a_warning_names_the_weights_that_a_mixer_loses(mixer, lost, caplog):
     vitzoo.swap_mixer(build(), mixer)
     assert ('does not inherit all weights' in caplog.text) is lost
+
+
+def test_one_process_of_several_warns(caplog, monkeypatch):
+    monkeypatch.setenv('RANK', '1')
+    model = vitzoo.swap_mixer(build(), 'pool')
+    assert model.inheritance[0].lost and caplog.text == ''
 
 
 @pytest.mark.parametrize('mixer', ['performer', 'rfa', 'reformer', 'routing', 'bigbird'])

@@ -44,6 +44,7 @@ FAMILIES = {
     'beit': ('beit_base_patch16_224', {}),
     'beitv2': ('beitv2_base_patch16_224', {}),
     'cait': ('cait_xxs24_224', {}),
+    'sam': ('samvit_base_patch16_224', {'global_attn_indexes': (1,), 'window_size': 3}),
     'naflex': ('naflexvit_base_patch16_map', {'pos_embed_grid_size': (4, 6)}),
     'naflex rope': ('naflexvit_base_patch16_gap', {'pos_embed_grid_size': (4, 6), 'rope_type': 'mixed'}),
 }
@@ -55,11 +56,11 @@ PYRAMIDS = {
     'pvt': ('pvt_v2_b0', dict(SMALL, sr_ratios=(4, 2))),
     'pvt without reduction': ('pvt_v2_b0', dict(SMALL, sr_ratios=(1, 1))),
     'twins global': ('twins_pcpvt_small', dict(SMALL, sr_ratios=(4, 2))),
-    # windows as large as the grids of the stages
+    # windows as large as the grids of the stages, and only square ones
     'twins local': ('twins_svt_small', dict(SMALL, sr_ratios=(1, 1), wss=(16, 8))),
     'swin': (
         'swin_tiny_patch4_window7_224',
-        dict(img_size=64, embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=(16, 16), num_classes=5),
+        dict(img_size=(64, 96), embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=(16, 24), num_classes=5),
     ),
 }
 
@@ -74,6 +75,10 @@ def build(family, **kwargs):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def size_of(family):
+    return (64, 64) if family == 'twins local' else (64, 96)
 
 
 def images(size=(64, 96), batch_size=2):
@@ -295,28 +300,29 @@ def test_the_attention_of_a_pyramid_is_replaced_over_whole_stages(family):
     timm.layers.set_fused_attn(family not in ('swin', 'twins local'))
     try:
         model = build(family)
-        before = outputs(model, images((64, 64)))
+        before = outputs(model, images(size_of(family)))
         vitzoo.swap_mixer(model, 'srformer' if family in ('pvt', 'twins global') else 'softmax')
-        assert_equal(outputs(model, images((64, 64))), before)
+        assert_equal(outputs(model, images(size_of(family))), before)
         assert all(not report.lost for report in model.inheritance.values())
     finally:
         timm.layers.set_fused_attn(True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('family', ['pvt', 'twins local', 'swin'])
-def test_every_mixer_takes_the_place_of_attention_in_pyramids(family):
+@pytest.mark.parametrize('family', ['beit', 'relative mlp shared', 'cait', 'sam', 'naflex rope', *PYRAMIDS])
+def test_every_mixer_takes_the_place_of_attention_at_another_size(family):
+    x = images((96, 64))
     for mixer in vitzoo.list_mixers():
         model = vitzoo.swap_mixer(build(family), mixer)
-        model.set_input_size((64, 96))
-        logits = outputs(model, images())[0]
-        torch.testing.assert_close(outputs(model, images()[:1])[0], logits[:1], rtol=1e-4, atol=1e-5)
-        model.train()(images()).square().sum().backward()
-        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        model.set_input_size((96, 64))
+        logits = outputs(model, x)[0]
+        torch.testing.assert_close(outputs(model, x[:1])[0], logits[:1], rtol=1e-4, atol=1e-5)
+        model.train()(x).square().sum().backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def test_blocks_of_a_pyramid_are_counted_through_its_stages():
-    model = vitzoo.swap_mixer(build('swin'), 'linear', blocks=[1, -1])
+    model = vitzoo.swap_mixer(build('swin', window_size=16), 'linear', blocks=[1, -1])
     kinds = [type(block.attn).__name__ for layer in model.layers for block in layer.blocks]
     assert kinds == ['WindowAttention', 'Linear', 'Linear']
     model.set_input_size((96, 64))
@@ -331,15 +337,15 @@ def test_a_swapped_model_is_saved_and_loaded_by_timm(family, tmp_path):
     vitzoo.swap_mixer(model, ['softmax'], blocks=[1])
     save_for_hf(model, str(tmp_path), safe_serialization=True)
     loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
-    x = images((64, 64) if family in PYRAMIDS else (64, 96))
+    x = images(size_of(family))
     assert_equal(outputs(loaded, x), outputs(model, x))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('family', ['dinov3', 'cait', 'swin'])
+@pytest.mark.parametrize('family', ['dinov3', 'cait', 'sam', 'swin'])
 def test_a_swapped_model_is_exported(family):
-    model = vitzoo.swap_mixer(build(family), ['softmax'], blocks=[0])
-    x = images((64, 64) if family in PYRAMIDS else (64, 96))
+    model = vitzoo.swap_mixer(build(family), ['softmax'], blocks=[1])
+    x = images(size_of(family))
     logits = outputs(model, x)[0]
     with torch.no_grad():
         exported = torch.export.export(model, (x,)).module()(x)

@@ -48,12 +48,17 @@ def save(model, folder, **kwargs):
     return f'local-dir:{folder}'
 
 
+STAGES = dict(embed_dims=(16, 32), depths=(1, 2), num_heads=(2, 2), num_classes=5)
 FAMILIES = {
     'vit_small_patch16_dinov3': SMALL,
     'vit_small_patch16_rope_mixed_224': SMALL,
     'beit_base_patch16_224': SMALL,
     'vit_relpos_small_patch16_224': SMALL,
     'cait_xxs24_224': SMALL,
+    'pvt_v2_b0': dict(STAGES, sr_ratios=(4, 2)),
+    'twins_svt_small': dict(STAGES, img_size=64, sr_ratios=(4, 2), wss=(4, 4)),
+    'swin_tiny_patch4_window7_224': dict(img_size=64, embed_dim=16, depths=(1, 2), num_heads=(2, 2), num_classes=5),
+    'samvit_base_patch16_224': dict(SMALL, global_attn_indexes=(0, 2), window_size=3),
     'naflexvit_base_patch16_gap': {key: value for key, value in SMALL.items() if key != 'img_size'},
 }
 
@@ -120,12 +125,14 @@ def test_every_family_loads_with_the_same_logits_also_at_another_size(name, tmp_
     loaded = load(save(perturb(model), tmp_path))
     assert torch.equal(outputs(loaded, images(*size)), outputs(model, images(*size)))
     assert type(loaded) is type(model) and resolve_data_config(loaded)['input_size'][1:] == size
-    if hasattr(model, 'set_input_size'):
+    model.set_input_size((48, 80))
+    if not name.startswith('swin'):
+        # timm builds Swin with the same windows at every size, and its set_input_size scales them
         other = load(f'local-dir:{tmp_path}', img_size=(48, 80))
-        model.set_input_size((48, 80))
         assert torch.equal(outputs(other, images(48, 80)), outputs(model, images(48, 80)))
-        back = load(save(other, tmp_path / 'other'))
-        assert torch.equal(outputs(back, images(48, 80)), outputs(model, images(48, 80)))
+    back = load(save(model, tmp_path / 'other'))
+    assert torch.equal(outputs(back, images(48, 80)), outputs(model, images(48, 80)))
+    assert resolve_data_config(back)['input_size'][1:] == (48, 80)
 
 
 def read_config(source):
@@ -343,7 +350,7 @@ def test_the_last_mixer_of_each_block_is_described(swaps, text):
         ('vit_tiny_patch16_224', 'lss', {}, 'did you mean ls'),
         ('vit_tiny_patch16_224', 'ls:1-2', {}, 'no block 2: the model has 2'),
         ('vit_tiny_patch16_224', 'ls', dict(ranc=3), 'ranc'),
-        ('deit_performer_tiny', 'ls', {}, 'is a model of vitzoo.*--model-kwargs mixer=ls'),
+        ('deit_performer_tiny', 'ls:2', {}, 'no block 2: the model has 2'),
     ],
 )
 def test_a_command_refuses_a_swap_with_the_name_of_the_model(name, mixer, kwargs, message):

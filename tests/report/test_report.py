@@ -380,6 +380,9 @@ def test_intervals_are_wilsons():
 def test_the_front_is_what_nobody_beats():
     points = [Point(i, str(i), x, y, y, y, '') for i, (x, y) in enumerate([(2, 5), (1, 3), (3, 4), (2, 1), (4, 6)])]
     assert [point.index for point in frontier(points)] == [1, 0, 4]
+    # speed is not a cost
+    assert [point.index for point in frontier(points, is_cost=False)] == [4]
+    assert [point.index for point in frontier(points[:4], is_cost=False)] == [2, 0]
 
 
 LINEAR = [[1, 2, 3], [5.0], [0.001, 0.0011], [10, 1e6], [-1, 1], [0, 0]]
@@ -555,7 +558,8 @@ def benchmarks(tmp_path) -> Path:
         for size in (224, 448)
         if (dtype, size) != ('float16', 448)
     ]
-    append_rows(str(path), rows, table='models', what='forward', cpu='fast, 2 cores', threads=1, device='cpu')
+    machine = dict(cpu='fast, 2 cores', threads=1, device='cpu', load=9)
+    append_rows(str(path), rows, table='models', what='forward', **machine)
     return path
 
 
@@ -570,7 +574,8 @@ def test_times_at_several_sizes_come_from_benchmarks(out, benchmarks):
         'model_0 at 448 px: 56 milliseconds per image',
     ]
     assert charts['Peak memory against image size'] == ['model_0 at 224 px: 224 MB', 'model_0 at 448 px: 448 MB']
-    assert 'fast, 2 cores, 1 threads, float32, batches of 8' in (out / 'index.html').read_text()
+    conditions = 'fast, 2 cores, 1 threads, float32, batches of 8; benchmarks.csv (unreliable: busy machine)'
+    assert conditions in (out / 'index.html').read_text()
 
 
 def test_benchmarks_of_other_models_are_refused(out, benchmarks, capsys):

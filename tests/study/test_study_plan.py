@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 from studies import STUDY, write_study
+from timm.layers import to_2tuple
 
 from vitzoo.errors import UserError
 from vitzoo.study.plan import read_study, to_words
@@ -78,6 +81,7 @@ def with_way(**way) -> dict:
         (with_way(train=dict(epoch=2)), "unknown recipe key 'epoch', did you mean epochs"),
         (with_way(train=dict(epochs=0)), 'epochs must be at least 1'),
         (with_way(train=dict(seed=1)), "ways.other.train: 'seed' cannot be given here"),
+        (with_way(train={}, evaluations=['clear']), "'clear' is not an evaluation of this study, did you mean clean"),
         (with_way(), 'add train: or transfer:'),
         (with_way(transfer={}, teacher='deit_ls_nano'), 'ways.other has no teacher_way'),
         (with_way(transfer={}, teacher='cvt_13', teacher_way='scratch', mixers='ls'), "the teacher 'cvt_13'"),
@@ -95,7 +99,7 @@ def test_a_mistake_is_one_sentence(tmp_path, changes, message):
 
 def test_a_file_that_is_not_a_mapping_is_refused(tmp_path):
     path = tmp_path / 'study.yaml'
-    with pytest.raises(UserError, match='cannot read'):
+    with pytest.raises(UserError, match='there is no file'):
         read_study(str(path))
     path.write_text('- models')
     with pytest.raises(UserError, match='must consist of names and values'):
@@ -111,7 +115,31 @@ def test_options_become_the_words_of_a_command_line():
     assert to_words(dict(measures=['a', 'b']), ',') == ['--measures', 'a,b']
 
 
+def test_a_way_chooses_its_evaluations(tmp_path):
+    ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs=3), evaluations='corrupt')}
+    study = read_study(write_study(tmp_path, ways=ways))
+    assert {cell.way: list(cell.evaluations) for cell in study.cells} == dict(
+        scratch=['corrupt'], teacher=['clean', 'corrupt'], converted=['clean', 'corrupt']
+    )
+    assert study.evaluations_of('scratch') == ['corrupt']
+
+
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
 def test_the_shipped_studies_are_valid(path):
     study = read_study(str(path))
     assert all(study.baseline_of(cell) for cell in study.cells if cell.way != 'teacher')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('way', ['image_strip', 'image_grid'])
+def test_every_kind_of_attention_of_the_long_range_study_takes_a_strip_and_a_grid(way):
+    (path,) = (path for path in CONFIGS if path.stem == 'long_range')
+    cells = [cell for cell in read_study(str(path)).cells if (cell.way, cell.seed) == (way, 0)]
+    assert len(cells) == 11
+    for cell in cells:
+        size = to_2tuple(cell.options['img_size'])
+        kwargs = dict(num_classes=10, img_size=size, in_chans=1, **cell.options['model_kwargs'])
+        model = timm.create_model(cell.model, **kwargs)
+        assert model.patch_embed.grid_size == tuple(size)
+        model(torch.randn(2, 1, *size)).square().mean().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -8,8 +8,9 @@ from studies import Executor, write_study
 
 from vitzoo.errors import UserError
 from vitzoo.study.command import run_study
+from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, read_study
-from vitzoo.study.results import ResultColumn, collect
+from vitzoo.study.results import ResultColumn, Row, collect, pareto_front
 from vitzoo.study.tables import format_latex, format_markdown
 from vitzoo.study.worker import Worker
 
@@ -65,9 +66,21 @@ def test_the_markdown_table_has_one_column_for_each_number(study):
     assert first[2].startswith('| 1 | deit_ls_nano | 3 | 83.10 ± 2.73 | +2.10 ± 0.25 better | 2.00 | 0.500 | 100 ± 0')
     assert first[3].startswith('| 2 | deit_softmax_nano (baseline) | 3 | 81.00 ± 2.48 | – |')
     assert all(line.count('|') == first[0].count('|') for line in first)
+    # as fast and as large as the other
+    assert (
+        'Pareto front of top-1 % and GMACs: deit_ls_nano. Pareto front of top-1 % and images/s: deit_ls_nano.' in text
+    )
     assert '15 of 15 cells are finished' in text
     # three models with a baseline, two accuracies each
     assert 'comparisons, here 6' in text
+
+
+@pytest.mark.parametrize(('sign', 'front'), [(1, ['a', 'c', 'd']), (-1, ['a', 'b'])])
+def test_a_front_has_the_models_that_no_other_dominates(sign, front):
+    score, cost = ResultColumn('clean', 'top1'), ResultColumn('clean', 'gmacs')
+    points = dict(a=(90.0, 2.0), b=(80.0, 1.0), c=(80.0, 3.0), d=(80.0, 3.0), e=(70.0, 2.0))
+    rows = [Row('way', name, None, {score: Estimate(1, y), cost: Estimate(1, x)}) for name, (y, x) in points.items()]
+    assert [row.model for row in pareto_front(rows, score, cost, sign)] == front
 
 
 def test_the_words_need_more_than_one_seed(tmp_path):
@@ -96,6 +109,25 @@ def test_speeds_of_a_busy_machine_are_marked(study):
     file.write_text(json.dumps([json.loads(file.read_text())[0] | dict(speed_doubt='busy machine')]))
     text = format_markdown(study, collect(study))
     assert text.count('100 ± 0?') == 1 and '? marks speeds' in text
+    # of the way in which one is doubtful
+    assert text.count('Pareto front of top-1 % and images/s') == 1 < text.count('Pareto front of top-1 % and GMACs')
+
+
+def test_a_way_is_ranked_by_the_first_of_its_own_evaluations(tmp_path):
+    ways = dict(
+        easy=dict(train=dict(epochs=3), evaluations=['clean']), hard=dict(train=dict(epochs=4), evaluations=['corrupt'])
+    )
+    study = read_study(write_study(tmp_path, ways=ways, seeds=[0]))
+    executor = Executor()
+    Worker(study, execute=executor).run()
+    assert len(executor.commands) == 2 * len(study.cells)
+    rows = collect(study)
+    assert [(row.way, row.rank) for row in rows] == [('easy', 1), ('easy', 2), ('hard', 1), ('hard', 2)]
+    easy, hard = (part.splitlines()[0] for part in format_markdown(study, rows).split('\n\n')[1:4:2])
+    assert 'corrupted top-1 %' in hard and 'corrupted' not in easy
+    assert {tuple(column.evaluation for column in row.values) for row in rows if row.way == 'hard'} == {
+        ('corrupt',) * len(rows[-1].values)
+    }
 
 
 def test_latex_is_escaped(study):

@@ -1,5 +1,6 @@
 """Training gives the same numbers on one process, on several, and on several machines."""
 
+import json
 import logging
 import os
 import shutil
@@ -159,7 +160,7 @@ def test_two_machines_launched_by_accelerate_give_the_numbers_of_one_process(ima
     train, port = ['train.py', *RUN, '--data-dir', images, '--output', str(tmp_path / 'run')], free_port()
     options = dict(cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     machines = [subprocess.Popen([*launch_command(2, 2, rank, port), *train], **options) for rank in (0, 1)]
-    printed = [machine.communicate(timeout=240)[0] for machine in machines]
+    printed = [machine.communicate(timeout=900)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], printed
     assert 'batch 8 = 2 processes x 1 accumulated x 4 images' in printed[0]
     assert printed[0].count('epoch   2/2') == 1 and 'epoch   2/2' not in printed[1]
@@ -204,6 +205,20 @@ def test_fsdp_gives_the_numbers_and_the_checkpoint_files_of_one_process(images, 
         shutil.rmtree(tmp_path / 'run' / 'checkpoints' / folder)
     assert start_processes(1, train_and_log, again, str(tmp_path / 'other')).codes == [0]
     assert_same_numbers(tmp_path / 'run', single / 'run')
+
+
+@pytest.mark.slow
+def test_fsdp_gives_the_statistics_of_batch_norm_that_ddp_gives(images, tmp_path):
+    kwargs = dict(depths=[1, 1, 1], embed_dims=[16, 16, 32], num_heads=[1, 2, 2])
+    options = [*RUN, '--model', 'cvt_13', '--model-kwargs', json.dumps(kwargs), '--data-dir', images]
+    for target, name in ((train_sharded, 'sharded'), (train_and_log, 'whole')):
+        outcome = start_processes(
+            2, target, [*options, '--output', str(tmp_path / name)], str(tmp_path / f'{name}.log')
+        )
+        assert outcome.codes == [0, 0], outcome.err
+    assert_same_numbers(tmp_path / 'sharded', tmp_path / 'whole')
+    weights = load_file(tmp_path / 'sharded' / 'model.safetensors')
+    assert any('running_mean' in name and tensor.any() for name, tensor in weights.items())
 
 
 def train_unshared(argv: list[str], output: str) -> None:

@@ -20,7 +20,7 @@ from vitzoo.train.loop import train
 from vitzoo.validate.evaluation import validate
 
 ROOT = Path(__file__).parents[2]
-FINETUNE = ['--config', str(ROOT / 'configs' / 'finetune.yaml')]
+FINETUNE = ['--config', 'finetune.yaml']
 TINY = split('--model test_vit --img-size 32 --workers 0 --epochs 2 --lr 1e-3 --crop-pct 1')
 COLOURS = dict(red=(200, 60, 60), green=(60, 200, 60), blue=(60, 60, 200))
 
@@ -123,7 +123,6 @@ def test_an_unknown_class_is_refused_with_the_fix(undivided_run, tmp_path):
 def test_the_training_command_of_the_readme_works(tmp_path, monkeypatch):
     lines = re.findall('^vitzoo train (.*--data-dir photos .*)$', (ROOT / 'README.md').read_text(), re.MULTILINE)
     make_images(tmp_path, photos_red=9, photos_blue=9)
-    shutil.copytree(ROOT / 'configs', tmp_path / 'configs')
     monkeypatch.chdir(tmp_path)
     # a small model without a download, for fewer epochs
     line = re.sub(r'--model \S+ --pretrained|--epochs \d+', '', lines[0])

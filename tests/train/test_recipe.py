@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import yaml
 from toys import SHIPPED_RECIPES, read_metrics
 
+import vitzoo
 from vitzoo.errors import UserError
+from vitzoo.options import find_config
 from vitzoo.train.loop import train
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe, read_recipe_file, save_recipe
 from vitzoo.train.recipe_cli import load_recipe
@@ -95,7 +98,7 @@ def test_options_take_several_words():
         (['--scale', '1', '2', '3'], 'scale must have 2 items, not 3'),
         (['--aug', 'cv2'], "aug must be one of timm, albumentations, not 'cv2'"),
         (['--model-kwargs', 'deep'], "model_kwargs must be a mapping, not 'deep'"),
-        (['--config', 'nowhere.yaml'], "cannot read the recipe 'nowhere.yaml': No such file"),
+        (['--config', 'nowhere.yaml'], "there is no file 'nowhere.yaml'; the configs of the package are "),
         (['--config'], 'argument --config'),
     ],
 )
@@ -158,6 +161,29 @@ def test_help_explains_every_key(capsys):
     assert exit.value.code == 0
     shown = capsys.readouterr().out
     assert [name for name in FIELDS if f'--{name.replace("_", "-")} ' not in shown] == []
+
+
+@pytest.mark.parametrize(
+    ('name', 'path'),
+    [
+        ('finetune.yaml', 'finetune.yaml'),
+        ('configs/finetune.yaml', 'finetune.yaml'),
+        ('imagenet/cvt.yaml', 'imagenet/cvt.yaml'),
+    ],
+)
+def test_a_config_of_the_package_is_found_by_its_name(name, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config(name) == Path(vitzoo.__file__).parents[1] / 'configs' / path
+    # a file of the user has precedence
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).touch()
+    assert find_config(name) == Path(name)
+
+
+def test_other_files_of_the_package_are_not_configs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r'papers.bib.; the configs of the package are .*, finetune.yaml, '):
+        find_config('../papers.bib')
 
 
 def test_there_are_recipes_for_every_backbone():

@@ -144,6 +144,12 @@ def test_two_starts_that_choose_the_same_folder_get_two(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.rglob('*')] == ['runs', 'test_vit', 'recipe.yaml']
 
 
+def test_the_default_folder_is_named_after_the_model_and_its_mixers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for mixer, name in ((None, 'test_vit'), ('ls', 'test_vit_ls'), ('ls:0-9,pool:10,11,ls:12', 'test_vit_ls_pool')):
+        assert new_folder(Recipe(model='runs/test_vit', mixer=mixer)).name == name
+
+
 def test_a_folder_may_have_a_name_that_looks_like_markup(images, tmp_path, capsys):
     folder = tmp_path / 'run [old] [/x]'
     train([*TINY, '--data-dir', images, '--output', str(folder), '--epochs', '1'])

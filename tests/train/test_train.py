@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 def run_in_root(command: list[str]) -> subprocess.CompletedProcess:
     """Run a command in the root of the repository."""
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -346,6 +346,7 @@ def bad(tmp_path, images):
         ('--grad-accum-steps 3', 'batch_size 8 is not a multiple of 3'),
         ('--opt adamm', "unknown optimizer 'adamm', did you mean adam"),
         ('--sched wsd --decay-epochs 9', 'sched wsd'),
+        ('--sched rsqrt --warmup-epochs 0', 'sched rsqrt decays by the length of the warm-up: set warmup_epochs'),
         ('--aa best', "unknown aa 'best'"),
         ('--output run', "there is a run in"),
         ('--output photos', "'photos' contains best, which is not of a training run"),

@@ -1,7 +1,14 @@
 """`vitzoo transfer`: its folder, its controls, interruption, several processes, and wrong inputs."""
 
 import json
+import os
+import pkgutil
+import random
 import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import split
 
@@ -11,16 +18,30 @@ import torch
 from processes import start_processes
 from teachers import batches, make_teacher, save_teacher
 
+from vitzoo.data import DataOptions
 from vitzoo.errors import UserError
+from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
-from vitzoo.transfer import descent, main, zero_attention
+from vitzoo.transfer import main, network, zero_attention
 from vitzoo.transfer.command import transfer
 from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
 from vitzoo.transfer.options import parse_args
+from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.students import make_student
+from vitzoo.transfer.summary import explain_result
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
+
+
+@pytest.fixture(autouse=True, scope='module')
+def no_drawing() -> Iterator[None]:
+    """Drawing takes longer than training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('vitzoo.figures.draw_curves', lambda folder, history: (folder / 'curves.png').touch())
+        yield
+
+
 QUICK = split('--steps 2 --network-steps 2 --evals 2 --batch-size 8 --eval-images 8 --workers 0 --sizes')
 QUICK += split('--lr 1e-3')
 # its largest window is one token, so that there is something to learn
@@ -62,26 +83,91 @@ def test_the_folder_of_a_transfer_is_a_model_with_its_results(teacher, images, f
     assert (finished / 'metrics.csv').read_text().count('\n') == 7
 
 
-@pytest.mark.parametrize('stage', ['matching', 'network', 'random', 'student'])
-def test_an_interrupted_transfer_continues_to_the_same_bytes(stage, teacher, images, finished, tmp_path, monkeypatch):
-    command = [teacher, *LS, '--data-dir', images, '--output', str(tmp_path)]
+# functions during which each stage is interrupted
+DURING = {
+    'probe': 'vitzoo.transfer.command.probe',
+    'matching': 'vitzoo.transfer.descent._save_state',
+    'softmax blocks': 'vitzoo.transfer.hybrid._most_useful',
+    'network': 'vitzoo.train.loop.train_step',
+    'controls': 'vitzoo.transfer.command.randomize',
+    'export': 'vitzoo.transfer.command.export_model',
+}
 
-    def save_and_fail(path, state, accelerator, save=descent._save_state):
-        save(path, state, accelerator)
-        if path.stem == stage:
-            raise KeyboardInterrupt
+
+@pytest.mark.parametrize('stage', DURING)
+def test_sigterm_ends_a_transfer_with_a_sentence_and_it_continues_to_the_same_bytes(
+    stage, teacher, images, finished, tmp_path, monkeypatch, capsys
+):
+    command = [teacher, *LS, '--data-dir', images, '--output', str(tmp_path)]
+    call = pkgutil.resolve_name(DURING[stage])
+
+    def call_after_signal(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return call(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(descent, '_save_state', save_and_fail)
-        if stage == 'student':
-            patch.setattr('vitzoo.transfer.command.measure_controls', lambda *args: 1 / 0)
-        with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
-            transfer(command)
+        patch.setattr(DURING[stage], call_after_signal)
+        assert transfer(command) is None
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith('stopped by SIGTERM'))
+    assert line.endswith('; continue with --resume')
+    assert not (tmp_path / '.lock').exists()
     with pytest.raises(UserError, match='--resume'):
         transfer(command)
     transfer([*command, '--resume'])
-    assert (tmp_path / 'model.safetensors').read_bytes() == (finished / 'model.safetensors').read_bytes()
-    assert read_results(tmp_path) == read_results(finished)
+    assert_same_files(tmp_path, finished)
+
+
+def transfer_until_killed(argv: list[str], folder: str, stage: str, seconds: float) -> None:
+    """Transfer, and kill this process `seconds` after the stage began, or when it ends."""
+    keys = [
+        'machine',
+        'probe',
+        'start',
+        'matching',
+        'matched',
+        'keep_softmax',
+        'hybrid',
+        'network',
+        'student',
+        'controls',
+    ]
+
+    def kill() -> None:
+        began = None
+        while True:
+            time.sleep(1e-3)
+            try:
+                results = json.loads((Path(folder) / 'transfer.json').read_text())
+            except FileNotFoundError:
+                continue
+            if began is None and keys[keys.index(stage) - 1] in results:
+                began = time.monotonic()
+            if stage in results or (began is not None and time.monotonic() - began > seconds):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    main(argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('part', [0.3, 0.8])
+@pytest.mark.parametrize('stage', ['probe', 'matching', 'keep_softmax', 'network', 'controls'])
+def test_a_transfer_that_is_killed_continues_to_the_same_bytes(stage, part, teacher, images, finished, tmp_path):
+    command = [teacher, *LS, '--data-dir', images, '--output', str(tmp_path / 'ls'), '--resume']
+    seconds = json.loads((finished / 'transfer.json').read_text())['seconds'][stage]
+    moment = part * random.Random(f'{stage} {part}').random() * seconds
+    outcome = start_processes(1, transfer_until_killed, command, str(tmp_path / 'ls'), stage, moment)
+    assert outcome.codes == [-signal.SIGKILL], outcome.err
+    outcome = start_processes(1, transfer_in_processes, command)
+    assert outcome.codes == [0], outcome.err
+    assert_same_files(tmp_path / 'ls', finished)
+
+
+def assert_same_files(folder: Path, other: Path) -> None:
+    """The same model and results, and nothing left of the stages."""
+    assert (folder / 'model.safetensors').read_bytes() == (other / 'model.safetensors').read_bytes()
+    assert read_results(folder) == read_results(other)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in other.iterdir())
 
 
 def test_a_finished_transfer_is_not_repeated_and_other_settings_are_refused(teacher, images, finished, tmp_path):
@@ -157,10 +243,44 @@ def test_the_whole_network_is_trained(teacher, images, tmp_path, monkeypatch):
         students.append(student)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr('vitzoo.transfer.command.distil', keep_and_stop)
+    monkeypatch.setattr('vitzoo.transfer.network._distillation', keep_and_stop)
     with pytest.raises(KeyboardInterrupt):
         transfer([teacher, '--mixer', 'linear', *QUICK, '--data-dir', images, '--output', str(tmp_path / 'linear')])
     assert all(parameter.requires_grad for parameter in students[0].parameters())
+
+
+def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_path, monkeypatch):
+    weights = []
+
+    def record(task, model):
+        weights.append(make_task(task, model).task_loss_weight)
+        return make_task(task, model)
+
+    make_task = network._distillation
+    monkeypatch.setattr('vitzoo.transfer.network._distillation', record)
+    options = split('--mixer linear --labels --model-ema --model-ema-decay 0.5 --grad-accum-steps 2 --clip-grad 1')
+    options += split('--amp-dtype bfloat16 --log-with tensorboard --no-random-control')
+    transfer([teacher, *options, *QUICK, '--data-dir', images, '--output', str(tmp_path)])
+    results = read_results(tmp_path)
+    assert weights == [1.0]
+    assert results['settings']['training'] == dict(model_ema=True, model_ema_decay=0.5, clip_grad=1.0)
+    for stage in ('matching', 'network'):
+        assert len({row['feature_error'] for row in results[stage]}) == 3
+    last = results['network'][-1]
+    assert last['ema_feature_error'] != last['feature_error']
+    assert len(list((tmp_path / 'vitzoo').glob('events.out.tfevents*'))) == 1
+
+
+def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path):
+    name = save_teacher(tmp_path)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    config['label_names'] = ['red', 'blue', 'green']
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    teacher, _ = load_model(name)
+    pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(), 0)
+    assert pictures.kind == 'top1'
+    for index in range(0, 40, 13):
+        assert config['label_names'][pictures.train[index][1]] == Path(pictures.train.filename(index)).parts[0]
 
 
 def test_probing_alone_writes_nothing(teacher, images, tmp_path, capsys):
@@ -189,6 +309,20 @@ WRONG = {
         'is ambiguous',
     ),
     'no output': ('{teacher} --mixer ls --data-dir {images}', '--output is missing'),
+    'labels without classes': (
+        '{teacher} --mixer ls --data-dir {flat} --labels --output {out}',
+        '--labels needs images of the classes of',
+    ),
+    'labels without a head': (
+        '{headless} --mixer ls --data-dir {images} --labels --output {out}',
+        'but it has no head; leave it out',
+    ),
+    'training option': (
+        '{teacher} --mixer ls --data-dir {images} --output {out} --model-ema --model-ema-decay 2',
+        'model_ema_decay must be from 0 to 1, not 2',
+    ),
+    'tracker': ('{teacher} --mixer ls --data-dir {images} --output {out} --log-with paper', "unknown tracker 'paper'"),
+    'another run': ('{teacher} --mixer ls --data-dir {images} --output {run} --resume', 'that is not of a transfer'),
     'too many blocks': (
         '{teacher} --mixer ls --data-dir {images} --output {out} --keep-softmax 2',
         '0 to 1 of 2 blocks',
@@ -204,6 +338,11 @@ def places(teacher, images, tmp_path_factory) -> dict[str, str]:
     timm.models.save_for_hf(resnet, str(root / 'resnet'), safe_serialization=True)
     places = dict(teacher=teacher, images=images, resnet=str(root / 'resnet'), empty=str(root / 'empty'))
     rope = save_teacher(root / 'rope', name='vit_small_patch16_dinov3')
+    for name, file in dict(flat='a.jpg', run='recipe.yaml').items():
+        (root / name).mkdir()
+        shutil.copy(next(Path(images).rglob('*.jpg')), root / name / file)
+    shutil.copy(root / 'flat' / 'a.jpg', root / 'flat' / 'b.jpg')
+    places |= dict(flat=str(root / 'flat'), run=str(root / 'run'), headless=save_teacher(root / 'none', num_classes=0))
     return places | dict(two=save_teacher(root / 'two', in_chans=2), rope=rope)
 
 
@@ -259,7 +398,9 @@ def test_a_config_file_gives_options_and_the_command_line_takes_precedence(tmp_p
 
 
 @pytest.mark.parametrize(
-    'path', sorted((Path(__file__).parents[2] / 'configs' / 'transfer').glob('*.yaml')), ids=lambda path: path.stem
+    'path',
+    sorted((Path(__file__).parents[2] / 'configs' / 'transfer').glob('*.yaml')),
+    ids=lambda path: path.stem,
 )
 def test_the_configs_of_transfer_are_valid(path):
     parse_args(['teacher', '--config', str(path), *split('--mixer ls --data-dir x --output y')])
@@ -267,13 +408,15 @@ def test_the_configs_of_transfer_are_valid(path):
 
 def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):
     results = read_transfer(str(finished))['transfer']
-    results['images_per_second'] = {'224': dict(teacher=100.0, student=80.0)}
+    results['images_per_second'] = {'224': dict(teacher=100.0, student=80.0, doubt='busy machine')}
+    assert 'These speeds are unreliable (busy machine): measure again' in explain_result('ls', results)
     results['seconds'] = dict(matching=90.0, network=30.0)
     section = tag('div', transfer_section([dict(name='ls', index=0, transfer=results), dict(name='other', index=1)]))
     text = to_html(section)
     for score in (results['teacher'], results['matched'], results['controls']['zero'], results['controls']['random']):
         assert f'{score["score"]:.2f} %' in text
-    assert 'Score against speed at 224 pixels' in text and 'Tokens of ls and its teacher' in text
-    assert [cell.text for cell in section.iter('td')][10] == '2'
+    assert 'Score against speed at 224 pixels' in text and 'These speeds are unreliable: busy machine.' in text
+    assert 'Tokens of ls and its teacher' in text
+    assert [cell.text for cell in section.iter('td')][11] == '2.0'
     assert transfer_section([dict(name='other', index=1)]) == []
     assert read_transfer(str(finished / 'none')) == {}

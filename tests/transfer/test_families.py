@@ -1,15 +1,23 @@
 """Transfer of other families of timm than the plain vision transformer."""
 
-import pytest
-import torch
-from teachers import batches, make_student, make_teacher
+from shlex import split
 
+import pytest
+import timm
+import torch
+from teachers import batches, make_student, make_teacher, save_teacher
+from timm.models import save_for_hf
+
+import vitzoo
 from vitzoo.transfer import keep_softmax, match_blocks, probe
+from vitzoo.transfer.command import transfer
 from vitzoo.transfer.hybrid import feature_error
 from vitzoo.transfer.matching import new_parameters
 
 IMAGES = batches(1, batch_size=2)
+PATHS = ['stages.0.blocks.0.attn', 'stages.1.blocks.0.attn', 'stages.1.blocks.1.attn']
 SMALL = dict(depth=2, embed_dim=32, num_heads=2, patch_size=8)
+STAGES = dict(depth=None, embed_dim=None, embed_dims=(16, 32), depths=(1, 2), num_heads=(2, 2))
 FAMILIES = {
     'dinov3': ('vit_small_patch16_dinov3', {}),
     'eva02': ('eva02_tiny_patch14_224', {}),
@@ -17,6 +25,13 @@ FAMILIES = {
     'parallel': ('vit_small_patch16_18x2_224', {}),
     'beit': ('beit_base_patch16_224', {}),
     'cait': ('cait_xxs24_224', {}),
+    'deit': ('deit_softmax_nano', {}),
+    'vil': ('vil_nano', dict(STAGES, num_prefix_tokens=(1, 0), mixer='softmax')),
+    'cvt': ('cvt_softmax_nano', STAGES),
+    'swin': (
+        'swin_tiny_patch4_window7_224',
+        dict(embed_dim=16, depth=None, depths=(1, 1), num_heads=(2, 2), window_size=6),
+    ),
     'naflex': ('naflexvit_base_patch16_gap', {'pos_embed_grid_size': (6, 6)}),
 }
 
@@ -35,6 +50,30 @@ def test_softmax_by_softmax_stays_at_zero_and_linear_learns(family):
     before = feature_error(teacher, student, IMAGES)
     keep_softmax(teacher, student, IMAGES, 1)
     assert feature_error(teacher, student, IMAGES) < before
+
+
+@pytest.mark.usefixtures('fresh_accelerate')
+def test_the_run_of_a_model_of_vitzoo_is_transferred(images, tmp_path):
+    vil = dict(FAMILIES['vil'][1], patch_size=8, name='vil_nano')
+    command = [save_teacher(tmp_path / 'teacher', **vil), '--data-dir', images, '--output', str(tmp_path / 'ls')]
+    options = '--mixer ls --mixer-kwargs window_size=1 --keep-softmax 1 --steps 2 --network-steps 2 --evals 1'
+    (results,) = transfer([*command, *split(options), *split('--no-random-control --workers 0 --sizes')])
+    assert [cost['path'] for cost in results['probe']] == PATHS
+    (kept,) = results['keep_softmax'][-1]['kept']
+    student = timm.create_model(f'local-dir:{tmp_path / "ls"}', pretrained=True)
+    assert {path: type(student.get_submodule(path)).__name__ for path in PATHS} == {
+        path: 'Softmax' if path == kept else 'LongShort' for path in PATHS
+    }
+
+
+def test_a_student_of_a_swapped_teacher_is_built_again(tmp_path):
+    teacher = vitzoo.swap_mixer(make_teacher(), 'ls', [0, 1])
+    student = make_student(teacher, ['linear', 'softmax', 'linear'])
+    keep_softmax(teacher, student, IMAGES, 2)
+    save_for_hf(student, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(IMAGES[0]), student(IMAGES[0]))
 
 
 def test_new_parameters_of_parallel_mixers_are_found():

@@ -144,6 +144,46 @@ def test_the_parts_of_ls_are_its_window_and_its_landmarks():
     assert relative_error(mixer(x, (6, 6)), alone) > 0.1
 
 
+# mixers without the queries, keys or values of attention, or with new random parameters that their output needs
+OTHERS = {
+    *('aft_conv', 'fourier', 'gated_linear', 'global', 'linformer', 'ls', 'pool', 'reformer', 'set', 'soft'),
+    *('srformer', 'synthesizer', 'ttt', 'vssd'),
+}
+
+
+@pytest.mark.parametrize('mixer', mixers_of_ours())
+@torch.no_grad()
+def test_a_student_starts_as_the_kernel_of_its_mixer_on_inherited_weights(mixer, monkeypatch):
+    teacher = make_teacher(depth=1)
+    attn, op = teacher.blocks[0].attn, mixer_class(mixer).op
+    x = torch.randn(2, 37, 24, generator=torch.Generator().manual_seed(0))
+    q, k, v = attn.qkv(x).unflatten(2, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+    seen = []
+
+    def call_and_record(*args):
+        seen.append(([arg for arg in args if isinstance(arg, torch.Tensor)], op(*args)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(mixer_class(mixer), 'op', staticmethod(call_and_record))
+    students = [make_student_to_train('teacher', teacher, mixer, {}, seed) for seed in (0, 1)]
+    outputs = [student.blocks[0].attn(x, (6, 6)) for student in students]
+    args, mixed = seen[0]
+
+    def has(tensor: torch.Tensor) -> bool:
+        return any(arg.shape == tensor.shape and torch.allclose(arg, tensor, atol=1e-5) for arg in args)
+
+    is_exact = (
+        has(q)
+        and (has(k) or has(k - k.mean(dim=2, keepdim=True)))
+        and has(v)
+        and mixed.shape == v.shape
+        and torch.allclose(attn.proj(mixed.transpose(1, 2).flatten(2)), outputs[0], atol=1e-5)
+        and torch.equal(*outputs)
+        and not any('norm' in name for name in students[0].inheritance[0].initialized)
+    )
+    assert is_exact == (mixer not in OTHERS)
+
+
 KERNELS = [name for name in mixers_of_ours() if issubclass(mixer_class(name), KernelMixer)]
 
 

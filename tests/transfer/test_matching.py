@@ -6,10 +6,12 @@ import pytest
 import torch
 from teachers import batches, make_student, make_teacher
 
+from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
 from vitzoo.transfer import distil, match_blocks
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
 from vitzoo.transfer.hybrid import feature_error
+from vitzoo.transfer.pictures import IntervalBatches
 
 TRAIN, HELD_OUT = batches(3), batches(2, seed=1)
 STAGES = {'matching': match_blocks, 'distillation': distil}
@@ -134,6 +136,33 @@ def test_stochastic_depth_does_not_keep_a_stage_from_continuing_exactly(tmp_path
         distil(teacher, parts, TRAIN, HELD_OUT, **options, state_file=file, progress=interrupt_at(4))
     torch.manual_seed(7)
     assert distil(teacher, parts, TRAIN, HELD_OUT, **options, state_file=file) == expected
+
+
+def test_matching_learns_in_an_autocast_context_of_the_caller():
+    # the context caches the weights that it has cast
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    with torch.autocast('cpu', torch.bfloat16):
+        history = match_blocks(teacher, student, TRAIN, HELD_OUT, steps=6, eval_every=6, lr=1e-3)
+    assert all(history[-1]['errors'][path] < 0.99 * error for path, error in history[0]['errors'].items())
+
+
+@pytest.mark.parametrize('accum', [1, 2])
+def test_intervals_of_steps_have_the_batches_of_the_epochs(accum):
+    epochs = TrainBatches(10, 4, accum)
+    expected = []
+    for epoch in range(4):
+        epochs.start_at(epoch)
+        expected += epochs
+    batches = IntervalBatches(TrainBatches(10, 4, accum), interval=3, steps=7)
+    found = []
+    for interval in range(3):
+        batches.start_at(interval)
+        assert len(batches) == len(list(batches)) == accum * (1 if interval == 2 else 3)
+        found += batches
+    assert found == expected[: 7 * accum]
+    batches.start_at(1, 2)
+    assert list(batches) == expected[5 * accum : 6 * accum]
 
 
 def interrupt_at(step: int):

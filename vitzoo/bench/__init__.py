@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     run_command(run_benchmark, sys.argv[1:] if argv is None else argv)
 
 
-def run_benchmark(argv: list[str]) -> None:
+def run_benchmark(argv: list[str] | None) -> None:
     """Measure the table that the first argument names.
 
     Raises:

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 from torch.nn.attention import flex_attention as flex_module
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from vitzoo.mixers._window import window_attention
 from vitzoo.mixers.aft import aft_conv
@@ -87,7 +87,9 @@ def make_window(tokens: int, batch_size: int, heads: int, d: int) -> Case:
 @cache
 def flex_function(is_cuda: bool) -> Callable[..., torch.Tensor]:
     """flex_attention, compiled on a GPU."""
-    return torch.compile(flex_attention, dynamic=False) if is_cuda else flex_attention
+    if is_cuda:
+        return torch.compile(flex_attention, dynamic=False)
+    return flex_attention
 
 
 def lse_option() -> dict:
@@ -104,14 +106,18 @@ def flex_performer(
     weight = (scale**0.5 * features).to(q.dtype).expand(B, heads, -1, -1)
     half_norm = scale / 2 * k.float().square().sum(dim=-1)
 
-    def subtract_half_norm(score, b, h, f, j):
+    def subtract_half_norm(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, f: torch.Tensor, j: torch.Tensor
+    ) -> torch.Tensor:
         return score - half_norm[b, h, j]
 
     mean, lse = flex_function(q.is_cuda)(weight, k, v, score_mod=subtract_half_norm, scale=1.0, **lse_option())
     # newer versions return it in a named tuple
     lse = getattr(lse, 'lse', lse)
 
-    def add_lse(score, b, h, i, f):
+    def add_lse(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, f: torch.Tensor
+    ) -> torch.Tensor:
         return score + lse[b, h, f]
 
     return flex_function(q.is_cuda)(q, weight, mean, score_mod=add_lse, scale=1.0)
@@ -128,11 +134,13 @@ def flex_window(
 
 
 @cache
-def window_mask(grid_size: tuple[int, int], window_size: int, halo: int, shared: int, device: torch.device):
+def window_mask(
+    grid_size: tuple[int, int], window_size: int, halo: int, shared: int, device: torch.device
+) -> BlockMask:
     """The block mask, made once per size, as a model would cache it."""
     H, W = grid_size
 
-    def is_visible(b, h, i, j):
+    def is_visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         row, column = i // W // window_size * window_size, i % W // window_size * window_size
         y, x = (j - shared) // W, (j - shared) % W
         is_near = (y >= row - halo) & (y < row + window_size + halo)

@@ -9,12 +9,15 @@ import csv
 import gc
 import os
 import platform
+import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any, TypeVar
 
 import timm
 import torch
@@ -59,15 +62,18 @@ class Spread:
         return cls(median, low, high, len(numbers))
 
 
+_Key = TypeVar('_Key')
+
+
 def time_in_turn(
-    calls: dict[str, Callable[[int], object]],
+    calls: dict[_Key, Callable[[int], object]],
     device: torch.device,
     *,
     seconds: float = 1.0,
     min_rounds: int = 5,
     warm_up: int = 2,
     on_round: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
+) -> dict[_Key, list[float]]:
     """Seconds per call of each of `calls`, one number per round.
 
     A round takes one sample of each call, in order; a short call is repeated within its sample. The argument of a call
@@ -75,7 +81,7 @@ def time_in_turn(
     least `min_rounds`. Before, each call is run `warm_up` times.
     """
     repeats = {name: _warm_up(call, device, warm_up) for name, call in calls.items()}
-    times = {name: [] for name in calls}
+    times: dict[_Key, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.disable()
     try:
@@ -168,9 +174,17 @@ def format_machine(machine: dict) -> str:
     """One line on the machine and the versions."""
     device = machine['gpu'] or f'{machine["cpu"]}, {machine["threads"]} threads'
     versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
-    cores = None if machine['gpu'] else int(machine['cpu'].split()[-2])
-    busy = ' (busy machine: the times are unreliable)' if is_busy(machine['load'], cores) else ''
+    busy = ' (busy machine: the times are unreliable)' if find_doubt(machine) else ''
     return f'{device}; {versions}; load {machine["load"]}{busy}'
+
+
+def find_doubt(row: dict) -> str | None:
+    """The reason to doubt the times in a row of a results file: 'busy machine', 'uneven rounds' or None."""
+    cores = re.search(r'(\d+) cores$', row.get('cpu') or '')
+    if cores and not row.get('gpu') and is_busy(row.get('load'), int(cores[1])):
+        return 'busy machine'
+    quartiles = [row[key] for key in _QUARTILES if row.get(key) is not None]
+    return 'uneven rounds' if len(quartiles) == len(_QUARTILES) and rounds_disagree(*quartiles) else None
 
 
 def _cpu_name() -> str:
@@ -184,7 +198,7 @@ def start_run() -> str:
     return datetime.now(timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ')
 
 
-def make_row(times: Spread | None = None, ratio: Spread | None = None, **fields) -> dict:
+def make_row(times: Spread | None = None, ratio: Spread | None = None, **fields: Any) -> dict:
     """A measurement as a dictionary with keys from `BENCHMARK_COLUMNS`."""
     if times is not None:
         fields |= dict(seconds=times.median, seconds_low=times.low, seconds_high=times.high, rounds=times.count)
@@ -211,27 +225,31 @@ def check_columns(path: str) -> bool:
     return False
 
 
-def append_rows(path: str, rows: list[dict], **common) -> None:
+def append_rows(path: str, rows: list[dict], **common: Any) -> None:
     """Append rows to a CSV file with the columns `BENCHMARK_COLUMNS`; `common` is added to each of them.
 
-    Prints the names of those whose rounds disagree.
+    If the machine has become busy, its load is recorded as it is now. Prints the names of unreliable rows.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     is_new = check_columns(path)
+    load = system_load()
+    if load is not None and is_busy(load, os.cpu_count()):
+        common['load'] = max(load, common.get('load') or 0)
+    rows = [{**common, **fields} for fields in rows]
     with open(path, 'a', newline='') as file:
         writer = csv.DictWriter(file, BENCHMARK_COLUMNS)
         if is_new:
             writer.writeheader()
         for fields in rows:
-            rounded = {key: _short(value) for key, value in {**common, **fields}.items()}
-            writer.writerow(rounded)
-    uneven = [row for row in rows if 'seconds_low' in row and rounds_disagree(*(row[key] for key in _QUARTILES))]
-    if uneven:
-        names = ', '.join(dict.fromkeys(f'{row.get("name")} {row.get("what")}' for row in uneven))
-        print(f'uneven rounds: {names}; measure again on a quiet machine')
+            writer.writerow({key: _short(value) for key, value in fields.items()})
+    doubtful = defaultdict(list)
+    for fields in rows:
+        doubtful[find_doubt(fields)].append(f'{fields.get("name")} {fields.get("what")}')
+    for doubt in filter(None, doubtful):
+        print(f'{doubt}: {", ".join(dict.fromkeys(doubtful[doubt]))}; measure again on a quiet machine')
 
 
-def _short(value):
+def _short(value: Any) -> Any:
     return float(f'{value:.5g}') if isinstance(value, float) else value
 
 
@@ -243,7 +261,7 @@ def read_rows(path: str) -> list[dict]:
         return [{key: _number(value) for key, value in fields.items()} for fields in reader]
 
 
-def _number(text: str):
+def _number(text: str) -> float | str | None:
     try:
         number = float(text)
     except ValueError:

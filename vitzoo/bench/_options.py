@@ -5,6 +5,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def add_layer_shape(parser: argparse.ArgumentParser, tokens: tuple[int, ...], ba
     add('--batch', type=positive, default=batch_size, help=f'batch size (default: {batch_size})')
 
 
-def add_dtype(parser: argparse.ArgumentParser, **kwargs) -> None:
+def add_dtype(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
     """Add `--dtype`, which takes one or several precisions."""
     text = 'precision of the computation; bfloat16 and float16 use autocast (default: float32)'
     parser.add_argument('--dtype', choices=PRECISIONS, help=text, **kwargs)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import timm
 import torch
@@ -16,7 +17,7 @@ from timm.layers import QuickGELU
 from torch import nn
 
 import vitzoo  # noqa: F401  registers the models
-from vitzoo.mixers import TokenMixer, create_mixer
+from vitzoo.mixers import create_mixer
 from vitzoo.mixers.performer import orthogonal_features, performer_attention
 from vitzoo.mixers.reformer import reformer_attention
 from vitzoo.models.cvt import checkpoint_filter_fn
@@ -52,10 +53,11 @@ class Shape:
 class Layer(nn.Module):
     """A mixer with a fixed grid, called with the tokens only."""
 
-    def __init__(self, name: str, shape: Shape, grid_size: tuple[int, int] | None = None, **kwargs) -> None:
+    def __init__(self, name: str, shape: Shape, grid_size: tuple[int, int] | None = None, **kwargs: Any) -> None:
         super().__init__()
         self.grid_size = grid_size or (shape.side, shape.side)
-        self.mixer: TokenMixer = create_mixer(name, shape.dim, shape.heads, grid_size=self.grid_size, **kwargs)
+        # with the attributes of its class
+        self.mixer: Any = create_mixer(name, shape.dim, shape.heads, grid_size=self.grid_size, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.mixer(x, self.grid_size)
@@ -102,7 +104,7 @@ def _performer(shape: Shape) -> tuple[nn.Module, nn.Module]:
 
     theirs = SelfAttention(shape.dim, heads=shape.heads, dim_head=shape.head_dim, nb_features=256)
     ours = Layer('performer', shape, num_features=256, qkv_bias=False)
-    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.to_out)
+    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, out=theirs.to_out)
     ours.mixer.features.copy_(theirs.fast_attention.projection_matrix)
     return ours, theirs
 
@@ -138,7 +140,7 @@ def _linformer(shape: Shape) -> tuple[nn.Module, nn.Module]:
 
     theirs = LinformerSelfAttention(shape.dim, shape.tokens, k=256, heads=shape.heads)
     ours = Layer('linformer', shape, rank=256, qkv_bias=False)
-    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.to_out)
+    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, out=theirs.to_out)
     ours.mixer.proj_k.data.copy_(theirs.proj_k)
     ours.mixer.proj_v.data.copy_(theirs.proj_v)
     return ours, theirs
@@ -214,7 +216,7 @@ def _aft_simple(shape: Shape) -> tuple[nn.Module, nn.Module]:
     from aft_pytorch.aft_pytorch import AFTSimple
 
     theirs, ours = AFTSimple(shape.tokens, shape.dim, hidden_dim=shape.dim), Layer('aft_simple', shape)
-    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.project)
+    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, out=theirs.project)
     return ours, theirs
 
 
@@ -223,7 +225,7 @@ def _aft_full(shape: Shape) -> tuple[nn.Module, nn.Module]:
     from aft_pytorch.aft_pytorch import AFTFull
 
     theirs, ours = AFTFull(shape.tokens, shape.dim, hidden_dim=shape.dim), Layer('aft_full', shape)
-    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, theirs.project)
+    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, out=theirs.project)
     theirs.wbias.data.copy_(ours.mixer.u_query @ ours.mixer.u_key.T)
     return ours, theirs
 
@@ -305,18 +307,11 @@ class _Logits(_First):
 
 
 @torch.no_grad()
-def _copy_qkv(
-    mixer: TokenMixer,
-    q: nn.Linear,
-    k: nn.Linear | None = None,
-    v: nn.Linear | None = None,
-    out: nn.Linear | None = None,
-) -> None:
-    """Copy a peer's projections into a mixer; `q` alone is one layer for q, k and v."""
-    layers = [layer for layer in (q, k, v) if layer is not None]
-    mixer.qkv.weight.copy_(torch.cat([layer.weight for layer in layers]))
+def _copy_qkv(mixer: Any, *qkv: nn.Linear, out: nn.Linear) -> None:
+    """Copy a peer's projections into a mixer; `qkv` are layers for q, k and v, or one for all of them."""
+    mixer.qkv.weight.copy_(torch.cat([layer.weight for layer in qkv]))
     if mixer.qkv.bias is not None:
-        mixer.qkv.bias.copy_(torch.cat([layer.bias for layer in layers]))
+        mixer.qkv.bias.copy_(torch.cat([layer.bias for layer in qkv]))
     mixer.proj.weight.copy_(out.weight)
     if out.bias is None:
         mixer.proj.bias.zero_()

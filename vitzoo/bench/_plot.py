@@ -1,13 +1,21 @@
 """Time and memory of every mixer over the number of tokens, in one figure with a panel for each mixer."""
 
 from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 # column of the results file, factor, and label of the axis
 _QUANTITIES = {
     'time': ('seconds', 1e3, 'milliseconds'),
     'memory': ('peak_mb', 1.0, 'peak memory in MB'),
 }
-_LINE_STYLES = {'forward': dict(color='C0', marker='o'), 'forward + backward': dict(color='C1', marker='s')}
+_LINE_STYLES: dict[str, dict[str, Any]] = {
+    'forward': dict(color='C0', marker='o'),
+    'forward + backward': dict(color='C1', marker='s'),
+}
 _PANELS_PER_ROW = 7
 _TICKS = (196, 1024, 4096, 16384)
 
@@ -48,10 +56,12 @@ def _curves(quantity: str, rows: list[dict]) -> dict[tuple[str, str], list[tuple
     return {curve: sorted(points) for curve, points in curves.items()}
 
 
-def _draw_panel(axes, name: str, curves: dict, baseline: str) -> None:
+def _draw_panel(axes: 'Axes', name: str, curves: dict, baseline: str) -> None:
     for measured_pass, style in _LINE_STYLES.items():
         if (baseline, measured_pass) in curves:
-            grey = dict(color='0.65', linewidth=1, linestyle='--' if measured_pass == 'forward' else '-')
+            grey: dict[str, Any] = dict(
+                color='0.65', linewidth=1, linestyle='--' if measured_pass == 'forward' else '-'
+            )
             axes.plot(*zip(*curves[baseline, measured_pass]), **grey, label=f'softmax (fused), {measured_pass}')
         if (name, measured_pass) in curves:
             axes.plot(*zip(*curves[name, measured_pass]), **style, markersize=3, linewidth=1.4, label=measured_pass)

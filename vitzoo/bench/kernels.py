@@ -14,6 +14,7 @@ Examples:
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from timm.layers import set_fused_attn
@@ -39,7 +40,7 @@ from vitzoo.bench._harness import (
 )
 from vitzoo.bench._options import DEFAULT_TOKENS, add_layer_shape, check_squares, parse_common
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
-from vitzoo.errors import UserError
+from vitzoo.errors import CommandParser, UserError
 
 _KERNEL, _PYTORCH, _SDPA = 'kernel', 'pytorch', 'sdpa'
 _CONTENDERS = (_PYTORCH, 'compile', 'flex', _SDPA)
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench kernels', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench kernels', description=__doc__.partition('\n')[0])
     add, names = parser.add_argument, [task.name for task in KERNEL_TASKS]
     add('--kernels', nargs='+', choices=names, default=names, help='kernels (default: all)')
     add('--against', nargs='+', choices=_CONTENDERS, default=_CONTENDERS, help='contenders (default: all)')
@@ -119,7 +120,7 @@ def find_contenders(task: KernelTask, against: tuple[str, ...]) -> dict[str, Cal
 def with_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The op with timm's switch for experimental fused attention on."""
 
-    def call(*args) -> torch.Tensor:
+    def call(*args: Any) -> torch.Tensor:
         set_fused_attn(True, experimental=True)
         try:
             return op(*args)

@@ -27,10 +27,11 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
+from vitzoo.bench._harness import Spread, describe_machine, format_machine
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.loader import TrainBatches
-from vitzoo.errors import UserError
-from vitzoo.metrics.speed import synchronize
+from vitzoo.errors import CommandParser, UserError
+from vitzoo.metrics.speed import rounds_disagree, synchronize
 from vitzoo.options import default_device, device, natural, positive
 from vitzoo.train.recipe import make_recipe
 
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('--data-dir', metavar='DIR', help='images in class folders (default: generated JPEGs of 500 x 375)')
     add('--images', type=positive, default=512, metavar='N', help='images per pass (default: 512)')
@@ -77,7 +78,7 @@ def time_loaders(folder: str, args: argparse.Namespace) -> dict[str, list[dict]]
     normalize = Normalize(_data_config(args.img_size)).to(args.device)
     make = dict(torchvision=torchvision_loader, timm=timm_loader, vitzoo=vitzoo_loader)
     loaders = {name: make_loader(folder, args) for name, make_loader in make.items()}
-    passes = {name: [] for name in loaders}
+    passes: dict[str, list[dict]] = {name: [] for name in loaders}
     for _ in _track(range(1 + args.rounds), 'loading'):
         for name, loader in loaders.items():
             passes[name].append(time_pass(loader, normalize, args.device))
@@ -212,3 +213,12 @@ def print_loaders(passes: dict[str, list[dict]], args: argparse.Namespace) -> No
         f'{args.images} images ({data}), crops of {args.img_size}, batches of {args.batch_size},'
         f' {args.workers} workers, {args.device.type}'
     )
+    console.print(format_machine(describe_machine(args.device)))
+    uneven = [name for name, timed in passes.items() if _is_uneven(timed)]
+    if uneven:
+        console.print(f'uneven rounds: {", ".join(uneven)}; measure again on a quiet machine')
+
+
+def _is_uneven(timed: list[dict]) -> bool:
+    spread = Spread.of(1 / timing['images_per_second'] for timing in timed)
+    return rounds_disagree(spread.low, spread.median, spread.high)

@@ -40,7 +40,7 @@ from vitzoo.bench._options import DEFAULT_TOKENS, add_dtype, add_layer_shape, ch
 from vitzoo.bench._plot import plot_scaling
 from vitzoo.bench._roofline import Work, measure_rates, roofline
 from vitzoo.bench._show import format_time, print_table, show_rounds
-from vitzoo.errors import UserError, did_you_mean
+from vitzoo.errors import CommandParser, UserError, did_you_mean
 from vitzoo.metrics.macs import count_call_macs
 from vitzoo.mixers import create_mixer, list_mixers
 from vitzoo.options import autocast
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str, int], Cell]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench mixers', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench mixers', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('--mixers', nargs='+', default=[], metavar='NAME', help='mixers to compare with softmax (default: all)')
     add_layer_shape(parser, DEFAULT_TOKENS, batch_size=2)

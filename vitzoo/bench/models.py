@@ -36,7 +36,7 @@ from vitzoo.bench._harness import (
 )
 from vitzoo.bench._options import add_dtype, parse_common
 from vitzoo.bench._show import format_time, print_table, show_rounds
-from vitzoo.errors import UserError
+from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import find_models, load_model
 from vitzoo.metrics import count_macs
 from vitzoo.options import autocast, positive
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench models', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench models', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('models', nargs='+', metavar='MODEL', help='timm name, or a quoted wildcard')
     add('--img-size', type=positive, nargs='+', default=[224], metavar='N', help='image sizes (default: 224)')
@@ -191,13 +191,16 @@ def model_call(
     """A function of the round number that runs a pass of the model on one of the batches, by `run` if given."""
     run = run or model
     device = batches[0].device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6) if measured_pass == 'training step' else None
 
     @torch.no_grad()
     def forward(number: int) -> None:
         model.eval()
         with autocast(device, dtype):
             run(batches[number % len(batches)])
+
+    if measured_pass != 'training step':
+        return forward
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
     def training_step(number: int) -> None:
         model.train()
@@ -208,7 +211,7 @@ def model_call(
         optimizer.step()
         optimizer.zero_grad()
 
-    return forward if optimizer is None else training_step
+    return training_step
 
 
 def _weights_megabytes(model: nn.Module) -> float:

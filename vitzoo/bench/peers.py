@@ -18,6 +18,7 @@ Examples:
 import argparse
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ from vitzoo.bench._pairs import PAIRS, Pair, Shape
 from vitzoo.bench._roofline import Work, measure_rates, roofline
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
 from vitzoo.bench.models import model_call
-from vitzoo.errors import UserError, did_you_mean
+from vitzoo.errors import CommandParser, UserError, did_you_mean
 from vitzoo.metrics.macs import count_call_macs
 from vitzoo.mixers import TokenMixer, create_mixer, list_mixers
 
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench peers', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench peers', description=__doc__.partition('\n')[0])
     add, names = parser.add_argument, sorted({pair.name for pair in PAIRS})
     add('--pairs', nargs='+', metavar='NAME', help=f'any of {", ".join(names)} (default: all)')
     add_layer_shape(parser, _TOKENS, batch_size=2)
@@ -179,7 +180,7 @@ def _recorded_call(mixer: TokenMixer, x: torch.Tensor) -> tuple:
     """The arguments that a mixer passes to its op."""
     calls = []
 
-    def recorder(*args):
+    def recorder(*args: Any) -> torch.Tensor:
         calls.append(args)
         return type(mixer).op(*args)
 

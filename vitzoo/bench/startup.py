@@ -11,6 +11,7 @@ Examples:
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 
 import timm
 import torch
@@ -28,6 +29,7 @@ from vitzoo.bench._harness import (
 )
 from vitzoo.bench._options import parse_common
 from vitzoo.bench._show import format_time, print_table
+from vitzoo.errors import CommandParser
 from vitzoo.load import find_models
 
 _CPU = torch.device('cpu')
@@ -59,18 +61,18 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench startup', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench startup', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('--model', default='cvt_ls_13', help='model of vitzoo to create (default: cvt_ls_13, 20.3 M parameters)')
     add('--against', default='deit_small_patch16_224', help='model of timm (default: deit_small_patch16_224, 22.1 M)')
     return parse_common(parser, argv)
 
 
-def import_in_new_process(name: str):
+def import_in_new_process(name: str) -> Callable[[int], object]:
     """A call that imports a package in a new Python process."""
     return lambda number: subprocess.run([sys.executable, '-c', f'import {name}'], check=True)
 
 
-def create_call(name: str):
+def create_call(name: str) -> Callable[[int], object]:
     """A call that creates a model with random weights."""
     return lambda number: timm.create_model(name)

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -35,6 +36,7 @@ from vitzoo.bench._harness import (
 )
 from vitzoo.bench._options import parse_common
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
+from vitzoo.errors import CommandParser
 from vitzoo.load import find_models
 from vitzoo.options import positive
 from vitzoo.train.lock import FolderLock
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser('vitzoo bench trainer', description=__doc__.partition('\n')[0])
+    parser = CommandParser('vitzoo bench trainer', description=__doc__.partition('\n')[0])
     add, models = parser.add_argument, ['deit_tiny_patch16_224', 'cvt_ls_13']
     add('--models', nargs='+', default=models, metavar='MODEL', help=f'default: {" ".join(models)}')
     add('--img-size', type=positive, default=224, metavar='N', help='image size (default: 224)')
@@ -125,8 +127,10 @@ def plain_step(
     """The training step of timm's documentation, with the same settings."""
     device = next(model.parameters()).device
     optimizer = create_optimizer_v2(model, opt=recipe.opt, lr=recipe.lr, weight_decay=recipe.weight_decay)
-    schedule = {name: getattr(recipe, name) for name in ('sched', 'warmup_epochs', 'warmup_lr', 'min_lr')}
-    epochs = dict(num_epochs=recipe.epochs, step_on_epochs=False, updates_per_epoch=steps_per_epoch)
+    schedule: dict[str, Any] = {
+        name: getattr(recipe, name) for name in ('sched', 'warmup_epochs', 'warmup_lr', 'min_lr')
+    }
+    epochs: dict[str, Any] = dict(num_epochs=recipe.epochs, step_on_epochs=False, updates_per_epoch=steps_per_epoch)
     scheduler, _ = create_scheduler_v2(optimizer, **schedule, **epochs)
     criterion = LabelSmoothingCrossEntropy(recipe.smoothing)
     model.train()

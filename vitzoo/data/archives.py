@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipExtFile, ZipFile, ZipInfo
 
-from timm.data.readers.reader import Reader
-
 from vitzoo.data.layout import is_hidden, is_image
+from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError
 
 
 class Folder:
     """A folder on disk; `names` lists all visible files below it, and hidden or empty folders with a trailing '/'."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path) -> None:
         self.root, self.names = root, list(list_files(root))
 
     def read(self, name: str) -> bytes:
@@ -36,7 +35,7 @@ class Folder:
 class Tar:
     """An uncompressed tar file; a tar inside it (ImageNet has one per class) counts as a folder of that name."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path) -> None:
         self.root = root
         try:
             # 'r:' refuses compressed files, which do not allow random access
@@ -57,7 +56,7 @@ class Tar:
 class Zip:
     """A zip file."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path) -> None:
         self.root = root
         try:
             with ZipFile(root) as archive:
@@ -132,13 +131,13 @@ def open_archive(path: Path) -> Archive:
     """
     if path.is_dir():
         return Folder(path)
-    kinds = {'.tar': Tar, '.zip': Zip}
+    kinds: dict[str, type[Tar] | type[Zip]] = {'.tar': Tar, '.zip': Zip}
     if path.suffix.lower() not in kinds:
         raise UserError(f"the data '{path}' is neither a folder nor a .tar or .zip file")
     return kinds[path.suffix.lower()](path)
 
 
-class ArchiveReader(Reader):
+class ArchiveReader(LabelledReader):
     """Images in an archive, each with one label or a list of labels.
 
     Args:
@@ -148,9 +147,10 @@ class ArchiveReader(Reader):
         class_names: The name of each label.
     """
 
+    root: Path
     is_multi_label = False
 
-    def __init__(self, archive: Archive, prefix: str, labels: dict, class_names: list[str]):
+    def __init__(self, archive: Archive, prefix: str, labels: dict, class_names: list[str]) -> None:
         super().__init__()
         self.archive, self.prefix, self.root = archive, prefix, archive.root / prefix
         self.names, self.labels, self.class_names = list(labels), list(labels.values()), class_names
@@ -170,7 +170,8 @@ class ArchiveReader(Reader):
 
 def _list_members(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dict[str, tuple[int, int]]:
     """Offset and size of the content of each file; offsets count from the start of the outermost tar."""
-    places, links = {}, {}
+    places: dict[str, tuple[int, int]] = {}
+    links: dict[str, str] = {}
     for member in tar:
         name = prefix + member.name.removeprefix('./')
         if member.isfile() and name.lower().endswith('.tar') and not prefix:
@@ -182,7 +183,7 @@ def _list_members(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dic
             links[name] = prefix + member.linkname.removeprefix('./')
         elif member.issym():
             links[name] = _resolve(name, member.linkname)
-    return _follow_links(tar.name, places, links)
+    return _follow_links(str(tar.name), places, links)
 
 
 def _clean_names(infos: list[ZipInfo]) -> dict[str, ZipInfo]:

@@ -3,15 +3,16 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 from timm.data.readers.class_map import load_class_map
-from timm.data.readers.reader import Reader
 
 from vitzoo.data.layout import natural_order
+from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError
 
 
-class ClassMapReader(Reader):
+class ClassMapReader(LabelledReader):
     """A reader with the classes of a class map; images of other classes are left out, as are other labels of an image.
 
     If all classes of the reader are whole numbers that the map does not contain, they are positions in the map.
@@ -23,7 +24,7 @@ class ClassMapReader(Reader):
         UserError: None of the classes is in the map.
     """
 
-    def __init__(self, reader: Reader, class_map: dict[str, str]):
+    def __init__(self, reader: LabelledReader, class_map: dict[str, str]) -> None:
         super().__init__()
         self.reader, self.root, self.is_multi_label = reader, reader.root, reader.is_multi_label
         self.class_map, self.class_names = class_map, list(dict.fromkeys(class_map.values()))
@@ -76,11 +77,11 @@ def read_class_map(source: str | dict[str, str]) -> dict[str, str]:
         else:
             content = load_class_map(str(Path(source).expanduser()))
     except (OSError, AssertionError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"cannot read the class map '{source}': {error}") from error
+        raise UserError(f"cannot read the class map '{source}': {getattr(error, 'strerror', None) or error}") from error
     return _to_names(source, content)
 
 
-def _to_names(source: str, content) -> dict[str, str]:
+def _to_names(source: str, content: Any) -> dict[str, str]:
     """Convert names or labels to names of classes, in label order."""
     is_mapping = isinstance(content, dict) and content
     if is_mapping and all(isinstance(name, str) for name in content.values()):

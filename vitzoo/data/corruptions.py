@@ -103,7 +103,7 @@ def snow(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarr
 def frost(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
     """Synthetic ice on a window; ImageNet-C uses photographs."""
     keep, strength = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))[severity - 1]
-    return _to_uint8(keep * _to_float(image) + strength * _ice(*image.shape[:2], rng))
+    return _to_uint8(keep * _to_float(image) + strength * _ice(image.shape[0], image.shape[1], rng))
 
 
 def fog(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
@@ -111,7 +111,7 @@ def fog(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarra
     strength, decay = ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4))[severity - 1]
     image = _to_float(image)
     white = image.max()
-    clouds = _plasma(*image.shape[:2], decay, rng)[..., None]
+    clouds = _plasma(image.shape[0], image.shape[1], decay, rng)[..., None]
     return _to_uint8((image + strength * clouds) * white / (white + strength))
 
 
@@ -140,7 +140,8 @@ def elastic_transform(image: np.ndarray, severity: int, rng: np.random.Generator
     image = _to_float(image)
     height, width = image.shape[:2]
     third = min(height, width) // 3
-    corners = np.float32([(1, 1), (1, -1), (-1, -1)]) * third + np.float32([width // 2, height // 2])
+    corners = np.array([(1, 1), (1, -1), (-1, -1)], np.float32) * third
+    corners = corners + np.array([width // 2, height // 2], np.float32)
     moved = corners + rng.uniform(-shift, shift, size=corners.shape).astype(np.float32)
     affine = cv2.getAffineTransform(corners, moved)
     image = cv2.warpAffine(image, affine, (width, height), borderMode=cv2.BORDER_REFLECT_101)
@@ -196,34 +197,34 @@ def corrupt(image: np.ndarray, corruption: str, severity: int, name: str) -> np.
 
 
 class CorruptedImages(Dataset):
-    """A dataset repeated under each of `CONDITIONS`, one condition after the other.
+    """A dataset under one corruption.
 
     Args:
         images: The dataset, without a transform.
-        crop: Resizes and crops a PIL image to the model's input size; corruptions are applied after it, as in
+        corruption: One of `CORRUPTIONS`.
+        severity: From 1 to 5.
+        crop: Resizes and crops a PIL image to the model's input size; the corruption is applied after it, as in
             ImageNet-C.
         to_tensor: Converts the corrupted PIL image to the model's input.
     """
 
-    def __init__(self, images: Images, crop: Callable, to_tensor: Callable):
-        self.images, self.crop, self.to_tensor = images, crop, to_tensor
+    def __init__(self, images: Images, corruption: str, severity: int, crop: Callable, to_tensor: Callable) -> None:
+        self.images, self.corruption, self.severity = images, corruption, severity
+        self.crop, self.to_tensor = crop, to_tensor
 
     def __len__(self) -> int:
-        return len(CONDITIONS) * len(self.images)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple:
-        condition, index = divmod(index, len(self.images))
         image, label = self.images[index]
         # the last two components of the path are the same in a folder and in a tar of it
         name = '/'.join(Path(self.images.filename(index)).parts[-2:])
-        pixels = corrupt(np.asarray(self.crop(image)), *CONDITIONS[condition], name)
+        pixels = corrupt(np.asarray(self.crop(image)), self.corruption, self.severity, name)
         return self.to_tensor(Image.fromarray(pixels)), label
 
     def filename(self, index: int) -> str:
         """Name of an image and its corruption."""
-        condition, index = divmod(index, len(self.images))
-        corruption, severity = CONDITIONS[condition]
-        return f'{self.images.filename(index)} ({corruption}, severity {severity})'
+        return f'{self.images.filename(index)} ({self.corruption}, severity {self.severity})'
 
 
 def _scale(image: np.ndarray) -> float:
@@ -247,7 +248,7 @@ def _zoom(image: np.ndarray, factor: float) -> np.ndarray:
     """Magnify an image about its center; the size stays the same."""
     height, width = image.shape[:2]
     x, y = (width - 1) / 2, (height - 1) / 2
-    matrix = np.float32([[factor, 0, x * (1 - factor)], [0, factor, y * (1 - factor)]])
+    matrix = np.array([[factor, 0, x * (1 - factor)], [0, factor, y * (1 - factor)]], np.float32)
     return cv2.warpAffine(image, matrix, (width, height), borderMode=cv2.BORDER_REPLICATE)
 
 
@@ -298,4 +299,4 @@ def _ice(height: int, width: int, rng: np.random.Generator) -> np.ndarray:
     needles = np.stack([_smear(grains, 12, 8, angle)[margin:-margin, margin:-margin] for angle in angles])
     needles = np.take_along_axis(needles, direction[None], axis=0)[0] / needles.max()
     ice = _plasma(height, width, 1.4, rng) + 0.4 * needles - 0.2
-    return ice[..., None].clip(0, 1) * np.float32([0.87, 0.95, 1])
+    return ice[..., None].clip(0, 1) * np.array([0.87, 0.95, 1], np.float32)

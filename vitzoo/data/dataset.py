@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 
 from timm.data import MultiLabelTarget
-from timm.data.readers.reader import Reader
 from torch.utils.data import Dataset
 
 from vitzoo.data.archives import Archive, ArchiveReader, Folder, list_files, open_archive
@@ -29,6 +28,7 @@ from vitzoo.data.layout import (
     split_names,
 )
 from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
+from vitzoo.data.reader import LabelledReader
 from vitzoo.data.third_party import check_options, find_third_party
 from vitzoo.errors import UserError, did_you_mean
 
@@ -113,7 +113,7 @@ class Splits:
         UserError: The data does not exist, or `multi_label` or an option is set for data that does not have it.
     """
 
-    def __init__(self, data_dir: str, multi_label: bool | None = False, options: DataOptions = NO_OPTIONS):
+    def __init__(self, data_dir: str, multi_label: bool | None = False, options: DataOptions = NO_OPTIONS) -> None:
         self.data_dir, self.multi_label = data_dir, multi_label
         self.class_map = None if options.class_map is None else read_class_map(options.class_map)
         self._find = cache(_split_finder(str(data_dir), multi_label, options))
@@ -124,7 +124,7 @@ class Splits:
         val = self._find('val')
         return val is not None and not val.is_whole
 
-    def open(self, split: str, *, or_train: bool = False) -> Reader:
+    def open(self, split: str, *, or_train: bool = False) -> LabelledReader:
         """Index the images of a split; data that is not divided into splits is used whole.
 
         Args:
@@ -158,7 +158,9 @@ class Images(Dataset):
 
     options = NO_OPTIONS
 
-    def __init__(self, reader: Reader, transform: Callable | None = None, class_to_idx: dict[str, int] | None = None):
+    def __init__(
+        self, reader: LabelledReader, transform: Callable | None = None, class_to_idx: dict[str, int] | None = None
+    ) -> None:
         self.reader, self.transform = reader, transform
         class_to_idx = class_to_idx or {name: label for label, name in enumerate(reader.class_names)}
         self.is_multi_label = reader.is_multi_label
@@ -170,7 +172,7 @@ class Images(Dataset):
                 f' one of the {len(class_to_idx)} training classes{did_you_mean(unknown[0], class_to_idx) or "."}'
                 f' Rename or remove it, or add training images'
             )
-        self.class_names = sorted(class_to_idx, key=class_to_idx.get)
+        self.class_names = sorted(class_to_idx, key=class_to_idx.__getitem__)
         # maps the reader's class indices to ours
         self.labels = [class_to_idx[name] for name in reader.class_names]
         self.to_multi_hot = MultiLabelTarget(len(class_to_idx)) if self.is_multi_label else None
@@ -188,7 +190,7 @@ class Images(Dataset):
     @property
     def left_out(self) -> list[str]:
         """The classes of the data that are not in the class map, so that their images are not used."""
-        reader = self.reader.reader if self.is_held_out else self.reader
+        reader = self.reader.reader if isinstance(self.reader, Subset) else self.reader
         return getattr(reader, 'left_out', [])
 
     def describe_left_out(self) -> str:
@@ -223,7 +225,10 @@ class Images(Dataset):
             image = read(file)
         except DECODING_ERRORS as error:
             name, problem = self.filename(index), describe_decoding_error(error)
-            raise UserError(f'cannot read the image {name} of {self.root} ({problem}); replace or remove it') from error
+            raise UserError(
+                f'cannot read the image {name} of {self.root} ({problem}); replace or remove it; `vitzoo doctor` lists'
+                f' all such images'
+            ) from error
         label = self._label(label)
         label = label if self.to_multi_hot is None else self.to_multi_hot(label)
         return image if self.transform is None else self.transform(image), label
@@ -233,7 +238,7 @@ class Images(Dataset):
         return self.reader.filename(index, basename, absolute)
 
     def _label(self, label: int | list[int]) -> int | list[int]:
-        return [self.labels[item] for item in label] if self.is_multi_label else self.labels[label]
+        return [self.labels[item] for item in label] if isinstance(label, list) else self.labels[label]
 
 
 class FolderReader(ArchiveReader):
@@ -250,7 +255,7 @@ class FolderReader(ArchiveReader):
         UserError: There are no images in class folders.
     """
 
-    def __init__(self, archive: Archive, prefix: str = ''):
+    def __init__(self, archive: Archive, prefix: str = '') -> None:
         names = [name.removeprefix(prefix) for name in archive.names if name.startswith(prefix)]
         classes = group_by_class(names)
         if not classes:
@@ -292,7 +297,7 @@ def _find_in_folder(root: Path, multi_label: bool | None, options: DataOptions, 
     if part is None:
         return None
 
-    def open_part() -> Reader:
+    def open_part() -> LabelledReader:
         archive = open_archive(root / part)
         if isinstance(archive, Folder):
             return _read_labelled(archive, '', multi_label)

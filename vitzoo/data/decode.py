@@ -71,7 +71,7 @@ def read_crop(
     is_plain = image is not file and _is_plain_jpeg(image)
     image = image if is_plain else read_rgb(image)
     top, left, height, width = crop = choose(image)
-    pixels = _decode_jpeg(file, crop, size) if is_plain else None
+    pixels = _decode_jpeg(file, crop, size) if is_plain and not isinstance(file, Image.Image) else None
     if pixels is None:
         # PIL may read what OpenCV cannot, and otherwise raises an informative error
         pixels = np.array(image.crop((left, top, left + width, top + height)))

@@ -7,21 +7,21 @@ images were added since or the folder was moved.
 
 import csv
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from PIL import Image
-from timm.data.readers.reader import Reader
 
+from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError
 
 HELD_OUT = 'held_out.csv'
 
 
-class Subset(Reader):
+class Subset(LabelledReader):
     """A subset of the images of a reader, with all of its classes."""
 
-    def __init__(self, reader: Reader, indices: list[int]):
+    def __init__(self, reader: LabelledReader, indices: list[int]) -> None:
         super().__init__()
         self.reader, self.indices, self.root, self.class_names = reader, indices, reader.root, reader.class_names
         self.is_multi_label = reader.is_multi_label
@@ -38,7 +38,7 @@ class Subset(Reader):
         return self.reader.filename(self.indices[index], basename, absolute)
 
 
-def hold_out(reader: Reader, split: str, fraction: float, seed: int) -> Subset:
+def hold_out(reader: LabelledReader, split: str, fraction: float, seed: int) -> Subset:
     """Divide a reader's images into 'train' and 'val' and return one of the two.
 
     'val' gets `fraction` of each class, at least one image but never all of them; the only image of a class goes to
@@ -47,10 +47,10 @@ def hold_out(reader: Reader, split: str, fraction: float, seed: int) -> Subset:
     Raises:
         UserError: No class has two images.
     """
-    names, classes = reader.filenames(), {}
+    names, classes = reader.filenames(), defaultdict(list)
     for index, label in enumerate(_single_labels(reader.labels)):
-        classes.setdefault(label, []).append(index)
-    held_out = set()
+        classes[label].append(index)
+    held_out: set[int] = set()
     for indices in classes.values():
         count = min(max(round(fraction * len(indices)), 1), len(indices) - 1)
         held_out.update(sorted(indices, key=lambda index: _rank(seed, names[index]))[:count])
@@ -59,15 +59,15 @@ def hold_out(reader: Reader, split: str, fraction: float, seed: int) -> Subset:
     return Subset(reader, [index for index in range(len(reader)) if (index in held_out) == (split == 'val')])
 
 
-def write_held_out(path: Path, reader: Reader) -> None:
+def write_held_out(path: Path, reader: LabelledReader) -> None:
     """Write the names of a reader's images and the SHA-256 of their files."""
     with path.open('w', newline='', encoding='utf-8', errors='surrogateescape') as file:
         writer = csv.writer(file)
         writer.writerow(['file', 'sha256'])
-        writer.writerows([reader.filename(index), _sha256(reader, index)] for index in range(len(reader)))
+        writer.writerows([reader.filename(index), hash_file(reader, index)] for index in range(len(reader)))
 
 
-def find_held_out(path: Path, reader: Reader) -> Subset | None:
+def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
     """Find the images of a reader that a file lists, by content if their names have changed; None if there are none.
 
     Of several copies of an image, the one with the listed name is taken.
@@ -86,7 +86,7 @@ def find_held_out(path: Path, reader: Reader) -> Subset | None:
     for index in sorted(range(len(names)), key=lambda index: names[index] not in listed):
         if not missing:
             break
-        digest = _sha256(reader, index)
+        digest = hash_file(reader, index)
         if missing[digest]:
             found.append(index)
             missing -= Counter([digest])
@@ -105,7 +105,8 @@ def _rank(seed: int, name: str) -> bytes:
     return hashlib.sha256(f'{seed}/{name}'.encode(errors='surrogateescape')).digest()
 
 
-def _sha256(reader: Reader, index: int) -> str:
+def hash_file(reader: LabelledReader, index: int) -> str:
+    """SHA-256 of the file of an image, '' if it cannot be read."""
     try:
         file = reader[index][0]
     except OSError:

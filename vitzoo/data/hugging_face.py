@@ -5,10 +5,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from timm.data.readers.reader import Reader
-
 from vitzoo.data.layout import Split, natural_order, split_names
 from vitzoo.data.options import DataOptions
+from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError, did_you_mean, format_flag
 
 # columns that are used without an option, even if others would do
@@ -33,7 +32,7 @@ def find_hugging_face(data_dir: str, split: str, options: DataOptions) -> Split 
     return None
 
 
-class HuggingFaceReader(Reader):
+class HuggingFaceReader(LabelledReader):
     """The images of a split, named by index, with one label or a list of labels each.
 
     The labels may be classes with names, whole numbers, strings or booleans, or lists of them.
@@ -42,7 +41,7 @@ class HuggingFaceReader(Reader):
         UserError: A column is missing or ambiguous, or does not contain images or classes.
     """
 
-    def __init__(self, data_dir: str, dataset: Any, split: str, options: DataOptions):
+    def __init__(self, data_dir: str, dataset: Any, split: str, options: DataOptions) -> None:
         super().__init__()
         import datasets
 
@@ -102,8 +101,8 @@ class HuggingFaceReader(Reader):
                     f"the column '{column}' of {self.root} has values such as {next(iter(values))!r}, which are not"
                     ' classes; choose another with --target-key'
                 )
-            values = sorted(values, key=lambda value: natural_order(str(value)))
-            names, label_of = [str(value) for value in values], {value: label for label, value in enumerate(values)}
+            ordered = sorted(values, key=lambda value: natural_order(str(value)))
+            names, label_of = [str(value) for value in ordered], {value: label for label, value in enumerate(ordered)}
         labels = []
         for row, target in enumerate(targets):
             found = [label_of.get(value) for value in _as_list(target)]

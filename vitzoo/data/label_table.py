@@ -29,7 +29,7 @@ class LabelTableReader(ArchiveReader):
 
     is_multi_label = True
 
-    def __init__(self, archive: Archive, prefix: str = ''):
+    def __init__(self, archive: Archive, prefix: str = '') -> None:
         table = read_label_table(archive, prefix)
         class_names = sorted({label for labels in table.values() for label in labels}, key=natural_order)
         if not class_names:

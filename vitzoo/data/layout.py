@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from timm.data.readers.reader import Reader
 from timm.utils import natural_key
 
 from vitzoo.data.options import NO_OPTIONS, UNDIVIDED, DataOptions
+from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError, did_you_mean
 
 SUFFIXES = {'.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff', '.ppm', '.pgm'}
@@ -32,7 +32,7 @@ class Split:
         is_whole: The dataset is not divided into splits, and this is all of it.
     """
 
-    open: Callable[[], Reader]
+    open: Callable[[], LabelledReader]
     is_whole: bool = False
 
 
@@ -86,8 +86,8 @@ def choose_split(
         return ''
     visible = [name for name in names if not is_hidden(name)]
     found = match_split(visible, split, options)
-    if found is None and options.split_name(split) is not None:
-        name = options.split_name(split)
+    name = options.split_name(split)
+    if found is None and name is not None:
         hint = did_you_mean(name, visible) or f', only {", ".join(sorted(visible, key=natural_order)[:5]) or "nothing"}'
         raise UserError(f"the data has no folder or archive '{name}'{hint}; correct --{split}-split")
     matches = {other: match_split(visible, other, options) for other in SPLIT_NAMES}
@@ -140,7 +140,7 @@ def common_folder(names: Iterable[str], options: DataOptions = NO_OPTIONS) -> st
 
 def group_by_class(names: Iterable[str]) -> dict[str, list[str]]:
     """The images of each class, which is their top folder; classes and images in natural order."""
-    classes = {}
+    classes: dict[str, list[str]] = {}
     for name in names:
         folder, slash, _ = name.partition('/')
         if slash and is_image(name):

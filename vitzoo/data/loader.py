@@ -7,7 +7,9 @@ whether a run was resumed.
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 import cv2
 import numpy as np
@@ -55,7 +57,7 @@ class TrainBatches(Sampler):
         seed: int = 0,
         aug_repeats: int = 1,
         labels: list[int] | None = None,
-    ):
+    ) -> None:
         self.num_images, self.batch_size, self.aug_repeats, self.seed = num_images, batch_size, aug_repeats, seed
         self.accum, self.rank, self.world = accum, rank, world
         self.classes = None if labels is None else _group_by_label(labels)
@@ -73,7 +75,11 @@ class TrainBatches(Sampler):
     def order(self) -> list[int]:
         """Image indices of the epoch in training order; with `aug_repeats`, a subset, each repeated that often."""
         generator = torch.Generator().manual_seed(hash_seed(self.seed, ORDER_STREAM, self.epoch))
-        order = self._draw_equally(generator) if self.classes else torch.randperm(self.num_images, generator=generator)
+        order = (
+            self._draw_equally(self.classes, generator)
+            if self.classes
+            else torch.randperm(self.num_images, generator=generator)
+        )
         return order.repeat_interleave(self.aug_repeats)[: self.num_images].tolist()
 
     def __len__(self) -> int:
@@ -87,13 +93,13 @@ class TrainBatches(Sampler):
                 positions = range(start + micro * self.world + self.rank, start + self.batch_size, stride)
                 yield [(order[i], (self.seed, DATA_STREAM, self.epoch, i)) for i in positions]
 
-    def _draw_equally(self, generator: torch.Generator) -> torch.Tensor:
+    def _draw_equally(self, classes: list[torch.Tensor], generator: torch.Generator) -> torch.Tensor:
         """Draw an epoch in which image counts differ by at most one between classes, and between images of a class."""
-        share, remainder = divmod(self.num_images, len(self.classes))
+        share, remainder = divmod(self.num_images, len(classes))
         # random classes get one image more if the epoch does not divide evenly
-        ranks = torch.randperm(len(self.classes), generator=generator).tolist()
+        ranks = torch.randperm(len(classes), generator=generator).tolist()
         draws = []
-        for images, rank in zip(self.classes, ranks):
+        for images, rank in zip(classes, ranks):
             count = share + 1 if rank < remainder else share
             rounds = math.ceil(count / len(images))
             repeated = [_shuffle(images, generator) for _ in range(rounds)]
@@ -104,7 +110,7 @@ class TrainBatches(Sampler):
 class EvalBatches(Sampler):
     """Batch sampler that assigns batches to processes in turn; batches are the same for any number of processes."""
 
-    def __init__(self, num_images: int, batch_size: int, *, rank: int = 0, world: int = 1):
+    def __init__(self, num_images: int, batch_size: int, *, rank: int = 0, world: int = 1) -> None:
         self.num_images, self.batch_size = num_images, batch_size
         self.starts = range(rank * batch_size, num_images, world * batch_size)
 
@@ -116,24 +122,50 @@ class EvalBatches(Sampler):
             yield list(range(start, min(start + self.batch_size, self.num_images)))
 
 
-def train_loader(dataset: Dataset, batches: TrainBatches, workers: int = 0) -> DataLoader:
+def train_loader(dataset: Dataset, batches: Sampler, workers: int = 0) -> DataLoader:
     """Loader of the micro-batches of one process; each image is augmented with its own seed."""
     return _loader(SeededImages(dataset), batches, workers)
 
 
 def eval_loader(dataset: Dataset, batch_size: int, workers: int = 0, *, rank: int = 0, world: int = 1) -> DataLoader:
     """Loader of one process's share of a dataset; the shares are disjoint and complete."""
-    return _loader(dataset, EvalBatches(len(dataset), batch_size, rank=rank, world=world), workers)
+    # torch's Dataset does not declare __len__
+    num_images = len(dataset)  # type: ignore[arg-type]
+    return _loader(dataset, EvalBatches(num_images, batch_size, rank=rank, world=world), workers)
+
+
+def eval_loaders(
+    datasets: Sequence[Any], batch_size: int, workers: int = 0, *, rank: int = 0, world: int = 1
+) -> list['LoaderTurn']:
+    """The `eval_loader` of each dataset, with worker processes in common: iterate each once, in order."""
+    samplers = [EvalBatches(len(dataset), batch_size, rank=rank, world=world) for dataset in datasets]
+    keys = ([(number, index) for index in batch] for number, batches in enumerate(samplers) for batch in batches)
+    loaded = iter(_loader(_SeveralDatasets(datasets), keys, workers)) if datasets else iter(())
+    return [LoaderTurn(dataset, sampler, loaded) for dataset, sampler in zip(datasets, samplers, strict=True)]
+
+
+class LoaderTurn:
+    """The batches of one dataset, taken from a loader of several."""
+
+    def __init__(self, dataset: Dataset, batch_sampler: EvalBatches, loaded: Iterator) -> None:
+        self.dataset, self.batch_sampler, self.loaded = dataset, batch_sampler, loaded
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator:
+        return islice(self.loaded, len(self))
 
 
 class SeededImages(Dataset):
     """A dataset indexed by (index, seed numbers), which seeds the generators before reading an image."""
 
-    def __init__(self, dataset: Dataset):
+    def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        # torch's Dataset does not declare __len__
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, key: tuple[int, tuple[int, ...]]) -> tuple:
         index, numbers = key
@@ -141,17 +173,28 @@ class SeededImages(Dataset):
         return self.dataset[index]
 
 
+class _SeveralDatasets(Dataset):
+    """Datasets indexed by (number of the dataset, index)."""
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self.datasets = datasets
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple:
+        number, index = key
+        return self.datasets[number][index]
+
+
 def _group_by_label(labels: list[int]) -> list[torch.Tensor]:
     """Image indices of each class that has images."""
-    labels = torch.as_tensor(labels)
-    return [(labels == label).nonzero()[:, 0] for label in labels.unique()]
+    values = torch.as_tensor(labels)
+    return [(values == value).nonzero()[:, 0] for value in values.unique()]
 
 
 def _shuffle(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return images[torch.randperm(len(images), generator=generator)]
 
 
-def _loader(dataset: Dataset, batches: Sampler, workers: int) -> DataLoader:
+def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoader:
     return DataLoader(
         dataset,
         batch_sampler=batches,

@@ -32,7 +32,7 @@ class DataOptions:
     data_subset: str | None = None
     class_map: str | dict[str, str] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         names = [name for name in (self.train_split, self.val_split) if name is not None]
         if UNDIVIDED in names and set(names) != {UNDIVIDED}:
             raise UserError(

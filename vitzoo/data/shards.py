@@ -15,11 +15,11 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 from rich.progress import track
-from timm.data.readers.reader import Reader
 
 from vitzoo.data.archives import Tar
 from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, Split, is_hidden, is_image, natural_order, split_names
 from vitzoo.data.options import NO_OPTIONS, DataOptions
+from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError
 
 # keys of a .json file that may hold the label
@@ -53,18 +53,22 @@ def find_shards(folder: str, split: str, options: DataOptions) -> Split | None:
     return Split(partial(ShardReader, root, everything, options), is_whole=True)
 
 
-class ShardReader(Reader):
+class ShardReader(LabelledReader):
     """The images of shards, labelled by the .cls (a number or a name) or .json (`label`) file of the same key.
 
     Numbers are looked up in classnames.txt (one name per line) if it exists in the folder of the shards. `input_key` in
     the options is the suffix of the images, and `target_key` that of their labels, or their key in the .json file.
     """
 
+    root: Path
     is_multi_label = False
 
-    def __init__(self, root: Path, shards: list[Path], options: DataOptions = NO_OPTIONS):
+    def __init__(self, root: Path, shards: list[Path], options: DataOptions = NO_OPTIONS) -> None:
         super().__init__()
-        self.root, self.tars, self.places, names = root, [], [], []
+        self.root = root
+        self.tars: list[Tar] = []
+        self.places: list[tuple[int, str]] = []
+        names: list[str] = []
         for number, shard in enumerate(_show_progress(shards)):
             self.tars.append(Tar(shard))
             found = _find_samples(self.tars[-1], options)
@@ -128,7 +132,8 @@ def _in_natural_order(shards: Iterable[Path]) -> list[Path]:
 
 def _find_samples(tar: Tar, options: DataOptions) -> dict[str, str]:
     """The label of each image of a shard."""
-    images, labels = {}, {}
+    images: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for name in tar.names:
         # the key ends at the first dot of the file name
         folder, slash, file = name.rpartition('/')

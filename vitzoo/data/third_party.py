@@ -2,16 +2,17 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 from timm.data import create_dataset
-from timm.data.readers.reader import Reader
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from vitzoo.data.hugging_face import find_hugging_face
 from vitzoo.data.layout import Split
 from vitzoo.data.options import UNDIVIDED, DataOptions
+from vitzoo.data.reader import LabelledReader
 from vitzoo.data.shards import find_shards
 from vitzoo.errors import UserError, format_flag
 
@@ -59,20 +60,21 @@ def _find_image_folder(data_dir: str, split: str) -> Split:
     return Split(lambda: TorchReader(dataset, root), is_whole)
 
 
-class TorchReader(Reader):
+class TorchReader(LabelledReader):
     """A torchvision dataset (PIL image, label) as a reader."""
 
     is_multi_label = False
 
-    def __init__(self, dataset: Dataset, root: str):
+    def __init__(self, dataset: Any, root: str) -> None:
         super().__init__()
         self.dataset, self.root = dataset, root
         names = getattr(dataset, 'classes', None) or sorted({label for _, label in dataset})
         # torchvision's ImageNet has a tuple of synonyms per class
         self.class_names = [', '.join(name) if isinstance(name, tuple) else str(name) for name in names]
 
+    # an attribute of the other readers; here all images may have to be decoded
     @property
-    def labels(self) -> list[int]:
+    def labels(self) -> list[int]:  # type: ignore[override]
         """The label of each image; decodes all images if the dataset does not list its targets."""
         targets = getattr(self.dataset, 'targets', None)
         return [int(label) for label in (targets if targets is not None else (label for _, label in self.dataset))]
@@ -87,14 +89,14 @@ class TorchReader(Reader):
         return f'{index:08d}'
 
 
-def _create(data_dir: str, split: str) -> Dataset:
+def _create(data_dir: str, split: str) -> Any:
     """Create timm's dataset.
 
     Raises:
         UserError: The dataset cannot be opened, or is a stream.
     """
     name, _, root = data_dir.partition(':')
-    options = dict(root=root or None)
+    options: dict[str, Any] = dict(root=root or None)
     if name.lower().startswith('torch/'):
         options = dict(root=root or os.path.join(torch.hub.get_dir(), 'datasets'), download=True)
     try:

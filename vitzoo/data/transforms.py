@@ -9,8 +9,10 @@ transform for the data config.
 import os
 import random
 import re
+from collections.abc import Sequence
 from itertools import chain
-from typing import BinaryIO
+from types import ModuleType
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -36,7 +38,7 @@ _EXAMPLES = dict(rand='rand-m9-mstd0.5-inc1', augmix='augmix-m5-w4-d2')
 # of timm's Gaussian blur, which mirrors that many pixels at each edge
 _BLUR_RADIUS = 11
 # pipelines of `albumentations: light`, `medium` and `strong`; the recipe's crop and flip come first
-PIPELINES = {
+PIPELINES: dict[str, list[dict]] = {
     'light': [
         {'RandomBrightnessContrast': {'brightness_limit': 0.2, 'contrast_limit': 0.2, 'p': 0.5}},
         {'HueSaturationValue': {'hue_shift_limit': 5, 'sat_shift_limit': 20, 'val_shift_limit': 10, 'p': 0.3}},
@@ -59,7 +61,7 @@ PIPELINES = {
 
 
 def resolve_data_config(
-    model: nn.Module, img_size: int | list[int] | None = None, crop_pct: float | None = None
+    model: nn.Module, img_size: int | Sequence[int] | None = None, crop_pct: float | None = None
 ) -> dict:
     """The model's data config (input size, mean, std, interpolation, crop), with another image size or crop."""
     size = (img_size, img_size) if isinstance(img_size, int) else img_size
@@ -79,7 +81,7 @@ def split_eval_transform(data_config: dict) -> tuple[Compose, Compose]:
     return Compose(steps[:first]), Compose(_to_channels(data_config) + steps[first:])
 
 
-def train_transform(recipe, data_config: dict) -> 'TrainTransform':
+def train_transform(recipe: Any, data_config: dict) -> 'TrainTransform':
     """The training transform of a recipe for a data config.
 
     Raises:
@@ -99,6 +101,8 @@ def train_transform(recipe, data_config: dict) -> 'TrainTransform':
             size, is_training=True, no_aug=True, interpolation=recipe.train_interpolation, use_prefetcher=True
         ).transforms
         return TrainTransform(Compose([resize, crop]), Compose(_to_channels(data_config)))
+    # timm's annotation lacks None
+    color_jitter: Any = recipe.color_jitter or None
     crop_and_flip, augment, to_tensor = create_transform(
         size,
         is_training=True,
@@ -108,7 +112,7 @@ def train_transform(recipe, data_config: dict) -> 'TrainTransform':
         ratio=recipe.ratio,
         hflip=recipe.hflip,
         vflip=recipe.vflip,
-        color_jitter=recipe.color_jitter or None,
+        color_jitter=color_jitter,
         color_jitter_prob=recipe.color_jitter_prob,
         grayscale_prob=recipe.grayscale_prob,
         gaussian_blur_prob=recipe.gaussian_blur_prob,
@@ -160,7 +164,7 @@ class TrainTransform:
         steps: The remaining transforms, on uint8 tensors.
     """
 
-    def __init__(self, crop: RandomResizedCropAndInterpolation | Compose, steps: Compose):
+    def __init__(self, crop: RandomResizedCropAndInterpolation | Compose, steps: Compose) -> None:
         self.crop, self.steps = crop, steps
 
     def read(self, file: BinaryIO | Image.Image) -> Tensor:
@@ -187,7 +191,10 @@ class TrainTransform:
 class Normalize(nn.Module):
     """Normalize uint8 images (..., C, H, W) with the mean and std of a data config; floats pass unchanged."""
 
-    def __init__(self, data_config: dict):
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, data_config: dict) -> None:
         super().__init__()
         for name in ('mean', 'std'):
             self.register_buffer(name, 255 * torch.tensor(data_config[name])[:, None, None])
@@ -210,7 +217,7 @@ class Albumentations:
         UserError: A transform or one of its arguments does not exist, or the pipeline changes the image size.
     """
 
-    def __init__(self, pipeline: str | list[dict]):
+    def __init__(self, pipeline: str | list[dict]) -> None:
         self.pipeline = expand_pipeline(pipeline)
         self.compose = _build_pipeline(self.pipeline)
         image = Image.new('RGB', (48, 40))
@@ -232,7 +239,7 @@ def expand_pipeline(pipeline: str | list[dict]) -> list[dict]:
     return PIPELINES[pipeline]
 
 
-def _build_pipeline(pipeline: list[dict]):
+def _build_pipeline(pipeline: list[dict]) -> Any:
     # importing albumentations would check for a newer version over the network
     os.environ.setdefault('NO_ALBUMENTATIONS_UPDATE', '1')
     import albumentations
@@ -243,7 +250,7 @@ def _build_pipeline(pipeline: list[dict]):
     return albumentations.Compose([_build_transform(step, albumentations) for step in pipeline])
 
 
-def _build_transform(step: dict, albumentations):
+def _build_transform(step: dict, albumentations: ModuleType) -> Any:
     if not isinstance(step, dict) or len(step) != 1:
         raise UserError(
             f'an albumentations step is one name with its arguments, such as {{Rotate: {{limit: 10}}}}, not {step}'
@@ -264,7 +271,7 @@ def _build_transform(step: dict, albumentations):
         raise UserError(f'albumentations {name}: {error}') from error
 
 
-def _is_range(value) -> bool:
+def _is_range(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(item, int | float) for item in value)
 
 
@@ -276,7 +283,7 @@ def _allow_posterize_to_0_bits(augment: Compose) -> None:
                 op.aug_fn = _posterize
 
 
-def _posterize(image: Image.Image, bits_to_keep: int, **options) -> Image.Image:
+def _posterize(image: Image.Image, bits_to_keep: int, **options: Any) -> Image.Image:
     return posterize(image, bits_to_keep, **options) if bits_to_keep else image.point(lambda value: 0)
 
 

@@ -27,13 +27,13 @@ class ImageFiles(Dataset):
         transform: Applied to each PIL image (RGB, 8 bits).
     """
 
-    def __init__(self, files: dict[str, Callable[[], bytes]], transform: Callable[[Image.Image], Tensor]):
+    def __init__(self, files: dict[str, Callable[[], bytes]], transform: Callable[[Image.Image], Tensor]) -> None:
         self.files, self.transform = list(files.items()), transform
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, str, str]:
+    def __getitem__(self, index: int) -> tuple:
         name, read = self.files[index]
         try:
             image, reason = read_rgb(BytesIO(read())), ''
@@ -48,7 +48,7 @@ class ImageFiles(Dataset):
 class UnlabelledImages(ImageFiles):
     """Images with the dummy label 0; raises UserError for an image that cannot be read."""
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple:
         image, name, reason = super().__getitem__(index)
         if reason:
             raise UserError(f'cannot read the image {name} ({reason}); replace or remove it')
@@ -72,7 +72,7 @@ def find_files(patterns: list[str]) -> dict[str, Callable[[], bytes]]:
     Raises:
         UserError: A pattern matches nothing, an archive cannot be read, or there are no images.
     """
-    files = {}
+    files: dict[str, Callable[[], bytes]] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.exists():

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from vitzoo.data.archives import list_files
 from vitzoo.data.dataset import Images
+from vitzoo.data.held_out import hold_out
 from vitzoo.data.layout import LABEL_TABLE, SPLIT_NAMES, SUFFIXES, is_hidden, is_image, match_split, natural_order
 from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.doctor.facts import Facts, find_near_duplicates
+from vitzoo.errors import UserError
 
 FINDING_SEVERITIES = ('error', 'warning', 'note')
 # image formats of cameras and design tools that training does not support
@@ -58,12 +60,14 @@ class ExaminedSplit:
         name: 'train' or 'val'.
         images: The images, without a transform.
         names: All files, images or not, and hidden or empty folders, which end in '/'.
+        prefix: What precedes the names in findings: 'train/' or 'val/', or nothing if the data is not divided.
         facts: The facts about each image.
     """
 
     name: str
     images: Images
     names: list[str]
+    prefix: str
     facts: list[Facts] = field(default_factory=list)
 
     def class_counts(self) -> dict[str, int]:
@@ -76,7 +80,8 @@ class ExaminedSplit:
     def samples(self) -> list['Sample']:
         """The images of the split, each with its label and facts."""
         targets, count = self.images.targets, len(self.facts)
-        return [Sample(self.name, self.images.filename(i), targets[i], self.facts[i]) for i in range(count)]
+        files = [self.prefix + self.images.filename(i) for i in range(count)]
+        return [Sample(self.name, file, targets[i], self.facts[i]) for i, file in enumerate(files)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Sample:
     facts: Facts
 
     def __str__(self) -> str:
-        return f'{self.split}/{self.file}'
+        return self.file
 
     @property
     def name_with_size(self) -> str:
@@ -124,30 +129,30 @@ def check(
 
 def check_files(splits: list[ExaminedSplit]) -> Iterator[Finding]:
     """Find files that are ignored: hidden ones, unsupported formats, and files other than images."""
-    names = [(split.name, name) for split in splits for name in split.names]
-    hidden = [(split, name) for split, name in names if is_hidden(name)]
-    visible = [(split, name) for split, name in names if not is_hidden(name) and name[-1] != '/']
-    visible = [(split, name) for split, name in visible if name != LABEL_TABLE]
+    names = [(split.prefix, name) for split in splits for name in split.names]
+    hidden = [prefix + name for prefix, name in names if is_hidden(name)]
+    visible = [(prefix, name) for prefix, name in names if not is_hidden(name) and name[-1] != '/']
+    visible = [prefix + name for prefix, name in visible if name != LABEL_TABLE]
     yield Finding(
         'hidden',
         'note',
         'hidden folders and images are ignored',
         'delete them: other programs would read .ipynb_checkpoints as a class',
-        [f'{split}/{name}' for split, name in hidden if name[-1] == '/' or _suffix(name) in SUFFIXES],
+        [name for name in hidden if name[-1] == '/' or _suffix(name) in SUFFIXES],
     )
     yield Finding(
         'unread-format',
         'warning',
         'images are in an unsupported format',
         'convert them to JPEG or PNG, or remove them',
-        [f'{split}/{name}' for split, name in visible if _suffix(name) in _UNSUPPORTED_SUFFIXES],
+        [name for name in visible if _suffix(name) in _UNSUPPORTED_SUFFIXES],
     )
     yield Finding(
         'not-images',
         'note',
         'files are not images and are ignored',
         'nothing to do; if they are images, rename them with the suffix of their format',
-        [f'{split}/{name}' for split, name in visible if _suffix(name) not in SUFFIXES | _UNSUPPORTED_SUFFIXES],
+        [name for name in visible if _suffix(name) not in SUFFIXES | _UNSUPPORTED_SUFFIXES],
     )
 
 
@@ -160,7 +165,7 @@ def check_unused_images(
     for split in splits:
         used = {split.images.filename(index) for index in range(len(split.images))}
         used.update(name for name in split.names if name.partition('/')[0] in split.images.left_out)
-        unused += [f'{split.name}/{name}' for name in split.names if is_image(name) and name not in used]
+        unused += [f'{split.prefix}{name}' for name in split.names if is_image(name) and name not in used]
     paths = [] if root is None else sorted(root.iterdir())
     others = [path for path in paths if not _is_split_or_hidden(path.name, options)]
     # if the folder itself is a split, the loop above has its content
@@ -207,7 +212,7 @@ def check_class_folders(splits: list[ExaminedSplit]) -> Iterator[Finding]:
         'warning',
         'class folders contain no images, so they are not classes',
         'add images, or remove them',
-        [] if is_listed else [f'{split.name}/{name}/' for split in splits for name in _empty_classes(split)],
+        [] if is_listed else [f'{split.prefix}{name}/' for split in splits for name in _empty_classes(split)],
     )
     yield Finding(
         'case-only',
@@ -261,7 +266,7 @@ def check_splits(train: ExaminedSplit, val: ExaminedSplit | None) -> Iterator[Fi
         )
         yield Finding(
             'single-image',
-            'warning',
+            'warning' if _can_be_divided(train) else 'error',
             f'{noun} have only one image, so none can be held out for validation',
             'add images',
             [name for name in counts if counts[name] == 1],
@@ -300,7 +305,8 @@ def check_decoding(samples: list[Sample]) -> Iterator[Finding]:
 
 def check_sizes(samples: list[Sample], img_size: int) -> Iterator[Finding]:
     """Find images that are too small or too elongated."""
-    sides = [(sample, *sorted((sample.facts.width, sample.facts.height))) for sample in samples]
+    facts = [(sample, sample.facts.width, sample.facts.height) for sample in samples]
+    sides = [(sample, min(width, height), max(width, height)) for sample, width, height in facts]
     yield Finding(
         'small',
         'warning',
@@ -319,7 +325,7 @@ def check_sizes(samples: list[Sample], img_size: int) -> Iterator[Finding]:
 
 def check_duplicates(samples: list[Sample]) -> Iterator[Finding]:
     """Find images with identical pixels, and near duplicates."""
-    by_digest = {}
+    by_digest: dict[bytes, list[Sample]] = {}
     for sample in samples:
         by_digest.setdefault(sample.facts.digest, []).append(sample)
     copies = [group for group in by_digest.values() if len(group) > 1]
@@ -351,14 +357,14 @@ def check_duplicates(samples: list[Sample]) -> Iterator[Finding]:
     yield Finding(
         'alike-across',
         'warning',
-        'validation images are near duplicates of training images: saved again, resized, or frames of one scene',
+        'validation images are near duplicates of training images: saved again, resized, mirrored, or of one scene',
         'compare them, and keep images of the same origin in one split',
         _join([pair for pair in similar if _num_splits(pair) > 1]),
     )
     yield Finding(
         'alike-within',
         'note',
-        'images are near duplicates of others in their split: saved again, resized, or frames of one scene',
+        'images are near duplicates of others in their split: saved again, resized, mirrored, or of one scene',
         'compare them; if images are held out for validation, keep one of each, or move some into val/ yourself',
         _join([pair for pair in similar if _num_splits(pair) == 1]),
     )
@@ -385,16 +391,19 @@ def _differ_in_case(split: ExaminedSplit) -> list[str]:
     """Names in the same folder that differ only in case."""
     paths = {name for name in split.names if not is_hidden(name)}
     paths |= {name.split('/')[0] for name in paths if '/' in name}
-    groups = {}
+    groups: dict[tuple[str, str], set[str]] = {}
     for path in paths:
         folder, slash, name = path.rstrip('/').rpartition('/')
-        groups.setdefault((folder, name.casefold()), set()).add(f'{split.name}/{folder}{slash}{name}')
+        groups.setdefault((folder, name.casefold()), set()).add(f'{split.prefix}{folder}{slash}{name}')
     return [' = '.join(sorted(group)) for group in groups.values() if len(group) > 1]
 
 
 def _look_like_splits(split: ExaminedSplit) -> list[str]:
     """The class folders, if all their images are in subfolders and at least two subfolder names are repeated."""
-    subfolders = {}
+    if not split.names:
+        # not a dataset of files
+        return []
+    subfolders: dict[str, set[str]] = {}
     for index in range(len(split.images)):
         top, *folders = split.images.filename(index).split('/')[:-1]
         subfolders.setdefault(top, set()).add(folders[0] if folders else '')
@@ -402,7 +411,15 @@ def _look_like_splits(split: ExaminedSplit) -> list[str]:
         return []
     counts = Counter(folder for folders in subfolders.values() for folder in folders)
     repeated = [folder for folder, count in counts.items() if count > 1]
-    return [f'{split.name}/{top}/' for top in subfolders] if len(repeated) > 1 else []
+    return [f'{split.prefix}{top}/' for top in subfolders] if len(repeated) > 1 else []
+
+
+def _can_be_divided(split: ExaminedSplit) -> bool:
+    try:
+        hold_out(split.images.reader, 'val', fraction=0.2, seed=0)
+    except UserError:
+        return False
+    return True
 
 
 def _num_splits(samples: list[Sample]) -> int:

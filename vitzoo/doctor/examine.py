@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -15,8 +16,8 @@ from vitzoo.data.dataset import SAMPLE, Images, Splits
 from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
 from vitzoo.doctor.checks import FINDING_SEVERITIES, ExaminedSplit, Finding, check
 from vitzoo.doctor.facts import Facts, inspect_image
-from vitzoo.errors import UserError
-from vitzoo.options import add_data_options, check_output
+from vitzoo.errors import CommandParser, UserError
+from vitzoo.options import add_data_options, check_output, natural, positive
 
 _COLORS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan'}
 _MAX_NAMES = 4
@@ -58,15 +59,15 @@ def examine(argv: list[str] | None = None) -> list[Finding]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         'vitzoo doctor', description='Examine all images of a dataset, and report problems and how to fix them.'
     )
     add = parser.add_argument
     add('data_dir', metavar='DATA_DIR', help='dataset, as --data-dir of train: a folder, .tar or .zip, wds/FOLDER, …')
     add('--multi-label', action='store_true', help='read labels.csv (columns file, labels) instead of class folders')
     add_data_options(parser)
-    add('--img-size', type=int, default=224, metavar='N', help='image size for training (default: 224)')
-    add('--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N', help='worker processes')
+    add('--img-size', type=positive, default=224, metavar='N', help='image size for training (default: 224)')
+    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='worker processes')
     add('--json', metavar='FILE', help='write all findings with all file names, .json')
     return parser.parse_args(argv)
 
@@ -83,14 +84,16 @@ def open_splits(data_dir: str, multi_label: bool = False, options: DataOptions =
         files = reader.reader if isinstance(reader, ClassMapReader) else reader
         prefix, names = getattr(files, 'prefix', ''), files.archive.names if hasattr(files, 'archive') else []
         names = [name.removeprefix(prefix) for name in names if name.startswith(prefix) and name != prefix]
-        splits.append(ExaminedSplit(split, Images(reader), names))
+        images = Images(reader)
+        is_whole = Path(images.root).is_dir() and Path(images.root) == Path(data_dir).expanduser()
+        splits.append(ExaminedSplit(split, images, names, '' if is_whole else f'{split}/'))
     return splits
 
 
 def inspect_images(splits: list[ExaminedSplit], workers: int) -> None:
     """Decode all images and add the facts about them to their splits."""
     console = Console(stderr=True)
-    columns = ['{task.description}', BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    columns: list[Any] = ['{task.description}', BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         for split in splits:
             task = bar.add_task(f'reading {split.name}', total=len(split.images))
@@ -102,7 +105,7 @@ def inspect_images(splits: list[ExaminedSplit], workers: int) -> None:
 class _FactsDataset(Dataset):
     """The facts about each image of a dataset."""
 
-    def __init__(self, images: Images):
+    def __init__(self, images: Images) -> None:
         self.images = images
 
     def __len__(self) -> int:

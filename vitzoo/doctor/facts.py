@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -29,6 +29,7 @@ class Facts:
         traits: 'deep' (more than 8 bits per channel), 'cmyk', 'transparent', 'palette', 'rotated', 'animated'.
         digest: SHA-256 of size and decoded pixels, independent of the file format.
         difference_hash: 64 bits, whether each of 8 x 8 cells is brighter than its left neighbor.
+        mirrored_hash: The same of the mirror image.
         thumbnail: 16 x 16 grey levels.
     """
 
@@ -38,6 +39,7 @@ class Facts:
     traits: frozenset[str] = frozenset()
     digest: bytes = b''
     difference_hash: int = 0
+    mirrored_hash: int = 0
     thumbnail: bytes = b''
 
 
@@ -60,39 +62,52 @@ def inspect_image(file: BinaryIO | Image.Image) -> Facts:
         height=pixels.height,
         traits=frozenset(traits),
         digest=hashlib.sha256(f'{pixels.size}'.encode() + pixels.tobytes()).digest(),
-        difference_hash=int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), 'big'),
+        difference_hash=_hash_differences(small),
+        mirrored_hash=_hash_differences(small[:, ::-1]),
         thumbnail=grey.resize((16, 16), Image.Resampling.BOX).tobytes(),
     )
 
 
 def find_near_duplicates(facts: list[Facts]) -> list[tuple[int, int]]:
-    """Find pairs of images that are the same photograph, saved again, resized or slightly cropped.
+    """Find pairs of images that are the same photograph, saved again, resized, slightly cropped or mirrored.
 
     Their difference hashes must agree in 61 of 64 bits, and their thumbnails closely. With at most 3 differing bits,
     one of the four groups of 16 bits is equal, so only images that share a group are compared. Exact copies and nearly
     uniform images are excluded.
     """
-    readable = [index for index, one in enumerate(facts) if not one.error]
-    hashes = np.array([facts[index].difference_hash for index in readable], dtype=np.uint64)
-    thumbnails = np.array([np.frombuffer(facts[index].thumbnail, np.uint8) for index in readable], dtype=np.uint8)
+    readable = [one for one in enumerate(facts) if not one[1].error]
+    count = len(readable)
+    # each image and after them the mirror image of each
+    hashes = [one.difference_hash for _, one in readable] + [one.mirrored_hash for _, one in readable]
+    hashes = np.array(hashes, dtype=np.uint64)
+    thumbnails = np.array([np.frombuffer(one.thumbnail, np.uint8) for _, one in readable], dtype=np.uint8)
+    thumbnails = thumbnails.reshape(count, 16, 16)
+    thumbnails = np.concatenate([thumbnails, thumbnails[:, :, ::-1]])
     pairs = set()
     for shift in range(0, 64, 16):
         key = hashes >> np.uint64(shift) & np.uint64(0xFFFF)
         order = np.argsort(key, kind='stable')
         for group in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
             pairs.update(_compare(group, hashes, thumbnails))
-    found = [(readable[i], readable[j]) for i, j in sorted(pairs)]
+    found = [(readable[i][0], readable[j][0]) for i, j in sorted(pairs)]
     return [(i, j) for i, j in found if facts[i].digest != facts[j].digest]
 
 
+def _hash_differences(small: np.ndarray) -> int:
+    return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), 'big')
+
+
 def _compare(group: np.ndarray, hashes: np.ndarray, thumbnails: np.ndarray) -> list[tuple[int, int]]:
-    """The near duplicates among the images of a group."""
-    pairs = []
-    for place, i in enumerate(group[:-1]):
+    """The near duplicates in a group of images and, in the second half of the arrays, mirror images."""
+    pairs, count = [], len(hashes) // 2
+    # mirror images resemble each other if the images do
+    for place, i in enumerate(group[group < count]):
         others = group[place + 1 :]
+        others = others[others % count != i]
         bits = np.unpackbits((hashes[others] ^ hashes[i]).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
         others = others[bits <= _MAX_BITS]
-        pairs += [(min(i, j), max(i, j)) for j in others if _are_similar(thumbnails[i], thumbnails[j])]
+        similar = [j % count for j in others if _are_similar(thumbnails[i], thumbnails[j])]
+        pairs += [(min(i, j), max(i, j)) for j in similar]
     return pairs
 
 
@@ -100,17 +115,19 @@ def _are_similar(thumbnail: np.ndarray, other: np.ndarray) -> bool:
     a, b = thumbnail.astype(np.float64), other.astype(np.float64)
     if min(a.std(), b.std()) < _MIN_CONTRAST or np.abs(a - b).mean() > _MAX_DIFFERENCE:
         return False
-    return np.corrcoef(a, b)[0, 1] >= _MIN_CORRELATION
+    return np.corrcoef(a.ravel(), b.ravel())[0, 1] >= _MIN_CORRELATION
 
 
 def _find_traits(image: Image.Image) -> list[str]:
     is_deep = image.mode[0] in 'IF' or any(';16' in str(tile[3]) for tile in getattr(image, 'tile', ()))
+    # one channel has one pair, which Pillow's annotation does not say
+    alpha: Any = image.convert('RGBA').getchannel('A').getextrema() if image.has_transparency_data else (255, 255)
     traits = dict(
         deep=is_deep,
         cmyk=image.mode == 'CMYK',
         palette=image.mode in ('P', 'PA'),
         animated=getattr(image, 'is_animated', False),
         rotated=image.getexif().get(_ORIENTATION) in range(2, 9),
-        transparent=image.has_transparency_data and image.convert('RGBA').getchannel('A').getextrema()[0] < 255,
+        transparent=alpha[0] < 255,
     )
     return [name for name, has in traits.items() if has]

@@ -307,7 +307,8 @@ class _Sizes:
     def of(cls, q: torch.Tensor, kernel: torch.Tensor, H: int, W: int) -> '_Sizes':
         # float16 lacks the range for the operands; tf32x3 splits their float32 in three for tensor cores
         operand_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-        return cls(*q.shape, H, W, kernel.shape[-1], dot_precision(q, half='tf32x3'), operand_dtype)
+        B, heads, N, D = q.shape
+        return cls(B, heads, N, D, H, W, kernel.shape[-1], dot_precision(q, half='tf32x3'), operand_dtype)
 
     @property
     def P(self) -> int:

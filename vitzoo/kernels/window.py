@@ -387,7 +387,7 @@ def backward_op(
         grid = tiles * triton.cdiv(queries, blocks['BLOCK_N']), heads, B
         _dkv_kernel[grid](q, k, v, bias, lse, do, dk, dv, delta, *strides, *grid_size, scale, **sizes, **blocks)
         dbias = q.new_empty(0)
-        if needs_dbias:
+        if needs_dbias and bias is not None:
             dbias = _bias_gradient(q, k, v, bias, lse, do, delta, grid_size, window_size, halo, scale)
         dk_shared, dv_shared, dbias_shared = _shared_gradients(
             q, k_shared, v_shared, bias_shared, lse, do, delta, scale
@@ -435,7 +435,9 @@ def _shared_gradients(
 def _arrange(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor,
     bias: torch.Tensor | None, bias_shared: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
+]:  # fmt: skip
     """The inputs in the layout of the kernels: contiguous rows of q, k and v, equal strides of k and v, the rest
     contiguous."""
     k, v = contiguous_rows(k), contiguous_rows(v)

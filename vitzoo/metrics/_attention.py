@@ -7,7 +7,7 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from vitzoo.mixers import TokenMixer
+from vitzoo.mixers import QKVMixer
 from vitzoo.mixers._rope import Rope
 
 
@@ -40,7 +40,7 @@ def attention_weights(
     attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None, *rope: Rope
 ) -> AttentionWeights | None:
     """Attention weights of a layer for its input x (B, N, C); None if its output is not a weighted mean of tokens."""
-    if isinstance(attn, TokenMixer) and attn.token_weights:
+    if isinstance(attn, QKVMixer) and attn.token_weights and grid_size is not None:
         q, k, v = attn.to_qkv(x, grid_size, *rope)
         return AttentionWeights(lambda values: attn.mix(q, k, values, grid_size), v)
     if isinstance(attn, Attention):

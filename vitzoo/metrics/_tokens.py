@@ -1,7 +1,7 @@
 """The blocks of a model and the tokens that enter and leave them, for the models of vitzoo and timm."""
 
 from math import ceil, floor, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -36,9 +36,11 @@ class TokenBlocks:
     has neither.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.modules = {name: block for name, block in model.named_modules() if isinstance(block, Block)}
+        self.modules: dict[str, nn.Module] = {
+            name: block for name, block in model.named_modules() if isinstance(block, Block)
+        }
         self.features = {} if self.modules else _timm_features(model)
         self.modules = self.modules or {name: model.get_submodule(name) for name in self.features}
         self.names = list(self.modules)
@@ -69,7 +71,8 @@ class TokenBlocks:
             )
         if x.ndim == 4:
             x = self._channels_last(x, num_chs or self.features[name]['num_chs'])
-            return Tokens(x.flatten(1, 2), 0, tuple(x.shape[1:3]))
+            H, W = x.shape[1:3]
+            return Tokens(x.flatten(1, 2), 0, (H, W))
         num_prefix_tokens = getattr(self.model, 'num_prefix_tokens', 0)
         grid_sizes = self._grid_sizes(self.features[name]['reduction'], image_size)
         # CaiT and XCiT append the class token after these blocks
@@ -86,10 +89,11 @@ class TokenBlocks:
 
     def _grid_sizes(self, reduction: int, image_size: tuple[int, int]) -> list[tuple[int, int]]:
         """Possible grids of a feature map: that of the patch embedding, or else rounded up and rounded down."""
-        patch_embed = getattr(self.model, 'patch_embed', None)
+        patch_embed: Any = getattr(self.model, 'patch_embed', None)
         if hasattr(patch_embed, 'dynamic_feat_size') and patch_embed.feat_ratio() == reduction:
             return [tuple(patch_embed.dynamic_feat_size(image_size))]
-        return [tuple(rounded(size / reduction) for size in image_size) for rounded in (ceil, floor)]
+        H, W = image_size
+        return [(rounded(H / reduction), rounded(W / reduction)) for rounded in (ceil, floor)]
 
     def _channels_last(self, x: Tensor, num_chs: int) -> Tensor:
         # some models (VOLO) are NHWC inside without declaring it in output_fmt: trust the number of channels

@@ -4,9 +4,10 @@ An image with several labels is correct if the top-scoring class is one of them 
 loss is then binary cross-entropy, and the mean average precision is computed as well.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from math import nan
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,37 @@ from torch.utils.data import IterableDataset
 from vitzoo.errors import UserError
 from vitzoo.metrics.finite import check_logits
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Loader(Protocol):
+    """Batches (images, target) of a dataset: a `DataLoader`, or any with what is read of one."""
+
+    dataset: Any
+    batch_sampler: Any
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+class Probe(Protocol):
+    """Measures of the images in a forward pass, such as an `OversmoothingProbe` or a `HealthProbe`."""
+
+    key: str
+
+    def per_image(self) -> Tensor:
+        """The values since the last call, (images, columns)."""
+
 
 def evaluate(
     model: nn.Module,
-    loader: Iterable,
-    accelerator=None,
+    loader: Loader,
+    accelerator: 'Accelerator | None' = None,
     num_samples: int | None = None,
     progress: Callable[[int], None] | None = None,
-    probe=None,
+    probe: Probe | None = None,
 ) -> dict:
     """Evaluate a classifier on every image of a loader's dataset exactly once.
 
@@ -39,12 +63,12 @@ def evaluate(
 
 def score_images(
     model: nn.Module,
-    loader: Iterable,
+    loader: Loader,
     score: Callable[[Tensor, Tensor], dict[str, Tensor]],
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     num_samples: int | None = None,
     progress: Callable[[int], None] | None = None,
-    probe=None,
+    probe: Probe | None = None,
     name: str | None = None,
 ) -> dict[str, Tensor]:
     """Score every image of a loader's dataset exactly once, over all batches and processes.
@@ -142,7 +166,13 @@ def _mean_average_precision(logits: Tensor, target: Tensor) -> float:
 
 @torch.no_grad()
 def _score_share(
-    model: nn.Module, loader: Iterable, score: Callable, accelerator, progress, probe, name: str | None
+    model: nn.Module,
+    loader: Loader,
+    score: Callable,
+    accelerator: 'Accelerator | None',
+    progress: Callable[[int], None] | None,
+    probe: Probe | None,
+    name: str | None,
 ) -> tuple[dict[str, Tensor], UserError | None]:
     """Score the images of this process, up to the first UserError; without images, there are no columns."""
     device = next(model.parameters(), torch.empty(0)).device
@@ -167,7 +197,7 @@ def _score_share(
     return _join(batches), user_error
 
 
-def _dataset_indices(loader: Iterable, num_rows: int, accelerator) -> Tensor:
+def _dataset_indices(loader: Loader, num_rows: int, accelerator: 'Accelerator | None') -> Tensor:
     """Dataset index of each row of this process."""
     if isinstance(loader.dataset, IterableDataset):
         # a stream has no indices: number its images so that they are unique over processes
@@ -179,7 +209,7 @@ def _dataset_indices(loader: Iterable, num_rows: int, accelerator) -> Tensor:
 
 
 def _join_processes(
-    accelerator, columns: dict[str, Tensor], error: UserError | None, indices: Tensor
+    accelerator: 'Accelerator | None', columns: dict[str, Tensor], error: UserError | None, indices: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Gather the rows of all processes and their dataset indices, on the CPU."""
     columns = {name: column.cpu() for name, column in columns.items()}

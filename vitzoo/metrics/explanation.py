@@ -11,7 +11,7 @@ gradcam    relu(sum_c a_c x_c), where x are the features that the head pools and
            tokens that enter the last mixer. Selvaraju et al., https://arxiv.org/abs/1610.02391
 """
 
-from functools import partial
+from functools import partial, reduce
 from math import prod
 
 import torch
@@ -80,7 +80,7 @@ def gradient(model: nn.Module, images: Tensor, target: Tensor | None = None) -> 
         x = tokens.patches - tokens.patches.mean(dim=1, keepdim=True)
         maps.append(tokens.to_map((x * gradients.patches).sum(dim=-1).abs()).unsqueeze(1))
     size = max((found.shape[2:] for found in maps), key=prod)
-    return sum(F.interpolate(found, size=size, mode='bilinear') for found in maps).squeeze(1)
+    return reduce(torch.add, (F.interpolate(found, size=size, mode='bilinear') for found in maps)).squeeze(1)
 
 
 def gradcam(model: nn.Module, images: Tensor, target: Tensor | None = None) -> Tensor:
@@ -101,7 +101,8 @@ def _last_stage(model: nn.Module, images: Tensor) -> tuple[list[tuple[nn.Module,
     blocks = TokenBlocks(model)
     names = [name for name, stage in zip(blocks.names, blocks.stages) if stage == blocks.stages[-1]]
     layers = [getattr(blocks.modules[name], 'attn', blocks.modules[name]) for name in names]
-    calls, last = [], {}
+    calls: list[tuple[nn.Module, tuple]] = []
+    last: dict[str, tuple] = {}
     hooks = [layer.register_forward_pre_hook(lambda layer, args: calls.append((layer, args))) for layer in layers]
     hooks.append(blocks.modules[names[-1]].register_forward_hook(lambda block, *call: last.update(call=call)))
     try:
@@ -109,7 +110,8 @@ def _last_stage(model: nn.Module, images: Tensor) -> tuple[list[tuple[nn.Module,
     finally:
         for hook in hooks:
             hook.remove()
-    return calls, blocks.read(names[-1], *last['call'], images.shape[2:])
+    (args, output), (H, W) = last['call'], images.shape[2:]
+    return calls, blocks.read(names[-1], args, output, (H, W))
 
 
 @torch.enable_grad()
@@ -124,7 +126,7 @@ def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[
         # at batch size 1, torch's CPU batch norm computes wrong gradients for channels-last inputs, as in CvT
         images = images.expand(2, -1, -1, -1)
         target = None if target is None else target.expand(2)
-    seen = []
+    seen: list[tuple[str, tuple, Tensor, int | None]] = []
 
     def keep(name: str, module: nn.Module, args: tuple, output: Tensor | None = None) -> None:
         seen.append((name, args, args[0] if output is None else output, None))
@@ -148,7 +150,12 @@ def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[
     # logits do not depend on other images, so one backward pass of their sum serves the batch
     score = logits.gather(1, target[:, None]).sum()
     gradients = torch.autograd.grad(score, [x for _, _, x, _ in seen])
+    H, W = images.shape[2:]
+
+    def read(t: Tensor, name: str, args: tuple, num_chs: int | None) -> Tokens:
+        return blocks.read(name, args, t[:B].detach(), (H, W), num_chs)
+
     return [
-        tuple(blocks.read(name, args, t[:B].detach(), images.shape[2:], num_chs) for t in (x, gradient))
+        (read(x, name, args, num_chs), read(gradient, name, args, num_chs))
         for (name, args, x, num_chs), gradient in zip(seen, gradients)
     ]

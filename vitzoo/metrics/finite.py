@@ -1,6 +1,7 @@
 """Logits that are not finite are an error: `topk` would rank nan like any other value, and score it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,9 @@ def find_non_finite(model: nn.Module, images: Tensor) -> str:
     broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
     if broken:
         return f'the weights {broken[0]} are not finite'
-    found = []
+    found: list[str] = []
 
-    def check(name: str, output) -> None:
+    def check(name: str, output: Any) -> None:
         if not found and isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():
             found.append(f'the first layer with an output that is not finite is {name}')
 

@@ -5,6 +5,8 @@ exact attention of the same queries, keys and values, features at their numerica
 converged. They are measured per image, so that their means do not depend on the batch size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -43,20 +45,20 @@ class HealthProbe:
 
     key = 'health'
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         mixers = {name: module for name, module in model.named_modules() if isinstance(module, QKVMixer)}
         self.mixers = {name: mixer for name, mixer in mixers.items() if mixer.approximates_softmax}
         if not self.mixers:
             raise UserError(
                 f'no health to report: no mixer of this {type(model).__name__} approximates softmax attention'
             )
-        self._values = {}
+        self._values: dict[tuple[str, str], list[Tensor]] = {}
 
     def __enter__(self) -> 'HealthProbe':
         self._hooks = [mixer.register_forward_pre_hook(self._measurer(name)) for name, mixer in self.mixers.items()]
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
@@ -74,12 +76,12 @@ class HealthProbe:
     def report(self, means: list[float] | None = None) -> dict[str, dict[str, float]]:
         """Nest the means of the columns as {mixer: {sign: mean}}; by default the means since the last call."""
         means = self.per_image().double().mean(dim=0).tolist() if means is None else means
-        signs = {mixer: {} for mixer in self.mixers}
+        signs: dict[str, dict[str, float]] = {mixer: {} for mixer in self.mixers}
         for (mixer, sign), mean in zip(self.names, means, strict=True):
             signs[mixer][sign] = mean
         return signs
 
-    def _measurer(self, name: str):
+    def _measurer(self, name: str) -> Callable[[QKVMixer, tuple], None]:
         @torch.no_grad()
         def measure(mixer: QKVMixer, args: tuple) -> None:
             grid_size = args[1]

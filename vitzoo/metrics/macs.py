@@ -6,6 +6,7 @@ tensors and pooling count as well, because Hydra, AFT and PoolFormer mix tokens 
 """
 
 import copy
+from typing import Any
 
 import torch
 from timm.models._input import get_model_input_config
@@ -41,13 +42,18 @@ FREE_OPS = {
 FREE_OP_NAMES = frozenset(name for names in FREE_OPS.values() for name in names.split())
 
 
-def _product_macs(out: torch.Tensor, *factors) -> int:
+def _product_macs(out: torch.Tensor, *factors: Any) -> int:
     """Element-wise product; a product with a scalar is free."""
     is_mixing = all(isinstance(factor, torch.Tensor) and factor.numel() > 1 for factor in factors)
     return out.numel() if is_mixing else 0
 
 
-def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *args) -> int:
+def _added_product_macs(out: torch.Tensor, _: torch.Tensor, *factors: Any) -> int:
+    """Element-wise product that is added to a tensor."""
+    return _product_macs(out, *factors)
+
+
+def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *args: Any) -> int:
     """Pooling as a depthwise convolution with constant weights."""
     return out.numel() * kernel_size[0] * kernel_size[-1]
 
@@ -56,6 +62,7 @@ def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *a
 MIXING_OPS = {
     torch.ops.aten.mul: _product_macs,
     torch.ops.aten.mul_: _product_macs,
+    torch.ops.aten.addcmul_: _added_product_macs,
     torch.ops.aten.avg_pool2d: _pooling_macs,
 }
 
@@ -89,13 +96,13 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
         ) from error
 
 
-def count_call_macs(module: nn.Module, *args) -> int:
+def count_call_macs(module: nn.Module, *args: Any) -> int:
     """Count the multiply-accumulates of a call as `count_macs` does; tensor arguments are on the meta device."""
     module_name = type(module).__name__
     module = meta_copy(module).eval()
-    for child in module.modules():
-        if hasattr(child, 'fused_attn'):
-            child.fused_attn = False
+    fused: list[Any] = [child for child in module.modules() if hasattr(child, 'fused_attn')]
+    for child in fused:
+        child.fused_attn = False
     try:
         with torch.device('meta'):
             macs, uncounted = run_and_count(module, *args)
@@ -118,7 +125,7 @@ def input_shape(model: nn.Module, img_size: int | tuple[int, int] | None = None)
 
 
 @torch.no_grad()
-def run_and_count(model: nn.Module, *args) -> tuple[int, set[str]]:
+def run_and_count(model: nn.Module, *args: Any) -> tuple[int, set[str]]:
     """Run a model on any device, and return its MACs and the names of the operations without a formula."""
     watcher, counter = _OpWatcher(), FlopCounterMode(display=False)
     hooks = []
@@ -138,9 +145,9 @@ def run_and_count(model: nn.Module, *args) -> tuple[int, set[str]]:
 class _OpWatcher(TorchDispatchMode):
     """Counts the element-wise MACs of token mixers, and collects operations that are neither counted nor free."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.uncounted = set()
+        self.uncounted: set[str] = set()
         self.mixing_macs = 0
         self.depth = 0
 
@@ -150,7 +157,7 @@ class _OpWatcher(TorchDispatchMode):
     def leave(self, mixer: TokenMixer, args: tuple, output: torch.Tensor) -> None:
         self.depth -= 1
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         packet = func._overloadpacket
         cheap = func.is_view or torch.Tag.pointwise in func.tags or packet.__name__.rstrip('_') in FREE_OP_NAMES
         if packet not in flop_registry and not (cheap and func.namespace in ('aten', 'prim', 'prims')):
@@ -164,7 +171,7 @@ class _OpWatcher(TorchDispatchMode):
 def meta_copy(model: nn.Module) -> nn.Module:
     """Copy a model onto the meta device without copying its weights."""
     # deepcopy uses the copies in memo; vars() also has the tensors that are plain attributes
-    memo = {}
+    memo: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, nn.Parameter):

@@ -10,6 +10,7 @@ select the conventions of other papers; `MEASURES` lists the other measures.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from vitzoo.metrics._attention import attention_weights
 from vitzoo.metrics._tokens import TokenBlocks, Tokens
 
 
-def oversmoothing(model: nn.Module, images: Tensor, **options: bool) -> list[float]:
+def oversmoothing(model: nn.Module, images: Tensor, **options: Any) -> list[float]:
     """Measure the mean cosine similarity of the output tokens of each block, averaged over a batch of images.
 
     Takes the options of `OversmoothingProbe`. The value of a block that outputs a single token is nan.
@@ -201,7 +202,7 @@ class OversmoothingProbe:
         absolute: bool = False,
         include_self: bool = False,
         include_cls: bool = False,
-    ):
+    ) -> None:
         self.model = model
         self.measures = tuple(measures)
         for name in self.measures:
@@ -215,9 +216,9 @@ class OversmoothingProbe:
         self._functions = {name: MEASURES[name].function for name in self.measures}
         if 'cosine' in self._functions:
             self._functions['cosine'] = partial(mean_cosine, absolute=absolute, include_self=include_self)
-        self._image_size = None
+        self._image_size = (0, 0)
         self._grids = dict.fromkeys(self.blocks.names)
-        self._values = {name: [] for name in self.names}
+        self._values: dict[tuple[str, str], list[Tensor]] = {name: [] for name in self.names}
 
     def __enter__(self) -> 'OversmoothingProbe':
         self._hooks = [self.model.register_forward_pre_hook(self._keep_image_size)]
@@ -227,7 +228,7 @@ class OversmoothingProbe:
                 self._hooks.append(block.attn.register_forward_pre_hook(partial(self._measure_attention, name)))
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
@@ -250,14 +251,17 @@ class OversmoothingProbe:
             last batch; options: the names of the options that are set; and for each measure, its mean and std over
             images. All but options have one value per block, nan if a measure is undefined for it.
         """
-        summary = dict(blocks=self.blocks.names, stages=self.blocks.stages, grids=list(self._grids.values()))
+        summary: dict[str, Any] = dict(
+            blocks=self.blocks.names, stages=self.blocks.stages, grids=list(self._grids.values())
+        )
         summary['options'] = self.options
         for measure, values in zip(self.measures, rows.double().split(len(self.blocks.names), dim=1)):
             summary[measure] = dict(mean=values.mean(dim=0).tolist(), std=values.std(dim=0, correction=0).tolist())
         return summary
 
     def _keep_image_size(self, model: nn.Module, args: tuple) -> None:
-        self._image_size = args[0].shape[-2:]
+        H, W = args[0].shape[-2:]
+        self._image_size = (H, W)
 
     @torch.no_grad()
     def _measure_output(self, name: str, block: nn.Module, args: tuple, output: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Throughput and peak memory of a model on one device, and whether a time is reliable."""
 
+import ctypes
 import gc
 import os
 import statistics
@@ -33,7 +34,7 @@ def measure_throughput(model: nn.Module, images: torch.Tensor, seconds: float = 
     Loading and preprocessing are not included. A machine is only called busy if the model runs on its CPU.
     """
     model(images)
-    times = []
+    times: list[float] = []
     while sum(times) < seconds:
         synchronize(images.device)
         start = time.perf_counter()
@@ -55,7 +56,7 @@ def system_load() -> float | None:
 
 def is_busy(load: float | None, cores: int | None) -> bool:
     """Return True if other programs slowed a measurement on a CPU; False if the load or the cores are unknown."""
-    return bool(load and cores) and load > BUSY_LOAD * cores
+    return load is not None and cores is not None and load > BUSY_LOAD * cores
 
 
 def rounds_disagree(low: float, median: float, high: float) -> bool:
@@ -71,7 +72,7 @@ class PeakMemory:
     reset its high-water mark, the peak since the process started.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.megabytes = 0.0
 
@@ -81,13 +82,22 @@ class PeakMemory:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
+            _return_freed_memory()
             # 5 resets the high-water mark of resident memory (VmHWM); the file may be missing or read-only
             with suppress(OSError):
                 CLEAR_REFS.write_text('5')
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.megabytes = peak_process_megabytes(self.device)
+
+
+def _return_freed_memory() -> None:
+    """Return the memory that glibc keeps for later tensors to the system, so that it does not count as used."""
+    if sys.platform == 'linux':
+        # other C libraries do not have it
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_process_megabytes(device: torch.device) -> float:

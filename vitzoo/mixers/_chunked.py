@@ -6,6 +6,8 @@ With their lse, `merge` combines the outputs of several sets of keys into those 
 are processed in groups whose scores fit in a CPU cache. Scores are recomputed in the backward pass, not stored.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -62,7 +64,9 @@ def _groups(q: Tensor) -> list[slice]:
 
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, scale, dropout_p):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout_p: float
+    ) -> tuple[Tensor, Tensor]:
         (G, m, _), dtype = q.shape, torch.promote_types(q.dtype, torch.float32)
         out, lse = v.new_empty(G - 1, m, v.shape[-1]), q.new_empty(G - 1, m, 1, dtype=dtype)
         k_pairs, v_pairs, masks = _pairs(k), _pairs(v), []
@@ -82,7 +86,7 @@ class _ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do, dlse):
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, out, lse, *masks = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         for x in (dq, dk, dv):

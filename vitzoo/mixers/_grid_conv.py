@@ -1,10 +1,11 @@
-"""Depthwise convolution of the grid tokens of queries, keys or values."""
+"""Depthwise convolutions of the grid tokens of queries, keys or values."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
-__all__ = ['GridConv', 'grid_conv_naive']
+__all__ = ['GridConv', 'convolve_samples', 'grid_conv_naive', 'near_tokens']
 
 
 class GridConv(nn.Conv2d):
@@ -21,8 +22,8 @@ class GridConv(nn.Conv2d):
         *,
         bias: bool = True,
         zero_init: bool = False,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.zero_init = zero_init
         if kernel_size < 1 or kernel_size % 2 == 0:
@@ -44,7 +45,8 @@ class GridConv(nn.Conv2d):
         if self.zero_init:
             nn.init.zeros_(self.weight)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    # other arguments than nn.Conv2d's
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
         B, heads, N, d = x.shape
         P = N - grid_size[0] * grid_size[1]
         image = x[:, :, P:].mT.unflatten(3, grid_size)  # (B, heads, d, H, W)
@@ -66,3 +68,24 @@ def grid_conv_naive(conv: GridConv, x: torch.Tensor, grid_size: tuple[int, int])
     if conv.bias is not None:
         out = out + conv.bias.reshape(-1, 1, 1, d)
     return torch.cat([torch.zeros_like(x[:, :, :P]), out.flatten(2, 3)], dim=2)
+
+
+def near_tokens(x: torch.Tensor, grid_size: tuple[int, int]) -> list[torch.Tensor]:
+    """The 3 x 3 tokens around each token of (..., H*W, d), zero outside the grid, as nine views (..., H, W, d)."""
+    H, W = grid_size
+    padded = F.pad(x.unflatten(-2, grid_size), (0, 0, 1, 1, 1, 1))
+    return [padded[..., dy : dy + H, dx : dx + W, :] for dy in range(3) for dx in range(3)]
+
+
+def convolve_samples(x: torch.Tensor, kernels: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    """Grid tokens (..., H*W, d) convolved with 3 x 3 kernels (..., 9, d), which differ between samples.
+
+    A grouped convolution would have the batch in its number of groups, which cannot be compiled for any batch size.
+    """
+    weights = [weight[..., None, None, :] for weight in kernels.contiguous().unbind(-2)]
+    near = near_tokens(x, grid_size)
+    out = weights[0] * near[0]
+    for weight, tokens in zip(weights[1:], near[1:]):
+        # in place, because a new tensor for each term takes longer than the product
+        out.addcmul_(weight, tokens)
+    return out.flatten(-3, -2)

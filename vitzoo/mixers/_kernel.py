@@ -1,6 +1,9 @@
 """Options of the mixers of kernels and feature maps: a depthwise convolution, and keys without their mean."""
 
+from typing import Any
+
 import torch
+from torch.types import Device
 
 from ._grid_conv import GridConv
 from ._rope import Rope
@@ -31,9 +34,9 @@ class KernelMixer(QKVMixer):
         *,
         dwc: str = 'none',
         center_keys: bool = False,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if dwc not in ('none', 'v', 'qk'):

@@ -1,7 +1,10 @@
 """A learned position of each grid token that is added to its key."""
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.types import Device
 
 from ._grid import resample_rows
 from ._kernel import KernelMixer
@@ -15,7 +18,16 @@ class KeyPositionMixer(KernelMixer):
     It is made for one grid, and `set_input_size` resamples it. Prefix tokens have none.
     """
 
-    def __init__(self, dim: int, num_heads: int, *, pos_embed: bool = False, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        pos_embed: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.pos_embed = None
         if pos_embed:

@@ -7,7 +7,7 @@ An entry point has the name of one mixer and refers to the module, or the class 
 """
 
 import sys
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 
 from .base import list_mixers
 
@@ -23,7 +23,9 @@ def load_plugins() -> None:
     name of another mixer, or does not register its own.
     """
     imported, own = set(sys.modules), set(list_mixers())
-    for point in sorted(entry_points(group=_GROUP), key=lambda point: (point.dist.name, point.name, point.value)):
+    for point in sorted(
+        entry_points(group=_GROUP), key=lambda point: (_distribution(point).name, point.name, point.value)
+    ):
         try:
             point.load()
         except Exception as error:
@@ -38,9 +40,16 @@ def load_plugins() -> None:
         raise RuntimeError(f"{_describe(point)} it registers no mixer '{point.name}'.")
 
 
+def _distribution(point: EntryPoint) -> Distribution:
+    # entry_points() sets it
+    assert point.dist is not None
+    return point.dist
+
+
 def _describe(point: EntryPoint) -> str:
     """The beginning of an error message: the plugin that fails, and what to do."""
+    dist = _distribution(point)
     return (
-        f"The plugin {point.dist.name} {point.dist.version} fails to load from its entry point '{point.name} = "
-        f"{point.value}'; fix it, or remove it with `pip uninstall {point.dist.name}`:"
+        f"The plugin {dist.name} {dist.version} fails to load from its entry point '{point.name} = "
+        f"{point.value}'; fix it, or remove it with `pip uninstall {dist.name}`:"
     )

@@ -10,7 +10,7 @@ Tokens are processed in blocks whose features fit in a CPU cache. Features are r
 stored, which saves memory and memory traffic.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class FeatureMap(Protocol):
     def grad_keys(self, grad: Tensor, features: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the keys and of their exponents, from that of their features."""
 
-    def grad_queries(self, grad: Tensor, features: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    def grad_queries(self, grad: Tensor, features: Tensor, q: Tensor, /) -> tuple[Tensor, Tensor]:
         """Gradients of the queries and of their exponents, from that of their features."""
 
     def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -62,20 +62,18 @@ def feature_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap) -> Tenso
 
 def _sum_keys(blocks: list[tuple[Tensor, Tensor]], phi: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
     """sum_j phi(k_j) v_j^T (B, heads, m, d), sum_j phi(k_j) (B, heads, m, 1), their shift (B, heads, 1, m)."""
-    context = k_sum = shift = None
+    before = None
     for k, v in blocks:
         log = phi.log_keys(k)
-        new_shift = log.detach().amax(dim=2, keepdim=True)
-        if shift is not None:
-            new_shift = torch.maximum(new_shift, shift)
-        features = phi.exp(log.sub_(new_shift), k).mT
-        new_context, new_k_sum = features @ v, features.sum(dim=-1, keepdim=True)
-        if shift is None:
-            context, k_sum = new_context, new_k_sum
-        else:
-            decay = (shift - new_shift).exp2().mT
-            context, k_sum = new_context.addcmul_(context, decay), new_k_sum.addcmul_(k_sum, decay)
-        shift = new_shift
+        shift = log.detach().amax(dim=2, keepdim=True)
+        if before is not None:
+            shift = torch.maximum(shift, before[2])
+        features = phi.exp(log.sub_(shift), k).mT
+        context, k_sum = features @ v, features.sum(dim=-1, keepdim=True)
+        if before is not None:
+            decay = (before[2] - shift).exp2().mT
+            context, k_sum = context.addcmul_(before[0], decay), k_sum.addcmul_(before[1], decay)
+        before = context, k_sum, shift
     return context, k_sum, shift
 
 
@@ -105,7 +103,7 @@ def _blocks(q: Tensor, num_features: int) -> list[tuple[slice, list[slice]]]:
 
 class _FeatureAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, phi: FeatureMap) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, phi: FeatureMap) -> Tensor:
         (B, heads, N, _), dtype = q.shape, torch.promote_types(q.dtype, torch.float32)
         # (B, N, heads, d) in memory, so that merging the heads is free
         out = v.new_empty(B, N, heads, v.shape[-1]).transpose(1, 2)
@@ -126,7 +124,7 @@ class _FeatureAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, den, contexts, k_sums, shifts = ctx.saved_tensors
         phi, dtype = ctx.phi, den.dtype
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

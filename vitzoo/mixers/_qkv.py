@@ -5,9 +5,12 @@ Both return q, k, v of shape (B, heads, N, head_dim). `k_dim` is the width of th
 parameters and no channels.
 """
 
+from typing import Any
+
 import torch
 from timm.layers import ConvNormAct
 from torch import nn
+from torch.types import Device
 
 __all__ = ['ConvQKV', 'LinearQKV', 'split_heads', 'split_qkv']
 
@@ -48,15 +51,18 @@ class LinearQKV(nn.Linear):
         shared_qk: bool = False,
         num_prefix_tokens: int = 0,
         qkv_bias: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         sizes = (dim, _key_width(dim, k_dim, shared_qk), dim)
         super().__init__(dim, sum(sizes), bias=qkv_bias, device=device, dtype=dtype)
         self.sizes = sizes
         self.num_heads = num_heads
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # other arguments than nn.Linear's
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, grid_size: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = super().forward(x).split(self.sizes, dim=-1)
         return split_heads(q, self.num_heads), split_heads(k, self.num_heads), split_heads(v, self.num_heads)
 
@@ -91,15 +97,17 @@ class ConvQKV(nn.Module):
         qkv_bias: bool = True,
         kernel_size: int = 3,
         stride_kv: int = 1,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.num_prefix_tokens = num_prefix_tokens
         k_dim = _key_width(dim, k_dim, shared_qk)
-        conv = dict(in_channels=dim, out_channels=dim, kernel_size=kernel_size, groups=dim, apply_act=False, **dd)
+        conv: dict[str, Any] = dict(
+            in_channels=dim, out_channels=dim, kernel_size=kernel_size, groups=dim, apply_act=False, **dd
+        )
         self.conv_q = ConvNormAct(**conv)
         self.conv_k = None if shared_qk else ConvNormAct(**conv, stride=stride_kv)
         self.conv_v = ConvNormAct(**conv, stride=stride_kv)
@@ -111,7 +119,9 @@ class ConvQKV(nn.Module):
         prefix, grid = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         image = grid.transpose(1, 2).unflatten(2, grid_size)  # (B, dim, H, W)
         q = _project(self.proj_q, prefix, self.conv_q(image))
-        k = q[..., :0] if self.proj_k is None else _project(self.proj_k, prefix, self.conv_k(image))
+        k = q[..., :0]
+        if self.proj_k is not None and self.conv_k is not None:
+            k = _project(self.proj_k, prefix, self.conv_k(image))
         v = _project(self.proj_v, prefix, self.conv_v(image))
         return split_heads(q, self.num_heads), split_heads(k, self.num_heads), split_heads(v, self.num_heads)
 

@@ -1,7 +1,10 @@
 """Random values that mixers keep: each draw depends only on (seed, layer, index)."""
 
+from typing import Any
+
 import numpy as np
 import torch
+from torch.types import Device
 
 from ._kernel import KernelMixer
 from ._rope import Rope
@@ -41,9 +44,9 @@ class RandomFeatureMixer(KernelMixer):
         num_features: int,
         seed: int = 0,
         redraw_every: int = 0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_features < 1:

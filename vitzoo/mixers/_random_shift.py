@@ -40,7 +40,7 @@ def shifted_attention(
     on_grid = halo_mask(grid_size, tile_size, (0, 0), q.device)  # (T, w*w)
     mask = torch.cat([on_grid, on_grid[source] & exists.unsqueeze(1)], dim=1)
 
-    def with_neighbour(x):
+    def with_neighbour(x: torch.Tensor) -> torch.Tensor:
         tiles = tile(x, grid_size, tile_size)
         return torch.cat([tiles, tiles[:, :, source]], dim=3)
 

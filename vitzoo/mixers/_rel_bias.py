@@ -6,8 +6,9 @@ import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
-__all__ = ['OffsetBias', 'PrefixBias']
+__all__ = ['DecomposedBias', 'OffsetBias', 'PrefixBias', 'resample_offsets']
 
 
 class OffsetBias(nn.Module):
@@ -19,6 +20,8 @@ class OffsetBias(nn.Module):
     rows, as in the published ViL long-short models.
     """
 
+    index: torch.Tensor
+
     def __init__(
         self,
         num_heads: int,
@@ -26,8 +29,8 @@ class OffsetBias(nn.Module):
         *,
         halo: int = 0,
         row_stride: int | None = None,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.query_size = tuple(query_size)
@@ -81,6 +84,55 @@ class OffsetBias(nn.Module):
         return new, min(old.numel(), new.numel())
 
 
+class DecomposedBias(nn.Module):
+    """A bias that depends on the query: q_i . (r_dy + c_dx) for the offset (dy, dx) between query and key.
+
+    The vectors of `rows` r, (2 H - 1, head_dim), and `columns` c, (2 W - 1, head_dim), serve all heads. MViTv2, section
+    4.1, https://arxiv.org/abs/2112.01526; used by Segment Anything, https://arxiv.org/abs/2304.02643
+    """
+
+    def __init__(
+        self, head_dim: int, grid_size: tuple[int, int], *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.grid_size = tuple(grid_size)
+        self.rows, self.columns = (
+            nn.Parameter(torch.empty(2 * size - 1, head_dim, device=device, dtype=dtype)) for size in grid_size
+        )
+        trunc_normal_(self.rows, std=0.02)
+        trunc_normal_(self.columns, std=0.02)
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries (B, heads, P + H*W, head_dim) -> (B, heads, P + H*W, P + H*W), 0 for pairs with prefix tokens."""
+        H, W = self.grid_size
+        P = q.shape[2] - H * W
+        grid = q[:, :, P:].flatten(0, 1).unflatten(1, (H, W))
+        rows = torch.einsum('byxc,ykc->byxk', grid, self.rows[_offsets(H, self.rows.device)])
+        columns = torch.einsum('byxc,xkc->byxk', grid, self.columns[_offsets(W, self.columns.device)])
+        bias = rows.unsqueeze(4) + columns.unsqueeze(3)  # (B * heads, H, W, key H, key W)
+        return F.pad(bias.flatten(3).flatten(1, 2).unflatten(0, q.shape[:2]), (P, 0, P, 0))
+
+    def set_query_size(self, query_size: tuple[int, int]) -> None:
+        """Resample the vectors to the offsets of a new grid by linear interpolation, as Segment Anything does."""
+        self.grid_size = tuple(query_size)
+        for name, size in zip(('rows', 'columns'), query_size):
+            old = getattr(self, name)
+            new = resample_offsets(old.data, size)
+            setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+def resample_offsets(vectors: torch.Tensor, size: int) -> torch.Tensor:
+    """Vectors (L, C) of the offsets on an axis -> (2 size - 1, C)."""
+    new = F.interpolate(vectors.T.unsqueeze(0).float(), size=2 * size - 1, mode='linear')
+    return new.squeeze(0).T.contiguous().to(vectors.dtype)
+
+
+def _offsets(size: int, device: torch.device) -> torch.Tensor:
+    """Index of the offset of every (query, key) on an axis, (size, size)."""
+    positions = torch.arange(size, device=device)
+    return positions[:, None] - positions[None, :] + size - 1
+
+
 class PrefixBias(nn.Module):
     """One learned bias per head for each pair with a prefix token, independent of the position in the grid.
 
@@ -88,7 +140,9 @@ class PrefixBias(nn.Module):
     Multi-Scale Vision Longformer, section 3.2, https://arxiv.org/abs/2103.15358
     """
 
-    def __init__(self, num_heads: int, num_prefix_tokens: int, *, device=None, dtype=None) -> None:
+    def __init__(
+        self, num_heads: int, num_prefix_tokens: int, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         P = num_prefix_tokens
         self.prefix_prefix = nn.Parameter(torch.empty(num_heads, P, P, device=device, dtype=dtype))

@@ -1,5 +1,7 @@
 """Diagnostics of mixers that approximate softmax attention: their relative error against exact attention."""
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
 
@@ -10,6 +12,10 @@ __all__ = ['SoftmaxHealth']
 
 class SoftmaxHealth:
     """Mixin of `QKVMixer`: compares `mix` with the attention that it approximates, if `approximates_softmax`."""
+
+    scale: float
+    approximates_softmax: bool
+    mix: Callable[..., torch.Tensor]
 
     def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The exact attention that `mix` approximates; by default softmax attention over all tokens."""

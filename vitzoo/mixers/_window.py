@@ -198,8 +198,9 @@ def _fit_to_grid(
 
     Along an axis that one window covers, the whole halo would be padding, and is left out.
     """
-    fitted_size = tuple(min(window_size, size) for size in grid_size)
-    fitted_halo = tuple(halo if size > window_size else 0 for size in grid_size)
+    H, W = grid_size
+    fitted_size = min(window_size, H), min(window_size, W)
+    fitted_halo = halo if window_size < H else 0, halo if window_size < W else 0
     if bias is None:
         return fitted_size, fitted_halo, None
     side = window_size + 2 * halo
@@ -218,11 +219,9 @@ def _join_bias(
     num_shared: int,
 ) -> torch.Tensor | None:
     """Concatenate the bias of the window (heads, s, M) and of the shared keys (heads, S) to (heads, s, M + S)."""
-    if bias is None and bias_shared is None:
-        return None
+    if bias_shared is None:
+        return None if bias is None else F.pad(bias, (0, num_shared))
     s, M = math.prod(window_size), math.prod(w + 2 * h for w, h in zip(window_size, halo))
     if bias is None:
         bias = bias_shared.new_zeros(len(bias_shared), s, M)
-    if bias_shared is None:
-        return F.pad(bias, (0, num_shared))
     return torch.cat([bias, bias_shared.unsqueeze(1).expand(-1, s, -1)], dim=2)

@@ -7,6 +7,7 @@ its inputs, the output and the log-sum-exp of each query, and the backward pass 
 import math
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class _TileRows:
         self, q: Tensor, grid_size: tuple[int, int], window_size: tuple[int, int], halo: tuple[int, int]
     ) -> None:
         self.grid_size, self.window_size, self.halo = grid_size, window_size, halo
-        self.key_size = tuple(w + 2 * h for w, h in zip(window_size, halo))
+        self.key_size = window_size[0] + 2 * halo[0], window_size[1] + 2 * halo[1]
         self.num_rows, self.num_columns = (-(-size // w) for size, w in zip(grid_size, window_size))
         num_scores = self.num_columns * math.prod(window_size) * math.prod(self.key_size)
         samples = _slices(len(q), _NUM_SCORES // (num_scores * q.shape[1]))
@@ -151,7 +152,17 @@ def _scores(
 
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, k_shared, v_shared, bias, tile_rows, scale):
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_shared: Tensor,
+        v_shared: Tensor,
+        bias: Tensor | None,
+        tile_rows: _TileRows,
+        scale: float,
+    ) -> Tensor:
         B, heads, N, d = v.shape
         # (B, N, heads, d) in memory, so that merging the heads is free
         out = v.new_empty(B, N, heads, d).transpose(1, 2)
@@ -173,7 +184,7 @@ class _WindowAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do):
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, k_shared, v_shared, bias, out, *lse = ctx.saved_tensors
         tile_rows, scale = ctx.tile_rows, ctx.scale
         dq = torch.empty_like(q)

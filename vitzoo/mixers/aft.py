@@ -13,10 +13,13 @@ have their own factors and no position, so they are within the window of every t
 An Attention Free Transformer, equations 2, 3, 5 and section 3, https://arxiv.org/abs/2105.14103
 """
 
+from typing import Any
+
 import torch
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from vitzoo.kernels import use_kernel
 
@@ -219,7 +222,16 @@ class _FactoredBias(QKVMixer):
     # exp(k) weighs the values and q gates them; they are never multiplied
     has_rope = False
 
-    def __init__(self, dim: int, num_heads: int, *, bias_dim: int = 128, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        bias_dim: int = 128,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         num_tokens = self.num_prefix_tokens + self.grid_size[0] * self.grid_size[1]
         self.u_query = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
@@ -263,7 +275,7 @@ class AFTLocal(_FactoredBias):
     op = staticmethod(aft_local)
     op_naive = staticmethod(aft_local_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, window_size: int = 4, **kwargs) -> None:
+    def __init__(self, dim: int, num_heads: int, *, window_size: int = 4, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if window_size < 1:
             raise ValueError(f'window_size must be at least 1, not {window_size}.')
@@ -298,7 +310,16 @@ class AFTConv(QKVMixer):
     op = staticmethod(aft_conv)
     op_naive = staticmethod(aft_conv_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, kernel_size: int = 11, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        kernel_size: int = 11,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(dim, num_heads, k_dim=num_heads, device=device, dtype=dtype, **kwargs)
         if kernel_size < 3 or kernel_size % 2 == 0:
             raise ValueError(f'kernel_size of aft_conv must be odd and at least 3, not {kernel_size}.')

@@ -8,13 +8,17 @@ n^2 dim). Cells are those of adaptive average pooling, which differ by a row or 
 divide the sides of the grid. Prefix tokens are part of no agent, and are ordinary queries and keys. The biases b and b'
 of grid tokens are the sum of a 7 x 7 map for each agent and head, resampled to the grid, and of a value for each row
 and each column; prefix tokens have their own. The convolution is on the grid, padded with zeros. A constant added to
-all keys changes nothing. Agent Attention, https://arxiv.org/abs/2312.08874
+all keys changes nothing. The official class for PVT can reduce keys and values by a strided convolution, which no
+published model does, and which is left out. Agent Attention, https://arxiv.org/abs/2312.08874
 """
+
+from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
@@ -42,7 +46,7 @@ def agent_naive(
     H, W = grid_size
     image = q[:, :, q.shape[2] - H * W :].unflatten(2, grid_size)
 
-    def cell(i, size):
+    def cell(i: int, size: int) -> slice:
         return slice(i * size // num_cells, -(-(i + 1) * size // num_cells))
 
     cells = [(cell(y, H), cell(x, W)) for y in range(num_cells) for x in range(num_cells)]
@@ -86,14 +90,14 @@ class _AgentBias(nn.Module):
         grid_size: tuple[int, int],
         num_prefix_tokens: int,
         *,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.grid_size = tuple(grid_size)
         H, W = grid_size
+        self.grid_size = (H, W)
 
-        def table(*shape):
+        def table(*shape: int) -> nn.Parameter:
             return nn.Parameter(
                 trunc_normal_(torch.empty(num_heads, num_agents, *shape, device=device, dtype=dtype), std=0.02)
             )
@@ -109,7 +113,8 @@ class _AgentBias(nn.Module):
 
     def set_input_size(self, grid_size: tuple[int, int]) -> None:
         """Resample the values of rows and columns; the map is resampled in each forward pass."""
-        self.grid_size = tuple(grid_size)
+        H, W = grid_size
+        self.grid_size = (H, W)
         for name, size in zip(('rows', 'columns'), self.grid_size):
             old = getattr(self, name)
             new = F.interpolate(old.data.float(), size=size, mode='linear').to(old.dtype)
@@ -138,14 +143,14 @@ class Agent(KernelMixer):
         num_cells: int = 7,
         agent_bias: bool = True,
         conv_size: int = 3,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_cells < 1:
             raise ValueError(f'num_cells of agent must be at least 1, not {num_cells}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_cells = num_cells
         self.bias_q = self.bias_k = None
         self.grid_bound = agent_bias
@@ -157,7 +162,7 @@ class Agent(KernelMixer):
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         bias_q = bias_k = None
-        if self.bias_q is not None:
+        if self.bias_q is not None and self.bias_k is not None:
             self.check_grid(grid_size)
             bias_q, bias_k = self.bias_q().mT, self.bias_k()
         return self.op(q, k, v, bias_q, bias_k, self.conv, grid_size, self.num_cells, self.scale, self.dropout_p)

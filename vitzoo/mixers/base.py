@@ -7,10 +7,12 @@ raster order, and returns the same shape. It does not depend on the backbone tha
 import inspect
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from timm.layers import register_notrace_module
 from torch import nn
+from torch.types import Device
 
 from vitzoo.errors import did_you_mean
 
@@ -74,7 +76,7 @@ def mixer_class(name: str) -> type['TokenMixer']:
     return _mixers[name]
 
 
-def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, int], **kwargs) -> 'TokenMixer':
+def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, int], **kwargs: Any) -> 'TokenMixer':
     """Build the mixer `name` for tokens of width `dim` on a `grid_size` = (H, W) grid.
 
     Raises ValueError for an unknown name or an invalid value, TypeError for a keyword that the mixer does not take.
@@ -99,6 +101,7 @@ class TokenMixer(nn.Module):
       summing to 1 (those of nystrom nearly), for a v of any width;
     * `subsampled_kv`: keys and values may lie on a coarser grid than the queries;
     * `has_rel_bias`: takes `rel_bias='table'`, a learned relative position bias;
+    * `has_decomposed_bias`: takes `rel_bias='decomposed'`, a relative position bias that depends on the query;
     * `has_talking_heads`: takes `talking_heads`, linear layers over the heads;
     * `has_reduction`: takes `sr_ratio`, the ratio of the grids of queries and keys;
     * `grid_bound`: has parameters for one grid size with any options, which `set_input_size` resamples;
@@ -118,6 +121,7 @@ class TokenMixer(nn.Module):
     token_weights = False
     subsampled_kv = False
     has_rel_bias = False
+    has_decomposed_bias = False
     has_talking_heads = False
     has_reduction = False
     grid_bound = False
@@ -151,7 +155,8 @@ class TokenMixer(nn.Module):
             )
         self.dim = dim
         self.num_heads = num_heads
-        self.grid_size = tuple(grid_size)
+        H, W = grid_size
+        self.grid_size = (H, W)
         self.num_prefix_tokens = num_prefix_tokens
         self.layer = layer
         self.step_is_set = False
@@ -162,7 +167,8 @@ class TokenMixer(nn.Module):
 
     def set_input_size(self, grid_size: tuple[int, int]) -> None:
         """Adapt to a new grid; mixers with grid-bound parameters resample them here."""
-        self.grid_size = tuple(grid_size)
+        H, W = grid_size
+        self.grid_size = (H, W)
 
     def set_step(self, step: int) -> None:
         """Adapt to the index of the next optimizer step."""
@@ -207,9 +213,9 @@ class ParameterFreeMixer(TokenMixer):
         *,
         qkv_bias: bool = True,
         proj_drop: float = 0.0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -244,9 +250,9 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         qk_norm: bool = False,
         scale_norm: bool = False,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
         if qk_norm and k_dim is not None:
@@ -254,7 +260,7 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
                 f'{type(self).__name__} has keys of width {k_dim} for all heads, which qk_norm cannot normalize; '
                 f'set qk_norm=False.'
             )
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.qkv = qkv_layer(

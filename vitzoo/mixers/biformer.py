@@ -11,7 +11,10 @@ O(N (k s + P) dim). BiFormer: Vision Transformer with Bi-Level Routing Attention
 https://arxiv.org/abs/2303.08810
 """
 
+from typing import Any
+
 import torch
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._window import halo_mask, tile, untile
@@ -61,7 +64,7 @@ def routed_window_attention(
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d)."""
     B, P = q.shape[0], q.shape[2] - grid_size[0] * grid_size[1]
-    sizes = tuple(-(-size // num_windows) for size in grid_size)
+    sizes = -(-grid_size[0] // num_windows), -(-grid_size[1] // num_windows)
     grid_q, grid_k, grid_v = (tile(x[:, :, P:], grid_size, sizes) for x in (q, k, v))  # (B, heads, T, s, d)
     T, is_real = grid_q.shape[2], halo_mask(grid_size, sizes, (0, 0), q.device)  # (T, s)
     chosen = _route(grid_q, grid_k, is_real, min(topk, T))  # (B, T, k)
@@ -81,7 +84,8 @@ def routed_window_attention(
         bias = bias.expand(-1, grid_q.shape[3], -1)
     # heads first, because the mask is that of an image and a window
     grid_q = grid_q.transpose(1, 2).flatten(0, 1)
-    out = softmax_attention(*(x.transpose(0, 1) for x in (grid_q, keys, values)), scale, bias, dropout_p)
+    grid_q, keys, values = (x.transpose(0, 1) for x in (grid_q, keys, values))
+    out = softmax_attention(grid_q, keys, values, scale, bias, dropout_p)
     out = untile(out.transpose(0, 1).unflatten(0, (B, T)).transpose(1, 2), grid_size, sizes)
     if P:
         out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
@@ -125,9 +129,9 @@ class BiFormer(QKVMixer):
         topk: int = 4,
         lepe_size: int = 5,
         scale: float | None = None,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         scale = dim**-0.5 if scale is None else scale
         super().__init__(dim, num_heads, scale=scale, device=device, dtype=dtype, **kwargs)

@@ -10,8 +10,11 @@ global. On a grid of at most two blocks per side it is softmax attention. Linear
 r) b^2 + P) dim). Big Bird, section 2 and appendix D, https://arxiv.org/abs/2007.14062
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._window import halo_mask, tile, untile
 from .base import QKVMixer, register_mixer
@@ -177,6 +180,7 @@ class BigBird(QKVMixer):
     attn_weights = True
     approximates_softmax = True
     token_weights = True
+    seeds: torch.Tensor
     op = staticmethod(bigbird_attention)
     op_naive = staticmethod(bigbird_naive)
 
@@ -189,9 +193,9 @@ class BigBird(QKVMixer):
         num_global_blocks: int = 1,
         num_random_blocks: int = 3,
         seed: int = 0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if block_size < 1 or min(num_global_blocks, num_random_blocks) < 0:

@@ -8,9 +8,12 @@ attention with `num_heads` heads. The official code runs on square grids only an
 `qkv_bias=False`). Vision Transformers are Circulant Attention Learners, section 4, https://arxiv.org/abs/2512.21542
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from .base import QKVMixer, no_autocast, register_mixer
@@ -52,7 +55,7 @@ def circulant_attention(
         weights = scores.flatten(3).softmax(dim=-1).unflatten(3, grid_size)
         grid = torch.fft.irfft2(_correlate(torch.fft.rfft2(weights), spectra[2]), s=grid_size).flatten(3).mT
         if P:
-            prefix = softmax_attention(*(x.to(dtype) for x in (q[:, :, :P], k, v)), scale)
+            prefix = softmax_attention(q[:, :, :P].to(dtype), k.to(dtype), v.to(dtype), scale)
             grid = torch.cat([prefix, grid], dim=2)
         return (grid * F.silu(gate.to(dtype))).to(v.dtype)
 
@@ -67,7 +70,9 @@ def _correlate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.conj() * b
 
 
-def _inverse_fft_flops(shape: tuple[int, ...], dims: list[int], *args, out_shape=None, **kwargs) -> int:
+def _inverse_fft_flops(
+    shape: tuple[int, ...], dims: list[int], *args: Any, out_shape: tuple[int, ...], **kwargs: Any
+) -> int:
     return fft_flops(out_shape, dims)
 
 
@@ -83,11 +88,14 @@ class Circulant(QKVMixer):
     op = staticmethod(circulant_attention)
     op_naive = staticmethod(circulant_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, *, device: Device = None, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.gate = nn.Linear(dim, dim, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    # has_rope is False: there is no rope to take
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
         q, k, v = self.to_qkv(x, grid_size)
         gate = self.gate(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         return self.project(self.op(q, k, v, gate, grid_size, self.scale))

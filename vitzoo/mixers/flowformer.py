@@ -1,16 +1,18 @@
 """Flow attention: linear attention in which values compete for, and outputs are gated by, conserved flow.
 
-    out_i = sigmoid(O^_i) * (phi(q_i) / I_i) . sum_j phi(k_j) (N softmax_j(I^_j) v_j)^T,  phi = sigmoid
+    out_i = sigmoid(I^_i) * (phi(q_i) / I_i) . sum_j phi(k_j) (N softmax_j(O^_j) v_j)^T,  phi = sigmoid
     I_i  = phi(q_i) . sum_j phi(k_j)            O_j  = phi(k_j) . sum_i phi(q_i)
-    I^_j = phi(k_j) . sum_i phi(q_i) / I_i      O^_i = phi(q_i) . sum_j phi(k_j) / O_j
+    I^_i = phi(q_i) . sum_j phi(k_j) / O_j      O^_j = phi(k_j) . sum_i phi(q_i) / I_i
 
 I_i is the flow into output i and O_j the flow out of value j; those with a hat are the same once the opposite side is
 normalised to 1. Linear in the number of tokens: O(N dim head_dim). There is no scale of the scores. The sums do not
 depend on the order of tokens, so the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. As in
-the official code, I^ is clamped to [-1, 1], which limits about half of the values, as its mean is 1, and 1e-6 is added
+the official code, O^ is clamped to [-1, 1], which limits about half of the values, as its mean is 1, and 1e-6 is added
 to each factor of a flow and to the flow; `clamp=False` leaves out the clamp, which the paper does not have. Flowformer,
 https://arxiv.org/abs/2202.06258
 """
+
+from typing import Any
 
 import torch
 
@@ -52,17 +54,18 @@ def flow_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clamp: boo
 
 def _flow(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """The flow of each token (B, heads, N, 1), for x (B, heads, N, d) and sums (B, heads, d) over the other side."""
-    return (x + _EPS) @ (total + _EPS).unsqueeze(-1) + _EPS
+    total = (total + _EPS).unsqueeze(-1)
+    return x @ total + (_EPS * total.sum(dim=2, keepdim=True) + _EPS)
 
 
 @register_mixer('flowformer')
 class Flowformer(KernelMixer):
-    """Flow attention with sigmoid features; `clamp` limits I^ to [-1, 1]."""
+    """Flow attention with sigmoid features; `clamp` limits O^ to [-1, 1]."""
 
     op = staticmethod(flow_attention)
     op_naive = staticmethod(flow_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, clamp: bool = True, **kwargs) -> None:
+    def __init__(self, dim: int, num_heads: int, *, clamp: bool = True, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.clamp = clamp
 

@@ -11,6 +11,7 @@ before the sum. FNet, section 3.2, https://arxiv.org/abs/2105.03824
 """
 
 import math
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -56,7 +57,7 @@ def fourier(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return torch.cat([zero.to(x.dtype), image], dim=1)
 
 
-def fft_flops(shape: tuple[int, ...], dims: list[int], *args, out_shape=None, **kwargs) -> int:
+def fft_flops(shape: tuple[int, ...], dims: list[int], *args: Any, **kwargs: Any) -> int:
     """5 n log2(n) for a transform of n complex numbers: the textbook count of radix 2."""
     n = math.prod(shape[dim] for dim in dims)
     return int(5 * math.prod(shape) * math.log2(n))

@@ -12,8 +12,11 @@ what they collected in the same layer. Linear in the number of tokens: O(N G dim
 Vision Longformer and its official code (`only_glo`), https://arxiv.org/abs/2103.15358
 """
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.types import Device
 
 from ._rope import Rope
 from .base import QKVMixer, register_mixer
@@ -68,9 +71,9 @@ class GlobalMemory(QKVMixer):
         *,
         num_prefix_tokens: int = 0,
         num_global: int = 64,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         total = num_prefix_tokens + num_global
         if num_global < 0 or not total:
@@ -83,7 +86,7 @@ class GlobalMemory(QKVMixer):
         self.num_prefix_tokens = num_prefix_tokens
         self.num_global = num_global
         self.memory = nn.Parameter(torch.empty(1, num_global, dim, device=device, dtype=dtype)) if num_global else None
-        if num_global:
+        if self.memory is not None:
             nn.init.trunc_normal_(self.memory, std=0.02)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:

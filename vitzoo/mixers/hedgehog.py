@@ -10,8 +10,11 @@ left out: its bias, one number per head, cancels in the softmax, and its skip co
 Hedgehog & the Porcupine, https://arxiv.org/abs/2402.04347
 """
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.types import Device
 
 from ._kernel import KernelMixer
 from .base import no_autocast, register_mixer
@@ -26,7 +29,7 @@ def hedgehog_naive(
 ) -> torch.Tensor:
     """The N x N attention matrix of the features, row-normalised; arguments as `hedgehog_attention`."""
 
-    def phi(x, weight):
+    def phi(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         u = torch.einsum('bhnd,hdf->bhnf', x, weight)
         positive, negative = u.exp(), (-u).exp()
         shares = [e / e.sum(dim=-1, keepdim=True) for e in (positive, negative)]
@@ -62,7 +65,14 @@ class Hedgehog(KernelMixer):
     op_naive = staticmethod(hedgehog_naive)
 
     def __init__(
-        self, dim: int, num_heads: int, *, num_features: int | None = None, device=None, dtype=None, **kwargs
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_features: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         num_features = self.head_dim if num_features is None else num_features

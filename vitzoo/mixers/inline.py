@@ -10,10 +10,14 @@ the paper does not divide them, which `mean_scores=False` reproduces. Bridging t
 Linear Attention, sections 4.1 and 4.2, https://arxiv.org/abs/2412.06590
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
+from ._grid_conv import convolve_samples
 from ._kernel import KernelMixer
 from .base import no_autocast, register_mixer
 
@@ -61,19 +65,10 @@ def inline_attention(
         context = (k - k.mean(dim=2, keepdim=True)).mT @ v_wide  # (B, heads, d, d)
         out = q @ (scale * context) + mean
         if kernels is not None:
-            local = _convolve(v_wide[:, :, N - grid_size[0] * grid_size[1] :], kernels.to(dtype), grid_size)
+            grid = v_wide[:, :, N - grid_size[0] * grid_size[1] :]
+            local = convolve_samples(grid, kernels.to(dtype).mT, grid_size)
             out = out + F.pad(local, (0, 0, N - local.shape[2], 0))
         return out.to(v.dtype)
-
-
-def _convolve(x: torch.Tensor, kernels: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """Grid tokens (B, heads, H*W, d) convolved with kernels (B, heads, d, 9) of their own sample."""
-    H, W = grid_size
-    # a grouped convolution would have the batch in its number of groups, which cannot be compiled for any batch size
-    padded = F.pad(x.unflatten(2, grid_size), (0, 0, 1, 1, 1, 1))
-    weights = kernels.unflatten(3, (3, 3))[:, :, None, None]  # (B, heads, 1, 1, d, 3, 3)
-    shifted = [weights[..., dy, dx] * padded[:, :, dy : dy + H, dx : dx + W] for dy in range(3) for dx in range(3)]
-    return sum(shifted[1:], start=shifted[0]).flatten(2, 3)
 
 
 @register_mixer('inline')
@@ -95,16 +90,16 @@ class InLine(KernelMixer):
         *,
         residual: bool = True,
         mean_scores: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.mean_scores = mean_scores
         self.residual = None
         self.token_weights = not residual and self.dwc_v is None
         if residual:
-            dd = {'groups': num_heads, 'device': device, 'dtype': dtype}
+            dd: dict[str, Any] = {'groups': num_heads, 'device': device, 'dtype': dtype}
             self.residual = nn.Sequential(nn.Conv1d(dim, dim, 1, **dd), nn.GELU(), nn.Conv1d(dim, 9 * dim, 1, **dd))
 
     def mix_input(

@@ -33,7 +33,7 @@ def linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 class _EluFeatures:
     """elu(x) + 1 = exp(min(x, 0)) (1 + max(x, 0)); with shifted exponents its sums need no epsilon."""
 
-    weight = None
+    weight: torch.Tensor | None = None
 
     def __init__(self, num_features: int) -> None:
         self.num_features = num_features
@@ -56,6 +56,9 @@ class _EluFeatures:
         return grad, grad
 
     grad_queries = grad_keys
+
+    def grad_weight(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
 
 @register_mixer('linear')

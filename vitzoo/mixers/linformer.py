@@ -8,8 +8,11 @@ the scale of the sums. Prefix tokens are ordinary tokens, whose rows do not chan
 softmax attention. Linformer, equation 7 and section 4, https://arxiv.org/abs/2006.04768
 """
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.types import Device
 
 from ._grid import resample_rows
 from .base import QKVMixer, register_mixer
@@ -56,9 +59,9 @@ class Linformer(QKVMixer):
         rank: int = 64,
         share_kv: bool = False,
         share_heads: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rank < 1:

@@ -9,6 +9,8 @@ softmax attention. Linear in the number of tokens: O(N ((b + 2h)^2 + P) dim). Im
 Attention", https://arxiv.org/abs/1802.05751
 """
 
+from typing import Any
+
 import torch
 
 from ._window import window_attention
@@ -32,7 +34,7 @@ def local_naive(
     (H, W), b, h = grid_size, block_size, memory_halo
     P, token = q.shape[2] - H * W, torch.arange(H * W, device=q.device)
 
-    def in_memory(place):
+    def in_memory(place: torch.Tensor) -> torch.Tensor:
         first = (place // b * b).unsqueeze(1)
         return (place >= first - h) & (place < first + b + h)
 
@@ -73,7 +75,7 @@ class Local(QKVMixer):
     op = staticmethod(local_attention)
     op_naive = staticmethod(local_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, block_size: int = 7, memory_halo: int = 3, **kwargs) -> None:
+    def __init__(self, dim: int, num_heads: int, *, block_size: int = 7, memory_halo: int = 3, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if block_size < 1 or memory_halo < 0:
             raise ValueError(f'local needs block_size >= 1 and memory_halo >= 0, not {block_size} and {memory_halo}.')

@@ -12,8 +12,11 @@ number of tokens: O(N (9 w^2 + P) dim). Multi-Scale Vision Longformer, section 3
 projections of global tokens: Longformer, https://arxiv.org/abs/2004.05150
 """
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.types import Device
 
 from ._qkv import split_heads, split_qkv
 from ._random_shift import draw_neighbour, shifted_attention
@@ -66,7 +69,7 @@ def longformer_naive(
         place_k = (down[i, j] * w + w + y[j] % w) * 3 * w + right[i, j] * w + w + x[j] % w
         dense[:, i, P + j] = bias[:, place_q, place_k]
     grid = softmax_naive(q[:, :, P:], k, v, scale, dense, dropout_p)
-    if q_global is None:
+    if q_global is None or k_global is None or v_global is None:
         q_global, k_global, v_global = q[:, :, :P], k, v
     return torch.cat([softmax_naive(q_global, k_global, v_global, scale, bias_queries, dropout_p), grid], dim=2)
 
@@ -103,7 +106,7 @@ def longformer_attention(
         grid = window_attention(*local, window_size, scale, bias, bias_keys, dropout_p)
     if P == 0:
         return grid
-    if q_global is None:
+    if q_global is None or k_global is None or v_global is None:
         q_global, k_global, v_global = q[:, :, :P], k, v
     return torch.cat([softmax_attention(q_global, k_global, v_global, scale, bias_queries, dropout_p), grid], dim=2)
 
@@ -148,9 +151,9 @@ class Longformer(QKVMixer):
         shift_steps: int | None = None,
         global_proj: bool = False,
         qkv_bias: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, device=device, dtype=dtype, **kwargs)
         if rel_bias not in ('none', 'table'):
@@ -161,7 +164,7 @@ class Longformer(QKVMixer):
             raise ValueError('random_shift attends whole chunks and exact attends parts of them; choose one.')
         if shift_steps is not None and not random_shift:
             raise ValueError(f'shift_steps={shift_steps} has an effect only with random_shift; set random_shift=True.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.window_size = window_size
         self.exact = exact
         self.random_shift = random_shift
@@ -201,7 +204,7 @@ class Longformer(QKVMixer):
 
     def to_global_qkv(self, x: torch.Tensor, rope: Rope | None = None) -> tuple[torch.Tensor, ...]:
         """Queries of the prefix tokens and the keys and values that they attend; empty if projections are shared."""
-        if self.q_global is None:
+        if self.q_global is None or self.kv_global is None:
             return ()
         q = split_heads(self.q_global(x[:, : self.num_prefix_tokens]), self.num_heads)
         k, v = (split_heads(part, self.num_heads) for part in self.kv_global(x).chunk(2, dim=-1))

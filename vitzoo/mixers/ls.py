@@ -10,8 +10,11 @@ that covers the grid it is softmax attention on normalised keys and values. Line
 r + P) dim). Long-Short Transformer, sections 3.2 and 3.3, https://arxiv.org/abs/2107.02192
 """
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.types import Device
 
 from ._qkv import split_heads
 from ._rel_bias import OffsetBias
@@ -41,7 +44,7 @@ def long_short_naive(
     """The formula line by line, with its window segment by segment; arguments as `long_short_attention`."""
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
 
-    def layer_norm(norm, x):
+    def layer_norm(norm: nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
         if norm is None:
             return x
         x = x.transpose(1, 2).flatten(2)
@@ -136,16 +139,16 @@ class LongShort(QKVMixer):
         rank: int = 8,
         rel_bias: str = 'none',
         dual_norm: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rel_bias not in ('none', 'table', 'nvidia'):
             raise ValueError(f"rel_bias of ls is 'none', 'table' or 'nvidia', not {rel_bias!r}.")
         if window_size < 1 or rank < 0:
             raise ValueError(f'ls needs window_size >= 1 and rank >= 0, not {window_size} and {rank}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.window_size = window_size
         self.halo = max(1, window_size // 2)
         self.rank = rank

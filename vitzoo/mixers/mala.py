@@ -13,9 +13,12 @@ ordinary tokens in the sums, without rotation and without convolution. Rectifyin
 https://arxiv.org/abs/2507.00698
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
@@ -118,9 +121,9 @@ class MALA(KernelMixer):
         gate: bool = True,
         mean_scores: bool = True,
         conv_size: int = 5,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rope and self.head_dim % 4:
@@ -128,7 +131,7 @@ class MALA(KernelMixer):
                 f'The rotations of mala need heads whose width is a multiple of 4, and dim {dim} with {num_heads} '
                 f'heads has {self.head_dim}; choose another num_heads or rope=False.'
             )
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.rope = rope
         self.mean_scores = mean_scores
         self.gate = nn.Linear(dim, dim, **dd) if gate else None

@@ -15,10 +15,12 @@ Expressivity of Linear Attention via Token-Level Multi-Head, https://arxiv.org/a
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
@@ -105,7 +107,7 @@ def mhla_attention(
         # the normalizer is one more channel
         values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)
         P = q.shape[2] - grid_size[0] * grid_size[1]
-        block_size = tuple(-(-side // num_blocks) for side in grid_size)
+        block_size = -(-grid_size[0] // num_blocks), -(-grid_size[1] // num_blocks)
         mixing = _used_weights(mixing.to(dtype).relu(), grid_size, block_size, num_blocks)
         q_blocks, k_blocks, v_blocks = (_to_blocks(x[:, :, P:], grid_size, block_size) for x in (q, k, values))
         sums = k_blocks.mT @ v_blocks  # (B, heads, M, d, d + 1)
@@ -161,7 +163,9 @@ def _from_blocks(x: torch.Tensor, grid_size: tuple[int, int], block_size: tuple[
 class _AllHeadsRMSNorm(nn.Module):
     """Root mean square norm of (B, heads, N, d) over all heads, with a weight per channel."""
 
-    def __init__(self, num_heads: int, head_dim: int, *, device=None, dtype=None) -> None:
+    def __init__(
+        self, num_heads: int, head_dim: int, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(num_heads, 1, head_dim, device=device, dtype=dtype))
 
@@ -196,9 +200,9 @@ class MHLA(KernelMixer):
         rms_norm: bool = False,
         conv_size: int = 5,
         qk_norm: bool = False,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, qk_norm=qk_norm, device=device, dtype=dtype, **kwargs)
         if num_blocks < 1:
@@ -209,13 +213,13 @@ class MHLA(KernelMixer):
             raise ValueError(f"normalizer of mhla is 'paper' or 'position', not {normalizer!r}.")
         if rms_norm and qk_norm:
             raise ValueError('rms_norm and qk_norm of mhla both normalize queries and keys; choose one.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_blocks = num_blocks
         self.normalizer = normalizer
         if rms_norm:
             self.q_norm, self.k_norm = (_AllHeadsRMSNorm(num_heads, self.head_dim, **dd) for _ in range(2))
         mixing = block_mixing_weights(num_blocks, locality, self.num_prefix_tokens)
-        self.mixing = nn.Parameter(mixing.to(**dd))
+        self.mixing = nn.Parameter(mixing.to(device=device, dtype=dtype))
         self.conv = GridConv(dim, conv_size, **dd) if conv_size else None
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

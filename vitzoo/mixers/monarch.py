@@ -15,6 +15,8 @@ MonarchAttention: Zero-Shot Conversion to Fast, Hardware-Aware Structured Attent
 https://arxiv.org/abs/2505.18698
 """
 
+from typing import Any
+
 import torch
 
 from .base import QKVMixer, no_autocast, register_mixer
@@ -86,7 +88,7 @@ class Monarch(QKVMixer):
     op = staticmethod(monarch_attention)
     op_naive = staticmethod(monarch_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, num_steps: int = 2, **kwargs) -> None:
+    def __init__(self, dim: int, num_heads: int, *, num_steps: int = 2, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if num_steps < 1:
             raise ValueError(f'num_steps of monarch must be at least 1, not {num_steps}.')

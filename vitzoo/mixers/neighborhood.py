@@ -6,15 +6,18 @@ Along each axis near(i) is the k positions from clamp(i - k // 2, 0, size - k), 
 in a corner too. With dilation D the axis is divided into D groups of every D-th token, and the neighbours of a token
 are those of its own group; a group of fewer than k tokens is attended whole, which NATTEN refuses. The bias is learned
 for each offset. Prefix tokens are global and have no bias: every token attends them and they attend every token. If k
-covers the grid and there is no bias it is softmax attention. Linear in the number of tokens: O(N (k^2 + P) dim), in
-tiles of k // 2 + 1 queries per side whose scores with all keys of the tile are computed, masked. Neighborhood Attention
-Transformer, section 3.1, https://arxiv.org/abs/2204.07143; dilation: https://arxiv.org/abs/2209.15001
+covers the grid, and without bias and dilation, it is softmax attention. Linear in the number of tokens: O(N (k^2 + P)
+dim), in tiles of k // 2 + 1 queries per side whose scores with all keys of the tile are computed, masked. Neighborhood
+Attention Transformer, section 3.1, https://arxiv.org/abs/2204.07143; dilation: https://arxiv.org/abs/2209.15001
 """
+
+from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -72,10 +75,9 @@ def neighborhood_attention(
     """
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
     axes = [_tile_axis(size, kernel_size, dilation, q.device) for size in grid_size]
-    grid_q = _gather_tiles(q[:, :, P:].unflatten(2, grid_size), [axis[0] for axis in axes])  # (B, heads, T, s, d)
-    grid_k, grid_v = (
-        _gather_tiles(x[:, :, P:].unflatten(2, grid_size), [axis[1] for axis in axes]) for x in (k, v)
-    )  # (B, heads, T, m, d)
+    queries, keys = (_tile_index(axes[0][part], axes[1][part], grid_size[1]) for part in (0, 1))
+    grid_q = _gather_tiles(q[:, :, P:], queries)  # (B, heads, T, s, d)
+    grid_k, grid_v = (_gather_tiles(x[:, :, P:], keys) for x in (k, v))  # (B, heads, T, m, d)
     T = grid_q.shape[2]
     if P:
         grid_k, grid_v = (
@@ -84,11 +86,12 @@ def neighborhood_attention(
         )
     mask = F.pad(_tile_mask([axis[2] for axis in axes], bias, kernel_size, q.dtype), (P, 0))
     mask = mask.expand(heads, -1, -1, -1).flatten(0, 1)
-    out = softmax_attention(*(x.flatten(1, 2) for x in (grid_q, grid_k, grid_v)), scale, mask, dropout_p)
-    (tiles_y, side_y), (tiles_x, side_x) = (axis[0].shape for axis in axes)
-    out = out.unflatten(2, (side_y, side_x)).unflatten(1, (heads, tiles_y, tiles_x)).transpose(3, 4)
-    out = out.flatten(4, 5).flatten(2, 3)  # (B, heads, padded H, padded W, d)
-    grid = out.index_select(2, axes[0][3]).index_select(3, axes[1][3]).flatten(2, 3)
+    grid_q, grid_k, grid_v = (x.flatten(1, 2) for x in (grid_q, grid_k, grid_v))
+    out = softmax_attention(grid_q, grid_k, grid_v, scale, mask, dropout_p)
+    (tile_y, inside_y), (tile_x, inside_x) = (axis[3:] for axis in axes)
+    (_, side_y), (tiles_x, side_x) = (axis[0].shape for axis in axes)
+    place = (tile_y[:, None] * tiles_x + tile_x) * side_y * side_x + inside_y[:, None] * side_x + inside_x
+    grid = out.unflatten(1, (heads, T)).flatten(2, 3).index_select(2, place.flatten())
     if P == 0:
         return grid
     prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)
@@ -97,12 +100,12 @@ def neighborhood_attention(
 
 def _tile_axis(
     size: int, kernel_size: int, dilation: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tiles of one axis: positions of their queries (T, s) and keys (T, m), their offsets, and the place of each query.
 
-    Offsets (T, s, m) are from query to key, counted from k - 1, or -1 if the key is not attended; `place` (size,) is
-    the index of each position among the T * s queries. A tile has queries of one group only, and repeats the last one
-    of its group if it is not full.
+    Offsets (T, s, m) are from query to key, counted from k - 1, or -1 if the key is not attended; the place is the
+    index of the tile (size,) and that in the tile (size,). A tile has queries of one group only, and repeats the last
+    one of its group if it is not full.
     """
     side = kernel_size // 2 + 1
     reach = min(side + kernel_size - 1, -(-size // dilation))
@@ -120,16 +123,20 @@ def _tile_axis(
         offsets.append(torch.where(is_near, steps - own.unsqueeze(2) + kernel_size - 1, -1))
         first_tile.append(first_tile[-1] + len(start))
     position = torch.arange(size, device=device)
-    place = torch.tensor(first_tile, device=device)[position % dilation] * side + position // dilation
-    return torch.cat(queries), torch.cat(keys), torch.cat(offsets), place
+    in_group = position // dilation
+    tile = torch.tensor(first_tile, device=device)[position % dilation] + in_group // side
+    return torch.cat(queries), torch.cat(keys), torch.cat(offsets), tile, in_group % side
 
 
-def _gather_tiles(x: torch.Tensor, positions: list[torch.Tensor]) -> torch.Tensor:
-    """(B, heads, H, W, d) at rows (T_y, s) and columns (T_x, s) -> tiles (B, heads, T, s * s, d)."""
-    rows, columns = positions
-    x = x.index_select(2, rows.flatten()).index_select(3, columns.flatten())
-    x = x.unflatten(3, columns.shape).unflatten(2, rows.shape)
-    return x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+def _tile_index(rows: torch.Tensor, columns: torch.Tensor, W: int) -> torch.Tensor:
+    """Tokens at the rows (T_y, s) and columns (T_x, s) of tiles, (T, s * s)."""
+    return (rows[:, None, :, None] * W + columns[None, :, None, :]).flatten(2).flatten(0, 1)
+
+
+def _gather_tiles(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Grid tokens (B, heads, H*W, d) -> tiles (B, heads, T, s * s, d)."""
+    # contiguous first: one copy, and then rows of a token in one piece
+    return x.contiguous().index_select(2, index.flatten()).unflatten(2, index.shape)
 
 
 def _tile_mask(
@@ -167,9 +174,9 @@ class Neighborhood(QKVMixer):
         kernel_size: int = 7,
         dilation: int = 1,
         rel_bias: str = 'table',
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if kernel_size < 1 or dilation < 1:

@@ -20,10 +20,12 @@ Nystromformer, https://arxiv.org/abs/2102.03902, equation 13 and section "Moore-
 """
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention
@@ -100,12 +102,8 @@ def nystrom_naive(
 ) -> torch.Tensor:
     """The whole N x N approximation, then the values; arguments as `nystrom_attention`."""
 
-    def cut(length, pieces):
+    def cut(length: int, pieces: int) -> tuple[torch.Tensor, ...]:
         return torch.arange(length).split([(length + i) // pieces for i in range(pieces)])
-
-    def aspect_ratio(cells):
-        sides = grid_size[0] * cells[1], grid_size[1] * cells[0]
-        return max(sides) / min(sides)
 
     N = q.shape[2]
     if grid_size is None:
@@ -113,8 +111,14 @@ def nystrom_naive(
     else:
         H, W = grid_size
         prefix = torch.arange(N - H * W).unsqueeze(1)
+
+        def aspect_ratio(cells: tuple[int, int]) -> float:
+            sides = H * cells[1], W * cells[0]
+            return max(sides) / min(sides)
+
         shapes = [(h, min(W, num_landmarks // h)) for h in range(1, min(H, num_landmarks) + 1)]
-        rows, columns = map(cut, grid_size, min(shapes, key=aspect_ratio))
+        h, w = min(shapes, key=aspect_ratio)
+        rows, columns = cut(H, h), cut(W, w)
         cells = [(row.unsqueeze(1) * W + column).flatten() for row in rows for column in columns]
         groups = [*prefix, *(len(prefix) + cell for cell in cells)]
     q_land, k_land = (torch.stack([x[:, :, group].mean(dim=2) for group in groups], dim=2) for x in (q, k))
@@ -190,9 +194,9 @@ class Nystrom(QKVMixer):
         num_iterations: int = 6,
         landmarks: str = 'segment',
         conv_kernel_size: int | None = None,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_landmarks < 1 or num_iterations < 1:

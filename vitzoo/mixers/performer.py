@@ -17,6 +17,8 @@ more features are below eps, the closer the output is to the mean of the values.
 https://arxiv.org/abs/2009.14794
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -59,7 +61,7 @@ def performer_naive(
 ) -> torch.Tensor:
     """The N x N attention matrix of the feature maps, row-normalised; arguments as `performer_attention`."""
 
-    def phi(x, over):
+    def phi(x: torch.Tensor, over: int | tuple[int, int]) -> torch.Tensor:
         x = scale**0.5 * x
         projected = x @ features.T
         if kernel == 'relu':
@@ -162,6 +164,7 @@ class Performer(RandomFeatureMixer):
     other than `vitzoo train` calls `vitzoo.set_step` for this.
     """
 
+    features: torch.Tensor
     token_weights = True
     op = staticmethod(performer_attention)
     op_naive = staticmethod(performer_naive)
@@ -174,7 +177,7 @@ class Performer(RandomFeatureMixer):
         num_features: int = 256,
         kernel: str = 'softmax',
         eps: float | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, num_features=num_features, **kwargs)
         if kernel not in ('softmax', 'relu'):

@@ -7,13 +7,17 @@
 where v' and v" are the two halves of the channels of a head, so that its width must be even, g is a linear layer of the
 tokens, and c and w are learned per channel. Linear in the number of tokens: O(N dim head_dim). The convolution is on
 the grid, padded with zeros, with kernels that all heads share; prefix tokens are ordinary tokens in the sums and have
-no convolution. The official classes add a learned position to the keys, which `pos_embed` enables. There is no scale of
-the scores. PolaFormer: Polarity-aware Linear Attention, https://arxiv.org/abs/2501.15061
+no convolution. The official classes add a learned position to the keys, which `pos_embed` enables. The class for PVT
+can reduce keys and values by a strided convolution, which its models do not do by default, and which is left out. There
+is no scale of the scores. PolaFormer: Polarity-aware Linear Attention, https://arxiv.org/abs/2501.15061
 """
+
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
@@ -69,8 +73,8 @@ def pola_attention(
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        p, divisor = 1 + alpha * power.to(dtype).sigmoid(), F.softplus(divisor.to(dtype))
-        q, k = _signed_powers(q.to(dtype) / divisor, p), _signed_powers(k.to(dtype) / divisor, p)
+        p, log_divisor = 1 + alpha * power.to(dtype).sigmoid(), F.softplus(divisor.to(dtype)).log2()
+        q, k = (_signed_powers(x.to(dtype), log_divisor, p) for x in (q, k))
         context, total = k.mT @ v.to(dtype), k.sum(dim=2).unsqueeze(-1)  # (B, heads, 2d, d), (B, heads, 2d, 1)
         d = v.shape[-1]
         # products of opposite signs: exchange the positive and the negative features of the keys
@@ -82,11 +86,14 @@ def pola_attention(
     return out.to(v.dtype) if gate is None else (out * gate).to(v.dtype)
 
 
-def _signed_powers(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Powers of the positive values and of the magnitudes of the negative ones, (B, heads, N, 2d)."""
+def _signed_powers(x: torch.Tensor, log_divisor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Powers of the positive values of x / 2^log_divisor, then of the magnitudes of the negative ones.
+
+    (B, heads, N, d) -> (B, heads, N, 2d).
+    """
     # not pow, whose gradient for the exponent is slow
-    powers = (p * x.abs().clamp(min=_TINY).log2()).exp2()
-    return torch.cat([powers.masked_fill(x <= 0, 0), powers.masked_fill(x >= 0, 0)], dim=-1)
+    powers = (p * (x.abs().clamp(min=_TINY).log2() - log_divisor)).exp2() * x.detach().sign()
+    return torch.cat([powers, -powers], dim=-1).relu()
 
 
 @register_mixer('polaformer')
@@ -108,9 +115,9 @@ class PolaFormer(KeyPositionMixer):
         alpha: float = 4.0,
         conv_size: int = 5,
         gate: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if self.head_dim % 2:
@@ -120,7 +127,7 @@ class PolaFormer(KeyPositionMixer):
             )
         if alpha < 0:
             raise ValueError(f'alpha of polaformer must be at least 0, not {alpha}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.alpha = alpha
         self.divisor = nn.Parameter(torch.zeros(num_heads, 1, self.head_dim, **dd))
         self.power = nn.Parameter(torch.zeros(num_heads, 1, self.head_dim, **dd))

@@ -7,6 +7,8 @@ prefix tokens: here the neighbourhood of a prefix token is the whole grid and it
 prefix tokens. MetaFormer Is Actually What You Need for Vision, equation 4, https://arxiv.org/abs/2111.11418
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -47,7 +49,7 @@ class Pool(ParameterFreeMixer):
     op = staticmethod(pool)
     op_naive = staticmethod(pool_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, pool_size: int = 3, **kwargs) -> None:
+    def __init__(self, dim: int, num_heads: int, *, pool_size: int = 3, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if pool_size < 1 or pool_size % 2 == 0:
             raise ValueError(f'pool_size must be odd and at least 1, not {pool_size}.')

@@ -14,8 +14,12 @@ queries. Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim), a
 at most 64. Reformer, section 2 and appendix A, https://arxiv.org/abs/2001.04451
 """
 
+from functools import reduce
+from typing import Any
+
 import torch
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._chunked import chunk_attention, merge, softmax_with_lse
 from ._numerics import LOG2_E
@@ -157,15 +161,15 @@ def _pair_bias(codes: torch.Tensor, m: int) -> torch.Tensor:
 
     Comparisons are arithmetic, because PyTorch's are slow on a CPU.
     """
-    found = None
-    for code in codes:
+
+    def step(code: torch.Tensor) -> torch.Tensor:
         # 1 where the codes differ by 0 or 1, else 3 or more
-        step = (2 * code[1:, :, None] - 1).sub(2 * code.flatten().unfold(0, 2 * m, m)[:, None]).abs_()
-        if found is None:
-            bias = (1 - step).mul_(_MASK_PENALTY)
-            found = torch.zeros_like(bias)
-        else:
-            found += (2 - step).clamp_(min=0)
+        return (2 * code[1:, :, None] - 1).sub(2 * code.flatten().unfold(0, 2 * m, m)[:, None]).abs_()
+
+    bias = (1 - step(codes[0])).mul_(_MASK_PENALTY)
+    found = torch.zeros_like(bias)
+    for code in codes[1:]:
+        found += (2 - step(code)).clamp_(min=0)
     # log2 of a count of 1 or 2, all that two rounds can give, is the count minus 1
     bias -= found if len(codes) <= 2 else found.add_(1).log2_()
     bias.diagonal(offset=m, dim1=1, dim2=2).sub_(LOG2_E * _SELF_PENALTY)
@@ -181,14 +185,14 @@ class _Take(torch.autograd.Function):
     """`index_select` with a backward pass that gathers, several times faster than PyTorch's scatter-add."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse)
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return sum(grad.index_select(0, rows) for rows in inverse), None, None
+        return reduce(torch.add, (grad.index_select(0, rows) for rows in inverse)), None, None
 
 
 @register_mixer('reformer')
@@ -199,6 +203,7 @@ class Reformer(QKVMixer):
     `seed` and the layer and is saved with the weights. A grid of at most `bucket_size` tokens is one bucket.
     """
 
+    rotations: torch.Tensor
     attn_weights = True
     approximates_softmax = True
     op = staticmethod(reformer_attention)
@@ -212,9 +217,9 @@ class Reformer(QKVMixer):
         num_hashes: int = 2,
         bucket_size: int = 16,
         seed: int = 0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, shared_qk=True, device=device, dtype=dtype, **kwargs)
         if num_hashes < 1 or bucket_size < 1:

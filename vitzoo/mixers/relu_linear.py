@@ -11,9 +11,11 @@ on its batch; in evaluation it is part of the output projection. EfficientViT, h
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.types import Device
 
 from ._grid_conv import GridConv
 from ._kernel import KernelMixer
@@ -42,7 +44,9 @@ def relu_linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 class _Scale(nn.Module):
     """Queries, keys and values of one scale, from those of the first heads."""
 
-    def __init__(self, dim: int, num_heads: int, kernel_size: int, *, device=None, dtype=None) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, kernel_size: int, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         d = dim // num_heads
         self.conv = GridConv(3 * dim, kernel_size, bias=False, device=device, dtype=dtype)
@@ -69,10 +73,17 @@ class ReluLinear(KernelMixer):
     op_naive = staticmethod(relu_linear_naive)
 
     def __init__(
-        self, dim: int, num_heads: int, *, scales: Sequence[int] = (), device=None, dtype=None, **kwargs
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        scales: Sequence[int] = (),
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.scales = nn.ModuleList(_Scale(dim, num_heads, size, **dd) for size in scales)
         self.proj_scales = nn.Linear(len(scales) * dim, dim, bias=False, **dd) if scales else None
 

@@ -5,10 +5,15 @@
 
 phi(q) . phi(k) estimates exp(-|sigma (q^ - k^)|^2 / 2), which for equal sigmas is exp(sigma^2 q^ . k^) up to a
 constant. Linear in the number of tokens: O(N m dim) for m directions. Without the gate w_ij = 1: the sums do not depend
-on the order of tokens, the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. The kernel is at
-least exp(-2 sigma^2) = 0.14 at sigma = 1, but its estimate can be negative: eps keeps the normalizer positive. There is
-no scale of the scores. In the limit of many directions, with equal sigmas and no gate, it is softmax attention of unit
+on the order of tokens, the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. There is no
+scale of the scores. In the limit of many directions, with equal sigmas and no gate, it is softmax attention of unit
 queries and keys.
+
+The kernel is at least exp(-2 sigma^2) = 0.14 at sigma = 1, but its estimate can be negative: eps = 0.01 keeps the
+normalizer positive, per key, so that it does not depend on the image size. The authors' code (Noahs-ARK/RFA) bounds it
+by a constant, 1 for features 0.1 [sin, cos], which is 100 / m for those above: 1.6 for m = 64, where ours is 2.0 for 14
+x 14 tokens. With `floor=100 / m` the two are equal, but for the 1e-3 that their code adds to |x|, and the absolute
+value of the normalizer in its cross-attention.
 
 The gated form is the paper's recurrence S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T with one gate per token and head,
 in which token j contributes to token i with the weight
@@ -20,9 +25,12 @@ tokens before and after it. Prefix tokens have no position in the raster: there 
 g_j) or from them (w_ij = 1). Random Feature Attention, sections 3.1 and 3.2, https://arxiv.org/abs/2103.02143
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._random import RandomFeatureMixer
 from .base import no_autocast, register_mixer
@@ -36,12 +44,12 @@ _CHUNK = 64
 
 def rfa_naive(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None,
+    directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None, floor: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The N x N attention matrix, with the product of gates for each pair; arguments as `rfa`."""
     N, W = q.shape[2], sigma.unsqueeze(1) * directions
 
-    def phi(x):
+    def phi(x: torch.Tensor) -> torch.Tensor:
         projected = x / x.norm(dim=-1, keepdim=True) @ W.mT
         return torch.cat([projected.sin(), projected.cos()], dim=-1) / W.shape[1] ** 0.5
 
@@ -53,18 +61,18 @@ def rfa_naive(
                 between = g[:, :, j - P + 1 : i - P + 1] if j < i else g[:, :, i - P : j - P]
                 w[:, :, i, j] = (1 - g[:, :, j - P]) * (between.prod(dim=2) if i >= P else 1)
     attn = w * (phi(q) @ phi(k).mT)
-    normalizer = torch.maximum(attn.sum(dim=-1, keepdim=True), _EPS * w.sum(dim=-1, keepdim=True))
-    return attn @ v / normalizer
+    normalizer, least = attn.sum(dim=-1, keepdim=True), _EPS * w.sum(dim=-1, keepdim=True)
+    return attn @ v / normalizer.maximum(least if floor is None else torch.full_like(normalizer, floor))
 
 
 def rfa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None,
+    directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None, floor: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider.
 
     `directions` (heads, m, d) times `sigma` (heads, d) is W; `gate` (B, heads, H*W) are the logits of g for the last
-    H*W tokens.
+    H*W tokens; `floor` replaces eps sum_j w_ij.
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -77,7 +85,8 @@ def rfa(
             total = sums.new_full((1,), q.shape[2])
         else:
             sums, total = _gated_sums(q_features, k_features, values, gate.to(dtype))
-        return (sums[..., :-1] / torch.maximum(sums[..., -1:], _EPS * total)).to(v.dtype)
+        normalizer = sums[..., -1:].maximum(_EPS * total) if floor is None else sums[..., -1:].clamp(min=floor)
+        return (sums[..., :-1] / normalizer).to(v.dtype)
 
 
 def _features(x: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
@@ -128,11 +137,13 @@ def _scan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_g: torch.Tensor
 class RFA(RandomFeatureMixer):
     """Random feature attention with `num_features` directions per head; `gate` adds the gated recurrence.
 
+    `floor` bounds the normalizer by a constant, with the authors' 100 / `num_features`, instead of by 0.01 per key.
     The directions depend on `seed` and the layer, and are redrawn every `redraw_every` optimizer steps unless it is 0.
     A training loop other than `vitzoo train` calls `vitzoo.set_step` for this. The authors take new ones from a fixed
     pool in each training step.
     """
 
+    directions: torch.Tensor
     buffer_name = 'directions'
     op = staticmethod(rfa)
     op_naive = staticmethod(rfa_naive)
@@ -144,13 +155,17 @@ class RFA(RandomFeatureMixer):
         *,
         num_features: int = 64,
         gate: bool = False,
-        device=None,
-        dtype=None,
-        **kwargs,
+        floor: float | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
+        if floor is not None and floor <= 0:
+            raise ValueError(f'floor of rfa must be positive, not {floor}.')
         super().__init__(dim, num_heads, num_features=num_features, device=device, dtype=dtype, **kwargs)
         self.sigma = nn.Parameter(torch.ones(num_heads, self.head_dim, device=device, dtype=dtype))
         self.gate = nn.Linear(dim, num_heads, device=device, dtype=dtype) if gate else None
+        self.floor = floor
         self.approximates_softmax = not gate
 
     def draw_features(self, generator: torch.Generator) -> torch.Tensor:
@@ -161,11 +176,11 @@ class RFA(RandomFeatureMixer):
         self, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
     ) -> torch.Tensor:
         gate = None if self.gate is None else self.gate(x[:, self.num_prefix_tokens :]).mT
-        return self.op(q, k, v, self.directions, self.sigma, gate)
+        return self.op(q, k, v, self.directions, self.sigma, gate, self.floor)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """The form without a gate, which depends only on q, k and v."""
-        return self.op(q, k, v, self.directions, self.sigma)
+        return self.op(q, k, v, self.directions, self.sigma, None, self.floor)
 
     def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Softmax attention with scores -|sigma (q^ - k^)|^2 / 2, which the features estimate."""
@@ -178,13 +193,13 @@ class RFA(RandomFeatureMixer):
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
     ) -> dict[str, torch.Tensor]:
-        """Adds `normalisers_at_floor`, the share of queries whose normalizer is at the floor of eps per key."""
+        """Adds `normalisers_at_floor`, the share of queries whose normalizer is at its lower bound."""
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
             dtype = torch.promote_types(q.dtype, torch.float32)
             directions = self.sigma.unsqueeze(1).to(dtype) * self.directions.to(dtype)
             q, k = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
-            at_floor = q @ k.sum(dim=2).unsqueeze(-1) <= _EPS * k.shape[2]
+            at_floor = q @ k.sum(dim=2).unsqueeze(-1) <= (_EPS * k.shape[2] if self.floor is None else self.floor)
         return {**signs, 'normalisers_at_floor': at_floor.to(dtype).flatten(1).mean(dim=1)}
 
     def no_weight_decay(self) -> set[str]:

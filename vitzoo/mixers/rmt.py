@@ -12,8 +12,11 @@ dim); whole, quadratic: O(N^2 dim). RMT: Retentive Networks Meet Vision Transfor
 https://arxiv.org/abs/2309.11523
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._rotary import rotate_pairs
@@ -45,7 +48,7 @@ def manhattan_naive(
     scores[:, :, P:, P:] = scale * q_rot[:, :, P:] @ k_rot[:, :, P:].mT
     down, right = (F.pad((place[:, None] - place).abs(), (P, 0, P, 0)) for place in (y, x))
 
-    def attend(distance, allowed, values):
+    def attend(distance: torch.Tensor, allowed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         decay = distance * log_gamma[:, None, None]
         weights = (scores + decay * (not in_weights)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
         return F.dropout(weights * (decay.exp() if in_weights else 1), dropout_p) @ values
@@ -128,13 +131,14 @@ def _rotate(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 
 @register_mixer('rmt')
 class RMT(QKVMixer):
-    """Manhattan attention, `decomposed` by axes as in the first stages of RMT, or whole as in its last one.
+    """Manhattan attention, `decomposed` by axes as in the first stages of RMT, or whole as in the last one or two.
 
     The decay, set by `initial_decay` and `decay_range`, is added to the scores (`decay='scores'`, the official code) or
     multiplies the weights of the softmax (`decay='weights'`, the paper). `rope=False` leaves out the rotations, without
     which head_dim may be odd; otherwise an odd one raises ValueError.
     """
 
+    log_gamma: torch.Tensor
     attn_weights = True
     has_own_rope = True
     op = staticmethod(manhattan_attention)
@@ -150,9 +154,9 @@ class RMT(QKVMixer):
         rope: bool = True,
         initial_decay: float = 2.0,
         decay_range: float = 4.0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rope and self.head_dim % 2:

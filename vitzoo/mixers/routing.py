@@ -15,9 +15,12 @@ sqrt(N). Efficient Content-Based Sparse Attention with Routing Transformers, sec
 https://arxiv.org/abs/2003.05997
 """
 
+from typing import Any
+
 import torch
 from torch import distributed
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._random import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
@@ -53,7 +56,7 @@ def routing_naive(
     P = N - grid_size[0] * grid_size[1]
     n = q.new_zeros(B, heads, N, N)
 
-    def members(x):
+    def members(x: torch.Tensor) -> list:
         unit_x, unit_centroids = (y / y.norm(dim=-1, keepdim=True) for y in (x[:, :, P:], centroids))
         return (unit_centroids @ unit_x.mT).argsort(dim=-1, descending=True)[..., :cluster_size].tolist()
 
@@ -119,6 +122,7 @@ class Routing(QKVMixer):
     updated once per backward pass with momentum `decay`, in the same way on all processes.
     """
 
+    centroids: torch.Tensor
     attn_weights = True
     approximates_softmax = True
     token_weights = True
@@ -134,9 +138,9 @@ class Routing(QKVMixer):
         cluster_size: int | None = None,
         decay: float = 0.999,
         seed: int = 0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_clusters < 1 or (cluster_size is not None and cluster_size < 1):

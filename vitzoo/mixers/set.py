@@ -7,12 +7,16 @@
 with inducing points I (m, dim), used as queries without a projection, and linear maps K, V of H. Linear in the number
 of tokens: O(N m dim). Sets have no order, so the formula applies to a grid unchanged, and prefix tokens are ordinary
 tokens. The paper's residual sum, norm and feed-forward layer after the second attention are those of the backbone's
-block; the norms have no parameters. Set Transformer, equations 6, 7, 9 and 10, https://arxiv.org/abs/1810.00825
+block; the norms have no parameters. The scale is 1 / sqrt(head_dim), as in softmax attention; the authors' code has 1 /
+sqrt(dim). Set Transformer, equations 6, 7, 9 and 10, https://arxiv.org/abs/1810.00825
 """
+
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._qkv import split_heads
 from .base import QKVMixer, register_mixer
@@ -29,7 +33,7 @@ def set_naive(
     """The formula line by line; arguments as `set_attention`."""
     (B, heads, _, d), m = q.shape, inducing.shape[0]
 
-    def norm(x):
+    def norm(x: torch.Tensor) -> torch.Tensor:
         return (x - x.mean(dim=-1, keepdim=True)) / (x.var(dim=-1, keepdim=True, correction=0) + 1e-5).sqrt()
 
     points = inducing.unflatten(1, (heads, d)).transpose(0, 1)
@@ -64,11 +68,20 @@ class InducedSet(QKVMixer):
     op = staticmethod(set_attention)
     op_naive = staticmethod(set_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, num_inducing: int = 64, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_inducing: int = 64,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if num_inducing < 1:
             raise ValueError(f'num_inducing must be at least 1, not {num_inducing}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.inducing = nn.Parameter(torch.empty(num_inducing, dim, **dd))
         self.fc = nn.Linear(dim, dim, **dd)
         self.kv = nn.Linear(dim, 2 * dim, **dd)

@@ -16,6 +16,8 @@ term for moving the sorted blocks, so N^1.5 if b^2 grows with sqrt(N). Sparse Si
 https://arxiv.org/abs/2002.11296
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -175,7 +177,7 @@ class Sinkhorn(QKVMixer):
         block_size: int = 7,
         num_iterations: int = 8,
         temperature: float = 0.75,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if block_size < 1 or num_iterations < 1 or not temperature > 0:

@@ -6,14 +6,19 @@ The landmarks L come from a convolution of Q in each head with stride r, a layer
 20 Newton steps W <- 2 W - W A W per head, from 1.8 A / |K_LL|^2 with the largest sum of a row as |K_LL|. conv has one
 3 x 3 kernel per head. The authors take r = 8, 4 and 2 in the stages of their models, which gives 49 landmarks at 224 x
 224 pixels. Grids that r does not divide are padded with zeros. Prefix tokens are ordinary tokens of the kernel and part
-of no landmark. With m landmarks, O(N m dim + m^3 heads). The authors' later version, normalized, divides by the largest
-sum of the whole batch, so that an image depends on the others; it is not provided. SOFT: Softmax-free Transformer with
-Linear Complexity, section 3, https://arxiv.org/abs/2110.11945
+of no landmark. With m landmarks, O(N m dim + m^3 heads): m grows with N unless r grows with the side of the grid. The
+authors' later version, normalized, divides by the largest sum of the whole batch, so that an image depends on the
+others; it is not provided. SOFT: Softmax-free Transformer with Linear Complexity, section 3,
+https://arxiv.org/abs/2110.11945
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from .base import QKVMixer, no_autocast, register_mixer
@@ -41,11 +46,11 @@ def gaussian_naive(
     for top in range(0, grid_size[0], r):
         for left in range(0, grid_size[1], r):
             patch = image[:, :, top : top + r, left : left + r]
-            kernel = landmarks.weight[:, :, : patch.shape[2], : patch.shape[3]]
-            patches.append(torch.einsum('bhyxc,dcyx->bhd', patch, kernel))
+            weight = landmarks.weight[:, :, : patch.shape[2], : patch.shape[3]]
+            patches.append(torch.einsum('bhyxc,dcyx->bhd', patch, weight))
     points = F.gelu(F.layer_norm(torch.stack(patches, dim=2), norm.normalized_shape, norm.weight, norm.bias, norm.eps))
 
-    def kernel(a, b):
+    def kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (-(a.unsqueeze(3) - b.unsqueeze(2)).square().sum(dim=-1) / 2).exp()
 
     own = kernel(points, points)
@@ -104,7 +109,9 @@ def _gaussian_kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a @ b.mT - half_a - half_b.mT).clamp(max=0).exp()
 
 
-def _convolve(v: torch.Tensor, conv: GridConv, grid_size: tuple[int, int], convolve) -> torch.Tensor:
+def _convolve(
+    v: torch.Tensor, conv: GridConv, grid_size: tuple[int, int], convolve: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     """Convolve v (B, heads, N, d) with one kernel per head: to the convolution, channels are heads."""
     return convolve(conv, v.transpose(1, 3), grid_size).transpose(1, 3)
 
@@ -123,14 +130,14 @@ class SOFT(QKVMixer):
         *,
         ratio: int = 4,
         conv_size: int = 3,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, shared_qk=True, device=device, dtype=dtype, **kwargs)
         if ratio < 1:
             raise ValueError(f'ratio of soft must be at least 1, not {ratio}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.landmarks = nn.Conv2d(self.head_dim, self.head_dim, ratio, stride=ratio, bias=False, **dd)
         self.norm = nn.LayerNorm(self.head_dim, **dd)
         self.conv = GridConv(num_heads, conv_size, bias=False, **dd)

@@ -4,15 +4,19 @@
 
 With talking heads, linear layers mix the heads of the scores before, and of the weights after the softmax. Quadratic in
 the number of tokens: O(N^2 dim). Attention Is All You Need, https://arxiv.org/abs/1706.03762; relative bias as in ViL,
-https://arxiv.org/abs/2103.15358; Talking-Heads Attention, https://arxiv.org/abs/2003.02436, with biases as in CaiT
+https://arxiv.org/abs/2103.15358, or as in MViTv2, https://arxiv.org/abs/2112.01526; Talking-Heads Attention,
+https://arxiv.org/abs/2003.02436, with biases as in CaiT
 """
+
+from typing import Any
 
 import torch
 from timm.layers import is_exporting, use_fused_attn
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
-from ._rel_bias import OffsetBias, PrefixBias
+from ._rel_bias import DecomposedBias, OffsetBias, PrefixBias
 from .base import QKVMixer, register_mixer
 
 __all__ = ['Softmax', 'softmax_attention', 'softmax_naive']
@@ -51,14 +55,15 @@ def softmax_attention(
     proj_l: nn.Linear | None = None,
     proj_w: nn.Linear | None = None,
 ) -> torch.Tensor:
-    """Queries (B, heads, N, d), keys and values (B, heads, M, d), bias (heads, N, M) -> (B, heads, N, d).
+    """Queries (B, heads, N, d), keys and values (B, heads, M, d) -> (B, heads, N, d).
 
-    `proj_l` and `proj_w` mix the heads of the scores and of the weights.
+    The bias is (heads, N, M), or (B, heads, N, M) if it depends on the queries. `proj_l` and `proj_w` mix the heads of
+    the scores and of the weights.
     """
     # torch.export decomposes sdpa with a bias into operations whose output strides do not match
     if use_fused_attn() and proj_l is None and not (bias is not None and is_exporting()):
         # sdpa requires the bias in the dtype of the queries, which autocast does not ensure
-        bias = None if bias is None else bias.to(q.dtype).unsqueeze(0)
+        bias = None if bias is None else bias.to(q.dtype).reshape(-1, *bias.shape[-3:])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     scores = (scale * q) @ k.transpose(-2, -1)
     if bias is not None:
@@ -78,14 +83,17 @@ def _mix_heads(scores: torch.Tensor, proj: nn.Linear | None) -> torch.Tensor:
 class Softmax(QKVMixer):
     """Softmax attention, with PyTorch's fused kernel if timm's `use_fused_attn` allows it.
 
-    `rel_bias` is 'none' or 'table' (a learned bias per head for each 2-D offset, and for pairs with prefix tokens).
-    `talking_heads` adds the layers that mix the heads, and forms all N x N scores.
+    `rel_bias` is 'none', 'table' (a learned bias per head for each 2-D offset, and for pairs with prefix tokens), or
+    'decomposed' (the product of the query with a vector of the row offset plus one of the column offset, as in MViTv2
+    and Segment Anything, which forms all N x N biases of each image). `talking_heads` adds the layers that mix the
+    heads, and forms all N x N scores.
     """
 
     attn_weights = True
     token_weights = True
     subsampled_kv = True
     has_rel_bias = True
+    has_decomposed_bias = True
     has_talking_heads = True
     op = staticmethod(softmax_attention)
     op_naive = staticmethod(softmax_naive)
@@ -97,16 +105,20 @@ class Softmax(QKVMixer):
         *,
         rel_bias: str = 'none',
         talking_heads: bool = False,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
-        if rel_bias not in ('none', 'table'):
-            raise ValueError(f"rel_bias of softmax is 'none' or 'table', not {rel_bias!r}.")
-        dd = {'device': device, 'dtype': dtype}
-        self.rel_bias = OffsetBias(num_heads, self.grid_size, **dd) if rel_bias == 'table' else None
-        has_prefix = self.rel_bias is not None and self.num_prefix_tokens
+        if rel_bias not in ('none', 'table', 'decomposed'):
+            raise ValueError(f"rel_bias of softmax is 'none', 'table' or 'decomposed', not {rel_bias!r}.")
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
+        self.rel_bias: OffsetBias | DecomposedBias | None = None
+        if rel_bias == 'table':
+            self.rel_bias = OffsetBias(num_heads, self.grid_size, **dd)
+        elif rel_bias == 'decomposed':
+            self.rel_bias = DecomposedBias(self.head_dim, self.grid_size, **dd)
+        has_prefix = rel_bias == 'table' and self.num_prefix_tokens
         self.prefix_bias = PrefixBias(num_heads, self.num_prefix_tokens, **dd) if has_prefix else None
         self.proj_l = nn.Linear(num_heads, num_heads, **dd) if talking_heads else None
         self.proj_w = nn.Linear(num_heads, num_heads, **dd) if talking_heads else None
@@ -114,12 +126,15 @@ class Softmax(QKVMixer):
         self.token_weights = not talking_heads
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        bias = None if self.rel_bias is None else self.bias(grid_size)
-        return self.op(q, k, v, self.scale, bias, self.dropout_p, self.proj_l, self.proj_w)
+        return self.op(q, k, v, self.scale, self.bias(q, grid_size), self.dropout_p, self.proj_l, self.proj_w)
 
-    def bias(self, grid_size: tuple[int, int]) -> torch.Tensor:
-        """Relative bias of every pair of tokens, (heads, P + H*W, P + H*W)."""
+    def bias(self, q: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor | None:
+        """Relative bias of every pair of tokens, (heads, P + H*W, P + H*W); (B, heads, …) if it is of the queries."""
+        if self.rel_bias is None:
+            return None
         self.check_grid(grid_size)
+        if isinstance(self.rel_bias, DecomposedBias):
+            return self.rel_bias(q)
         bias = self.rel_bias()
         if self.prefix_bias is None:
             return bias

@@ -9,10 +9,12 @@ i and j are indices of grid tokens in raster order, and l is `stride`. Without a
 is its width W and near(i) the row of i, so that strided attends the row and the column, fixed the row and the last c
 columns. Nothing is causal: the paper's sets of earlier tokens are extended to later ones. Of the paper's ways to
 combine the two sets this is the merged one: one softmax over both in every head, in which a token in both counts once.
-Prefix tokens are global. With a stride of N it is softmax attention. Cost: strided O(N (2l + N/l) dim), fixed O(N (l +
-c N/l) dim), so N^1.5 if l grows with sqrt(N), as W does. Generating Long Sequences with Sparse Transformers, sections
-4.2 and 4.3, https://arxiv.org/abs/1904.10509
+Prefix tokens are global. With a stride of N it is softmax attention, so a grid of one row needs a stride. Cost: strided
+O(N (2l + N/l) dim), fixed O(N (l + c N/l) dim), so N^1.5 if l grows with sqrt(N), as W does. Generating Long Sequences
+with Sparse Transformers, sections 4.2 and 4.3, https://arxiv.org/abs/1904.10509
 """
+
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -149,7 +151,7 @@ class Sparse(QKVMixer):
         pattern: str = 'strided',
         stride: int | None = None,
         num_summaries: int = 2,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if pattern not in ('strided', 'fixed'):

@@ -11,10 +11,12 @@ section 3.3, https://arxiv.org/abs/2102.12122
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._qkv import split_heads, split_qkv
 from .base import TokenMixer, no_autocast, register_mixer
@@ -74,7 +76,7 @@ def spatial_reduction_attention(
     W_S is `sr`, and `kv` gives keys and values side by side; without `sr` and `norm` they come from x itself.
     `k_norm` normalizes the keys.
     """
-    if sr is not None:
+    if sr is not None and norm is not None:
         x = spatial_reduction(x, sr, norm, grid_size)
     k, v = (split_heads(part, q.shape[1]) for part in kv(x).chunk(2, dim=-1))
     if k_norm is not None:
@@ -131,16 +133,16 @@ class SRFormer(TokenMixer):
         proj_drop: float = 0.0,
         qk_norm: bool = False,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
         if norm not in ('layer', 'instance'):
             raise ValueError(f"norm of srformer is 'layer' or 'instance', not {norm!r}.")
         if sr_ratio < 1:
             raise ValueError(f'sr_ratio must be at least 1, not {sr_ratio}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.scale = (dim // num_heads) ** -0.5
         self.q = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias, **dd)

@@ -11,8 +11,11 @@ attends them and they attend every token. If one window covers the grid and ther
 Linear in the number of tokens: O(N (w^2 + P) dim). Swin Transformer, section 3.2, https://arxiv.org/abs/2103.14030
 """
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._rel_bias import OffsetBias
 from ._window import tile, untile
@@ -63,8 +66,9 @@ def shifted_window_attention(
     `bias` (heads, w*w, w*w) is between the tokens of a window.
     """
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
-    sizes = tuple(min(window_size, size) for size in grid_size)
-    shifts = tuple(shift if size > window_size else 0 for size in grid_size)
+    H, W = grid_size
+    sizes = min(window_size, H), min(window_size, W)
+    shifts = shift if window_size < H else 0, shift if window_size < W else 0
     tiles = [tile(x[:, :, P:], grid_size, sizes, shifts) for x in (q, k, v)]  # (B, heads, T, s, d)
     T = tiles[0].shape[2]
     grid_q, grid_k, grid_v = (x.flatten(1, 2) for x in tiles)
@@ -132,9 +136,9 @@ class Swin(QKVMixer):
         window_size: int = 7,
         shift: bool | None = None,
         rel_bias: str = 'table',
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if window_size < 1:

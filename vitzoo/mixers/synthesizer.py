@@ -15,10 +15,13 @@ a new one, parameters of tokens are resampled in two dimensions, and parameters 
 section 3, https://arxiv.org/abs/2005.00743
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid import resample_rows
 from ._qkv import split_heads, split_qkv
@@ -27,11 +30,11 @@ from .base import TokenMixer, register_mixer
 __all__ = ['Synthesizer', 'synthesizer', 'synthesizer_naive']
 
 
-def synthesizer_naive(x: torch.Tensor, v: torch.Tensor, scores: nn.Module, dropout_p: float = 0.0) -> torch.Tensor:
+def synthesizer_naive(x: torch.Tensor, v: torch.Tensor, scores: '_Scores', dropout_p: float = 0.0) -> torch.Tensor:
     """The scores of each variant key by key, then softmax attention; arguments as `synthesizer`."""
 
-    def synthesize(keys, bias):
-        hidden = (x @ scores.hidden.weight.T + scores.hidden.bias).clamp(min=0).unflatten(2, (v.shape[1], -1))
+    def synthesize(layer: nn.Linear, keys: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        hidden = (x @ layer.weight.T + layer.bias).clamp(min=0).unflatten(2, (v.shape[1], -1))
         columns = [(hidden * keys[:, j]).sum(dim=-1) + bias[:, j, 0] for j in range(keys.shape[1])]  # (B, N, heads)
         return torch.stack(columns, dim=-1).transpose(1, 2)
 
@@ -40,21 +43,22 @@ def synthesizer_naive(x: torch.Tensor, v: torch.Tensor, scores: nn.Module, dropo
     elif isinstance(scores, _FactorizedRandomScores):
         s = torch.einsum('hir,hjr->hij', scores.queries, scores.keys)
     elif isinstance(scores, _DenseScores):
-        s = synthesize(scores.keys, scores.bias)
+        s = synthesize(scores.hidden, scores.keys, scores.bias)
     else:
-        row, column = synthesize(scores.row, scores.row_bias), synthesize(scores.column, scores.column_bias)
+        row = synthesize(scores.hidden, scores.row, scores.row_bias)
+        column = synthesize(scores.hidden, scores.column, scores.column_bias)
         products = [row[..., i] * column[..., j] for i in range(row.shape[-1]) for j in range(column.shape[-1])]
         s = torch.stack(products, dim=-1)
-        if scores.prefix is not None:
-            s = torch.cat([synthesize(scores.prefix, scores.prefix_bias), s], dim=-1)
+        if scores.prefix is not None and scores.prefix_bias is not None:
+            s = torch.cat([synthesize(scores.hidden, scores.prefix, scores.prefix_bias), s], dim=-1)
     s = (s - s.amax(dim=-1, keepdim=True)).exp()
     return F.dropout(s / s.sum(dim=-1, keepdim=True), dropout_p) @ v
 
 
-def synthesizer(x: torch.Tensor, v: torch.Tensor, scores: nn.Module, dropout_p: float = 0.0) -> torch.Tensor:
+def synthesizer(x: torch.Tensor, v: torch.Tensor, scores: '_Scores', dropout_p: float = 0.0) -> torch.Tensor:
     """Tokens x (B, N, dim), values v (B, heads, N, d) and the module of a variant's scores -> (B, heads, N, d)."""
-    scores = scores(x)
-    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    s = scores(x)
+    attn = s.softmax(dim=-1, dtype=torch.promote_types(s.dtype, torch.float32)).to(v.dtype)
     return F.dropout(attn, dropout_p) @ v
 
 
@@ -62,11 +66,17 @@ class _DenseScores(nn.Module):
     """Scores from each token alone, (B, heads, N, N)."""
 
     def __init__(
-        self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.num_prefix_tokens = num_prefix_tokens
         self.hidden = nn.Linear(dim, dim, **dd)
@@ -87,11 +97,24 @@ class _DenseScores(nn.Module):
 class _FactorizedDenseScores(nn.Module):
     """Products of a row's and a column's score, both from each token alone, (B, heads, N, N)."""
 
+    row: nn.Parameter
+    row_bias: nn.Parameter
+    column: nn.Parameter
+    column_bias: nn.Parameter
+    prefix: nn.Parameter | None
+    prefix_bias: nn.Parameter | None
+
     def __init__(
-        self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.hidden = nn.Linear(dim, dim, **dd)
         self.prefix = self.prefix_bias = None
@@ -106,7 +129,7 @@ class _FactorizedDenseScores(nn.Module):
         row = hidden @ self.row.mT + self.row_bias.mT  # (B, heads, N, H)
         column = hidden @ self.column.mT + self.column_bias.mT
         grid = (row.unsqueeze(-1) * column.unsqueeze(-2)).flatten(3)
-        if self.prefix is None:
+        if self.prefix is None or self.prefix_bias is None:
             return grid
         return torch.cat([hidden @ self.prefix.mT + self.prefix_bias.mT, grid], dim=-1)
 
@@ -123,7 +146,13 @@ class _RandomScores(nn.Module):
     """Scores that are parameters, (heads, N, N)."""
 
     def __init__(
-        self, dim: int, num_heads: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
@@ -151,8 +180,8 @@ class _FactorizedRandomScores(nn.Module):
         grid_size: tuple[int, int],
         num_prefix_tokens: int,
         rank: int = 8,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
@@ -171,6 +200,7 @@ class _FactorizedRandomScores(nn.Module):
             setattr(self, name, resample_rows(getattr(self, name), new_size, old_size, self.num_prefix_tokens))
 
 
+_Scores = _DenseScores | _FactorizedDenseScores | _RandomScores | _FactorizedRandomScores
 _SCORES = {
     'dense': _DenseScores,
     'random': _RandomScores,
@@ -201,9 +231,9 @@ class Synthesizer(TokenMixer):
         qkv_bias: bool = True,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
         # configs saved by earlier versions have the British spelling
@@ -212,7 +242,7 @@ class Synthesizer(TokenMixer):
             raise ValueError(f'variant of synthesizer is one of {", ".join(_SCORES)}, not {variant!r}.')
         if rank is not None and (variant != 'factorized_random' or rank < 1):
             raise ValueError(f"rank of synthesizer is at least 1, with variant 'factorized_random'; got {rank}.")
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         own = {} if rank is None else {'rank': rank}
         self.scores = _SCORES[variant](dim, num_heads, self.grid_size, self.num_prefix_tokens, **own, **dd)
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **dd)

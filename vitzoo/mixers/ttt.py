@@ -12,11 +12,15 @@ trained on the grid alone, a prefix token is an image of one pixel. Linear in th
 ViT^3: Unlocking Test-Time Training in Vision, section 4, https://arxiv.org/abs/2512.01643
 """
 
+from typing import Any
+
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
+from ._grid_conv import convolve_samples, near_tokens
 from ._rotary import rotate_pairs
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -40,10 +44,10 @@ def train_and_apply_naive(
     """Image by image, with gradients by autograd; arguments as `train_and_apply`."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
 
-    def apply(x, w1, w2):
+    def apply(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         return (x @ w1) * F.silu(x @ w2)
 
-    def convolve(x, w3):
+    def convolve(x: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
         return F.conv2d(x[P:].T.unflatten(1, grid_size), w3, padding=1, groups=len(w3)).flatten(1).T
 
     outs = []
@@ -87,30 +91,27 @@ def train_and_apply(
             x.to(dtype) for x in (q, k, v, q_conv, k_conv, v_conv, w1, w2, w3)
         )
         linear, logit = k @ w1, k @ w2
-        gate = logit.sigmoid()
+        gate, silu = logit.sigmoid(), F.silu(logit)
+        # the derivative of silu is gate + silu * (1 - gate)
+        slope = torch.addcmul(gate + silu, gate, silu, value=-1)
         rate = _LOSS_SCALE / k.shape[2]
-        gradient1 = -rate * k.mT @ (v * logit * gate)
-        gradient2 = -rate * k.mT @ (v * linear * gate * (1 + logit * (1 - gate)))
+        gradient1 = -rate * (k.mT @ (v * silu))
+        gradient2 = -rate * (k.mT @ (v * linear * slope))
         w1, w2 = w1 - _clip(gradient1), w2 - _clip(gradient2)  # (B, heads, d, d)
         mixed = ((q @ w1) * F.silu(q @ w2)).transpose(1, 2).flatten(2)
-        # the nine tokens around each token
-        near_k, near_q = (_patches(x[:, P:], grid_size) for x in (k_conv, q_conv))  # (B, d, H*W, 9)
-        gradient3 = -_LOSS_SCALE / num_grid * near_k.mT @ v_conv[:, P:].mT.unsqueeze(3)  # (B, d, 9, 1)
-        w3 = w3.flatten(1).unsqueeze(2) - _clip(gradient3)
-        local = torch.cat([q_conv[:, :P] * w3[:, :, 4].mT, (near_q @ w3).squeeze(3).mT], dim=1)
+        target = v_conv[:, P:].unflatten(1, grid_size)
+        sums = [(near * target).sum(dim=(1, 2)) for near in near_tokens(k_conv[:, P:], grid_size)]
+        w3 = w3.flatten(1).T - _clip(-_LOSS_SCALE / num_grid * torch.stack(sums, dim=1))  # (B, 9, d)
+        local = convolve_samples(q_conv[:, P:], w3, grid_size)
+        if P:
+            # a prefix token is an image of one pixel
+            local = torch.cat([q_conv[:, :P] * w3[:, 4].unsqueeze(1), local], dim=1)
         return torch.cat([mixed, local], dim=2).to(out_dtype)
 
 
 def _clip(gradient: torch.Tensor) -> torch.Tensor:
     """Gradients whose columns have a norm below 1."""
     return gradient / (torch.linalg.vector_norm(gradient, dim=-2, keepdim=True) + 1)
-
-
-def _patches(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-    """Tokens (B, H*W, d) -> the 3 x 3 tokens around each, zero outside the grid, (B, d, H*W, 9)."""
-    (H, W), image = grid_size, F.pad(x.mT.unflatten(2, grid_size), (1, 1, 1, 1))
-    near = [image[:, :, y : y + H, x : x + W] for y in range(3) for x in range(3)]
-    return torch.stack(near, dim=4).flatten(2, 3)
 
 
 @register_mixer('ttt')
@@ -134,9 +135,9 @@ class TTT(QKVMixer):
         *,
         rope: bool = False,
         qkv_bias: bool = True,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, device=device, dtype=dtype, **kwargs)
         if rope and (dim % 4 or self.head_dim % 2):
@@ -145,7 +146,7 @@ class TTT(QKVMixer):
                 f'head_dim by 2, not {dim} and {self.head_dim}.'
             )
         self.rope = rope
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.qkv_conv = nn.Linear(dim, 3 * self.head_dim, bias=qkv_bias, **dd)
         self.proj_conv = nn.Linear(self.head_dim, dim, bias=False, **dd)
         self.w1 = nn.Parameter(torch.empty(num_heads, self.head_dim, self.head_dim, **dd))
@@ -154,14 +155,14 @@ class TTT(QKVMixer):
         for weight in (self.w1, self.w2, self.w3):
             trunc_normal_(weight, std=0.02)
 
-    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+    # has_rope is False: there is no rope to take
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
         q, k, v = self.to_qkv(x, grid_size)
         if self.rope:
             q, k = self._rotate(q, grid_size), self._rotate(k, grid_size)
-        conv = self.qkv_conv(x).chunk(3, dim=-1)
-        mixed, local = self.op(q, k, v, *conv, self.w1, self.w2, self.w3, grid_size).split(
-            [self.dim, self.head_dim], dim=-1
-        )
+        q_conv, k_conv, v_conv = self.qkv_conv(x).chunk(3, dim=-1)
+        out = self.op(q, k, v, q_conv, k_conv, v_conv, self.w1, self.w2, self.w3, grid_size)
+        mixed, local = out.split([self.dim, self.head_dim], dim=-1)
         return self.proj_drop(self.proj(self.scale_norm(mixed)) + self.proj_conv(local))
 
     def _rotate(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

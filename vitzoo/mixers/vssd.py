@@ -11,10 +11,12 @@ https://arxiv.org/abs/2407.18559
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from ._grid_conv import GridConv
 from ._qkv import split_heads
@@ -83,14 +85,14 @@ class VSSD(TokenMixer):
         expand: int = 2,
         qkv_bias: bool = True,
         proj_drop: float = 0.0,
-        device=None,
-        dtype=None,
-        **kwargs,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if d_state < 1 or expand < 1:
             raise ValueError(f'd_state and expand of vssd must be at least 1, not {d_state} and {expand}.')
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         inner = expand * dim
         # z; v, B and C, which are convolved; dt
         self.sizes = (inner, inner + 2 * d_state, num_heads)

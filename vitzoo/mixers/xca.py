@@ -9,9 +9,12 @@ separate convolution, is not part of it. The paper divides by tau; this multipli
 XCiT, section 3.2, https://arxiv.org/abs/2106.09681
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -52,7 +55,9 @@ class XCA(QKVMixer):
     op = staticmethod(xca)
     op_naive = staticmethod(xca_naive)
 
-    def __init__(self, dim: int, num_heads: int, *, device=None, dtype=None, **kwargs) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, *, device: Device = None, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1, device=device, dtype=dtype))
 

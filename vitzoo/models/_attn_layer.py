@@ -1,6 +1,7 @@
 """Token mixers for the argument `attn_layer` of timm's VisionTransformer."""
 
 from itertools import count
+from typing import Any
 
 import torch
 from timm.layers import register_notrace_module, to_2tuple
@@ -17,7 +18,7 @@ def attn_layer(
     img_size: int | tuple[int, int] = 224,
     patch_size: int | tuple[int, int] = 16,
     num_prefix_tokens: int = 1,
-    **mixer_kwargs,
+    **mixer_kwargs: Any,
 ) -> type[TokenMixer]:
     """A class of attention layers for one timm model, such as `VisionTransformer(attn_layer=attn_layer('ls'))`.
 
@@ -34,8 +35,9 @@ def attn_layer(
         ValueError: The mixer does not exist, the image is smaller than a patch, or, when the model is built, it has
             `scale_attn_norm`.
     """
-    cls = mixer_class(mixer)
-    grid_size = tuple(side // patch for side, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)))
+    cls: Any = mixer_class(mixer)
+    H, W = (side // patch for side, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)))
+    grid_size = H, W
     if min(grid_size) < 1:
         raise ValueError(f'img_size {img_size} is smaller than a patch of {patch_size}.')
     # timm builds the blocks in their order
@@ -51,7 +53,7 @@ def attn_layer(
             scale_norm: bool = False,
             proj_bias: bool = True,
             norm_layer: type[nn.Module] | None = None,
-            **kwargs,
+            **kwargs: Any,
         ) -> None:
             if scale_norm:
                 raise ValueError(f'{cls.__name__} has no scale_norm; build the model without scale_attn_norm.')

@@ -1,10 +1,12 @@
 """The transformer block of all backbones."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
+from torch.types import Device
 
 from vitzoo.mixers import create_mixer
 from vitzoo.mixers._rope import Rope
@@ -35,12 +37,12 @@ class Block(nn.Module):
         attn_drop: float = 0.0,
         drop_path: float = 0.0,
         norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
-        act_layer: Callable[..., nn.Module] = nn.GELU,
-        device=None,
-        dtype=None,
+        act_layer: type[nn.Module] = nn.GELU,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_prefix_tokens = num_prefix_tokens
         self.norm1 = norm_layer(dim, **dd)
         self.attn = create_mixer(

@@ -4,6 +4,7 @@ import argparse
 import re
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ def read_checkpoint(path: str | Path) -> dict:
 
 def _numpy_globals() -> list:
     """The globals in pickled numpy scalars and arrays, under the module names of numpy 1 and 2."""
-    constructors = [np.float64().__reduce__()[0], np.zeros(0).__reduce__()[0]]
+    constructors: list[Any] = [np.float64().__reduce__()[0], np.zeros(0).__reduce__()[0]]
     named = [(fn, f'numpy.{core}.multiarray.{fn.__name__}') for fn in constructors for core in ('core', '_core')]
     dtypes = {type(np.dtype(code)) for code in '?bhilqBHILQefd'}
     return [np.ndarray, np.dtype, *dtypes, *named]

@@ -1,12 +1,14 @@
 """The multi-stage body of CvT and ViL: stages of blocks on shrinking grids, with timm's full model API."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from timm.layers import get_device_dtype, global_pool_nlc, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
 from torch import nn
+from torch.types import Device
 
 from ._block import Block
 from ._recompute import recompute_block
@@ -47,8 +49,8 @@ class Stage(nn.Module):
         num_prefix_tokens: int = 0,
         pos_embed: nn.Module | None = None,
         pos_drop: float = 0.0,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_prefix_tokens = num_prefix_tokens
@@ -101,9 +103,9 @@ def build_stages(
     drop_path_rates: Sequence[float],
     pos_embed_layer: Callable[..., nn.Module] | None = None,
     pos_drop_rate: float = 0.0,
-    device=None,
-    dtype=None,
-    **block_kwargs,
+    device: Device = None,
+    dtype: torch.dtype | None = None,
+    **block_kwargs: Any,
 ) -> list[Stage]:
     """Stages of blocks, from one entry per stage in every positional argument.
 
@@ -114,7 +116,7 @@ def build_stages(
         pos_embed_layer: Called with the stage's dim, grid size and number of prefix tokens.
         block_kwargs: Arguments of every `Block`.
     """
-    dd = {'device': device, 'dtype': dtype}
+    dd: dict[str, Any] = {'device': device, 'dtype': dtype}
     stages, in_dim, layer = [], in_chans, 0
     per_stage = zip(embed_layers, embed_dims, num_heads, depths, num_prefix_tokens, grid_sizes, mixers, strict=True)
     for embed_layer, dim, heads, depth, P, grid_size, (mixer, mixer_kwargs) in per_stage:
@@ -159,11 +161,11 @@ class Pyramid(nn.Module):
         pool_include_prefix: bool = False,
         drop_rate: float,
         norm_layer: Callable[..., nn.Module],
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.img_size = to_2tuple(img_size)
         self.patch_size = reductions[0]
         self.in_chans = in_chans
@@ -179,7 +181,7 @@ class Pyramid(nn.Module):
             )
         self.pool_include_prefix = pool_include_prefix
         self.stages = nn.ModuleList(stages)
-        self.feature_info = [
+        self.feature_info: list[dict[str, Any]] = [
             {'module': f'stages.{i}', 'num_chs': dim, 'reduction': reduction}
             for i, (dim, reduction) in enumerate(zip(embed_dims, reductions, strict=True))
         ]
@@ -223,8 +225,9 @@ class Pyramid(nn.Module):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        for stage in self.stages:
-            stage.grad_checkpointing = enable
+        for module in self.modules():
+            if isinstance(module, Stage):
+                module.grad_checkpointing = enable
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:

@@ -1,6 +1,7 @@
 """Gradient checkpointing of a block: its activations are recomputed in the backward pass, its statistics are not."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from timm.models import checkpoint
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def recompute_block(block: nn.Module, x: torch.Tensor, *args) -> torch.Tensor:
+def recompute_block(block: nn.Module, x: torch.Tensor, *args: Any) -> torch.Tensor:
     """Call `block(x, *args)` and recompute its activations in the backward pass.
 
     BatchNorm updates its running statistics once, as without checkpointing.
@@ -35,6 +36,6 @@ class _KeepStatistics:
             # a count that is thrown away; SyncBatchNorm does not accept None, and a BatchNorm without statistics has it
             norm.num_batches_tracked = count if count is None else torch.zeros_like(count)
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for norm, momentum, count in zip(self.norms, self.momenta, self.counts):
             norm.momentum, norm.num_batches_tracked = momentum, count

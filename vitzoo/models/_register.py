@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
@@ -12,10 +13,12 @@ from torch.hub import download_url_to_file
 
 from vitzoo.mixers import list_mixers
 
+from ._shipped import shipped_configs
+
 __all__ = ['cfg', 'register_variants', 'swapped']
 
 
-def cfg(**kwargs) -> dict:
+def cfg(**kwargs: Any) -> dict:
     """A pretrained config with the usual values for ImageNet, overridden by `kwargs`."""
     return {
         'url': '',
@@ -63,19 +66,23 @@ def register_variants(
 
     Args:
         default_cfg: Returns the pretrained config of a name without weights.
-        weights: Pretrained configs by `name.tag`.
+        weights: Pretrained configs by `name.tag`; those of shipped weights are added.
         filter_fn: Converts official weights to ours.
         out_indices: Feature maps that `features_only=True` returns by default.
     """
     weights = weights or {}
     with_weights = {name.partition('.')[0] for name in weights}
+    plain = {name: default_cfg(name) for name in variants if name not in with_weights}
     # timm looks up `default_cfgs` in the module of an entrypoint, and lists the entrypoint's name in its `__all__`
-    namespace = sys.modules[module]
-    namespace.default_cfgs = generate_default_cfgs(
-        {**weights, **{name: default_cfg(name) for name in variants if name not in with_weights}}
-    )
+    namespace: Any = sys.modules[module]
+    namespace.default_cfgs = generate_default_cfgs({**weights, **shipped_configs(variants), **plain})
 
-    def create(name: str, pretrained: bool, *, out_indices=out_indices, **kwargs) -> nn.Module:
+    def create(
+        name: str, pretrained: bool, *, out_indices: int | tuple[int, ...] = out_indices, **kwargs: Any
+    ) -> nn.Module:
+        if name in plain and not pretrained and not kwargs.get('pretrained_cfg'):
+            # a model without weights does not have the classes and the preprocessing of shipped ones
+            kwargs['pretrained_cfg'] = {**plain[name], 'architecture': name}
         # timm does this only for models of a fixed size
         config = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay'))
         kwargs.setdefault('img_size', config.input_size[-2:])
@@ -97,7 +104,7 @@ def register_variants(
 
 
 def _entrypoint(module: str, name: str, create: Callable[..., nn.Module], args: dict) -> Callable[..., nn.Module]:
-    def entrypoint(pretrained: bool = False, **kwargs) -> nn.Module:
+    def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(name, pretrained, **_override(args, kwargs))
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
@@ -127,7 +134,14 @@ def _fetch_official(name: str, kwargs: dict) -> dict | None:
     """
     overlay = kwargs.get('pretrained_cfg_overlay')
     config = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg'), overlay)
-    if not config.url or config.file or config.hf_hub_id or config.source or config.state_dict:
+    if (
+        not isinstance(config.url, str)
+        or not config.url
+        or config.file
+        or config.hf_hub_id
+        or config.source
+        or config.state_dict
+    ):
         return overlay
     file = Path(kwargs.get('cache_dir') or get_cache_dir(), f'{config.architecture}.{config.tag}.pth')
     if not file.exists():

@@ -127,10 +127,11 @@ def _declared_sizes(model: nn.Module) -> list[tuple[int, int]]:
 def _with_patches_of(model: nn.Module, state_dict: dict[str, Tensor], size: tuple[int, int]) -> tuple[int, int]:
     """The image size at which the model has the grid of weights that may be for another patch size."""
     weight = state_dict.get('patch_embed.proj.weight')
-    if weight is None or weight.ndim != 4 or not hasattr(model, 'patch_embed'):
+    if weight is None or weight.ndim != 4 or not _has_patches(model):
         return size
     sides = zip(size, weight.shape[-2:], model.patch_embed.patch_size, strict=True)
-    return tuple(side // old * new for side, old, new in sides)
+    H, W = (side // old * new for side, old, new in sides)
+    return H, W
 
 
 def _square_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int, int] | None:
@@ -149,15 +150,20 @@ def _square_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int, 
 
 
 def _img_size(model: nn.Module) -> tuple[int, int]:
-    if hasattr(model, 'patch_embed'):
+    if _has_patches(model):
         return to_2tuple(model.patch_embed.img_size)
     return to_2tuple(model.img_size if hasattr(model, 'img_size') else get_model_traits(model)['img_size'])
+
+
+def _has_patches(model: nn.Module) -> bool:
+    """Return True for a model of patches without overlap, whose embedding has the image size."""
+    return hasattr(getattr(model, 'patch_embed', None), 'img_size')
 
 
 def _bound_names(model: nn.Module) -> list[str]:
     """Names of the tensors that may depend on the image size: those of mixers, and positions."""
     mixers = [f'{path}.{name}' for path, mixer in _mixers(model) for name in mixer.state_dict()]
-    positions = {'pos_embed', 'relative_position_bias_table'}
+    positions = {'pos_embed', 'relative_position_bias_table', 'rel_pos_h', 'rel_pos_w'}
     return list(
         dict.fromkeys(mixers + [name for name in model.state_dict() if positions.intersection(name.split('.'))])
     )
@@ -189,11 +195,13 @@ def _fits(shapes: dict[str, torch.Size], state_dict: dict[str, Tensor]) -> bool:
 
 def _copy_to_meta(model: nn.Module) -> nn.Module:
     """A copy of a model without its values, which costs no memory."""
-    memo = {id(p): nn.Parameter(p.detach().to('meta'), requires_grad=p.requires_grad) for p in model.parameters()}
+    memo: dict[int, Tensor] = {
+        id(p): nn.Parameter(p.detach().to('meta'), requires_grad=p.requires_grad) for p in model.parameters()
+    }
     memo |= {id(buffer): buffer.to('meta') for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
     # weights may be nan, which does not equal itself
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a, b.to(a.dtype), rtol=0, atol=0, equal_nan=True)

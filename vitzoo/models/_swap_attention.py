@@ -1,12 +1,14 @@
-"""timm's attention layers taken apart: the settings and weights that a mixer in their place can inherit.
+"""Attention layers of timm and mixers taken apart: the settings and weights that a mixer in their place can inherit.
 
 Weights have their names in vitzoo's softmax: `qkv` for queries, keys and values together, `proj`, `q_norm`, `k_norm`,
 `scale_norm` for a norm before `proj`, `rel_bias` and `prefix_bias` for a bias of relative positions, in whose order of
 offsets the two agree.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from timm.layers import Attention, AttentionRope, RelPosMlp
@@ -17,6 +19,7 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.swin_transformer import WindowAttention
 from timm.models.twins import GlobalSubSampleAttn, LocallyGroupedAttn
 from timm.models.vision_transformer_relpos import RelPosAttention
+from timm.models.vision_transformer_sam import Attention as SAMAttention
 from torch import Tensor, nn
 
 from vitzoo.mixers import QKVMixer, TokenMixer
@@ -36,20 +39,26 @@ class AttentionParts:
     norms: dict[str, nn.Module]
     weights: dict[str, Tensor]
 
+    @property
+    def dim(self) -> int:
+        """The width of the tokens."""
+        return self.attn.dim if isinstance(self.attn, TokenMixer) else self.weights['qkv.weight'].shape[1]
+
     def settings(self, cls: type[TokenMixer]) -> dict:
         """Keywords for a mixer of class `cls` that takes the place of the layer."""
-        qkv = self.weights['qkv.weight']
-        settings = dict(
-            dim=qkv.shape[1],
+        layers = [name for name in _BIASED_LAYERS if f'{name}.weight' in self.weights]
+        settings: dict[str, Any] = dict(
+            dim=self.dim,
             num_heads=self.attn.num_heads,
-            qkv_bias='qkv.bias' in self.weights,
-            attn_drop=self.attn.attn_drop.p,
+            qkv_bias=all(f'{name}.bias' in self.weights for name in layers),
             proj_drop=self.attn.proj_drop.p,
-            device=qkv.device,
-            dtype=qkv.dtype,
         )
-        if self.attn.scale != (settings['dim'] // self.attn.num_heads) ** -0.5 and issubclass(cls, QKVMixer):
-            settings.update(scale=self.attn.scale)
+        if hasattr(self.attn, 'attn_drop'):
+            settings.update(attn_drop=self.attn.attn_drop.p)
+        if hasattr(self.attn, 'scale') and issubclass(cls, QKVMixer):
+            # None also overrides a scale that the backbone gives to its mixers
+            usual = self.attn.scale == (self.dim // self.attn.num_heads) ** -0.5
+            settings.update(scale=None if usual else self.attn.scale)
         # mixers without queries and keys have nothing to normalize
         if 'q_norm' in self.norms and cls.has_qk_norm:
             settings.update(qk_norm=True, norm_layer=self._norm_layer)
@@ -57,6 +66,8 @@ class AttentionParts:
             settings.update(scale_norm=True, norm_layer=self._norm_layer)
         if 'rel_bias.table' in self.weights and cls.has_rel_bias:
             settings.update(rel_bias='table')
+        if 'rel_bias.rows' in self.weights and cls.has_decomposed_bias:
+            settings.update(rel_bias='decomposed')
         if 'proj_l.weight' in self.weights and cls.has_talking_heads:
             settings.update(talking_heads=True)
         if hasattr(self.attn, 'sr') and cls.has_reduction:
@@ -70,21 +81,20 @@ class AttentionParts:
             return self.weights
         return {**self.weights, 'rel_bias.table': _squared(table, mixer.grid_size)}
 
-    def _norm_layer(self, width: int, **kwargs) -> nn.Module:
+    def _norm_layer(self, width: int, **kwargs: Any) -> nn.Module:
         """A norm like that of the layer for heads or, before `proj`, for tokens of this width."""
-        dim = self.weights['qkv.weight'].shape[1]
-        name = 'q_norm' if 'q_norm' in self.norms and width == dim // self.attn.num_heads else 'scale_norm'
+        name = 'q_norm' if 'q_norm' in self.norms and width == self.dim // self.attn.num_heads else 'scale_norm'
         return deepcopy(self.norms[name])
 
 
 def take_apart(attn: nn.Module, shared_bias: nn.Module | None = None) -> AttentionParts:
-    """The parts of an attention layer of timm, or of a mixer with queries, keys and values.
+    """The parts of an attention layer of timm, or of a mixer.
 
     `shared_bias` is the model's bias of relative positions for all its layers, which becomes part of the layer's own.
     Raises Unsupported if mixers lack a feature of the layer.
     """
-    if isinstance(attn, QKVMixer):
-        return AttentionParts(attn, _norms(attn, 'scale_norm'), _weights(attn))
+    if isinstance(attn, TokenMixer):
+        return AttentionParts(attn, _norms(attn), _fuse_q_kv(_weights(attn)))
     if type(attn) not in _READERS:
         raise Unsupported(f'it has {type(attn).__name__}')
     parts = _READERS[type(attn)](attn)
@@ -112,19 +122,25 @@ def _plain_attention(
     return AttentionParts(attn, _norms(attn), weights)
 
 
+def _sam_attention(attn: SAMAttention) -> AttentionParts:
+    """An attention whose bias of relative positions depends on the queries."""
+    if attn.rope is not None:
+        raise Unsupported('its rotary positions are part of its attention')
+    weights = _rename(_rename(_weights(attn), 'rel_pos_h', 'rel_bias.rows'), 'rel_pos_w', 'rel_bias.columns')
+    return AttentionParts(attn, _norms(attn), weights)
+
+
 def _reduced_attention(attn: PVTAttention | GlobalSubSampleAttn) -> AttentionParts:
     """Attention to a reduced grid, whose layers are those of `SRFormer`."""
     if getattr(attn, 'pool', None) is not None:
         raise Unsupported('its attention pools the keys to 7 x 7 tokens')
-    weights = _weights(attn)
-    for kind in ('weight', 'bias'):
-        if f'q.{kind}' in weights:
-            weights[f'qkv.{kind}'] = torch.cat([weights.pop(f'q.{kind}'), weights.pop(f'kv.{kind}')])
-    return AttentionParts(attn, {}, weights)
+    return AttentionParts(attn, {}, _fuse_q_kv(_weights(attn)))
 
 
 _BIAS_PREFIXES = ('rel_pos.', 'relative_position_bias_table')
-_READERS = {
+# layers whose bias `qkv_bias` adds: all, CvT's, and that of a mixer without queries and keys
+_BIASED_LAYERS = ('qkv', 'qkv.proj_q', 'v')
+_READERS: dict[type, Callable[[Any], AttentionParts]] = {
     Attention: _attention,
     AttentionRope: _attention,
     EvaAttention: _attention,
@@ -135,6 +151,7 @@ _READERS = {
     LocallyGroupedAttn: _plain_attention,
     PVTAttention: _reduced_attention,
     GlobalSubSampleAttn: _reduced_attention,
+    SAMAttention: _sam_attention,
 }
 
 
@@ -195,19 +212,30 @@ def _fuse_qkv(weights: dict[str, Tensor], num_kv_groups: int = 1, head_dim: int 
     return weights
 
 
+def _fuse_q_kv(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the layers `q` and `kv`, if there are such, as one layer `qkv`."""
+    weights = dict(weights)
+    for kind in ('weight', 'bias'):
+        if f'q.{kind}' in weights:
+            weights[f'qkv.{kind}'] = torch.cat([weights.pop(f'q.{kind}'), weights.pop(f'kv.{kind}')])
+    return weights
+
+
 def _repeat(x: Tensor, num_kv_groups: int, head_dim: int) -> Tensor:
     """Rows of the heads of keys or values, each head repeated."""
     return x.unflatten(0, (-1, head_dim)).repeat_interleave(num_kv_groups, dim=0).flatten(0, 1)
 
 
 def _weights(attn: nn.Module) -> dict[str, Tensor]:
-    # without buffers: those of timm follow from its settings, and random values of mixers are not inherited
-    return {name: parameter.detach() for name, parameter in attn.named_parameters()}
+    # of the buffers only statistics of CvT's projection: those of timm follow from its settings, and random values of
+    # mixers are not inherited
+    buffers = attn.qkv.named_buffers('qkv') if isinstance(attn, QKVMixer) else ()
+    return {name: parameter.detach() for name, parameter in attn.named_parameters()} | dict(buffers)
 
 
-def _norms(attn: nn.Module, scale_norm: str | None = None) -> dict[str, nn.Module]:
+def _norms(attn: nn.Module, scale_norm: str = 'scale_norm') -> dict[str, nn.Module]:
     """The norms of a layer, whose norm before `proj` has the name `scale_norm`."""
-    norms = {'q_norm': getattr(attn, 'q_norm', None), 'scale_norm': scale_norm and getattr(attn, scale_norm)}
+    norms = {'q_norm': getattr(attn, 'q_norm', None), 'scale_norm': getattr(attn, scale_norm, None)}
     return {name: norm for name, norm in norms.items() if not isinstance(norm, (nn.Identity, type(None)))}
 
 

@@ -1,4 +1,9 @@
-"""timm's transformer blocks with token mixers as their attention."""
+"""timm's transformer blocks with token mixers as their attention, and vitzoo's with another mixer."""
+
+# timm's blocks take other arguments, such as masks, in place of which mixers have a grid
+# mypy: disable-error-code="override"
+
+from typing import Any
 
 import torch
 from timm.layers import register_notrace_module
@@ -10,18 +15,28 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.twins import Block as TwinsBlock
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock
 from timm.models.vision_transformer_relpos import RelPosBlock, ResPostRelPosBlock
+from timm.models.vision_transformer_sam import Block as SAMBlock
 from torch import nn
 
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers._rope import Rope
 
+from ._block import Block as ZooBlock
+from ._swap_attention import Unsupported
+
 __all__ = ['SWAPPED_BLOCKS', 'SwappedBlock', 'SwappedTimmBlock']
 
 
-class SwappedTimmBlock:
+# put in front of the class of a block, whose attributes it has
+_Block: Any = object
+
+
+class SwappedTimmBlock(_Block):
     """A block of timm on the grid set by `set_input_size`; its other arguments are those of timm's block."""
 
-    def attention_holders(self) -> dict[str, nn.Module]:
+    attn: Any
+
+    def attention_holders(self: Any) -> dict[str, nn.Module]:
         """The modules that have an attention layer `attn`, by name in the block."""
         return {'': self}
 
@@ -52,7 +67,7 @@ class SwappedTimmBlock:
 class SwappedBlock(SwappedTimmBlock, Block):
     """timm's `Block` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
         x = x + self.drop_path1(self.ls1(self.mix(self.attn, self.norm1(x), **masks)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
@@ -61,7 +76,7 @@ class SwappedBlock(SwappedTimmBlock, Block):
 class SwappedResPostBlock(SwappedTimmBlock, ResPostBlock):
     """timm's `ResPostBlock` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
         x = x + self.drop_path1(self.norm1(self.mix(self.attn, x, **masks)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
@@ -73,7 +88,7 @@ class SwappedParallelBlock(SwappedTimmBlock, ParallelThingsBlock):
     def attention_holders(self) -> dict[str, nn.Module]:
         return {f'attns.{i}': branch for i, branch in enumerate(self.attns)}
 
-    def forward(self, x: torch.Tensor, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **masks: Any) -> torch.Tensor:
         mixed = [branch.drop_path(branch.ls(self.mix(branch.attn, branch.norm(x), **masks))) for branch in self.attns]
         x = x + torch.stack(mixed).sum(dim=0)
         return x + torch.stack([ffn(x) for ffn in self.ffns]).sum(dim=0)
@@ -94,7 +109,7 @@ class _RotaryBlock(SwappedTimmBlock):
 class SwappedEvaBlock(_RotaryBlock, EvaBlock):
     """timm's `EvaBlock` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks: Any) -> torch.Tensor:
         mixed = self.mix(self.attn, self.norm1(x), self.rotary(rope), **masks)
         x = x + self.drop_path1(mixed if self.gamma_1 is None else self.gamma_1 * mixed)
         mlp = self.mlp(self.norm2(x))
@@ -105,7 +120,7 @@ class SwappedEvaBlock(_RotaryBlock, EvaBlock):
 class SwappedEvaBlockPostNorm(_RotaryBlock, EvaBlockPostNorm):
     """timm's `EvaBlockPostNorm` with a token mixer."""
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, **masks: Any) -> torch.Tensor:
         x = x + self.drop_path1(self.norm1(self.mix(self.attn, x, self.rotary(rope), **masks)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
@@ -156,7 +171,7 @@ class SwappedSwinBlock(SwappedTimmBlock, SwinTransformerBlock):
         # the mask of shifted windows
         self.attn_mask = None
 
-    def set_input_size(self, feat_size: tuple[int, int], *args, **kwargs) -> None:
+    def set_input_size(self, feat_size: tuple[int, int], *args: Any, **kwargs: Any) -> None:
         self.input_resolution = feat_size
         self.attn.set_input_size(feat_size)
 
@@ -187,7 +202,32 @@ class SwappedTwinsBlock(SwappedTimmBlock, TwinsBlock):
         return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
-# the block that takes the place of each block of timm, by changing the class of the instance
+@register_notrace_module
+class SwappedSAMBlock(SwappedTimmBlock, SAMBlock):
+    """timm's block of `VisionTransformerSAM` without windows, with a token mixer."""
+
+    def attention_holders(self) -> dict[str, nn.Module]:
+        if self.window_size:
+            raise Unsupported(f'its attention is within windows of {self.window_size} x {self.window_size} tokens')
+        return {'': self}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, W, C) -> (B, H, W, C)."""
+        grid_size = tuple(x.shape[1:3])
+        x = x.flatten(1, 2)
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid_size)))
+        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x.unflatten(1, grid_size)
+
+
+class SwappedZooBlock(SwappedTimmBlock, ZooBlock):
+    """vitzoo's `Block` with another mixer."""
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int], *rope: Rope) -> torch.Tensor:
+        return super().forward(x, grid_size, *(rope if self.attn.has_rope else ()))
+
+
+# the block that takes the place of each block, by changing the class of the instance
 SWAPPED_BLOCKS = {
     Block: SwappedBlock,
     ResPostBlock: SwappedResPostBlock,
@@ -201,4 +241,6 @@ SWAPPED_BLOCKS = {
     SwinTransformerBlock: SwappedSwinBlock,
     PVTBlock: SwappedPVTBlock,
     TwinsBlock: SwappedTwinsBlock,
+    SAMBlock: SwappedSAMBlock,
+    ZooBlock: SwappedZooBlock,
 }

@@ -1,11 +1,12 @@
-"""timm's vision transformers with token mixers in their blocks: grid, image size and weight decay."""
+"""Vision transformers with other token mixers in their blocks: grid, image size and weight decay."""
 
 from collections.abc import Callable
 from math import ceil, floor
+from typing import Any
 
 import torch
-from timm.layers import to_2tuple
-from timm.models._input import get_model_input_config, update_model_input_size
+from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc, to_2tuple
+from timm.models._input import get_model_input_config, get_model_traits, update_model_input_size
 from timm.models.beit import Beit
 from timm.models.cait import Cait
 from timm.models.deit import VisionTransformerDistilled
@@ -16,35 +17,56 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.twins import Twins
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
 
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers._grid import check_grid
+from vitzoo.mixers._rel_bias import resample_offsets
 
 from ._swap_blocks import SwappedTimmBlock
+from .aft import AFT
+from .cvt import CvT
+from .deit import DeiT
+from .vil import ViL
 
 __all__ = ['SWAPPED_MODELS', 'SwappedModel']
 
 
-class SwappedModel:
-    """A model of timm that `swap_mixer` changed.
+# each class below is put in front of that of a model, whose attributes and methods it has
+_Model: Any = object
 
-    `token_blocks`, `grid_size_of` and `num_prefix_in_blocks` are also called with a model that is not changed yet.
+
+class SwappedModel(_Model):
+    """A model that `swap_mixer` changed.
+
+    `token_blocks`, `grid_size_of`, `num_prefix_in_block` and `mixer_settings` are also called with a model that is not
+    changed yet.
     """
 
     # name of the model's bias of relative positions for all blocks, which becomes part of the mixers
-    shared_bias = None
+    shared_bias: str | None = None
+    blocks: Any
 
-    def token_blocks(self) -> dict[str, nn.Module]:
+    def token_blocks(self: Any) -> dict[str, nn.Module]:
         """The blocks whose attention can be replaced, by name, in order."""
         return {f'blocks.{i}': block for i, block in enumerate(self.blocks)}
 
-    def grid_size_of(self, name: str) -> tuple[int, int]:
+    @staticmethod
+    def is_default(block: nn.Module) -> bool:
+        """True if the attention of a block is replaced unless the user chooses blocks."""
+        return True
+
+    def grid_size_of(self: Any, name: str) -> tuple[int, int]:
         """The grid of the tokens in a block."""
         return tuple(self.patch_embed.grid_size)
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self: Any, name: str) -> int:
         return self.num_prefix_tokens
+
+    def mixer_settings(self: Any, name: str, cls: type[TokenMixer]) -> dict:
+        """Keywords that the model gives to a mixer of class `cls` in a block."""
+        return {}
 
     def has_pos_embed(self) -> bool:
         """True if a position embedding is added to the tokens."""
@@ -86,7 +108,7 @@ class _ResizableModel(SwappedModel):
 class _DynamicModel(_ResizableModel):
     """A model that takes images of any size if it has `dynamic_img_size`."""
 
-    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+    def _pos_embed(self, x: torch.Tensor) -> Any:
         if self.dynamic_img_size:
             # grids of different shape may have the same number of tokens; x is (B, H, W, C) here
             check_grid(type(self).__name__, self.patch_embed.grid_size, x.shape[1:3])
@@ -120,16 +142,57 @@ class SwappedBeit(_ResizableModel, Beit):
 class SwappedCait(SwappedModel, Cait):
     """A timm Cait that `swap_mixer` changed, in the blocks of patch tokens."""
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self, name: str) -> int:
         # the class token enters the blocks after them
         return 0
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything bound to the image size, an int or (H, W)."""
+        old_size, img_size = self.patch_embed.grid_size, to_2tuple(img_size)
+        self.patch_embed.set_input_size(img_size)
+        grid_size = self.patch_embed.grid_size
+        new = resample_abs_pos_embed(self.pos_embed.data, grid_size, old_size, num_prefix_tokens=0)
+        self.pos_embed = _like(self.pos_embed, new)
+        for mixer in self.mixers().values():
+            mixer.set_input_size(grid_size)
+        update_model_input_size(self, img_size)
+
+
+class SwappedSAM(SwappedModel, VisionTransformerSAM):
+    """A timm VisionTransformerSAM that `swap_mixer` changed, in the blocks whose attention is over the whole grid."""
+
+    @staticmethod
+    def is_default(block: nn.Module) -> bool:
+        return not block.window_size
+
+    def num_prefix_in_block(self, name: str) -> int:
+        return 0
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resample everything bound to the image size, an int or (H, W)."""
+        img_size = to_2tuple(img_size)
+        self.patch_embed.set_input_size(img_size)
+        grid_size = self.patch_embed.grid_size
+        if self.pos_embed is not None:
+            self.pos_embed = _like(self.pos_embed, resample_abs_pos_embed_nhwc(self.pos_embed.data, grid_size))
+        for block in self.blocks:
+            if isinstance(block, SwappedTimmBlock):
+                block.attn.set_input_size(grid_size)
+            elif block.attn.use_rel_pos and not block.window_size:
+                for name, size in zip(('rel_pos_h', 'rel_pos_w'), grid_size):
+                    old = getattr(block.attn, name)
+                    setattr(block.attn, name, _like(old, resample_offsets(old.data, size)))
+        update_model_input_size(self, img_size)
 
 
 class SwappedNaFlexViT(SwappedModel, NaFlexVit):
     """A timm NaFlexVit that `swap_mixer` changed: it takes images of one size, at first that of its positions."""
 
+    embeds: Any
+
     def grid_size_of(self, name: str) -> tuple[int, int]:
-        return tuple(self.embeds.pos_embed_grid_size)
+        size = get_model_traits(self).get('img_size')
+        return self.embeds.dynamic_feat_size(size) if size else tuple(self.embeds.pos_embed_grid_size)
 
     def has_pos_embed(self) -> bool:
         return self.embeds.pos_embed_type not in ('', 'none')
@@ -140,12 +203,12 @@ class SwappedNaFlexViT(SwappedModel, NaFlexVit):
             mixer.set_input_size(self.embeds.dynamic_feat_size(to_2tuple(img_size)))
         update_model_input_size(self, to_2tuple(img_size))
 
-    def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, **kwargs) -> dict:
+    def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, *args: Any, **kwargs: Any) -> dict:
         if patch_coord is not None:
             raise ValueError('Token mixers need images of one size: pass images (B, C, H, W), not patches.')
         for name, mixer in self.mixers().items():
             check_grid(name, mixer.grid_size, self.embeds.dynamic_feat_size(x.shape[-2:]))
-        return super()._forward_embeds(x, patch_coord=patch_coord, **kwargs)
+        return super()._forward_embeds(x, patch_coord, *args, **kwargs)
 
 
 class SwappedSwin(SwappedModel, SwinTransformer):
@@ -161,15 +224,12 @@ class SwappedSwin(SwappedModel, SwinTransformer):
     def grid_size_of(self, name: str) -> tuple[int, int]:
         return tuple(SwappedSwin.token_blocks(self)[name].input_resolution)
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self, name: str) -> int:
         return 0
 
 
-class SwappedPVT(SwappedModel, PyramidVisionTransformerV2):
-    """A timm PyramidVisionTransformerV2 that `swap_mixer` changed.
-
-    Blocks get the grid of each image; mixers that are bound to a grid start with that of timm's image size.
-    """
+class _StagedModel(SwappedModel):
+    """A model with stages of blocks."""
 
     def token_blocks(self) -> dict[str, nn.Module]:
         return {
@@ -178,16 +238,24 @@ class SwappedPVT(SwappedModel, PyramidVisionTransformerV2):
             for j, block in enumerate(stage.blocks)
         }
 
+
+class SwappedPVT(_StagedModel, PyramidVisionTransformerV2):
+    """A timm PyramidVisionTransformerV2 that `swap_mixer` changed.
+
+    Blocks get the grid of each image; mixers that are bound to a grid start with that of timm's image size.
+    """
+
     def grid_size_of(self, name: str) -> tuple[int, int]:
         return _stage_grid(name, get_model_input_config(self)['input_size'][1:], ceil)
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self, name: str) -> int:
         return 0
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
         for name, mixer in self.mixers().items():
             mixer.set_input_size(_stage_grid(name, to_2tuple(img_size), ceil))
+        update_model_input_size(self, to_2tuple(img_size))
 
 
 class SwappedTwins(SwappedModel, Twins):
@@ -196,28 +264,70 @@ class SwappedTwins(SwappedModel, Twins):
     Blocks get the grid of each image; mixers that are bound to a grid start with that of the model's image size.
     """
 
+    patch_embeds: Any
+
     def token_blocks(self) -> dict[str, nn.Module]:
         return {f'blocks.{i}.{j}': block for i, stage in enumerate(self.blocks) for j, block in enumerate(stage)}
 
     def grid_size_of(self, name: str) -> tuple[int, int]:
         return _stage_grid(name, self.patch_embeds[0].img_size, floor)
 
-    def num_prefix_in_blocks(self) -> int:
+    def num_prefix_in_block(self, name: str) -> int:
         return 0
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resample everything in the mixers that is bound to the image size, an int or (H, W)."""
         for name, mixer in self.mixers().items():
             mixer.set_input_size(_stage_grid(name, to_2tuple(img_size), floor))
+        self.patch_embeds[0].img_size = to_2tuple(img_size)
+        update_model_input_size(self, to_2tuple(img_size))
+
+
+def _like(old: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:
+    """A parameter in the place of another."""
+    return nn.Parameter(tensor.contiguous(), requires_grad=old.requires_grad)
 
 
 def _stage_grid(name: str, img_size: tuple[int, int], rounded: Callable[[float], int]) -> tuple[int, int]:
     """The grid of a block's stage; the name of the block has the index of the stage in second place."""
     reduction = 4 * 2 ** int(name.split('.')[1])
-    return tuple(rounded(size / reduction) for size in img_size)
+    H, W = (rounded(size / reduction) for size in img_size)
+    return H, W
 
 
-# the model that takes the place of each model of timm, by changing the class of the instance
+class SwappedDeiT(SwappedModel, DeiT):
+    """A DeiT that `swap_mixer` changed."""
+
+
+class SwappedAFT(SwappedModel, AFT):
+    """An AFT that `swap_mixer` changed."""
+
+
+class _SwappedPyramid(_StagedModel):
+    """A pyramid of vitzoo, whose stages have prefix tokens and a grid of their own."""
+
+    def grid_size_of(self, name: str) -> tuple[int, int]:
+        return self.get_submodule(name).attn.grid_size
+
+    def num_prefix_in_block(self, name: str) -> int:
+        return self.get_submodule(name).num_prefix_tokens
+
+
+class SwappedCvT(_SwappedPyramid, CvT):
+    """A CvT that `swap_mixer` changed: its mixers keep the convolutional projection."""
+
+    def mixer_settings(self, name: str, cls: type[TokenMixer]) -> dict:
+        return self.settings_of_mixer(cls, self.get_submodule(name).attn.dim, self.stride_kv)
+
+
+class SwappedViL(_SwappedPyramid, ViL):
+    """A ViL that `swap_mixer` changed."""
+
+    def mixer_settings(self, name: str, cls: type[TokenMixer]) -> dict:
+        return self.settings_of_mixer(cls, 'rel' if self.stages[0].pos_embed is None else 'abs')
+
+
+# the model that takes the place of each model, by changing the class of the instance
 SWAPPED_MODELS = {
     VisionTransformer: SwappedViT,
     VisionTransformerDistilled: SwappedDistilledViT,
@@ -225,8 +335,13 @@ SWAPPED_MODELS = {
     VisionTransformerRelPos: SwappedRelPosViT,
     Beit: SwappedBeit,
     Cait: SwappedCait,
+    VisionTransformerSAM: SwappedSAM,
     NaFlexVit: SwappedNaFlexViT,
     SwinTransformer: SwappedSwin,
     PyramidVisionTransformerV2: SwappedPVT,
     Twins: SwappedTwins,
+    DeiT: SwappedDeiT,
+    AFT: SwappedAFT,
+    CvT: SwappedCvT,
+    ViL: SwappedViL,
 }

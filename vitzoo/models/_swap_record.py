@@ -3,8 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from timm.models._input import update_model_args, update_model_input_size
-from torch import nn
+from timm.models._input import get_model_input_config, get_model_traits, update_model_args, update_model_input_size
 
 __all__ = ['ARCHITECTURE', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 'parse_swaps']
 
@@ -12,7 +11,7 @@ __all__ = ['ARCHITECTURE', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 
 ARCHITECTURE = 'vitzoo_swapped'
 
 
-def name_entrypoint(model: nn.Module) -> None:
+def name_entrypoint(model: Any) -> None:
     """Let timm export a swapped model as one of `ARCHITECTURE`, which has one image size.
 
     Models that timm did not create stay as they are.
@@ -22,21 +21,20 @@ def name_entrypoint(model: nn.Module) -> None:
         return
     update_model_args(model, base_model=config['architecture'])
     model.pretrained_cfg = model.default_cfg = {**config, 'architecture': ARCHITECTURE}
-    size = _image_size(model)
-    if size is not None:
-        # the mixers have a grid even if the base model takes images of any size
-        update_model_input_size(model, size)
-        model._traits = {**model._traits, 'fixed_input_size': True}
+    # the mixers have a grid even if the base model takes images of any size
+    update_model_input_size(model, _image_size(model))
+    model._traits = {**model._traits, 'fixed_input_size': True}
 
 
-def _image_size(model: nn.Module) -> tuple[int, int] | None:
-    """The image size of the model's patches; None for models of several stages, which have it in their config."""
+def _image_size(model: Any) -> tuple[int, int]:
+    """The image size that the mixers of a model are for."""
     if hasattr(getattr(model, 'patch_embed', None), 'img_size'):
         return model.patch_embed.img_size
-    if not hasattr(model, 'embeds'):
-        return None
-    # NaFlexVit
-    return tuple(side * patch for side, patch in zip(model.embeds.pos_embed_grid_size, model.embeds.patch_size))
+    if hasattr(model, 'embeds') and get_model_traits(model).get('img_size') is None:
+        # NaFlexVit
+        grid_size, patch_size = model.embeds.pos_embed_grid_size, model.embeds.patch_size
+        return tuple(side * patch for side, patch in zip(grid_size, patch_size))
+    return tuple(get_model_input_config(model)['input_size'][1:])
 
 
 def parse_swaps(text: str, blocks: str | None = None, mixer_kwargs: dict | None = None) -> list[dict[str, Any]]:
@@ -66,7 +64,7 @@ def parse_swaps(text: str, blocks: str | None = None, mixer_kwargs: dict | None 
 
 def parse_blocks(text: str) -> list[int]:
     """The numbers in '2,3,5-11', whose ranges include both ends; raises ValueError if it has another form."""
-    numbers = []
+    numbers: list[int] = []
     for part in text.split(','):
         first, dash, last = (word.strip() for word in part.partition('-'))
         if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
@@ -80,16 +78,16 @@ def parse_blocks(text: str) -> list[int]:
 
 def describe_swaps(swaps: list[dict[str, Any]]) -> str:
     """The mixer of each swapped block, such as 'ls in blocks 0-9, softmax in blocks 10-11'."""
-    mixer_of = {}
+    mixer_of: dict[int, str] = {}
+    everywhere = None
     for swap in swaps:
         mixer, blocks = swap['mixer'], swap.get('blocks')
         if not isinstance(mixer, str):
             mixer_of |= zip(range(len(mixer)) if blocks is None else blocks, mixer)
         elif blocks is None:
-            mixer_of = {None: mixer}
+            mixer_of, everywhere = {}, mixer
         else:
             mixer_of |= dict.fromkeys(blocks, mixer)
-    everywhere = mixer_of.pop(None, None)
     texts = [] if everywhere is None else [f'{everywhere} in all {"other " if mixer_of else ""}blocks']
     for mixer in dict.fromkeys(mixer_of.values()):
         numbers = sorted(index for index, name in mixer_of.items() if name == mixer)
@@ -99,7 +97,7 @@ def describe_swaps(swaps: list[dict[str, Any]]) -> str:
 
 def _join_ranges(numbers: list[int]) -> str:
     """Sorted numbers as '2,3,5-11'."""
-    ranges = []
+    ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
             ranges[-1][1] = number
@@ -110,12 +108,14 @@ def _join_ranges(numbers: list[int]) -> str:
 
 def _split_mixers(text: str) -> dict[str, str | None]:
     """The blocks of each mixer as text, None if it has none."""
-    ranges, mixer = {}, None
+    ranges: dict[str, str | None] = {}
+    mixer = ''
     for part in (part.strip() for part in text.split(',')):
         name, colon, numbers = (word.strip() for word in part.partition(':'))
-        if name[:1].isdigit() and not colon and ranges.get(mixer):
+        before = ranges.get(mixer)
+        if name[:1].isdigit() and not colon and before:
             # further blocks of the same mixer
-            ranges[mixer] += f',{name}'
+            ranges[mixer] = f'{before},{name}'
             continue
         if not name or name[0].isdigit() or bool(colon) != bool(numbers) or (name in ranges and not numbers):
             raise ValueError(f"'{part}' in '{text}' is not a mixer with its blocks, such as ls:0-9 or softmax:10,11")
@@ -125,7 +125,7 @@ def _split_mixers(text: str) -> dict[str, str | None]:
 
 
 def _check_overlap(text: str, blocks: dict[str, list[int] | None]) -> None:
-    mixer_of = {}
+    mixer_of: dict[int, str] = {}
     for mixer, numbers in blocks.items():
         for number in numbers or []:
             if number in mixer_of:

@@ -4,8 +4,9 @@ AFT-full has a class token and a position embedding; with all other mixers the b
 An Attention Free Transformer, section 5.3, https://arxiv.org/abs/2105.14103
 """
 
+from typing import Any
+
 import torch
-from torch import nn
 
 from vitzoo.mixers import mixer_class
 
@@ -28,7 +29,7 @@ class AFT(DeiT):
         class_token: bool = False,
         pos_embed: str = 'none',
         global_pool: str | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         if global_pool is None:
             global_pool = 'token' if class_token else 'avg'
@@ -37,7 +38,7 @@ class AFT(DeiT):
         )
 
 
-def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: AFT) -> dict[str, torch.Tensor]:
     """Unwrap checkpoints, and resample positions to the model's grid."""
     return deit_checkpoint_filter_fn(state_dict, model)
 
@@ -45,7 +46,7 @@ def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) 
 SIZES = {size: DEIT_SIZES[size] for size in ('nano', 'tiny', 'small')}
 
 
-def _aft_conv(size: str, num_heads: int, **kwargs) -> dict:
+def _aft_conv(size: str, num_heads: int, **kwargs: Any) -> dict:
     return {**SIZES[size], 'num_heads': num_heads, 'mixer': 'aft_conv', **kwargs}
 
 

@@ -5,14 +5,15 @@ the class token joins in the last stage. https://arxiv.org/abs/2103.15808
 """
 
 import re
-from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import calculate_drop_path_rates, to_2tuple
 from torch import nn
+from torch.types import Device
 
-from vitzoo.mixers import QKVMixer, mixer_class
+from vitzoo.mixers import QKVMixer, TokenMixer, mixer_class
 from vitzoo.mixers._qkv import ConvQKV
 
 from ._official import unwrap
@@ -35,10 +36,17 @@ class ConvEmbed(nn.Module):
     """Overlapping patch embedding with layer norm: (B, C_in, H_in, W_in) -> (B, H, W, C)."""
 
     def __init__(
-        self, in_chans: int, dim: int, kernel_size: int, stride: int, padding: int, device=None, dtype=None
+        self,
+        in_chans: int,
+        dim: int,
+        kernel_size: int,
+        stride: int,
+        padding: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.proj = nn.Conv2d(in_chans, dim, kernel_size, stride=stride, padding=padding, **dd)
         self.norm = nn.LayerNorm(dim, **dd)
 
@@ -77,13 +85,18 @@ class CvT(Pyramid):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         patch_size: int = 4,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)
-        mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
+        mixers = [
+            (name, {**self.settings_of_mixer(mixer_class(name), dim, stride_kv), **kwargs})
+            for (name, kwargs), dim in zip(per_stage_mixers(mixer, mixer_kwargs, num_stages), embed_dims, strict=True)
+        ]
+        # timm's annotation includes the rates of stages
+        rates: Any = calculate_drop_path_rates(drop_path_rate, depths[-1])
         stages = build_stages(
             [partial(ConvEmbed, **conv) for conv in _embed_convs(num_stages, patch_size)],
             embed_dims,
@@ -91,9 +104,9 @@ class CvT(Pyramid):
             depths,
             (0,) * (num_stages - 1) + (int(class_token),),
             grid_sizes,
-            _with_cvt_defaults(mixers, embed_dims, stride_kv),
+            mixers,
             in_chans=in_chans,
-            drop_path_rates=[0.0] * sum(depths[:-1]) + calculate_drop_path_rates(drop_path_rate, depths[-1]),
+            drop_path_rates=[0.0] * sum(depths[:-1]) + rates,
             pos_drop_rate=pos_drop_rate,
             mlp_ratio=mlp_ratio,
             qkv_bias=qkv_bias,
@@ -114,31 +127,26 @@ class CvT(Pyramid):
             norm_layer=nn.LayerNorm,
             **dd,
         )
+        self.stride_kv = stride_kv
+
+    @staticmethod
+    def settings_of_mixer(cls: type[TokenMixer], dim: int, stride_kv: int) -> dict:
+        """CvT's scale and projection for a mixer over q, k and v; other mixers have neither."""
+        if not issubclass(cls, QKVMixer):
+            return {}
+        return {'scale': dim**-0.5, 'qkv_layer': partial(ConvQKV, stride_kv=stride_kv if cls.subsampled_kv else 1)}
 
     @staticmethod
     def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:
-        sizes, size = [], img_size
+        sizes, (H, W) = [], img_size
         for conv in _embed_convs(num_stages, patch_size):
-            size = tuple((side + 2 * conv['padding'] - conv['kernel_size']) // conv['stride'] + 1 for side in size)
-            sizes.append(size)
+            H, W = ((side + 2 * conv['padding'] - conv['kernel_size']) // conv['stride'] + 1 for side in (H, W))
+            sizes.append((H, W))
         if min(sizes[-1]) < 1:
             raise ValueError(
                 f'img_size {img_size} is too small for CvT, whose first convolution needs at least 3 x 3 pixels.'
             )
         return sizes
-
-
-def _with_cvt_defaults(
-    mixers: Sequence[tuple[str, dict]], embed_dims: Sequence[int], stride_kv: int
-) -> list[tuple[str, dict]]:
-    """Names and keyword arguments per stage, with CvT's scale and projection under those of mixers over q, k and v."""
-    stages = []
-    for (name, kwargs), dim in zip(mixers, embed_dims, strict=True):
-        if issubclass(mixer_class(name), QKVMixer):
-            stride = stride_kv if mixer_class(name).subsampled_kv else 1
-            kwargs = {'scale': dim**-0.5, 'qkv_layer': partial(ConvQKV, stride_kv=stride), **kwargs}
-        stages.append((name, kwargs))
-    return stages
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
@@ -183,7 +191,7 @@ def _rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     '13': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 2, 10)),
     '21': dict(embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 4, 16)),
     'w24': dict(embed_dims=(192, 768, 1024), num_heads=(3, 12, 16), depths=(2, 2, 20)),
@@ -197,7 +205,7 @@ VARIANTS = {
 }
 
 
-def _cfg(name: str, **kwargs) -> dict:
+def _cfg(name: str, **kwargs: Any) -> dict:
     args = VARIANTS[name]
     size, is_fixed = args.get('img_size', 224), mixer_class(args.get('mixer', 'softmax')).grid_bound
     return cfg(first_conv='stages.0.embed.proj', input_size=(3, size, size), fixed_input_size=is_fixed, **kwargs)

@@ -4,12 +4,15 @@ Plain DeiT is in timm (`deit_small_patch16_224`, …); `deit_softmax_small` load
 https://arxiv.org/abs/2012.12877
 """
 
+from typing import Any
+
 import torch
 from timm.layers import LayerNorm, PatchEmbed, RotaryEmbeddingCat, calculate_drop_path_rates, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
 from torch import nn
+from torch.types import Device
 
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._rope import Rope
@@ -62,10 +65,10 @@ class DeiT(VisionTransformer):
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         if patch_drop_rate:
             raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; leave it at 0.')
         self._check_pos_embed(pos_embed, mixer, embed_dim // num_heads)
@@ -76,7 +79,8 @@ class DeiT(VisionTransformer):
             patch_size=patch_size,
             in_chans=in_chans,
             num_classes=num_classes,
-            global_pool=global_pool,
+            # timm lists the names in its annotation
+            global_pool=global_pool,  # type: ignore[arg-type]
             embed_dim=embed_dim,
             depth=0,
             num_heads=num_heads,
@@ -98,6 +102,8 @@ class DeiT(VisionTransformer):
             raise ValueError(
                 f'img_size {self.patch_embed.img_size} is smaller than a patch of {self.patch_embed.patch_size}.'
             )
+        # timm's annotation includes the rates of stages
+        rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.Sequential(
             *(
                 Block(
@@ -116,7 +122,7 @@ class DeiT(VisionTransformer):
                     norm_layer=LayerNorm,
                     **dd,
                 )
-                for i, rate in enumerate(calculate_drop_path_rates(drop_path_rate, depth))
+                for i, rate in enumerate(rates)
             )
         )
         reduction = self.patch_embed.feat_ratio()
@@ -130,8 +136,10 @@ class DeiT(VisionTransformer):
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
         """Resample everything bound to the image size, an int or (H, W)."""
-        img_size = None if img_size is None else to_2tuple(img_size)
-        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        super().set_input_size(
+            img_size=None if img_size is None else to_2tuple(img_size),
+            patch_size=None if patch_size is None else to_2tuple(patch_size),
+        )
         for block in self.blocks:
             block.attn.set_input_size(self.patch_embed.grid_size)
 
@@ -140,7 +148,8 @@ class DeiT(VisionTransformer):
         mixers = {f'blocks.{i}.attn.{name}' for i, b in enumerate(self.blocks) for name in b.attn.no_weight_decay()}
         return super().no_weight_decay() | mixers
 
-    def forward_intermediates(
+    # without is_causal, because mixers have no masks
+    def forward_intermediates(  # type: ignore[override]
         self,
         x: torch.Tensor,
         indices: int | list[int] | None = None,
@@ -178,7 +187,7 @@ class DeiT(VisionTransformer):
 
     def positions(self, grid_size: tuple[int, int]) -> tuple[tuple[int, int]] | tuple[tuple[int, int], Rope]:
         """The arguments of a block next to the tokens: the grid and, if used, rotary positions."""
-        return (grid_size,) if self.rope is None else (grid_size, Rope(self.rope.get_embed(grid_size)))
+        return (grid_size,) if self.rope is None else (grid_size, Rope(self.rope.get_embed(list(grid_size))))
 
     @staticmethod
     def _check_pos_embed(pos_embed: str, mixer: str, head_dim: int) -> None:
@@ -191,18 +200,20 @@ class DeiT(VisionTransformer):
         if pos_embed == 'rope' and head_dim % 4:
             raise ValueError(f"pos_embed='rope' needs heads whose width is a multiple of 4, not {head_dim}.")
 
-    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+    # without masks, as before
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x, grid_size = self.embed(x)
         positions = self.positions(grid_size)
         for block in self.blocks:
             x = recompute_block(block, x, *positions) if self.grad_checkpointing else block(x, *positions)
         return self.norm(x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    # without masks, as before
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.forward_head(self.forward_features(x))
 
 
-def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: DeiT) -> dict[str, torch.Tensor]:
     """Unwrap checkpoints of Facebook's DeiT and of timm, and resample positions to the model's grid."""
     resampled = resample_weights(unwrap(state_dict), model)
     converted = vit_checkpoint_filter_fn(resampled, model)

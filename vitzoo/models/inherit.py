@@ -57,7 +57,7 @@ class Inheritance:
 
 def summarize_names(names: list[str], limit: int = 8) -> str:
     """Join names, grouping those that differ in an index as `blocks.*.attn.u_key (12)`, up to `limit` groups."""
-    groups = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
         pattern = re.sub(r'(?<![^. ])\d+(?=\.)', '*', name)
         groups.setdefault(pattern, []).append(name)
@@ -148,7 +148,13 @@ def _fit_pos_embed(model: VisionTransformer, parent: dict[str, Tensor]) -> tuple
     num_patches = old.shape[1] - len(old_prefix)
     side = math.isqrt(max(0, num_patches))
     kept = _positions(old_prefix, new_prefix)
-    if old.shape[2] != model.pos_embed.shape[2] or side == 0 or side**2 != num_patches or kept is None:
+    if (
+        model.pos_embed is None
+        or old.shape[2] != model.pos_embed.shape[2]
+        or side == 0
+        or side**2 != num_patches
+        or kept is None
+    ):
         return None
     old = torch.cat([old[:, kept], old[:, len(old_prefix) :]], dim=1)
     new = resample_abs_pos_embed(old, model.patch_embed.grid_size, (side, side), num_prefix_tokens=len(kept))

@@ -1,8 +1,11 @@
-"""In-place replacement of the attention of a timm vision transformer by a token mixer that inherits its weights."""
+"""In-place replacement of the attention of a vision transformer by a token mixer that inherits its weights."""
 
 import logging
+import os
 from math import log
+from typing import Any
 
+from timm.layers import get_device_dtype
 from timm.models._input import update_model_args
 from timm.models.vision_transformer import init_weights_vit_timm
 from torch import nn
@@ -27,28 +30,28 @@ _SIZES = {
     'vit_huge_patch14_224': 631,
 }
 _REASONS = {
-    **dict.fromkeys(('AFT', 'CvT', 'DeiT', 'ViL'), 'its mixer is an argument, timm.create_model(..., mixer=...)'),
     **dict.fromkeys(
         ('SwinTransformerV2', 'SwinTransformerV2Cr'), 'its attention compares directions with learned scales'
     ),
     **dict.fromkeys(('MultiScaleVit', 'Hiera'), 'its attention reduces the number of queries'),
-    'VisionTransformerSAM': 'its attention has a bias of positions that depends on the queries',
     'Xcit': 'its attention is between channels',
 }
 
 
-def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs) -> nn.Module:
-    """Replace the attention of a timm vision transformer by `mixer`, in all blocks or in the given ones.
+def swap_mixer(
+    model: nn.Module, mixer: str | list[str], blocks: list[int] | None = None, **mixer_kwargs: Any
+) -> nn.Module:
+    """Replace the attention of a vision transformer of timm or vitzoo by `mixer`, in all blocks or in the given ones.
 
     The model is changed in place and returned. A list of mixers has one for each of these blocks, in their order. A
     mixer inherits the settings and weights of the attention under the same parameter names (`blocks.0.attn.qkv.weight`,
-    …); parameters that attention does not have are initialised. Rotary positions rotate the queries and keys of the
-    mixer. The `Inheritance` of each block is in `model.inheritance`; warnings name the weights of the attention that
-    are lost, and the blocks that lose rotary positions. Random values of mixers are drawn from their `seed`, and are
-    never inherited. `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the
-    model's image size, and follows `model.set_input_size()`. timm exports and loads the model as any other; to load a
-    bare checkpoint of it, repeat the swap first. The models, and what each mixer inherits from them, are in
-    docs/swap.md.
+    …); parameters that attention does not have are initialised. In a model of vitzoo it inherits those of the mixer
+    that it replaces. Rotary positions rotate the queries and keys of the mixer. The `Inheritance` of each block is in
+    `model.inheritance`; warnings name the weights of the attention that are lost, and the blocks that lose rotary
+    positions. Random values of mixers are drawn from their `seed`, and are never inherited. `mixer_kwargs` are the
+    mixer's own arguments, or override those settings. The grid is that of the model's image size, and follows
+    `model.set_input_size()`. timm exports and loads the model as any other; to load a bare checkpoint of it, repeat the
+    swap first. The models, and what each mixer inherits from them, are in docs/swap.md.
 
     Raises:
         ValueError: The type of the model, of a block or of its attention is not supported, the block or mixer does not
@@ -58,20 +61,24 @@ def swap_mixer(model: nn.Module, mixer: str | list[str], blocks: list[int] | Non
     family = _family(model)
     timm_blocks = family.token_blocks(model)
     paths = list(timm_blocks)
-    names = _mixer_of_block(len(paths), mixer, blocks, mixer_kwargs)
+    chosen = [i for i, path in enumerate(paths) if family.is_default(timm_blocks[path])] if blocks is None else blocks
+    names = _mixer_of_block(len(paths), mixer, chosen, mixer_kwargs)
     new = {i: _new_mixers(family, model, i, paths[i], name, mixer_kwargs) for i, name in names.items()}
     used_rope = _uses_rope(model, timm_blocks)
     for i, mixers in new.items():
         _put(timm_blocks[paths[i]], [mixer for mixer, _ in mixers])
-    model.__class__ = family
-    _drop_shared_bias(model)
+    swapped: Any = model
+    swapped.__class__ = family
+    _drop_shared_bias(swapped)
     if _uses_rope(model, timm_blocks) != used_rope:
         # parameters of rotary positions without a use would have no gradient
-        model.rope.requires_grad_(not used_rope)
+        swapped.rope.requires_grad_(not used_rope)
     reports = {i: _merge(timm_blocks[paths[i]], [report for _, report in mixers]) for i, mixers in new.items()}
-    model.inheritance = {**getattr(model, 'inheritance', {}), **reports}
-    for name in dict.fromkeys(names.values()):
-        _warn_of_losses(model, name, [i for i in names if names[i] == name])
+    swapped.inheritance = {**getattr(model, 'inheritance', {}), **reports}
+    # once, if there are several processes
+    if os.environ.get('RANK', '0') == '0':
+        for name in dict.fromkeys(names.values()):
+            _warn_of_losses(model, name, [i for i in names if names[i] == name])
     # recorded in an exported config, whose architecture repeats the swaps
     swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
     recorded = mixer if isinstance(mixer, str) else list(names.values())
@@ -100,12 +107,14 @@ def _model_of_size(model: nn.Module) -> str:
     return min(_SIZES, key=lambda name: abs(log(_SIZES[name] * 1e6 / max(size, 1))))
 
 
-def _mixer_of_block(depth: int, mixer: str | list[str], blocks: list[int] | None, mixer_kwargs: dict) -> dict[int, str]:
+def _mixer_of_block(depth: int, mixer: str | list[str], blocks: list[int], mixer_kwargs: dict) -> dict[int, str]:
     """The mixer of each block by its index, in order."""
-    wrong = [i for i in blocks or [] if not -depth <= i < depth]
+    wrong = [i for i in blocks if not -depth <= i < depth]
     if wrong:
         raise ValueError(f'There is no block {wrong[0]}: the model has {depth}, from 0 to {depth - 1}.')
-    indices = range(depth) if blocks is None else [i % depth for i in blocks]
+    indices = [i % depth for i in blocks]
+    if not indices:
+        raise ValueError('There is no block to replace the attention of; choose blocks.')
     if isinstance(mixer, str):
         return dict.fromkeys(sorted(indices), mixer)
     if len(mixer) != len(indices):
@@ -127,7 +136,7 @@ def _new_mixers(
 ) -> list[tuple[TokenMixer, Inheritance]]:
     """Mixers in place of the attention layers of a block, and what they inherit."""
     block, cls = model.get_submodule(path), mixer_class(name)
-    shared_bias = family.shared_bias and getattr(model, family.shared_bias)
+    shared_bias = getattr(model, family.shared_bias) if family.shared_bias else None
     try:
         holders = _attention_holders(block).values()
         parts = [take_apart(holder.attn, shared_bias) for holder in holders]
@@ -138,9 +147,10 @@ def _new_mixers(
         ) from None
     new = []
     for number, part in enumerate(parts):
-        settings = part.settings(cls) | dict(
+        settings = get_device_dtype(block) | family.mixer_settings(model, path, cls) | part.settings(cls)
+        settings |= dict(
             grid_size=family.grid_size_of(model, path),
-            num_prefix_tokens=family.num_prefix_in_blocks(model),
+            num_prefix_tokens=family.num_prefix_in_block(model, path),
             layer=index * len(parts) + number,
         )
         if cls.has_own_rope and getattr(model, 'rope', None) is not None:
@@ -148,8 +158,9 @@ def _new_mixers(
             settings['rope'] = False
         mixer = create_mixer(name, **{**settings, **mixer_kwargs})
         mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
-        if 'proj.bias' not in part.weights and isinstance(getattr(mixer, 'proj', None), nn.Linear):
-            mixer.proj.register_parameter('bias', None)
+        proj = getattr(mixer, 'proj', None)
+        if isinstance(proj, nn.Linear) and 'proj.weight' in part.weights and 'proj.bias' not in part.weights:
+            proj.register_parameter('bias', None)
         report = inherit_weights(mixer, part.weights_for(mixer))
         new.append((mixer.train(part.attn.training), report))
     return new
@@ -188,7 +199,7 @@ def _uses_rope(model: nn.Module, blocks: dict[str, nn.Module]) -> bool:
     return has_rope and getattr(model, 'rope', None) is not None
 
 
-def _merge(block: SwappedTimmBlock, reports: list[Inheritance]) -> Inheritance:
+def _merge(block: Any, reports: list[Inheritance]) -> Inheritance:
     """One report for a block; if it has several mixers, with their names."""
     if len(reports) == 1:
         return reports[0]

@@ -7,9 +7,10 @@ by `timm.create_model` after `import vitzoo`. timm does not list its name, becau
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import timm
-from timm.models import build_model_with_cfg, register_model, resolve_pretrained_cfg
+from timm.models import build_model_with_cfg, is_model_in_modules, register_model, resolve_pretrained_cfg
 from timm.models._pretrained import PretrainedCfg, filter_pretrained_cfg
 from timm.models._registry import _deprecated_models, generate_default_cfgs
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def vitzoo_swapped(
     pretrained_cfg_overlay: dict | None = None,
     pretrained_model_args: dict | None = None,
     cache_dir: str | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> nn.Module:
     """A timm model with the attention of its blocks replaced by mixers.
 
@@ -51,20 +52,27 @@ def vitzoo_swapped(
         ValueError: There is no such model, or a swap is not possible.
     """
     base_model, tag = _check_base(base_model, swap_mixer)
-    config = resolve_pretrained_cfg(ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)
+    # timm takes a PretrainedCfg too
+    config = resolve_pretrained_cfg(ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)  # type: ignore[arg-type]
     is_saved = bool(config.has_weights or config.state_dict)
-    own = {key: value for key, value in kwargs.items() if key not in _FEATURES}
+    # its constructor has no image size
+    is_pvt = is_model_in_modules(base_model, 'pvt_v2')
+    left_out = (*_FEATURES, 'img_size') if is_pvt else _FEATURES
+    own = {key: value for key, value in kwargs.items() if key not in left_out}
     if is_saved:
         source = {'pretrained_cfg': _without_source(config)}
+        if is_pvt:
+            # timm passes the size of a fixed one to the constructor
+            source['pretrained_cfg']['fixed_input_size'] = False
     else:
         given = None if pretrained_cfg is None or _is_default(pretrained_cfg) else pretrained_cfg
         source = {'pretrained_cfg': given or tag or None, 'pretrained_cfg_overlay': pretrained_cfg_overlay}
     model = timm.model_entrypoint(base_model)(pretrained and not is_saved, **source, cache_dir=cache_dir, **own)
     with _no_warnings(silent=is_saved):
-        for arguments in swap_mixer:
+        for arguments in swap_mixer or ():
             swap.swap_mixer(model, **arguments)
-    if kwargs.get('img_size') is not None and not hasattr(model, 'patch_embed'):
-        # NaFlexVit is built for images of any size
+    if kwargs.get('img_size') is not None and (is_pvt or hasattr(model, 'embeds')):
+        # these, and NaFlexVit, are built for images of any size
         model.set_input_size(kwargs['img_size'])
     if is_saved:
         # it would be what the mixers inherit from random weights

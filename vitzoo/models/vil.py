@@ -5,13 +5,15 @@ efficient mixer, the last two softmax attention. https://arxiv.org/abs/2103.1535
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import calculate_drop_path_rates, to_2tuple
 from torch import nn
 from torch.nn import functional as F
+from torch.types import Device
 
-from vitzoo.mixers import mixer_class
+from vitzoo.mixers import TokenMixer, mixer_class
 from vitzoo.mixers._grid import check_grid
 
 from ._official import unwrap
@@ -30,7 +32,9 @@ class PatchEmbed(nn.Module):
     Incomplete patches at the border are dropped.
     """
 
-    def __init__(self, in_chans: int, dim: int, patch_size: int, device=None, dtype=None) -> None:
+    def __init__(
+        self, in_chans: int, dim: int, patch_size: int, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size, device=device, dtype=dtype)
         self.norm = LayerNorm(dim, device=device, dtype=dtype)
@@ -42,9 +46,16 @@ class PatchEmbed(nn.Module):
 class AxialPosEmbed(nn.Module):
     """Absolute position embedding: half the channels from the row, half from the column, a vector per prefix token."""
 
-    def __init__(self, dim: int, grid_size: tuple[int, int], num_prefix_tokens: int, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        grid_size: tuple[int, int],
+        num_prefix_tokens: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.grid_size = tuple(grid_size)
         self.prefix = nn.Parameter(torch.empty(1, num_prefix_tokens, dim, **dd)) if num_prefix_tokens else None
         self.row = nn.Parameter(torch.empty(1, grid_size[0], dim // 2, **dd))
@@ -80,7 +91,8 @@ class AxialPosEmbed(nn.Module):
 
 def _resample(positions: torch.Tensor, size: int) -> torch.Tensor:
     """Positions (1, N, C) -> (1, size, C) in float32."""
-    return F.interpolate(positions.float().transpose(1, 2), size=size, mode='linear').transpose(1, 2)
+    # safetensors does not save other tensors
+    return F.interpolate(positions.float().transpose(1, 2), size=size, mode='linear').transpose(1, 2).contiguous()
 
 
 def _patch_sizes(num_stages: int, patch_size: int) -> tuple[int, ...]:
@@ -119,20 +131,20 @@ class ViL(Pyramid):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         patch_size: int = 4,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if pos_embed not in ('rel', 'abs'):
             raise ValueError(f"pos_embed of ViL is 'rel' or 'abs', not {pos_embed!r}.")
-        dd = {'device': device, 'dtype': dtype}
+        dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)
-        mixers = per_stage_mixers(mixer, mixer_kwargs, num_stages)
-        if pos_embed == 'rel':
-            mixers = [
-                (name, {'rel_bias': 'table', **kwargs} if mixer_class(name).has_rel_bias else kwargs)
-                for name, kwargs in mixers
-            ]
+        mixers = [
+            (name, {**self.settings_of_mixer(mixer_class(name), pos_embed), **kwargs})
+            for name, kwargs in per_stage_mixers(mixer, mixer_kwargs, num_stages)
+        ]
+        # timm's annotation includes the rates of stages
+        rates: Any = calculate_drop_path_rates(drop_path_rate, sum(depths))
         stages = build_stages(
             [partial(PatchEmbed, patch_size=side) for side in _patch_sizes(num_stages, patch_size)],
             embed_dims,
@@ -142,7 +154,7 @@ class ViL(Pyramid):
             grid_sizes,
             mixers,
             in_chans=in_chans,
-            drop_path_rates=calculate_drop_path_rates(drop_path_rate, sum(depths)),
+            drop_path_rates=rates,
             pos_embed_layer=AxialPosEmbed if pos_embed == 'abs' else None,
             pos_drop_rate=pos_drop_rate,
             mlp_ratio=mlp_ratio,
@@ -167,11 +179,16 @@ class ViL(Pyramid):
         )
 
     @staticmethod
+    def settings_of_mixer(cls: type[TokenMixer], pos_embed: str) -> dict:
+        """The relative position bias of a mixer that supports it, if the model has relative positions."""
+        return {'rel_bias': 'table'} if pos_embed == 'rel' and cls.has_rel_bias else {}
+
+    @staticmethod
     def grid_sizes(img_size: tuple[int, int], num_stages: int, patch_size: int) -> list[tuple[int, int]]:
-        sizes, size = [], img_size
+        sizes, (H, W) = [], img_size
         for divisor in _patch_sizes(num_stages, patch_size):
-            size = tuple(side // divisor for side in size)
-            sizes.append(size)
+            H, W = H // divisor, W // divisor
+            sizes.append((H, W))
         if min(sizes[-1]) < 1:
             least = patch_size * 2 ** (num_stages - 1)
             raise ValueError(
@@ -281,7 +298,7 @@ def _first_two_stages(mixer: str) -> tuple[str, ...]:
     return (mixer, mixer, 'softmax', 'softmax')
 
 
-def _nvidia_long_short(size: str, **mixer_kwargs) -> dict:
+def _nvidia_long_short(size: str, **mixer_kwargs: Any) -> dict:
     """The published long-short models, whose bias index lets different offsets share a row of the table."""
     return {**SIZES[size], 'mixer': _first_two_stages('ls'), 'mixer_kwargs': {**mixer_kwargs, 'rel_bias': 'nvidia'}}
 
@@ -307,14 +324,14 @@ VARIANTS = {
 }
 
 
-def _cfg(name: str, **kwargs) -> dict:
+def _cfg(name: str, **kwargs: Any) -> dict:
     size = VARIANTS[name.partition('.')[0]].get('img_size', 224)
     return cfg(
         **{'first_conv': 'stages.0.embed.proj', 'input_size': (3, size, size), 'fixed_input_size': True, **kwargs}
     )
 
 
-def _microsoft(path: str, **kwargs) -> dict:
+def _microsoft(path: str, **kwargs: Any) -> dict:
     return dict(
         url=f'https://penzhanwu2.blob.core.windows.net/imagenet/msvit/{path}/model_best.pth',
         license='mit',

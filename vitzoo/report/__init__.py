@@ -14,11 +14,12 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitzoo.errors import UserError, format_flag, run_command
+from vitzoo.errors import CommandParser, UserError, format_flag, run_command
 
 if TYPE_CHECKING:
     from vitzoo.validate.options import EvalOptions
@@ -48,11 +49,14 @@ def make_report(argv: list[str] | None = None) -> Path:
     report |= dict(command=shlex.join(['vitzoo', 'report', *argv]))
     if options is not None:
         from vitzoo.report.gather import gather
+        from vitzoo.validate.unfinished import remove_unfinished
 
+        options = replace(options, results_file=str(folder / DATA))
         # write after every model, so that an interrupted run keeps its results
         for record in gather(options):
             records.append(record)
             write_report(folder, report)
+        remove_unfinished(options)
     if args.benchmarks:
         from vitzoo.report.timings import add_timings
 
@@ -65,7 +69,7 @@ def make_report(argv: list[str] | None = None) -> Path:
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, 'EvalOptions | None']:
     """Read the command line: the report's own options, and those of the evaluation, None without models."""
     about, _, examples = __doc__.partition('\n\n')
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         'vitzoo report',
         usage='vitzoo report [MODEL …] [--out DIR] [--title TEXT] [--results FILE …] [--benchmarks FILE] [OPTION …]',
         description=about,

@@ -49,13 +49,13 @@ class Curve:
     large: Sequence[int] = ()
 
 
-def scatter(label: str, points: list[Point], x_label: str, y_label: str) -> Element:
-    """Points with their names, and a line through the Pareto frontier."""
+def scatter(label: str, points: list[Point], x_label: str, y_label: str, is_cost: bool = True) -> Element:
+    """Points with their names, and a line through the Pareto frontier, for small x if x is a cost."""
     size = width, height = 340, 300
     x = fit_scale([point.x for point in points], 46, width - 12, log=is_wide(point.x for point in points))
     y = fit_scale([v for point in points for v in (point.low, point.high)], height - BOTTOM, TOP)
     plot = Plot(label, size, x, y, x_label, y_label)
-    front = frontier(points)
+    front = frontier(points, is_cost)
     plot.line([(point.x, point.y) for point in front], 'frontier')
     for point in points:
         line = [(point.x, point.low), (point.x, point.high)]
@@ -73,13 +73,19 @@ def scatter(label: str, points: list[Point], x_label: str, y_label: str) -> Elem
     return plot.root
 
 
-def frontier(points: list[Point]) -> list[Point]:
-    """The Pareto frontier for small x and large y, from left to right."""
-    front = []
-    for point in sorted(points, key=lambda point: (point.x, -point.y)):
+def frontier(points: list[Point], is_cost: bool = True) -> list[Point]:
+    """The Pareto frontier for large y, and small x if it is a cost, from the best x on."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.x if is_cost else -point.x, -point.y)):
         if not front or point.y > front[-1].y:
             front.append(point)
     return front
+
+
+def block_ticks(lines: list[Curve]) -> list[int]:
+    """Ticks at up to 16 blocks."""
+    depth = max(len(line.y) for line in lines)
+    return [*range(1, depth + 1, 1 + depth // 16)]
 
 
 def curves(
@@ -101,7 +107,7 @@ def curves(
     margin = 26 + CHARACTER * max(len(line.name) for line in lines)
     values = [v for line in lines for v in (*_band(line, -1), *_band(line, 1)) if not isnan(v)]
     x = fit_scale([0, 1] if is_share else [v for line in lines for v in line.x], 50, width - margin, log)
-    x.ticks = x_ticks or x.ticks
+    x.ticks = list(x_ticks or x.ticks)
     y = fit_scale([0, 1] if is_share else values, height - BOTTOM, TOP, log and is_wide(values))
     plot = Plot(label, (width, round(height)), x, y, x_label, y_label)
     if is_share:

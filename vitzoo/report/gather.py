@@ -45,7 +45,7 @@ def gather(options: EvalOptions) -> Iterator[dict]:
     """
     names = find_models(options.models)
     check_single_model(options, names)
-    suite = open_suite(options.data_root, options.allow_partial) if options.suite else []
+    suite = open_suite(options.data_root, options.allow_partial) if options.suite and options.data_root else []
     for name in names:
         # before the evaluation, so that its peak memory is that of one model
         about = describe_model(name, options)
@@ -86,7 +86,7 @@ def describe_model(name: str, options: EvalOptions) -> dict:
     config = resolve_data_config(model, options.img_size)
     about = find_origin(name) | read_transfer(name)
     if options.has_data:
-        images = open_validation_data(options.data_dir, model, eval_transform(config), name, options.data_options)
+        images = open_validation_data(options.data, model, eval_transform(config), name, options.data_options)
         if not images.is_multi_label:
             about['explanations'] = explain_some(model.to(options.device), images, config)
     return about | dict(scaling=dict(gmacs=measure_scaling(name, model, config['input_size'][1])))

@@ -22,7 +22,7 @@ def prepare(records: list[dict]) -> list[dict]:
 
 def short_names(names: list[str]) -> list[str]:
     """Shorten paths to as many trailing parts as make them unique; equal names are numbered."""
-    short = []
+    short: list[str] = []
     for name in names:
         parts = Path(name).parts
         others = {Path(other).parts for other in names} - {parts}

@@ -46,9 +46,7 @@ def corruption_figures(records: list[dict], field: str, title: str, clean: str) 
     names = list(dict.fromkeys(name for record in records for name in record[field]))
     labels = [name.replace('_', ' ') for name in names]
     overall = {r['index']: mean_or_none(value for row in r[field].values() for value in row) for r in records}
-    rows = [
-        (r['index'], r['name'], overall[r['index']], r.get(clean)) for r in records if overall[r['index']] is not None
-    ]
+    rows = [(r['index'], r['name'], mean, r.get(clean)) for r in records if (mean := overall[r['index']]) is not None]
     parts = []
     if rows:
         chart = bars(f'{title}: mean top-1', rows, 'top-1 %', 'clean')
@@ -68,9 +66,10 @@ def severity_figure(records: list[dict], field: str, title: str) -> list[Element
     lines = []
     for record in records:
         values = [mean_or_none(row[i] for row in record[field].values()) for i in range(len(SEVERITIES))]
-        if None not in values:
-            tips = [f'{record["name"]}, severity {i}: {value:.1f} %' for i, value in zip(SEVERITIES, values)]
-            lines.append(Curve(record['index'], record['name'], SEVERITIES, values, tips))
+        known = [value for value in values if value is not None]
+        if len(known) == len(values):
+            tips = [f'{record["name"]}, severity {i}: {value:.1f} %' for i, value in zip(SEVERITIES, known)]
+            lines.append(Curve(record['index'], record['name'], SEVERITIES, known, tips))
     if not lines:
         return []
     chart = curves(f'{title}: top-1 by severity', lines, 'severity', 'top-1 %', x_ticks=SEVERITIES)

@@ -6,7 +6,7 @@ from math import isnan, log
 from vitzoo.errors import format_flag
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
-from vitzoo.report.charts import Curve, Point, curves, matrix, scatter
+from vitzoo.report.charts import Curve, Point, block_ticks, curves, matrix, scatter
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.records import SCORES, are_times_comparable, interval
 
@@ -69,7 +69,7 @@ def oversmoothing_section(records: list[dict]) -> list[Element]:
                 line.spread = None
         has_bands |= any(line.spread for line in lines)
         x_label = 'block' if same_depth else 'relative depth: block / number of blocks'
-        ticks = _block_ticks(lines) if same_depth else None
+        ticks = block_ticks(lines) if same_depth else None
         label = measure.label
         chart = curves(f'{label} after each block', lines, x_label, label.lower(), x_ticks=ticks)
         parts.append(figure(label, measure.about, chart, *_block_table(lines)))
@@ -79,12 +79,6 @@ def oversmoothing_section(records: list[dict]) -> list[Element]:
     note = f'Patch tokens after each block, mean over images; large markers are the last blocks of stages.{bands}'
     note = tag('p', note + _describe_options(records), class_='note')
     return [tag('div', parts, class_='charts'), note]
-
-
-def _block_ticks(lines: list[Curve]) -> list[int]:
-    """Ticks at up to 16 blocks."""
-    depth = max(len(line.y) for line in lines)
-    return [*range(1, depth + 1, 1 + depth // 16)]
 
 
 def _block_table(lines: list[Curve]) -> tuple[list[str], list[list]]:
@@ -113,7 +107,7 @@ def _token_curve(record: dict, measure: str) -> Curve | None:
     values = found.get(measure) or ({'mean': record.get('oversmoothing')} if measure == 'cosine' else {})
     if not values.get('mean') or all(isnan(value) for value in numbers(values['mean'])):
         return None
-    mean, spread = (numbers(values[field]) if values.get(field) else None for field in ('mean', 'std'))
+    mean, spread = numbers(values['mean']), numbers(values['std']) if values.get('std') else None
     stages = found.get('stages') or [0] * len(mean)
     last = [i for i, stage in enumerate(stages) if i + 1 == len(stages) or stages[i + 1] != stage]
     names = found.get('blocks') or [f'block {i + 1}' for i in range(len(mean))]
@@ -135,7 +129,7 @@ def health_section(records: list[dict]) -> list[Element]:
     if not lines:
         return []
     label = 'error of approximate softmax attention'
-    chart = curves(label, lines, 'mixer', 'relative error', x_ticks=_block_ticks(lines))
+    chart = curves(label, lines, 'mixer', 'relative error', x_ticks=block_ticks(lines))
     about = '|out − softmax| / |softmax| of each mixer that approximates softmax attention, for the same q, k and v.'
     part = figure('Error of the attention', about, chart, *_block_table(lines))
     return [tag('div', part, class_='charts')]

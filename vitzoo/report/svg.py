@@ -7,6 +7,7 @@ plotting library would write them into every shape. Lengths are in pixels of the
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vitzoo.report.markup import Element, tag
 
@@ -82,7 +83,7 @@ class Plot:
         y_label: Written above the axis, horizontally.
     """
 
-    def __init__(self, label: str, size: tuple[int, int], x: Scale, y: Scale, x_label: str, y_label: str):
+    def __init__(self, label: str, size: tuple[int, int], x: Scale, y: Scale, x_label: str, y_label: str) -> None:
         self.x, self.y = x, y
         width, height = size
         self.root = tag(
@@ -98,17 +99,17 @@ class Plot:
         self.text(x_label, (x.start + x.end) / 2, y.start + 33, 'axis-label middle')
         self.text(y_label, 2, y.end - 12, 'axis-label')
 
-    def add(self, name: str, *children, **attributes) -> Element:
+    def add(self, name: str, *children: Element | str, **attributes: Any) -> Element:
         """Add an element to the chart."""
         element = tag(name, *children, **attributes)
         self.root.append(element)
         return element
 
-    def text(self, text: str, x: float, y: float, class_: str, **attributes) -> Element:
+    def text(self, text: str, x: float, y: float, class_: str, **attributes: Any) -> Element:
         """Write text that starts at x, or with the class `middle` or `end` is centred or ends at x."""
         return self.add('text', text, x=float(x), y=float(y), class_=class_, **attributes)
 
-    def line(self, points: Sequence[tuple[float, float]], class_: str, **attributes) -> Element:
+    def line(self, points: Sequence[tuple[float, float]], class_: str, **attributes: Any) -> Element:
         """Draw a line through points in data coordinates."""
         return self.add('path', d=self.path(points), class_=class_, **attributes)
 

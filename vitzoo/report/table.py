@@ -93,7 +93,7 @@ def models_section(records: list[dict]) -> list[Element]:
 
 def find_best(column: Column, records: list[dict]) -> float | None:
     """The best value of a column, or None if all values are equal or none is better."""
-    values = {column.read(record) for record in records} - {None}
+    values = {value for record in records if (value := column.read(record)) is not None}
     if not column.better or len(values) < 2:
         return None
     return max(values, key=lambda value: column.better * value)

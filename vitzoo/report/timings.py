@@ -3,7 +3,7 @@
 from collections import defaultdict
 from pathlib import Path
 
-from vitzoo.bench._harness import read_rows
+from vitzoo.bench._harness import find_doubt, read_rows
 from vitzoo.errors import UserError
 
 # rows are comparable if they agree in these columns
@@ -22,7 +22,7 @@ def add_timings(records: list[dict], path: str) -> None:
         rows = read_rows(path)
         rows = [row for row in rows if row['table'] == 'models' and row['what'] == 'forward']
         names = {_base_name(record) for record in records}
-        found = defaultdict(lambda: defaultdict(dict))
+        found: defaultdict[tuple, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
         for row in rows:
             if row['name'] in names:
                 # a later measurement replaces an earlier one
@@ -31,8 +31,8 @@ def add_timings(records: list[dict], path: str) -> None:
         raise UserError(f"cannot read the benchmarks '{path}': {error.strerror}") from error
     except KeyError as error:
         raise UserError(f"'{path}' has no column {error}: it is not a file of `vitzoo bench`") from error
-    found = [{name: sizes for name, sizes in models.items() if len(sizes) > 1} for models in found.values()]
-    best = max(found, key=len, default={})
+    complete = [{name: sizes for name, sizes in models.items() if len(sizes) > 1} for models in found.values()]
+    best = max(complete, key=len, default={})
     if not best:
         raise UserError(
             f"'{path}' has none of {', '.join(sorted(names))} at two sizes; run `vitzoo bench models` first"
@@ -43,7 +43,7 @@ def add_timings(records: list[dict], path: str) -> None:
             record['scaling'] = {
                 **record.get('scaling', {}),
                 **_curves(sizes),
-                'timed': _describe_conditions(next(iter(sizes.values())), path),
+                'timed': _describe_conditions([*sizes.values()], path),
             }
 
 
@@ -58,6 +58,8 @@ def _curves(sizes: dict[int, dict]) -> dict:
     return dict(milliseconds=time) | (dict(peak_mb=memory) if len(memory) > 1 else {})
 
 
-def _describe_conditions(row: dict, path: str) -> str:
+def _describe_conditions(rows: list[dict], path: str) -> str:
+    row, doubts = rows[0], ', '.join(sorted(filter(None, {find_doubt(row) for row in rows})))
     where = row['gpu'] or f'{row["cpu"]}, {row["threads"]} threads'
-    return f'{where}, {row["dtype"]}, batches of {row["batch_size"]}; {Path(path).name}'
+    unreliable = f' (unreliable: {doubts})' if doubts else ''
+    return f'{where}, {row["dtype"]}, batches of {row["batch_size"]}; {Path(path).name}{unreliable}'

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from vitzoo.report.blocks import figure, inline_symbol, number, scrolling
-from vitzoo.report.charts import Curve, Point, curves, scatter
+from vitzoo.report.blocks import figure, inline_symbol, scrolling
+from vitzoo.report.charts import Curve, Point, block_ticks, curves, scatter
 from vitzoo.report.markup import Element, tag
 from vitzoo.transfer.measures import SCORE_TITLES
 from vitzoo.transfer.record import RECORD
-from vitzoo.transfer.summary import CONTROLS, STAGES, minutes
+from vitzoo.transfer.summary import CONTROLS, STAGES, find_doubts, minutes
 
 
 def read_transfer(name: str) -> dict:
@@ -27,24 +27,41 @@ def transfer_section(records: list[dict]) -> list[Element]:
         return []
     sides = dict.fromkeys(side for record in records for side in record['transfer']['images_per_second'])
     parts = [_speed_figure(records, side) for side in sorted(sides, key=int)]
-    parts += [_token_figure(record) for record in records]
+    parts += [_token_figure(record, _teacher_index(records)) for record in records]
     verdicts = tag('ul', (tag('li', record['transfer']['verdict']) for record in records), class_='note')
     return [_retention_table(records), verdicts, tag('div', parts, class_='charts')]
 
 
 def _retention_table(records: list[dict]) -> Element:
     controls = [name for name in CONTROLS if any(name in record['transfer']['controls'] for record in records)]
-    heads = ['student', 'measure', 'teacher', *STAGES.values(), *(CONTROLS[name] for name in controls), 'minutes']
+    heads = [
+        'student',
+        'measure',
+        'teacher',
+        *STAGES.values(),
+        'points',
+        *(CONTROLS[name] for name in controls),
+        'minutes',
+    ]
     rows = []
     for record in records:
         results = record['transfer']
-        scores = [results['teacher'], *(results[stage] for stage in STAGES)]
-        scores += [results['controls'].get(name) for name in controls]
-        cells = [SCORE_TITLES[results['kind']], *('–' if s is None else f'{s["score"]:.2f} %' for s in scores)]
         name = tag('th', inline_symbol(record['index']), record['name'], scope='row')
-        rows.append(tag('tr', name, (tag('td', cell) for cell in [*cells, number(minutes(results))])))
+        for measure in (results['kind'], 'linear_probe'):
+            if measure in results['teacher']:
+                cells = [SCORE_TITLES[measure], *_scores(results, measure, controls), f'{minutes(results):.1f}']
+                rows.append(tag('tr', name, (tag('td', cell) for cell in cells)))
     head = tag('tr', (tag('th', text, scope='col') for text in heads))
     return scrolling(tag('table', tag('thead', head), tag('tbody', rows)), 'Scores of teachers, students and controls')
+
+
+def _scores(results: dict, measure: str, controls: list[str]) -> list[str]:
+    """The teacher, the stages, the difference of the student from the teacher, and the controls."""
+    scores = [results['teacher'], *(results[stage] for stage in STAGES)]
+    found = [f'{score[measure]:.2f} %' for score in scores]
+    difference = f'{results["student"][measure] - results["teacher"][measure]:+.2f}'.replace('-', '−')
+    rest = [results['controls'].get(name) for name in controls]
+    return [*found, difference, *('–' if score is None else f'{score[measure]:.2f} %' for score in rest)]
 
 
 def _speed_figure(records: list[dict], side: str) -> Element:
@@ -52,7 +69,8 @@ def _speed_figure(records: list[dict], side: str) -> Element:
     points: list[Point] = []
     for record in records:
         results, speeds = record['transfer'], record['transfer']['images_per_second'].get(side, {})
-        teacher = f'teacher {Path(results["settings"]["teacher"]).name}'
+        folder = Path(results['settings']['teacher']).name
+        teacher = folder if folder == 'teacher' else f'teacher {folder}'
         for kind, name in (('student', record['name']), ('teacher', teacher)):
             if kind not in speeds or name in [point.name for point in points]:
                 continue
@@ -60,20 +78,21 @@ def _speed_figure(records: list[dict], side: str) -> Element:
             x, y = speeds[kind], results[kind]['score']
             points.append(Point(index, name, x, y, y, y, f'{name}: {y:.2f} %, {x:,.4g} images/s'))
     title = f'Score against speed at {side} pixels'
-    chart = scatter(title, points, 'images/s', 'score %')
-    about = 'Up and to the right is better.'
+    chart = scatter(title, points, 'images/s', 'score %', is_cost=False)
+    doubts = find_doubts({record['name']: record['transfer']['images_per_second'].get(side, {}) for record in records})
+    about = 'Up and to the right is better.' + (f' These speeds are unreliable: {doubts}.' if doubts else '')
     return figure(title, about, chart, ['model', 'images/s', 'score %'], [[p.name, p.x, p.y] for p in points])
 
 
-def _token_figure(record: dict) -> Element:
+def _token_figure(record: dict, teacher_index: int) -> Element:
     """Mean cosine similarity of the tokens of a student and its teacher."""
     lines = []
-    for kind, index in (('student', record['index']), ('teacher', _teacher_index([record]))):
+    for kind, index in (('student', record['index']), ('teacher', teacher_index)):
         values = record['transfer']['oversmoothing'][kind]['mean']
         tips = [f'{kind}, block {block}: {value:.3f}' for block, value in enumerate(values, start=1)]
         lines.append(Curve(index, kind, range(1, len(values) + 1), values, tips))
     title = f'Tokens of {record["name"]} and its teacher'
-    chart = curves(title, lines, 'block', 'mean cosine similarity')
+    chart = curves(title, lines, 'block', 'mean cosine similarity', x_ticks=block_ticks(lines))
     heads = ['model', *map(str, lines[0].x)]
     return figure(title, 'Mean cosine similarity.', chart, heads, [[line.name, *line.y] for line in lines])
 

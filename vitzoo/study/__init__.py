@@ -1,7 +1,7 @@
 """`vitzoo study`: train, convert and compare models with several seeds, in cells that many workers can share.
 
 Examples:
-    vitzoo study run configs/study/imagenette.yaml
+    vitzoo study run study/imagenette.yaml
     vitzoo study run study.yaml --launch 'accelerate launch --num_processes 4'
     vitzoo study run study.yaml --retry
     vitzoo study status study.yaml

@@ -23,7 +23,7 @@ class Claim:
         folder: The run folder of the cell, which is created by `acquire`.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.folder = folder / _CLAIM
         self.lock = FolderLock(self.folder)
 

@@ -5,9 +5,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from vitzoo.errors import UserError
+from vitzoo.errors import CommandParser, UserError
 from vitzoo.study.plan import Study, read_study
 from vitzoo.study.results import collect
+from vitzoo.study.slurm import slurm_settings, submit_workers
 from vitzoo.study.status import print_status
 from vitzoo.study.tables import format_markdown, write_tables
 from vitzoo.study.worker import Worker
@@ -29,7 +30,7 @@ def run_study(argv: list[str] | None = None) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         'vitzoo study', description='Train, convert and compare models with several seeds.', allow_abbrev=False
     )
     actions = parser.add_subparsers(dest='action', required=True, metavar='run|status|report')
@@ -40,6 +41,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action.add_argument('file', metavar='FILE.yaml', help='the study, see docs/study.md')
     launch_help = "command that starts a cell's processes, such as 'accelerate launch --num_processes 4'"
     run.add_argument('--launch', type=shlex.split, default=[sys.executable], metavar='COMMAND', help=launch_help)
+    slurm_help = 'submit Slurm jobs as workers, by the package submitit: partition=gpu,gpus=1,minutes=240,jobs=4'
+    run.add_argument('--slurm', type=slurm_settings, metavar='KEY=VALUE,…', help=slurm_help)
     run.add_argument('--retry', action='store_true', help='compute failed cells again')
     report.add_argument('--out', metavar='DIR', help="output folder (default: report/ in the study's folder)")
     return parser.parse_args(argv)
@@ -53,6 +56,9 @@ def _run(study: Study, args: argparse.Namespace) -> None:
     if args.retry:
         for cell in study.cells:
             cell.record.forget_failure()
+    if args.slurm:
+        _submit(study, args)
+        return
     with StopSignal() as stop:
         Worker(study, launch=args.launch, should_stop=lambda: stop.received).run()
     print_status(study)
@@ -62,6 +68,13 @@ def _run(study: Study, args: argparse.Namespace) -> None:
             f'{len(failed)} of {len(study.cells)} cells failed, the first is {failed[0]}; see study.log in its folder,'
             f' correct the cause, and run again with --retry'
         )
+
+
+def _submit(study: Study, args: argparse.Namespace) -> None:
+    folder = study.folder / 'slurm'
+    jobs = submit_workers(args.file, args.launch, args.slurm, folder)
+    print(f'submitted {", ".join(job.job_id for job in jobs)}, with logs in {folder}')
+    print(f'vitzoo study status {args.file} shows the progress')
 
 
 def _status(study: Study, args: argparse.Namespace) -> None:

@@ -54,7 +54,8 @@ def judge(difference: Estimate | None, sign: int) -> str:
     """
     if difference is None or not difference.half_width or sign == 0:
         return ''
-    if difference.low <= 0 <= difference.high:
+    low, high = difference.low, difference.high
+    if low is None or high is None or low <= 0 <= high:
         return ''
     return 'better' if difference.mean * sign > 0 else 'worse'
 

@@ -15,13 +15,16 @@ from vitzoo.load import find_models
 from vitzoo.options import read_yaml
 from vitzoo.study.record import CellRecord
 from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
-from vitzoo.transfer.options import TransferOptions
+from vitzoo.transfer.options import NEUTRAL_TRAINING_KEYS, TRAINING_KEYS, TransferOptions
 from vitzoo.transfer.options import parse_args as parse_transfer_args
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.options import parse_args as parse_eval_args
 
 _KEYS = ('title', 'output', 'data_dir', 'models', 'seeds', 'baseline', 'ways', 'evaluations')
-_WAY_KEYS = {'train': ('train', 'models'), 'transfer': ('transfer', 'teacher', 'teacher_way', 'mixers')}
+_WAY_KEYS = {
+    'train': ('train', 'models', 'evaluations'),
+    'transfer': ('transfer', 'teacher', 'teacher_way', 'mixers', 'evaluations'),
+}
 # set by the study
 _OWN_TRAIN_KEYS = ('model', 'seed', *NOT_SAVED)
 _OWN_TRANSFER_KEYS = ('teacher', 'mixer', 'mixers', 'seed', 'output', 'resume', 'overwrite', 'probe_only', 'config')
@@ -31,7 +34,7 @@ _OWN_EVAL_KEYS = (
     *('results_file', 'plot', 'save_predictions', 'errors', 'from_predictions'),
 )
 # of a transfer, these influence its duration only
-_NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes')
+_NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes', *NEUTRAL_TRAINING_KEYS)
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,10 @@ class Study:
     cells: tuple[StudyCell, ...]
     baselines: dict[str, str]
     evaluations: dict[str, dict[str, Any]]
+
+    def evaluations_of(self, way: str) -> list[str]:
+        """The names of the evaluations of a way."""
+        return next(list(cell.evaluations) for cell in self.cells if cell.way == way)
 
     def baseline_of(self, cell: StudyCell) -> tuple[str, str] | None:
         """Way and model that a cell is compared with: its teacher, or the baseline in the same way."""
@@ -176,11 +183,11 @@ def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[Study
     models = _expand(f'{place}.models', way['models']) if 'models' in way else common.models
     if not models:
         raise UserError(f"{place} has no models; give the study a list of models, such as models: ['deit_*_nano']")
-    found = []
+    evaluations, found = _choose_evaluations(common, place, way), []
     for model in models:
         options = {**base, 'data_dir': common.data_dir, **given, 'model': model, 'seed': seed}
         make_recipe(options)
-        found.append(StudyCell(name, model, seed, 'train', options, common.evaluations, common.folder))
+        found.append(StudyCell(name, model, seed, 'train', options, evaluations, common.folder))
     return found
 
 
@@ -200,14 +207,26 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
             f"{place}: no cell trains the teacher '{way['teacher']}' in the way '{way['teacher_way']}'; name a model"
             f' and a way of this study that comes before this one'
         )
-    found = []
+    evaluations, found = _choose_evaluations(common, place, way), []
     for mixer in _texts(f'{place}.mixers', way['mixers']):
         options = {**base, 'data_dir': common.data_dir, **given, 'mixer': mixer, 'seed': seed}
         words = ['teacher', '--output', 'student', *to_words(options)]
         _parse(f'{place}.transfer', parse_transfer_args, words, options, TransferOptions)
         label = f'{way["teacher"]}_to_{mixer}'
-        found.append(StudyCell(name, label, seed, 'transfer', options, common.evaluations, common.folder, teachers[0]))
+        found.append(StudyCell(name, label, seed, 'transfer', options, evaluations, common.folder, teachers[0]))
     return found
+
+
+def _choose_evaluations(common: _Common, place: str, way: dict) -> dict[str, dict[str, Any]]:
+    """The evaluations of a way, by default all."""
+    names = _texts(f'{place}.evaluations', way.get('evaluations', list(common.evaluations)))
+    for name in names:
+        if name not in common.evaluations:
+            raise UserError(
+                f"{place}.evaluations: '{name}' is not an evaluation of this study"
+                f'{did_you_mean(name, common.evaluations)}; the evaluations are {", ".join(common.evaluations)}'
+            )
+    return {name: common.evaluations[name] for name in names}
 
 
 def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
@@ -224,6 +243,7 @@ def _parse(place: str, parse: Callable, words: list[str], options: dict, known: 
     """Check options by the parser of their command, and report its error as a UserError."""
     names = {field.name for field in fields(known)} | {'mixer', 'no_random_control', 'dataset', 'split'}
     names |= {'train_split', 'val_split', 'input_key', 'target_key', 'data_subset', 'class_map'}
+    names |= {*TRAINING_KEYS, *NEUTRAL_TRAINING_KEYS}
     for key in options:
         if key not in names:
             raise UserError(f"{place}: unknown option '{key}'{did_you_mean(str(key), names)}")

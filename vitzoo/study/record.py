@@ -23,7 +23,9 @@ class CellRecord:
         evaluations: Options of the evaluations, by name.
     """
 
-    def __init__(self, folder: Path, command: str, settings: dict[str, Any], evaluations: dict[str, dict[str, Any]]):
+    def __init__(
+        self, folder: Path, command: str, settings: dict[str, Any], evaluations: dict[str, dict[str, Any]]
+    ) -> None:
         self.folder, self.path, self.command = folder, folder / CELL_FILE, command
         # as they are read from the file
         self.expected = json.loads(json.dumps({command: settings, **evaluations}))

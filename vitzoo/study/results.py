@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vitzoo.study.intervals import Estimate, estimate, judge, paired_difference
 from vitzoo.study.plan import Study
@@ -84,7 +84,7 @@ def collect(study: Study) -> list[Row]:
     baselines, doubts = {}, defaultdict(set)
     for cell in study.cells:
         baselines[cell.way, cell.model] = study.baseline_of(cell)
-        for evaluation in study.evaluations:
+        for evaluation in cell.evaluations:
             record = cell.record.results(evaluation) or {}
             for key in METRICS:
                 value = _scalar(record.get(key))
@@ -107,8 +107,8 @@ def collect(study: Study) -> list[Row]:
 
 
 def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
-    """The columns of the tables: accuracies of every evaluation, costs and oversmoothing of the first."""
-    first, *others = study.evaluations
+    """The columns of a way's table: accuracies of every evaluation, costs and oversmoothing of the first."""
+    first, *others = study.evaluations_of(rows[0].way)
     keys = [key for key in METRICS if key not in ('top5', 'loss', 'corrupt_relative')]
     columns = [ResultColumn(first, key) for key in keys]
     for evaluation in others:
@@ -121,13 +121,28 @@ def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     return [column for column in columns if any(column in row.values for row in rows)]
 
 
+def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign: int) -> list[Row]:
+    """The rows of a way than which no other has a better mean accuracy without a worse mean cost, or the reverse.
+
+    Args:
+        sign: 1 if a higher cost is better, as for images/s, else -1.
+    """
+    known = [row for row in rows if score in row.values and cost in row.values]
+    points = [(row.values[score].mean, sign * row.values[cost].mean) for row in known]
+    return [
+        row
+        for row, (y, x) in zip(known, points)
+        if not any(other_y >= y and other_x >= x and (other_y, other_x) != (y, x) for other_y, other_x in points)
+    ]
+
+
 def _inputs(study: Study, evaluation: str) -> dict:
     """The options of an evaluation that the accuracy on clean images depends on."""
     added = ('corrupt', 'suite', 'data_root', 'allow_partial', 'measures', 'health', 'batch_size', 'workers')
     return {key: value for key, value in study.evaluations[evaluation].items() if key not in added}
 
 
-def _scalar(value) -> float | None:
+def _scalar(value: Any) -> float | None:
     """A number of a record; of the oversmoothing of all blocks, that of the last."""
     if isinstance(value, list):
         value = value[-1] if value else None
@@ -136,10 +151,10 @@ def _scalar(value) -> float | None:
 
 def _rank(study: Study, rows: list[Row]) -> list[Row]:
     """Sort by way and accuracy, and number the models of each way."""
-    first = next(iter(study.evaluations))
     ways = list(dict.fromkeys(cell.way for cell in study.cells))
 
     def accuracy(row: Row) -> float:
+        first = study.evaluations_of(row.way)[0]
         found = row.values.get(ResultColumn(first, 'top1')) or row.values.get(ResultColumn(first, 'map'))
         return found.mean if found else -1.0
 

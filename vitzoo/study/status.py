@@ -39,8 +39,8 @@ def print_status(study: Study) -> None:
     print(f'{study.title}: {describe_cells(study)}')
     for cell in study.cells:
         state = find_state(cell)
-        if state is CellState.FAILED:
-            failure = cell.record.failure
+        failure = cell.record.failure
+        if state is CellState.FAILED and failure is not None:
             print(f'  {cell.name}: {failure["step"]} failed with exit code {failure["code"]}: {failure["message"]}')
         elif state is CellState.RUNNING:
             print(f'  {cell.name}: {cell.record.missing[0]} is running')

@@ -2,13 +2,15 @@
 
 import csv
 from datetime import datetime, timezone
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from vitzoo.report import read_records, write_report
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, StudyCell
-from vitzoo.study.results import METRICS, ResultColumn, Row, visible_columns
+from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, visible_columns
 
 _CSV_KEYS = (
     *('way', 'model', 'evaluation', 'metric', 'seeds', 'mean', 'low', 'high', 'is_doubtful'),
@@ -34,23 +36,23 @@ def write_tables(folder: Path, study: Study, rows: list[Row]) -> list[Path]:
 def format_markdown(study: Study, rows: list[Row]) -> str:
     """A table for each way, and the notes that it needs."""
     parts = []
-    for way in dict.fromkeys(row.way for row in rows):
-        headings, lines = _grid(study, [row for row in rows if row.way == way])
+    for way in _by_way(rows):
+        headings, lines = _grid(study, way)
         rules = ['---:' if number != 1 else '---' for number in range(len(headings))]
         table = '\n'.join(f'| {" | ".join(line)} |' for line in (headings, rules, *lines))
-        parts.append(f'### {way}\n\n{table}')
+        parts += [f'### {way[0].way}\n\n{table}', *_fronts(study, way)]
     return '\n\n'.join([*parts, *_notes(study, rows)])
 
 
 def format_latex(study: Study, rows: list[Row]) -> str:
     """A tabular for each way, with the rules of the package booktabs."""
     parts = []
-    for way in dict.fromkeys(row.way for row in rows):
-        headings, lines = _grid(study, [row for row in rows if row.way == way])
+    for way in _by_way(rows):
+        headings, lines = _grid(study, way)
         lines = [' & '.join(map(_to_latex, line)) + r' \\' for line in (headings, *lines)]
         columns = 'rl' + 'r' * (len(headings) - 2)
         body = '\n'.join([r'\toprule', lines[0], r'\midrule', *lines[1:], r'\bottomrule'])
-        parts.append(f'% {way}\n\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}')
+        parts.append(f'% {way[0].way}\n\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}')
     return '\n\n'.join([*parts, *(f'% {note}' for note in _notes(study, rows))])
 
 
@@ -61,12 +63,14 @@ def write_csv(path: Path, rows: list[Row]) -> None:
         writer.writeheader()
         for row in rows:
             for column, value in row.values.items():
-                line = dict(way=row.way, model=row.model, evaluation=column.evaluation, metric=column.key)
+                line: dict[str, Any] = dict(
+                    way=row.way, model=row.model, evaluation=column.evaluation, metric=column.key
+                )
                 line |= dict(seeds=value.n, mean=value.mean, is_doubtful=column in row.doubts)
                 if not column.metric.is_exact:
                     line |= dict(low=value.low, high=value.high)
                 difference = row.differences.get(column)
-                if difference is not None:
+                if difference is not None and row.baseline is not None:
                     line |= dict(baseline_way=row.baseline[0], baseline=row.baseline[1], pairs=difference.n)
                     line |= dict(difference=difference.mean, difference_low=difference.low)
                     line |= dict(difference_high=difference.high, verdict=row.verdicts[column])
@@ -82,7 +86,7 @@ def write_cells(path: Path, study: Study) -> None:
         writer.writeheader()
         for cell in study.cells:
             trained = cell.record.finished.get(cell.command, {})
-            for evaluation in study.evaluations:
+            for evaluation in cell.evaluations:
                 record = cell.record.results(evaluation)
                 if record is None:
                     continue
@@ -93,9 +97,14 @@ def write_cells(path: Path, study: Study) -> None:
                 writer.writerow(line | {key: trained.get(key) for key in ('seconds', 'command')})
 
 
+def _by_way(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each way."""
+    return [list(group) for _, group in groupby(rows, lambda row: row.way)]
+
+
 def _grid(study: Study, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of a table; after each judged metric is a column of its differences, if there are any."""
-    first = next(iter(study.evaluations))
+    first = study.evaluations_of(rows[0].way)[0]
     headings, columns = ['rank', 'model', 'seeds'], []
     for column in visible_columns(study, rows):
         title = column.metric.title if column.evaluation == first else f'{column.metric.title}, {column.evaluation}'
@@ -111,6 +120,24 @@ def _grid(study: Study, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         cells = [format_cell(row, column) for format_cell, column in columns]
         lines.append([str(row.rank) if row.rank else '–', name, str(seeds), *cells])
     return headings, lines
+
+
+def _fronts(study: Study, rows: list[Row]) -> list[str]:
+    """The models of a way on the Pareto fronts of accuracy and cost, in one paragraph."""
+    first, lines = study.evaluations_of(rows[0].way)[0], []
+    score = next(
+        (ResultColumn(first, key) for key in ('top1', 'map') if ResultColumn(first, key) in rows[0].values), None
+    )
+    if score is None:
+        return []
+    for key, sign in (('gmacs', -1), ('images_per_second', 1)):
+        cost = ResultColumn(first, key)
+        # unreliable speeds are not compared
+        if any(cost in row.doubts for row in rows) or len([row for row in rows if cost in row.values]) < 2:
+            continue
+        names = ', '.join(row.model for row in pareto_front(rows, score, cost, sign))
+        lines.append(f'Pareto front of {score.metric.title} and {cost.metric.title}: {names}.')
+    return [' '.join(lines)] if lines else []
 
 
 def _format_value(row: Row, column: ResultColumn) -> str:
@@ -147,11 +174,16 @@ def _notes(study: Study, rows: list[Row]) -> list[str]:
         f'{finished} of {expected} cells are finished. ± is the half-width of the 95 % confidence interval of the mean'
         f' over the seeds (Student t); a single seed has none.'
     ]
-    columns = [column for column in visible_columns(study, rows) if column.metric.sign]
-    pairs = [(row, column) for row in rows for column in columns if column in row.differences]
+    pairs = [
+        (row, column)
+        for way in _by_way(rows)
+        for column in visible_columns(study, way)
+        for row in way
+        if column.metric.sign and column in row.differences
+    ]
     judged = sum(row.differences[column].half_width is not None for row, column in pairs)
     if pairs:
-        baselines = dict.fromkeys(row.baseline[1] for row, _ in pairs)
+        baselines = dict.fromkeys(row.baseline[1] for row, _ in pairs if row.baseline is not None)
         notes.append(
             f'Differences are to {", ".join(baselines)}, of pairs with the same seed; a converted model is compared'
             f' with its teacher. "better" and "worse" stand only where the 95 % interval of the paired difference'
@@ -169,7 +201,7 @@ def _notes(study: Study, rows: list[Row]) -> list[str]:
 
 def _page_records(study: Study, cell: StudyCell) -> list[dict]:
     """The record of a cell for the HTML page: its first evaluation, and the corruptions of the others."""
-    names = [name for name in study.evaluations if name in cell.record.finished]
+    names = [name for name in cell.evaluations if name in cell.record.finished]
     if not names:
         return []
     record: dict = {}

@@ -40,7 +40,7 @@ class Worker:
         launch: Sequence[str] = (sys.executable,),
         should_stop: Callable[[], bool] = lambda: False,
         execute: 'Callable[[list[str], Path, Claim, Callable[[], bool]], int] | None' = None,
-    ):
+    ) -> None:
         self.study, self.launch, self.should_stop = study, launch, should_stop
         self.execute = execute or run_process
         # cells that were stopped from outside are not tried twice

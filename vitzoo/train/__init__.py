@@ -1,9 +1,9 @@
 """`vitzoo train`: train an image classifier, on one process or, with `accelerate launch`, on several.
 
 Examples:
-    vitzoo train --config configs/quickstart.yaml
-    vitzoo train --config configs/finetune.yaml --data-dir photos --model deit_tiny_patch16_224 --pretrained
-    accelerate launch --num_processes 8 train.py --config configs/imagenet/vil.yaml --data-dir imagenet
+    vitzoo train --config quickstart.yaml
+    vitzoo train --config finetune.yaml --data-dir photos --model deit_tiny_patch16_224 --pretrained
+    accelerate launch --num_processes 8 train.py --config imagenet/vil.yaml --data-dir imagenet
     vitzoo train --resume runs/cvt_ls_13
 
 A run is a function of its recipe. All random numbers follow from the seed and the step, so data order, augmentation and

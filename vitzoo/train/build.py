@@ -1,5 +1,7 @@
 """Builds the parts of a run from its recipe: model, batches, loaders, optimizer, schedule, loss and task."""
 
+from typing import Any
+
 import timm
 import torch
 from accelerate import Accelerator, PartialState
@@ -108,6 +110,9 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
         drop_rate=recipe.drop,
         drop_path_rate=recipe.drop_path,
     )
+    if not is_pretrained or recipe.initial_checkpoint:
+        # it is that of the published weights, which the model does not have
+        model.pretrained_cfg.pop('license', None)
     pretrained_classes = model.pretrained_cfg.get('num_classes')
     if is_pretrained and pretrained_classes != num_classes:
         _note_new_head(name, pretrained_classes, num_classes)
@@ -142,7 +147,7 @@ def _start_from(model: nn.Module, path: str) -> None:
         load_weights(model, path)
 
 
-def _note_new_head(source: str, old: int, new: int) -> None:
+def _note_new_head(source: str, old: int | None, new: int) -> None:
     PartialState().print(f'note   {source} has a head for {old} classes; using a new head for {new}')
 
 
@@ -240,7 +245,9 @@ def _cast_input(model: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
     return inputs[0].to(next(model.parameters()).dtype)
 
 
-def _cast_output(model: nn.Module, inputs: tuple, logits):
+def _cast_output(
+    model: nn.Module, inputs: tuple, logits: torch.Tensor | tuple[torch.Tensor, ...]
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     # distilled models return the logits of both heads in training
     return tuple(part.float() for part in logits) if isinstance(logits, tuple) else logits.float()
 
@@ -286,11 +293,12 @@ def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
     Raises:
         UserError: timm has no such optimizer, or it cannot be used.
     """
-    if recipe.opt.lower() not in list_optimizers():
-        raise UserError(f"unknown optimizer '{recipe.opt}'{did_you_mean(recipe.opt, list_optimizers())}")
+    names = [str(name) for name in list_optimizers()]
+    if recipe.opt.lower() not in names:
+        raise UserError(f"unknown optimizer '{recipe.opt}'{did_you_mean(recipe.opt, names)}")
     if recipe.opt.lower() == 'adahessian':
         raise UserError('opt adahessian needs second derivatives, which training does not compute; choose another opt')
-    overrides = {}
+    overrides: dict[str, Any] = {}
     if recipe.opt_eps is not None:
         overrides['eps'] = recipe.opt_eps
     if recipe.opt_betas is not None:
@@ -316,12 +324,15 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
     Raises:
         UserError: The settings of the schedule contradict each other.
     """
+    if recipe.sched == 'rsqrt' and not recipe.warmup_epochs:
+        raise UserError('sched rsqrt decays by the length of the warm-up: set warmup_epochs, or choose another sched')
     try:
         scheduler, _ = create_scheduler_v2(
             optimizer,
             sched=recipe.sched,
             num_epochs=recipe.epochs,
-            warmup_epochs=recipe.warmup_epochs,
+            # timm takes fractions too
+            warmup_epochs=recipe.warmup_epochs,  # type: ignore[arg-type]
             warmup_lr=recipe.warmup_lr,
             min_lr=recipe.min_lr,
             decay_epochs=recipe.decay_epochs,
@@ -365,7 +376,8 @@ def build_mixup(recipe: Recipe, num_classes: int, img_size: tuple[int, int]) -> 
 def build_loss(recipe: Recipe, mixup: Mixup | None, train_set: Images, num_classes: int) -> nn.Module:
     """The timm loss for hard, soft or multi-label targets, or its class-balanced form."""
     kind = 'bce' if recipe.bce_loss or recipe.multi_label else 'ce'
-    options = dict(smoothing=recipe.smoothing, bce_target_thresh=recipe.bce_target_thresh if kind == 'bce' else None)
+    threshold = recipe.bce_target_thresh if kind == 'bce' else None
+    options: dict[str, Any] = dict(smoothing=recipe.smoothing, bce_target_thresh=threshold)
     if recipe.balance == 'loss':
         counts = count_labels(train_set.targets, num_classes)
         if not recipe.multi_label:

@@ -1,6 +1,7 @@
 """Knowledge distillation from a teacher, with timm's tasks."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from timm.task import LogitDistillationTask, TokenDistillationTask, TrainingTask
@@ -20,6 +21,9 @@ class HardDistillationTask(LogitDistillationTask):
 
     DeiT, section 3, "Hard-label distillation", https://arxiv.org/abs/2012.12877
     """
+
+    student_mean: Tensor
+    student_std: Tensor
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         logits = self.trainable_module(input)
@@ -44,7 +48,9 @@ class NetworkLoss:
     While the context is open, call the student and then the teacher on a batch, and the object for the loss.
     """
 
-    def __init__(self, student: nn.Module, teacher: nn.Module, block_weight: float = 0.1, temperature: float = 1.0):
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, block_weight: float = 0.1, temperature: float = 1.0
+    ) -> None:
         self.student, self.teacher = unwrap_model(student), teacher
         self.block_weight, self.temperature = block_weight, temperature
 
@@ -53,13 +59,14 @@ class NetworkLoss:
         self.records = [_Record(model, paths if self.block_weight else []) for model in (self.student, self.teacher)]
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for record in self.records:
             record.close()
 
     def __call__(self) -> Tensor:
         student, teacher = self.records
-        loss = F.mse_loss(*(F.layer_norm(x.tokens.float(), x.tokens.shape[-1:]) for x in (student, teacher)))
+        tokens = [F.layer_norm(record.tokens.float(), record.tokens.shape[-1:]) for record in self.records]
+        loss = F.mse_loss(tokens[0], tokens[1])
         if self.student.num_classes:
             loss = loss + divergence(student.output, teacher.output, self.temperature)
         if student.attention:
@@ -76,7 +83,10 @@ class TransferTask(LogitDistillationTask):
     Labels are used only if `task_loss_weight` is not 0.
     """
 
-    def __init__(self, *args, block_weight: float = 0.1, **kwargs):
+    student_mean: Tensor
+    student_std: Tensor
+
+    def __init__(self, *args: Any, block_weight: float = 0.1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_weight = block_weight
 
@@ -98,16 +108,19 @@ class TransferTask(LogitDistillationTask):
 class _Record:
     """Final tokens, output and attention outputs of the last forward pass of a model."""
 
-    def __init__(self, model: nn.Module, paths: list[str]):
-        self.model, self.attention = model, {}
-        self.tokens = self.output = None
+    tokens: Tensor
+    output: Tensor
+
+    def __init__(self, model: Any, paths: list[str]) -> None:
+        self.model = model
+        self.attention: dict[str, Tensor] = {}
         self.hooks = [model.get_submodule(path).register_forward_hook(partial(self._keep, path)) for path in paths]
         self.forward_head = model.forward_head
         model.forward_head = self._keep_tokens
 
     def clear(self) -> None:
         self.attention.clear()
-        self.tokens = self.output = None
+        del self.tokens, self.output
 
     def close(self) -> None:
         del self.model.forward_head
@@ -117,7 +130,7 @@ class _Record:
     def _keep(self, path: str, attn: nn.Module, args: tuple, output: Tensor) -> None:
         self.attention[path] = output
 
-    def _keep_tokens(self, tokens: Tensor, *args, **kwargs) -> Tensor:
+    def _keep_tokens(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.tokens = tokens
         self.output = self.forward_head(tokens, *args, **kwargs)
         return self.output
@@ -148,7 +161,7 @@ def distillation_task(
             images, or the student has no distillation token.
     """
     teacher = _load_teacher(recipe, class_names, data_config)
-    task = _create_task(recipe, model, teacher, loss, device)
+    task: Any = _create_task(recipe, model, teacher, loss, device)
     # timm's buffers have three channels, also for grey images
     task.student_mean, task.student_std = _mean_and_std(data_config, device)
     task.teacher.mean_kd, task.teacher.std_kd = _mean_and_std(resolve_data_config(teacher), device)
@@ -158,7 +171,7 @@ def distillation_task(
 def _create_task(
     recipe: Recipe, model: nn.Module, teacher: nn.Module, loss: nn.Module, device: torch.device
 ) -> TrainingTask:
-    options = dict(
+    options: dict[str, Any] = dict(
         student_model=model,
         teacher_model=teacher,
         criterion=loss,
@@ -209,6 +222,7 @@ def _mean_and_std(data_config: dict, device: torch.device) -> tuple[Tensor, Tens
 
 
 def _load_teacher(recipe: Recipe, class_names: list[str], data_config: dict) -> nn.Module:
+    assert recipe.kd_model_name is not None
     name = find_model(recipe.kd_model_name)
     in_chans, *img_size = data_config['input_size']
     teacher, source = load_model(name, img_size=tuple(img_size))

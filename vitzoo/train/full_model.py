@@ -5,6 +5,7 @@ FSDP it is a copy into which the sharded weights are gathered. Checkpoints are t
 """
 
 import copy
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -26,7 +27,7 @@ _SETTINGS = ('weight_decay', 'momentum', 'eps', 'betas', 'beta1', 'betas_1d')
 class FullModel:
     """The full form of a model that Accelerate may shard; create it before `accelerator.prepare`."""
 
-    def __init__(self, accelerator: Accelerator, raw_model: nn.Module):
+    def __init__(self, accelerator: Accelerator, raw_model: nn.Module) -> None:
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         # FSDP shards in place, so copy before it does
         self.module = copy.deepcopy(raw_model) if self.is_sharded else raw_model
@@ -47,7 +48,7 @@ class FullModel:
         """The optimizer's full state, keyed by parameter index as in `torch.optim`; all processes must call this."""
         if not self.is_sharded:
             return optimizer.state_dict()
-        named = get_optimizer_state_dict(self.raw_model, _unwrap(optimizer), options=_FULL)
+        named: Any = get_optimizer_state_dict(self.raw_model, _unwrap(optimizer), options=_FULL)
         index_of = {name: index for index, name in enumerate(self._parameter_names(optimizer))}
         groups = [dict(group, params=[index_of[name] for name in group['params']]) for group in named['param_groups']]
         return dict(state={index_of[name]: state for name, state in named['state'].items()}, param_groups=groups)
@@ -64,7 +65,7 @@ class FullModel:
             return
         names = self._parameter_names(optimizer)
         groups = [dict(group, params=[names[index] for index in group['params']]) for group in state['param_groups']]
-        named = dict(state={names[index]: own for index, own in state['state'].items()}, param_groups=groups)
+        named: Any = dict(state={names[index]: own for index, own in state['state'].items()}, param_groups=groups)
         set_optimizer_state_dict(self.raw_model, _unwrap(optimizer), named, options=_FULL)
 
     def _parameter_names(self, optimizer: Optimizer) -> list[str]:

@@ -42,7 +42,7 @@ class FolderLock:
         folder: Must exist when the lock is acquired.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.folder, self.path, self.token = folder, folder / LOCK_FILE, uuid.uuid4().hex
         self.is_held = self.is_lost = False
         self._released = threading.Event()
@@ -50,7 +50,7 @@ class FolderLock:
     def __enter__(self) -> 'FolderLock':
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.release()
 
     def acquire(self, wait: Callable[[str], None] = print) -> None:

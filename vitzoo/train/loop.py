@@ -5,9 +5,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -58,6 +59,8 @@ from vitzoo.train.run import Run
 from vitzoo.train.run_folder import claim_folder, export_model, remove_old_run, set_aside, write_on_main
 from vitzoo.train.step import train_step
 
+_LOWER_IS_BETTER = ('eval_loss', 'feature_error')
+
 
 def train(argv: list[str] | None = None) -> dict | None:
     """Train a model, and return the scores of the exported weights, or None if stopped by SIGTERM.
@@ -93,6 +96,7 @@ def train_in_folder(run: Run, checkpoints: list[Path], stop: 'StopSignal') -> di
     with stop, Display(run) as display:
         while len(run.history) < run.plan.epochs:
             if not train_one_epoch(run, display, stop):
+                run.console.print(f'stopped {stop.reason} after step {run.step}; continue with --resume {run.folder}')
                 return None
     return finish(run)
 
@@ -100,7 +104,7 @@ def train_in_folder(run: Run, checkpoints: list[Path], stop: 'StopSignal') -> di
 class StopSignal:
     """Records whether this process received SIGTERM, or torchrun, which started it, was killed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.received = False
         self.launcher = os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else None
 
@@ -109,7 +113,12 @@ class StopSignal:
         """True if torchrun has ended without ending this process."""
         return self.launcher not in (None, os.getppid())
 
-    def _handle(self, *signal_and_frame) -> None:
+    @property
+    def reason(self) -> str:
+        """The end of the sentence 'stopped …'."""
+        return 'because its launcher was killed' if self.is_orphan else 'by SIGTERM'
+
+    def _handle(self, *signal_and_frame: object) -> None:
         self.received = True
 
     def __enter__(self) -> 'StopSignal':
@@ -119,7 +128,7 @@ class StopSignal:
             self.previous = signal.signal(signal.SIGTERM, self._handle)
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self.is_installed:
             signal.signal(signal.SIGTERM, self.previous)
 
@@ -238,7 +247,7 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
     Raises:
         UserError: The dataset cannot be read, has no validation images, or does not suit the recipe.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         multi_label=recipe.multi_label,
         val_fraction=recipe.val_fraction,
         seed=recipe.seed,
@@ -322,10 +331,11 @@ def open_folder(run: Run, is_new: bool) -> None:
 def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
     """Train the rest of the current epoch, save, evaluate if due, and log it; False if the run has to stop."""
     plan, recipe, epoch = run.plan, run.recipe, len(run.history)
-    first_step, last_step = run.step, (epoch + 1) * plan.steps_per_epoch
+    first_step, last_step = run.step, plan.end_of(epoch)
     if run.mixup is not None:
         run.mixup.mixup_enabled = not 0 < recipe.mixup_off_epoch <= epoch
-    run.train_loader.batch_sampler.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
+    batches: Any = run.train_loader.batch_sampler
+    batches.start_at(epoch, first_step - epoch * plan.steps_per_epoch)
     micro_batches = iter(run.train_loader)
     run.task.train()
     for module in run.frozen:
@@ -345,8 +355,6 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
             save_run(run)
             saved_at = time.monotonic()
         if status.stop:
-            why = 'because its launcher was killed' if stop.is_orphan else 'by SIGTERM'
-            run.console.print(f'stopped {why} after step {run.step}; continue with --resume {run.folder}')
             return False
     row = dict(epoch=epoch + 1, step=run.step, lr=learning_rate(run), train_loss=sum(run.losses) / len(run.losses))
     run.history.append(dict(row, images_per_second=round(run.speed, 1)))
@@ -384,6 +392,10 @@ def evaluate_epoch(run: Run, display: Display) -> dict:
 
 
 def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str) -> dict:
+    if run.measure is not None:
+        share_buffers(run, model)
+        with run.accelerator.autocast():
+            return {prefix + name: value for name, value in run.measure(model).items()}
     with run.accelerator.autocast(), display.evaluation() as advance:
         scores = evaluate_shared(run, model, advance)
         if not math.isfinite(scores['loss']):
@@ -398,18 +410,24 @@ def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str
     return columns
 
 
-def evaluate_shared(run: Run, model: nn.Module, advance=None) -> dict:
+def evaluate_shared(run: Run, model: nn.Module, advance: Callable[[int], None] | None = None) -> dict:
     """Evaluate a model on all processes, each on its share of the validation set."""
+    share_buffers(run, model)
+    return evaluate(model, run.val_loader, run.accelerator, progress=advance)
+
+
+def share_buffers(run: Run, model: nn.Module) -> None:
+    """Give all processes the buffers of rank 0, which are saved; they may differ."""
     if run.accelerator.num_processes > 1:
-        # buffers may differ between processes, and those of rank 0 are saved
         for buffer in model.buffers():
             buffer.copy_(broadcast(buffer))
-    return evaluate(model, run.val_loader, run.accelerator, progress=advance)
 
 
 def export_best(run: Run) -> None:
     """Export the model to best/ if it is better than in every epoch before in this branch."""
-    rows = [row for row in run.history[run.best_from :] if 'eval_loss' in row]
+    rows = [row for row in run.history[run.best_from :] if _metric_column(run.recipe) in row]
+    if run.start is not None:
+        rows.insert(0, run.start)
     *earlier, last = (max(rate(row, run.recipe), rate(row, run.recipe, 'ema_')) for row in rows)
     if not earlier or last > max(earlier):
         export(run, run.folder / 'best')
@@ -417,19 +435,28 @@ def export_best(run: Run) -> None:
 
 def rate(row: dict, recipe: Recipe, prefix: str = '') -> float:
     """The recipe's metric in a row of metrics.csv, negated if lower is better; -inf if it is not a number."""
-    metric = recipe.eval_metric or ('map' if recipe.multi_label else 'top1')
-    value = row.get(prefix + ('eval_loss' if metric == 'loss' else metric), math.nan)
+    column = _metric_column(recipe)
+    value = row.get(prefix + column, math.nan)
     if math.isnan(value):
         return -math.inf
-    return -value if metric == 'loss' else value
+    return -value if column in _LOWER_IS_BETTER else value
+
+
+def _metric_column(recipe: Recipe) -> str:
+    metric = recipe.eval_metric or ('map' if recipe.multi_label else 'top1')
+    return 'eval_loss' if metric == 'loss' else metric
 
 
 def export(run: Run, folder: Path) -> str:
     """Export the raw weights or their EMA, whichever is better by the recipe's metric; returns 'raw' or 'ema'."""
     row = run.history[-1]
-    weights = 'ema' if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe) else 'raw'
-    model = run.ema.module if weights == 'ema' else run.full_model.gather()
-    info = dict(weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir)
+    if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe):
+        weights, model = 'ema', run.ema.module
+    else:
+        weights, model = 'raw', run.full_model.gather()
+    info: dict[str, Any] = dict(
+        weights=weights, epochs=row['epoch'], seed=run.recipe.seed, data_dir=run.recipe.data_dir
+    )
     if run.recipe.multi_label:
         info['multi_label'] = True
     # `vitzoo validate` opens the data with the same options

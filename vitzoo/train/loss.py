@@ -26,7 +26,11 @@ class BalancedLoss(nn.Module):
         bce_target_thresh: Threshold for binarizing mixed targets ('bce').
     """
 
-    def __init__(self, class_counts: Tensor, kind: str, smoothing: float, bce_target_thresh: float | None = None):
+    weight: Tensor
+
+    def __init__(
+        self, class_counts: Tensor, kind: str, smoothing: float, bce_target_thresh: float | None = None
+    ) -> None:
         super().__init__()
         counts = class_counts.double()
         weight = counts.sum() / (counts.count_nonzero() * counts.clamp(min=1))

@@ -91,7 +91,7 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
         'without amp': (not recipe.amp, ('amp_dtype',)),
         'without model_ema': (not recipe.model_ema, ('model_ema_decay', 'model_ema_warmup')),
     }
-    found = {}
+    found: dict[str, str] = {}
     for why, (is_unused, names) in unused.items():
         changed = [name for name in names if is_unused and settings[name] != defaults[name]]
         found = dict.fromkeys(changed, why) | found
@@ -108,7 +108,7 @@ def smallest_grid(run: Run) -> tuple[int, int] | None:
 class Display:
     """Progress bars of training and evaluation; without a terminal, an occasional line."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run) -> None:
         self.run, self.logged_at = run, 0.0
         self.bars = Progress(
             '{task.description}',
@@ -126,7 +126,7 @@ class Display:
         self.bars.start()
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.bars.stop()
 
     def show_step(self, images_per_second: float) -> None:
@@ -138,8 +138,7 @@ class Display:
             return
         note = f'loss {run.losses[-1]:.3f}  lr {learning_rate(run):.2e}  {images_per_second:.0f} images/s'
         note += f'  {peak_process_megabytes(run.accelerator.device) / 1e3:.1f} GB'
-        epoch = -(-run.step // run.plan.steps_per_epoch)
-        self.bars.update(self.training, description=f'epoch {epoch}/{run.plan.epochs}', note=note)
+        self.bars.update(self.training, description=run.plan.describe_position(run.step), note=note)
         if is_due and not run.console.is_terminal:
             run.console.print(f'step {run.step}/{run.plan.steps}  {note}')
             self.logged_at = time.monotonic()
@@ -166,14 +165,14 @@ def report_epoch(run: Run) -> None:
         'top-1': ('top1', '5.2f'),
         'ema': ('ema_top1', '5.2f'),
         'mAP': ('map', '5.2f'),
+        'error of the final tokens': ('feature_error', '.5f'),
+        'of the averaged weights': ('ema_feature_error', '.5f'),
     }
     words = [
-        f'{label} {row[name]:{form}}' + ' %' * (name != 'eval_loss')
-        for label, (name, form) in scores.items()
-        if name in row
+        f'{label} {row[name]:{form}}' + ' %' * (form == '5.2f') for label, (name, form) in scores.items() if name in row
     ]
     speed = f'{row["images_per_second"]:.0f} images/s'
-    line = f'epoch {row["epoch"]:3}/{run.plan.epochs}  loss {row["train_loss"]:.4f}  lr {row["lr"]:.2e}'
+    line = f'{run.plan.describe_position(row["step"])}  loss {row["train_loss"]:.4f}  lr {row["lr"]:.2e}'
     run.console.print('  '.join([line, speed, *words]))
 
     # lazy: importing matplotlib takes a second

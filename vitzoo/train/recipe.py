@@ -5,6 +5,7 @@ the default. `batch_size` is global: the number of images per optimizer step ove
 """
 
 import math
+import os
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ def option(
     high: float = math.inf,
     lengths: tuple[int, ...] = (),
     on_resume: str,
-):
+) -> Any:
     """A recipe key: its default, help text, group in `--help`, and allowed values.
 
     Args:
@@ -122,7 +123,7 @@ class Recipe:
         None, 'classes in label order (.txt), or name to label (.json, .pkl); others are left out'
     )
     multi_label: bool = _data(False, 'multi-label classification, with labels.csv (columns file, labels)')
-    workers: int = _data(4, 'data loader workers per process', low=0, on_resume=NEUTRAL)
+    workers: int = _data(min(4, os.cpu_count() or 1), 'data loader workers per process', low=0, on_resume=NEUTRAL)
     validation_batch_size: int | None = _data(
         None, 'validation batch size per process; by default batch_size, at most 256', low=1, on_resume=NEUTRAL
     )
@@ -260,7 +261,7 @@ class Recipe:
     model_ema_warmup: bool = _precision(False, 'increase the EMA decay from 0, for short runs')
 
     seed: int = _run(42, 'random seed of initial weights, data order and augmentation', low=0, on_resume=FIXED)
-    output: str | None = _run(None, 'run folder; by default runs/<model>')
+    output: str | None = _run(None, 'run folder; by default runs/<model>, or runs/<model>_<mixer>')
     overwrite: bool = _run(False, 'replace the run in the output folder')
     resume: str | None = _run(None, "'auto' (newest checkpoint in the output folder), or a run or checkpoint folder")
     eval_metric: str | None = _run(

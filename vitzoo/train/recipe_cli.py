@@ -3,7 +3,7 @@
 import argparse
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -32,14 +32,14 @@ def load_recipe(argv: list[str] | None = None) -> Recipe:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
 class _HelpFormatter(argparse.HelpFormatter):
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         # argparse would print '[VALUE ...]' for every option
-        return action.metavar or ''
+        return str(action.metavar or '')
 
 
 def _parse_options(argv: list[str]) -> dict[str, Any]:

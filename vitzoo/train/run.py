@@ -1,5 +1,6 @@
 """The state of a training run: everything that a step, an evaluation or a checkpoint uses."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class Plan:
     steps_per_epoch: int
     epochs: int
     lr: float
+    # of a run that is counted in steps: its last epoch may be shorter
+    max_steps: int | None = None
 
     @property
     def micro_batch_size(self) -> int:
@@ -38,7 +41,18 @@ class Plan:
     @property
     def steps(self) -> int:
         """Optimizer steps of the run."""
-        return self.epochs * self.steps_per_epoch
+        steps = self.epochs * self.steps_per_epoch
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def end_of(self, epoch: int) -> int:
+        """The step at which an epoch ends, the first being epoch 0."""
+        return min((epoch + 1) * self.steps_per_epoch, self.steps)
+
+    def describe_position(self, step: int) -> str:
+        """The epoch of a step, or the step itself in a run that is counted in steps."""
+        if self.max_steps is not None:
+            return f'step {step:5}/{self.steps}'
+        return f'epoch {-(-step // self.steps_per_epoch):3}/{self.epochs}'
 
     def __str__(self) -> str:
         factors = f' = {self.world_size} processes x {self.accum_steps} accumulated x {self.micro_batch_size} images'
@@ -84,6 +98,10 @@ class Run:
     best_from: int = 0
     # checkpoints of this folder after the one that the run went back to
     later: list[Path] = field(default_factory=list)
+    # measures a model, by default its accuracy on the validation images
+    measure: Callable[[nn.Module], dict[str, float]] | None = None
+    # the measurements of the model before training, if it may be the best
+    start: dict[str, float] | None = None
 
     @property
     def folder(self) -> Path:

@@ -13,6 +13,7 @@
 import copy
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,12 +43,20 @@ FILE_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
 def new_folder(recipe: Recipe) -> Path:
     """The folder of a new run: the recipe's output, or the first free of runs/<model>, runs/<model>-2, ...
 
+    The name of a run with other mixers ends in theirs, as in runs/<model>_ls.
+
     Raises:
         UserError: The folder contains a run, and the recipe does not overwrite it, or files like those of a run.
     """
-    folder = Path(recipe.output) if recipe.output else _free_folder(Path('runs') / Path(recipe.model).name)
+    folder = Path(recipe.output) if recipe.output else _free_folder(Path('runs') / _default_name(recipe))
     check_free(folder, recipe.overwrite)
     return folder
+
+
+def _default_name(recipe: Recipe) -> str:
+    """The model, and the mixers in the place of its own: 'ls' and 'softmax' of 'ls:0-9,softmax:10,11'."""
+    mixers = re.findall(r'[a-z]\w*', recipe.mixer or '')
+    return '_'.join([Path(recipe.model).name, *dict.fromkeys(mixers)])
 
 
 def check_free(folder: Path, overwrite: bool) -> None:

@@ -108,7 +108,7 @@ def clip_gradients(run: Run) -> None:
 class StatusReduce:
     """Asynchronous all-reduce of (loss, stop, save), on CUDA in a side stream."""
 
-    def __init__(self, accelerator: Accelerator, loss: Tensor, stop: bool, save: bool):
+    def __init__(self, accelerator: Accelerator, loss: Tensor, stop: bool, save: bool) -> None:
         self.world_size, self.device = accelerator.num_processes, accelerator.device
         values = torch.stack([loss.float(), *torch.tensor([float(stop), float(save)]).to(loss.device)])
         self.work = None

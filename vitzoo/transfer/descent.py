@@ -2,16 +2,23 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
 from vitzoo.errors import UserError
 from vitzoo.mixers import set_step
 from vitzoo.transfer.attention import images_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # fraction of the steps in which the learning rate rises
 _WARMUP = 0.05
@@ -20,12 +27,12 @@ _WARMUP = 0.05
 class StepBatches:
     """Batches of a vitzoo train loader as a function of the step, so that a resumed stage sees the same images."""
 
-    def __init__(self, loader, normalize: Callable[[Tensor], Tensor] = lambda images: images):
+    def __init__(self, loader: DataLoader, normalize: Callable[[Tensor], Tensor] = lambda images: images) -> None:
         self.loader, self.normalize = loader, normalize
 
     def from_step(self, step: int) -> Iterator[Tensor]:
         """Batches from a step onwards, epoch after epoch."""
-        batches = self.loader.batch_sampler
+        batches: Any = self.loader.batch_sampler
         while True:
             epoch, first = divmod(step, batches.steps_per_epoch)
             batches.start_at(epoch, first)
@@ -34,16 +41,30 @@ class StepBatches:
                 step += 1
 
 
+class WarmupCosine(Scheduler):
+    """A schedule by step: learning rates rise linearly from their first step on, and follow a cosine to zero."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self.steps, self.warmup = steps, max(1, round(_WARMUP * steps))
+        super().__init__(optimizer, 'lr', t_in_epochs=False)
+
+    def _get_lr(self, t: int) -> list[float]:
+        factor = (t + 1) / self.warmup
+        if t >= self.warmup:
+            factor = 0.5 * (1 + math.cos(math.pi * (t - self.warmup) / max(1, self.steps - self.warmup)))
+        return [rate * factor for rate in self.base_values]
+
+
 def descend(
     student: nn.Module,
     groups: list[dict],
-    loader: Iterable,
+    loader: Iterable | StepBatches,
     backward: Callable[[Tensor], None],
     evaluate: Callable[[], dict],
     *,
     steps: int,
     eval_every: int,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
 ) -> list[dict]:
@@ -55,7 +76,7 @@ def descend(
         backward: Adds the gradients of a batch.
         evaluate: Returns measurements, the one that decides under 'feature_error'.
         eval_every: Steps between evaluations; there is one before the first step and one after the last.
-        accelerator: Averages the gradients of its processes; None for a single process.
+        accelerator: Averages the gradients of its processes, and has the precision; None for a single process.
         state_file: Written after each evaluation; if it exists, training continues from it.
         progress: Called with each row of measurements.
 
@@ -67,77 +88,138 @@ def descend(
         UserError: The error is no longer finite; the student is in its best state.
         ValueError: The loader has no images.
     """
-    device = next(student.parameters()).device
-    trainable = [parameter for group in groups for parameter in group['params']]
-    if not trainable:
-        row = dict(step=0, **evaluate(), best=True)
-        _report(progress, row)
-        return [row]
-    flags = {parameter: parameter.requires_grad for parameter in student.parameters()}
-    for parameter in flags:
-        parameter.requires_grad_(False)
-    for parameter in trainable:
-        parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    rates = [group['lr'] for group in groups]
-    state = _load_state(state_file, device)
-    if state is None:
-        row = dict(step=0, **evaluate(), best=True)
-        state = dict(step=0, history=[row], best=_snapshot(student, trainable))
-        _report(progress, row)
-    else:
-        _restore(student, trainable, state['now'])
-        optimizer.load_state_dict(state['optimizer'])
-    batches = _batches(loader, state['step'])
+    with _training_only(student, groups):
+        descent = _Descent(student, groups, evaluate, steps, accelerator, state_file, progress)
+        batches = _batches(loader, descent.step)
+        while descent.step < steps and groups:
+            descent.train_step(backward, next(batches))
+            if descent.step % eval_every == 0 or descent.step == steps:
+                descent.measure()
+        descent.restore(descent.best)
+    return descent.history
+
+
+class _Descent:
+    """The state of `descend`, and its pieces."""
+
+    def __init__(
+        self,
+        student: nn.Module,
+        groups: list[dict],
+        evaluate: Callable[[], dict],
+        steps: int,
+        accelerator: 'Accelerator | None',
+        state_file: Path | None,
+        progress: Callable[[dict], None] | None,
+    ) -> None:
+        self.student, self.evaluate, self.accelerator = student, evaluate, accelerator
+        self.state_file, self.progress = state_file, progress
+        self.autocast = nullcontext if accelerator is None else accelerator.autocast
+        self.device = next(student.parameters()).device
+        self.trainable = [parameter for group in groups for parameter in group['params']]
+        self.optimizer: Any = None
+        self.schedule: Any = None
+        if groups:
+            self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+            self.schedule = WarmupCosine(self.optimizer, steps)
+        self.step = 0
+        self.history: list[dict] = []
+        if not self._load():
+            self.measure()
+
+    def train_step(self, backward: Callable[[Tensor], None], images: Tensor) -> None:
+        self.student.train()
+        set_step(self.student, self.step)
+        # dropout and stochastic depth, also of a resumed stage
+        rank = 0 if self.accelerator is None else self.accelerator.process_index
+        seed_everything(STEP_STREAM, self.step, rank)
+        self.schedule.step_update(self.step)
+        with self.autocast():
+            backward(images.to(self.device, non_blocking=True))
+        _average_gradients(self.trainable, self.accelerator)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        # an autocast context of the caller would keep the weights of the first step
+        torch.clear_autocast_cache()
+        self.step += 1
+
+    def measure(self) -> None:
+        """Evaluate the student, and save its state, also as the best if it is."""
+        self.student.eval()
+        with self.autocast():
+            row = dict(step=self.step, **self.evaluate())
+        if self.history:
+            self._check_finite(row['feature_error'])
+        row['best'] = not self.history or row['feature_error'] < min(old['feature_error'] for old in self.history)
+        self.history.append(row)
+        if self.progress is not None:
+            self.progress(row)
+        if row['best']:
+            self.best = self._snapshot()
+        if self.step:
+            self._save()
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict) -> None:
+        """Put the student into an earlier state."""
+        for parameter, value in zip(self.trainable, snapshot['parameters'], strict=True):
+            parameter.copy_(value)
+        for name, buffer in self.student.named_buffers():
+            buffer.copy_(snapshot['buffers'][name])
+
+    def _snapshot(self) -> dict:
+        # buffers too: random features may be redrawn
+        buffers = {name: buffer.detach().clone() for name, buffer in self.student.named_buffers()}
+        return dict(parameters=[parameter.detach().clone() for parameter in self.trainable], buffers=buffers)
+
+    def _check_finite(self, error: float) -> None:
+        if math.isfinite(error):
+            return
+        self.restore(self.best)
+        rates = ' and '.join(f'{rate:g}' for rate in self.schedule.base_values)
+        raise UserError(
+            f'the error of the final tokens is {error} after step {self.step} at learning rates of {rates}; halve them'
+        )
+
+    def _load(self) -> bool:
+        if self.state_file is None or not self.state_file.is_file():
+            return False
+        state = torch.load(self.state_file, map_location=self.device, weights_only=True)
+        self.step, self.history, self.best = state['step'], state['history'], state['best']
+        self.restore(state['now'])
+        self.optimizer.load_state_dict(state['optimizer'])
+        return True
+
+    def _save(self) -> None:
+        if self.state_file is not None and (self.accelerator is None or self.accelerator.is_main_process):
+            state = dict(step=self.step, history=self.history, best=self.best, now=self._snapshot())
+            _save_state(self.state_file, dict(state, optimizer=self.optimizer.state_dict()))
+
+
+def _save_state(path: Path, state: dict) -> None:
+    """Write a state at once, so that an interruption leaves the one before."""
+    partial = path.with_name(f'.{path.name}')
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+@contextmanager
+def _training_only(student: nn.Module, groups: list[dict]) -> Iterator[None]:
+    """Let only parameter groups require a gradient, and restore this and the mode of the student at the end."""
     was_training = student.training
+    flags = {parameter: parameter.requires_grad for parameter in student.parameters()}
+    trainable = {id(parameter) for group in groups for parameter in group['params']}
+    for parameter in flags:
+        parameter.requires_grad_(id(parameter) in trainable)
     try:
-        for step in range(state['step'], steps):
-            student.train()
-            set_step(student, step)
-            # dropout and stochastic depth, also of a resumed stage
-            seed_everything(STEP_STREAM, step, 0 if accelerator is None else accelerator.process_index)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group['lr'] = rate * rate_factor(step, steps)
-            backward(next(batches).to(device, non_blocking=True))
-            _average_gradients(trainable, accelerator)
-            optimizer.step()
-            optimizer.zero_grad()
-            if (step + 1) % eval_every and step + 1 < steps:
-                continue
-            student.eval()
-            row = dict(step=step + 1, **evaluate())
-            if not math.isfinite(row['feature_error']):
-                _restore(student, trainable, state['best'])
-                tried = ' and '.join(f'{rate:g}' for rate in rates)
-                raise UserError(
-                    f'the error of the final tokens is {row["feature_error"]} after step {step + 1} at learning rates'
-                    f' of {tried}; halve them'
-                )
-            row['best'] = row['feature_error'] < min(old['feature_error'] for old in state['history'])
-            state['history'].append(row)
-            _report(progress, row)
-            if row['best']:
-                state['best'] = _snapshot(student, trainable)
-            state['step'] = step + 1
-            now = dict(now=_snapshot(student, trainable), optimizer=optimizer.state_dict())
-            _save_state(state_file, state | now, accelerator)
-        _restore(student, trainable, state['best'])
+        yield
     finally:
         student.train(was_training)
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
-    return state['history']
 
 
-def rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine to zero."""
-    warmup = max(1, round(_WARMUP * steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def _batches(loader: Iterable, step: int) -> Iterator[Tensor]:
+def _batches(loader: Iterable | StepBatches, step: int) -> Iterator[Tensor]:
     if isinstance(loader, StepBatches):
         return loader.from_step(step)
     return islice(_repeat(loader), step, None)
@@ -153,42 +235,9 @@ def _repeat(loader: Iterable) -> Iterator[Tensor]:
             raise ValueError('The loader has no images.')
 
 
-def _average_gradients(parameters: list[nn.Parameter], accelerator) -> None:
+def _average_gradients(parameters: list[nn.Parameter], accelerator: 'Accelerator | None') -> None:
     if accelerator is None or accelerator.num_processes == 1:
         return
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = accelerator.reduce(parameter.grad, reduction='mean')
-
-
-def _snapshot(student: nn.Module, trainable: list[nn.Parameter]) -> dict:
-    # buffers too: random features may be redrawn
-    buffers = {name: buffer.detach().clone() for name, buffer in student.named_buffers()}
-    return dict(parameters=[parameter.detach().clone() for parameter in trainable], buffers=buffers)
-
-
-@torch.no_grad()
-def _restore(student: nn.Module, trainable: list[nn.Parameter], snapshot: dict) -> None:
-    for parameter, value in zip(trainable, snapshot['parameters'], strict=True):
-        parameter.copy_(value)
-    for name, buffer in student.named_buffers():
-        buffer.copy_(snapshot['buffers'][name])
-
-
-def _load_state(path: Path | None, device: torch.device) -> dict | None:
-    if path is None or not path.is_file():
-        return None
-    return torch.load(path, map_location=device, weights_only=True)
-
-
-def _save_state(path: Path | None, state: dict, accelerator) -> None:
-    if path is None or not (accelerator is None or accelerator.is_main_process):
-        return
-    partial = path.with_name(f'.{path.name}')
-    torch.save(state, partial)
-    partial.replace(path)
-
-
-def _report(progress: Callable[[dict], None] | None, row: dict) -> None:
-    if progress is not None:
-        progress(row)

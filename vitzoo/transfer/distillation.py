@@ -2,21 +2,25 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from vitzoo.train.distill import NetworkLoss
 from vitzoo.transfer.attention import mixer_paths
-from vitzoo.transfer.descent import descend
+from vitzoo.transfer.descent import StepBatches, descend
 from vitzoo.transfer.hybrid import feature_error
 from vitzoo.transfer.matching import new_parameters
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def distil(
     teacher: nn.Module,
     student: nn.Module,
-    loader: Iterable,
+    loader: Iterable | StepBatches,
     held_out: Iterable,
     *,
     steps: int = 1000,
@@ -25,7 +29,7 @@ def distil(
     block_weight: float = 0.1,
     temperature: float = 1.0,
     eval_every: int = 50,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
 ) -> list[dict]:
@@ -56,11 +60,6 @@ def distil(
         ValueError: The student has no mixers, or a loader no images.
         UserError: The learning rate is too high: the error is not finite. The student is in its best state.
     """
-    paths = mixer_paths(student)
-    new = new_parameters(student, paths)
-    is_new = {id(parameter) for parameter in new}
-    inherited = [p for p in student.parameters() if p.requires_grad and id(p) not in is_new]
-    groups = [dict(params=inherited, lr=lr), dict(params=new, lr=new_lr)]
 
     def backward(images: Tensor) -> None:
         with NetworkLoss(student, teacher, block_weight, temperature) as loss:
@@ -71,7 +70,7 @@ def distil(
 
     return descend(
         student,
-        [group for group in groups if group['params']],
+        parameter_groups(student, lr, new_lr),
         loader,
         backward,
         lambda: dict(feature_error=feature_error(teacher, student, held_out, accelerator)),
@@ -81,3 +80,16 @@ def distil(
         state_file=state_file,
         progress=progress,
     )
+
+
+def parameter_groups(student: nn.Module, lr: float, new_lr: float) -> list[dict]:
+    """The parameters that require a gradient, inherited and new, with their learning rates.
+
+    Raises:
+        ValueError: The student has no mixers.
+    """
+    new = [parameter for parameter in new_parameters(student, mixer_paths(student)) if parameter.requires_grad]
+    is_new = {id(parameter) for parameter in new}
+    inherited = [p for p in student.parameters() if p.requires_grad and id(p) not in is_new]
+    groups = [dict(params=inherited, lr=lr), dict(params=new, lr=new_lr)]
+    return [group for group in groups if group['params']]

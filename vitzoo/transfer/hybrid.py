@@ -6,6 +6,7 @@ blocks are often enough (JetViT).
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from typing import TYPE_CHECKING
 
 import torch
 from timm.models._input import update_model_args
@@ -23,6 +24,9 @@ from vitzoo.transfer.attention import (
 )
 from vitzoo.transfer.probing import cosine_of_tokens, has_head
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 @torch.no_grad()
 def keep_softmax(
@@ -33,8 +37,9 @@ def keep_softmax(
     *,
     tolerance: float = 0.5,
     gap: Callable[[nn.Module], float] | None = None,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     progress: Callable[[dict], None] | None = None,
+    done: list[dict] | None = None,
 ) -> list[dict]:
     """Give blocks of a student back to softmax attention, in place, the most useful first.
 
@@ -52,6 +57,7 @@ def keep_softmax(
             the teacher's, or without a head 100 times 1 - the cosine similarity of the final tokens.
         accelerator: The `Accelerator` whose processes share the images.
         progress: Called with each row of the result.
+        done: The rows of a call that was interrupted, which continues.
 
     Returns:
         A row for the start and one for each block: `kept` (paths so far), `feature_error` and `gap`.
@@ -66,22 +72,21 @@ def keep_softmax(
     gap = gap or (lambda model: output_gap(teacher, model, loader, accelerator))
     was_training = student.training
     student.eval()
-    kept: list[str] = []
+    rows = list(done or [])
 
-    def describe() -> dict:
+    def add_row(kept: list[str]) -> None:
         with blocks_of_teacher(student, teacher, kept) as hybrid:
-            row = dict(
-                kept=list(kept), feature_error=feature_error(teacher, hybrid, loader, accelerator), gap=gap(hybrid)
-            )
+            error = feature_error(teacher, hybrid, loader, accelerator)
+            rows.append(dict(kept=kept, feature_error=error, gap=gap(hybrid)))
         if progress is not None:
-            progress(row)
-        return row
+            progress(rows[-1])
 
-    rows = [describe()]
-    while len(kept) < limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
-        kept.append(_most_useful(teacher, student, loader, kept, paths, accelerator))
-        rows.append(describe())
-    give_back(teacher, student, kept)
+    if not rows:
+        add_row([])
+    while len(rows) <= limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
+        kept = rows[-1]['kept']
+        add_row([*kept, _most_useful(teacher, student, loader, kept, paths, accelerator)])
+    give_back(teacher, student, rows[-1]['kept'])
     student.train(was_training)
     return rows
 
@@ -90,11 +95,16 @@ def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
     """Replace blocks of a student by copies of the teacher's, in place and in the record of its swaps."""
     for path in paths:
         put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
-    _forget_swaps(student, paths)
+    _forget_swaps(teacher, student, paths)
 
 
 def _most_useful(
-    teacher: nn.Module, student: nn.Module, loader: Iterable, kept: list[str], paths: list[str], accelerator
+    teacher: nn.Module,
+    student: nn.Module,
+    loader: Iterable,
+    kept: list[str],
+    paths: list[str],
+    accelerator: 'Accelerator | None',
 ) -> str:
     """The block that leaves the smallest error if it is kept in addition."""
     errors = {}
@@ -102,21 +112,32 @@ def _most_useful(
         if path not in kept:
             with blocks_of_teacher(student, teacher, [*kept, path]) as hybrid:
                 errors[path] = feature_error(teacher, hybrid, loader, accelerator)
-    return min(errors, key=errors.get)
+    return min(errors, key=lambda path: errors[path])
 
 
-def _forget_swaps(student: nn.Module, paths: list[str]) -> None:
-    """Remove blocks from the record of swaps, so that a saved model is built again without them."""
-    indices = {index_of(path) for path in paths}
-    swaps = getattr(student, '_model_args', {}).get('swap_mixer', [])
-    swaps = [{**swap, 'blocks': [index for index in swap['blocks'] if index not in indices]} for swap in swaps]
-    update_model_args(student, swap_mixer=[swap for swap in swaps if swap['blocks']])
+def _forget_swaps(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
+    """Remove blocks from the record of the student's own swaps, so that a saved model is built again without them."""
+    indices = {index_of(student, path) for path in paths}
+    old, swaps = (getattr(model, '_model_args', {}).get('swap_mixer', []) for model in (teacher, student))
+    own = [_without_blocks(swap, indices) for swap in swaps[len(old) :]]
+    update_model_args(student, swap_mixer=[*old, *(swap for swap in own if swap['blocks'])])
     for index in indices:
         getattr(student, 'inheritance', {}).pop(index, None)
 
 
+def _without_blocks(swap: dict, indices: set[int]) -> dict:
+    """The arguments of a swap without some of its blocks."""
+    kept = [position for position, index in enumerate(swap['blocks']) if index not in indices]
+    mixer = swap['mixer']
+    if not isinstance(mixer, str):
+        mixer = [mixer[position] for position in kept]
+    return {**swap, 'mixer': mixer, 'blocks': [swap['blocks'][position] for position in kept]}
+
+
 @torch.no_grad()
-def feature_error(teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator=None) -> float:
+def feature_error(
+    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
+) -> float:
     """Mean squared error of the final tokens, normalized to unit variance.
 
     Raises:
@@ -130,7 +151,9 @@ def feature_error(teacher: nn.Module, student: nn.Module, loader: Iterable, acce
 
 
 @torch.no_grad()
-def output_gap(teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator=None) -> float:
+def output_gap(
+    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
+) -> float:
     """The gap of `keep_softmax` if it has no other, in percentage points."""
 
     def measure(images: torch.Tensor) -> torch.Tensor:
@@ -141,7 +164,12 @@ def output_gap(teacher: nn.Module, student: nn.Module, loader: Iterable, acceler
     return 100 * _mean(measure, loader, student, accelerator)
 
 
-def _mean(measure: Callable[[torch.Tensor], torch.Tensor], loader: Iterable, model: nn.Module, accelerator=None):
+def _mean(
+    measure: Callable[[torch.Tensor], torch.Tensor],
+    loader: Iterable,
+    model: nn.Module,
+    accelerator: 'Accelerator | None' = None,
+) -> float:
     """Mean over the images of a loader of a measurement of each batch."""
     model.eval()
     device = next(model.parameters()).device

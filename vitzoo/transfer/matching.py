@@ -8,6 +8,7 @@ https://arxiv.org/abs/2410.10254, and ViT-AdaLA, stage 1, https://arxiv.org/abs/
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,10 @@ from vitzoo.transfer.attention import (
     mixer_paths,
     visit_attention,
 )
-from vitzoo.transfer.descent import descend
+from vitzoo.transfer.descent import StepBatches, descend
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # parameters of a mixer that are the teacher's and stay so
 _FROZEN = ('proj.', 'proj_global.')
@@ -32,14 +36,14 @@ _FROZEN = ('proj.', 'proj_global.')
 def match_blocks(
     teacher: nn.Module,
     student: nn.Module,
-    loader: Iterable,
+    loader: Iterable | StepBatches,
     held_out: Iterable,
     *,
     steps: int = 500,
     lr: float = 1e-4,
     new_lr: float = 2e-3,
     eval_every: int = 25,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
 ) -> list[dict]:
@@ -113,9 +117,9 @@ def _parameter_groups(student: nn.Module, paths: list[str], lr: float, new_lr: f
 
 def new_parameters(student: nn.Module, paths: list[str]) -> list[nn.Parameter]:
     """The parameters of the mixers that are not inherited from attention."""
-    found = []
+    found, reports = [], getattr(student, 'inheritance', {})
     for path in paths:
-        report = getattr(student, 'inheritance', {}).get(index_of(path))
+        report = reports.get(index_of(student, path)) if reports else None
         names = set() if report is None else {*report.initialized}
         # a block with several attention layers has their names in its report
         place = path.removeprefix(f'{block_of(path)}.')
@@ -129,7 +133,11 @@ def new_parameters(student: nn.Module, paths: list[str]) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def attention_variance(
-    teacher: nn.Module, paths: list[str], loader: Iterable, device: torch.device, accelerator=None
+    teacher: nn.Module,
+    paths: list[str],
+    loader: Iterable,
+    device: torch.device,
+    accelerator: 'Accelerator | None' = None,
 ) -> dict[str, Tensor]:
     """Variance of the output of each attention layer around the mean of its channel, over tokens and images."""
     sums: dict[str, list[Tensor]] = {}
@@ -153,7 +161,11 @@ def attention_variance(
 
 @torch.no_grad()
 def measure_errors(
-    teacher: nn.Module, student: nn.Module, loader: Iterable, variance: dict[str, Tensor], accelerator=None
+    teacher: nn.Module,
+    student: nn.Module,
+    loader: Iterable,
+    variance: dict[str, Tensor],
+    accelerator: 'Accelerator | None' = None,
 ) -> dict:
     """`errors` of the attention outputs, by block, and `feature_error` of the final tokens, as in `match_blocks`."""
     device = next(student.parameters()).device
@@ -176,5 +188,5 @@ def measure_errors(
     return dict(feature_error=feature_error, errors=dict(zip(variance, errors)))
 
 
-def _reduce(value: Tensor, accelerator) -> Tensor:
+def _reduce(value: Tensor, accelerator: 'Accelerator | None') -> Tensor:
     return value if accelerator is None else accelerator.reduce(value, reduction='sum')

@@ -11,8 +11,13 @@ from vitzoo.transfer.probing import has_head
 _NEIGHBOURS = 10
 # of the linear probe, relative to the variance of the features
 _RIDGE = 1e-2
-# a score in percent, by the kind of `Pictures`
-SCORE_TITLES = {'top1': 'top-1', 'knn': 'nearest neighbours', 'cosine': 'cosine similarity'}
+# scores in percent: by the kind of `Pictures`, and of the linear probe
+SCORE_TITLES = {
+    'top1': 'top-1',
+    'knn': 'nearest neighbours',
+    'linear_probe': 'linear probe',
+    'cosine': 'cosine similarity',
+}
 
 
 class Retention:
@@ -25,9 +30,9 @@ class Retention:
         bank: Labelled batches that nearest neighbours and the linear probe learn from, for kind 'knn'.
     """
 
-    def __init__(self, teacher: nn.Module, val: Iterable, kind: str, bank: Iterable | None = None):
+    def __init__(self, teacher: nn.Module, val: Iterable, kind: str, bank: Iterable | None = None) -> None:
         self.val, self.kind, self.bank = val, kind, bank
-        self.expected = None
+        self.expected: tuple[Tensor, Tensor, Tensor] | None = None
         self.has_head = has_head(teacher)
         self.teacher = self.score(teacher)
 
@@ -56,6 +61,7 @@ class Retention:
         if self.kind == 'top1':
             scores['top1'] = _percent(logits.argmax(dim=1) == labels)
         elif self.kind == 'knn':
+            assert self.bank is not None
             bank, _, bank_labels = _collect(model, self.bank, False)
             scores['knn'] = _percent(nearest_neighbours(bank, bank_labels, features) == labels)
             scores['linear_probe'] = _percent(linear_probe(bank, bank_labels, features) == labels)
@@ -80,7 +86,7 @@ def linear_probe(bank: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
     return (queries @ weight + targets.mean(dim=0)).argmax(dim=1)
 
 
-def _collect(model: nn.Module, loader: Iterable, needs_logits: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _collect(model: nn.Module, loader: Iterable, needs_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Pooled features, logits and labels of all images, on the CPU in float32."""
     device = next(model.parameters()).device
     rows = []

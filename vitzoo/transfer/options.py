@@ -4,13 +4,20 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
-from vitzoo.errors import UserError, did_you_mean, format_flag
-from vitzoo.options import AMP_DTYPES, add_data_options, keyword, natural, positive, read_yaml, size
+from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
+from vitzoo.options import add_data_options, keyword, natural, positive, read_yaml, size
+from vitzoo.train.progress import parse_trackers
+from vitzoo.train.recipe import FIELDS, Recipe, make_recipe
+
+# keys of a recipe that the network stage, which is a training, has as options
+TRAINING_KEYS = ('model_ema', 'model_ema_decay', 'model_ema_warmup', 'clip_grad', 'clip_mode')
+NEUTRAL_TRAINING_KEYS = ('grad_accum_steps', 'checkpoint_minutes', 'log_with')
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,8 @@ class TransferOptions:
     network_lr: float = 1e-4
     network_new_lr: float = 1e-3
     block_weight: float = 0.1
+    labels: bool = False
+    training: dict[str, Any] = field(default_factory=dict)
     batch_size: int = 32
     eval_images: int = 256
     evals: int = 20
@@ -52,7 +61,18 @@ class TransferOptions:
         left_out = {'mixers', 'output', 'resume', 'overwrite', 'workers', 'data_options', 'probe_only', 'sizes'}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         values['img_size'] = None if self.img_size is None else list(self.img_size)
+        values['training'] = {name: value for name, value in self.training.items() if name in TRAINING_KEYS}
         return values | dict(data_options=self.data_options.given())
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the network stage, without its learning rates, which have a schedule of their own."""
+        names = ('data_dir', 'batch_size', 'workers', 'seed', 'amp_dtype')
+        values = {name: getattr(self, name) for name in names if getattr(self, name) != 'float32'}
+        values |= dict(weight_decay=0.0, kd_distill_type='transfer', kd_block_weight=self.block_weight)
+        return make_recipe(
+            values | dict(amp=True if 'amp_dtype' in values else None, lr=self.network_lr) | self.training
+        )
 
 
 def parse_args(argv: list[str] | None = None) -> TransferOptions:
@@ -62,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         UserError: A value is wrong, or options contradict each other.
     """
     defaults = TransferOptions('', [], '')
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         'vitzoo transfer',
         description='Replace the attention of a pretrained ViT by efficient mixers, without labels.',
         allow_abbrev=False,
@@ -94,6 +114,9 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         help='of parameters that are not inherited [1e-3]')  # fmt: skip
     add('--block-weight', type=float, metavar='X', default=defaults.block_weight,
         help='weight of the attention outputs in it [0.1]')  # fmt: skip
+    add('--labels', action='store_true', help="also learn the classes of the images in it, which must be the teacher's")
+    for name in TRAINING_KEYS + NEUTRAL_TRAINING_KEYS:
+        _add_training_option(stages, name)
     run = parser.add_argument_group('run')
     add = run.add_argument
     add('--batch-size', type=positive, metavar='N', default=defaults.batch_size, help='over all processes [32]')
@@ -108,7 +131,12 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     add('--resume', action='store_true', help='continue the transfer in --output, or start it')
     add('--overwrite', action='store_true', help='replace the transfer in --output')
     add('--workers', type=natural, metavar='N', default=min(4, os.cpu_count() or 1), help='data loading processes')
-    add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass [float32]')
+    add(
+        '--amp-dtype',
+        choices=('float32', 'bfloat16'),
+        default='float32',
+        help='precision of the forward pass [float32]',
+    )
     argv = sys.argv[1:] if argv is None else argv
     _use_config(parser, argv)
     args = vars(parser.parse_args(argv))
@@ -117,9 +145,22 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     args['mixer_kwargs'] = _by_mixer(args['mixers'], args['mixer_kwargs'])
     args['data_options'] = DataOptions(**{name: args.pop(name) for name in DATA_OPTIONS})
     args['sizes'] = tuple(args['sizes'])
+    given = {name: args.pop(name) for name in TRAINING_KEYS + NEUTRAL_TRAINING_KEYS}
+    recipe = make_recipe(given)
+    args['training'] = {name: getattr(recipe, name) for name, value in given.items() if value is not None}
+    parse_trackers(recipe.log_with)
     options = TransferOptions(**args)
     _check_options(options)
     return options
+
+
+def _add_training_option(parser: argparse._ArgumentGroup, name: str) -> None:
+    default, metadata = getattr(Recipe(), name), FIELDS[name].metadata
+    text = f'in it, {metadata["help"]}' + ('' if default is None else f' [{default}]')
+    if isinstance(default, bool):
+        parser.add_argument(format_flag(name), action='store_const', const=True, help=text)
+    else:
+        parser.add_argument(format_flag(name), metavar='|'.join(metadata['choices']) or 'X', help=text)
 
 
 def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:

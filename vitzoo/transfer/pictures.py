@@ -1,24 +1,30 @@
 """The images of a transfer: with classes if the data has those of the teacher or others, else without."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from timm.data.readers.reader import Reader
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Sampler
 from torch.utils.data import Subset as TorchSubset
 
-from vitzoo.data import DataOptions, Images, Normalize, eval_transform, open_dataset, train_loader, train_transform
+from vitzoo.data import DataOptions, Images, eval_transform, open_dataset, train_transform
 from vitzoo.data.held_out import Subset
 from vitzoo.data.loader import TrainBatches
+from vitzoo.data.options import NO_OPTIONS
+from vitzoo.data.reader import LabelledReader
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.errors import UserError
-from vitzoo.train.recipe import make_recipe
-from vitzoo.transfer.descent import StepBatches
+from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.transfer.probing import has_head
 from vitzoo.validate.evaluation import open_validation_data
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _VAL_FRACTION = 0.2
 # crops and flips only: the student must see what the teacher sees
@@ -33,15 +39,69 @@ class Pictures:
         train: Training images as the student sees them.
         plain: The same images without augmentation.
         kind: 'top1' if the classes are the teacher's, 'knn' for other classes, 'cosine' without classes.
-        note: Why the kind is not 'top1', for the user; empty if it is.
+        reason: Why the kind is not 'top1'; empty if it is.
     """
 
-    train: Dataset
-    plain: Dataset
-    val: Dataset
+    train: Images | UnlabelledImages
+    plain: Images | UnlabelledImages
+    val: Images | UnlabelledImages
     kind: str
     class_names: list[str]
-    note: str = ''
+    reason: str = ''
+
+    @property
+    def note(self) -> str:
+        """The kind and its reason, for the user; empty for 'top1'."""
+        measure = {
+            'knn': 'its accuracy is measured by nearest neighbours',
+            'cosine': 'it is measured by the similarity of its features',
+        }
+        return f'{measure[self.kind]}, because {self.reason}' if self.reason else ''
+
+
+class Chosen(TorchSubset):
+    """Some images of a dataset, with its classes and options."""
+
+    @property
+    def class_names(self) -> list[str]:
+        """Those of all images; empty if they have none."""
+        return getattr(self.dataset, 'class_names', [])
+
+    @property
+    def options(self) -> DataOptions:
+        """Those of the dataset."""
+        return getattr(self.dataset, 'options', NO_OPTIONS)
+
+
+class IntervalBatches(Sampler):
+    """Micro-batches of intervals of steps, which go on in the next epoch where one of the images ends.
+
+    Args:
+        batches: Of the images.
+        interval: Steps of an interval; the last may be shorter.
+        steps: Of all intervals.
+    """
+
+    def __init__(self, batches: TrainBatches, interval: int, steps: int) -> None:
+        self.batches, self.interval, self.steps = batches, interval, steps
+        self.start_at(0)
+
+    def start_at(self, interval: int, step: int = 0) -> None:
+        """Set the interval, and the step in it, at which the next iteration starts."""
+        self.first = interval * self.interval + step
+        self.last = min((interval + 1) * self.interval, self.steps)
+
+    def __len__(self) -> int:
+        return (self.last - self.first) * self.batches.accum
+
+    def __iter__(self) -> Iterator[list]:
+        step = self.first
+        while step < self.last:
+            epoch, start = divmod(step, self.batches.steps_per_epoch)
+            self.batches.start_at(epoch, start)
+            number = min(self.last - step, self.batches.steps_per_epoch - start)
+            yield from islice(self.batches, number * self.batches.accum)
+            step += number
 
 
 def open_pictures(
@@ -59,30 +119,30 @@ def open_pictures(
         labelled = open_dataset(data_dir, 'train', options=options)
     except UserError as error:
         return _open_unlabelled(data_dir, recipe, data_config, str(error))
-    settings = dict(options=options, val_fraction=_VAL_FRACTION, seed=seed)
+    settings: dict[str, Any] = dict(options=options, val_fraction=_VAL_FRACTION, seed=seed)
     val = open_dataset(data_dir, 'val', evaluation, class_to_idx=labelled.class_to_idx, **settings)
-    kind, note = 'top1', ''
+    kind, reason = 'top1', ''
     if has_head(teacher):
         try:
             found = open_validation_data(data_dir, teacher, evaluation, teacher_name, options)
         except UserError as error:
-            kind, note = 'knn', f'its accuracy is measured by nearest neighbours, because {error}'
+            kind, reason = 'knn', str(error)
         else:
             # data without a validation split is whole in `found`, unless the teacher's run held images of it out
             is_whole = found.root == labelled.root and len(found) == len(labelled)
             val = Images(val.reader, evaluation, found.class_to_idx) if is_whole else found
     else:
-        kind, note = 'knn', 'its accuracy is measured by nearest neighbours, because it has no head'
+        kind, reason = 'knn', 'it has no head'
     names = set(val.reader.filenames()) if labelled.root == val.root else set()
     rest = [index for index, name in enumerate(labelled.reader.filenames()) if name not in names]
     if not rest:
         raise UserError(f"all images of '{data_dir}' are validation images; add a train split")
-    reader: Reader = Subset(labelled.reader, rest) if names else labelled.reader
-    train = Images(reader, train_transform(recipe, data_config))
-    return Pictures(train, Images(reader, evaluation, val.class_to_idx), val, kind, val.class_names, note)
+    reader: LabelledReader = Subset(labelled.reader, rest) if names else labelled.reader
+    train = Images(reader, train_transform(recipe, data_config), val.class_to_idx)
+    return Pictures(train, Images(reader, evaluation, val.class_to_idx), val, kind, val.class_names, reason)
 
 
-def _open_unlabelled(data_dir: str, recipe, data_config: dict, reason: str) -> Pictures:
+def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, reason: str) -> Pictures:
     if not Path(data_dir).expanduser().exists():
         raise UserError(reason)
     files = find_files([data_dir])
@@ -92,7 +152,6 @@ def _open_unlabelled(data_dir: str, recipe, data_config: dict, reason: str) -> P
     held_out = set(names[: max(1, round(_VAL_FRACTION * len(names)))])
     train = {name: read for name, read in files.items() if name not in held_out}
     val = {name: read for name, read in files.items() if name in held_out}
-    note = f'it is measured by the similarity of its features, because {reason}'
     evaluation = eval_transform(data_config)
     return Pictures(
         UnlabelledImages(train, train_transform(recipe, data_config)),
@@ -100,7 +159,7 @@ def _open_unlabelled(data_dir: str, recipe, data_config: dict, reason: str) -> P
         UnlabelledImages(val, evaluation),
         'cosine',
         [],
-        note,
+        reason,
     )
 
 
@@ -117,31 +176,13 @@ def divide(num_images: int, limit: int) -> tuple[list[int], list[int]]:
     return sorted(order[number:]), sorted(order[:number])
 
 
-def training_batches(
-    train: Dataset, indices: list[int], batch_size: int, workers: int, seed: int, data_config: dict, accelerator
-) -> StepBatches:
-    """Batches of one process, as a function of the step.
-
-    Raises:
-        UserError: There are fewer images than processes, or the batch size is not a multiple of them.
-    """
-    world = accelerator.num_processes
-    if batch_size % world:
-        raise UserError(f'batch_size {batch_size} is not a multiple of {world} processes; change one of them')
-    batch_size = min(batch_size, len(indices) // world * world)
-    if not batch_size:
-        raise UserError(f'{len(indices)} training images are too few for {world} processes')
-    batches = TrainBatches(len(indices), batch_size, rank=accelerator.process_index, world=world, seed=seed)
-    return StepBatches(train_loader(TorchSubset(train, indices), batches, workers), Normalize(data_config))
-
-
-def held_out_batches(plain: Dataset, indices: list[int], batch_size: int, accelerator) -> list[Tensor]:
+def held_out_batches(images: TorchSubset, batch_size: int, accelerator: 'Accelerator') -> list[Tensor]:
     """The share of one process of some images, kept in memory.
 
     Raises:
         UserError: There are fewer images than processes.
     """
-    own = indices[accelerator.process_index :: accelerator.num_processes]
-    if len(indices) < accelerator.num_processes:
-        raise UserError(f'{len(indices)} held-out images are too few for {accelerator.num_processes} processes')
-    return list(torch.stack([plain[index][0] for index in own]).split(batch_size))
+    if len(images) < accelerator.num_processes:
+        raise UserError(f'{len(images)} held-out images are too few for {accelerator.num_processes} processes')
+    own = range(accelerator.process_index, len(images), accelerator.num_processes)
+    return list(torch.stack([images[index][0] for index in own]).split(batch_size))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ def probe(teacher: nn.Module, student: nn.Module, loader: Iterable) -> list[Bloc
     """
     paths = mixer_paths(student)
     device = next(student.parameters()).device
-    reference = _with_softmax(teacher, paths)
+    reference = _with_softmax(teacher, student)
     was_training = student.training
     student.eval()
     sums = {path: torch.zeros(4, dtype=torch.float64) for path in paths}
@@ -111,17 +112,18 @@ def _compare_outputs(teacher: nn.Module, student: nn.Module, features: Tensor, i
     return torch.stack([cosine, divergence]).double().cpu()
 
 
-def _with_softmax(teacher: nn.Module, paths: list[str]) -> nn.Module:
+def _with_softmax(teacher: nn.Module, student: nn.Module) -> nn.Module:
     """The teacher with our softmax attention, which has the same access to the keys for every family of models."""
-    return swap_mixer(deepcopy(teacher), 'softmax', sorted({index_of(path) for path in paths})).eval()
+    blocks = sorted({index_of(student, path) for path in mixer_paths(student)})
+    return swap_mixer(deepcopy(teacher), 'softmax', blocks).eval()
 
 
 def _shift_ratios(reference: nn.Module, path: str, call: Call) -> Tensor:
     """|mean key| / mean |key| of each image, averaged over heads: (B,)."""
-    mixer = reference.get_submodule(path)
+    mixer: Any = reference.get_submodule(path)
     keys = []
 
-    def record(q: Tensor, k: Tensor, *rest) -> Tensor:
+    def record(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
         keys.append(k.float())
         return type(mixer).op(q, k, *rest)
 

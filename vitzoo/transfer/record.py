@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from vitzoo.errors import UserError
+from vitzoo.train.run_folder import RUN_FILES, RUN_FOLDERS, remove_old_run
 
 RECORD = 'transfer.json'
 # states of unfinished stages
@@ -23,10 +24,12 @@ class Ledger:
         is_main: Whether this process writes.
     """
 
-    def __init__(self, folder: Path, settings: dict, is_main: bool = True):
+    def __init__(self, folder: Path, settings: dict, is_main: bool = True) -> None:
         self.folder, self.is_main = folder, is_main
         # as they are read from the file
         self.results: dict[str, Any] = dict(settings=json.loads(json.dumps(settings)), seconds={})
+        # the key that is being computed, and since when its time is not counted yet
+        self.clock: tuple[str, float] | None = None
 
     @property
     def path(self) -> Path:
@@ -38,10 +41,8 @@ class Ledger:
 
         Raises:
             UserError: There is a transfer and `resume` and `overwrite` are false, or it has other settings, or the
-                folder has another run or is a file.
+                folder has another run.
         """
-        if self.folder.is_file():
-            raise UserError(f"'{self.folder}' is a file; choose another --output")
         if self.path.is_file() and resume:
             self._read()
         elif self.path.is_file() and not overwrite:
@@ -49,25 +50,35 @@ class Ledger:
                 f"there is a transfer in '{self.folder}' already; continue it with --resume, replace it with"
                 f' --overwrite, or choose another --output'
             )
-        elif (self.folder / 'config.json').exists() and not self.path.is_file():
-            raise UserError(f"'{self.folder}' has a model that is not of a transfer; choose another --output")
+        elif not self.path.is_file() and any((self.folder / name).exists() for name in RUN_FILES + RUN_FOLDERS):
+            raise UserError(f"'{self.folder}' has a model or a run that is not of a transfer; choose another --output")
         elif overwrite and self.is_main:
             self._clear()
 
-    def once(self, key: str, compute: Callable[[], Any], start: float | None = None) -> Any:
-        """The result of a key, computed now if it is not in the file yet; its time counts from `start`."""
+    def once(self, key: str, compute: Callable[[], Any]) -> Any:
+        """The result of a key, computed now if it is not in the file yet."""
         if key not in self.results:
-            start = perf_counter() if start is None else start
+            self.clock = key, perf_counter()
             self.results[key] = compute()
-            self.results['seconds'][key] = round(perf_counter() - start, 2)
-            self.write()
+            self.write_time()
+            self.clock = None
         return self.results[key]
 
     def stage(self, key: str, compute: Callable[[], Any]) -> Any:
         """The result of a stage, which continues from its own state, or ends at once if it was finished."""
-        start = perf_counter()
-        result = compute()
-        return self.once(key, lambda: result, start)
+        if key in self.results:
+            compute()
+        return self.once(key, compute)
+
+    def write_time(self) -> None:
+        """Write all results, with the time that the current key has taken so far, before an interruption too."""
+        if self.clock is None:
+            return
+        key, since = self.clock
+        now, seconds = perf_counter(), self.results['seconds']
+        seconds[key] = round(seconds.get(key, 0) + now - since, 2)
+        self.clock = key, now
+        self.write()
 
     def write(self) -> None:
         """Write all results."""
@@ -87,7 +98,8 @@ class Ledger:
     def forget_states(self) -> None:
         """Delete the states of finished stages."""
         if self.is_main:
-            shutil.rmtree(self.folder / STATES, ignore_errors=True)
+            for name in (STATES, 'checkpoints', 'best'):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _read(self) -> None:
         try:
@@ -106,6 +118,6 @@ class Ledger:
         self.results = found
 
     def _clear(self) -> None:
-        for name in (RECORD, 'config.json', 'model.safetensors', 'metrics.csv'):
-            (self.folder / name).unlink(missing_ok=True)
-        self.forget_states()
+        (self.folder / RECORD).unlink(missing_ok=True)
+        remove_old_run(self.folder)
+        shutil.rmtree(self.folder / STATES, ignore_errors=True)

@@ -9,11 +9,11 @@ from torch import nn
 
 from vitzoo.errors import UserError
 from vitzoo.mixers import mixer_class
-from vitzoo.mixers._grid_conv import GridConv
 from vitzoo.mixers._kernel import KernelMixer
 from vitzoo.mixers._random import RandomFeatureMixer
 from vitzoo.models.swap import swap_mixer
 from vitzoo.transfer.attention import mixer_paths
+from vitzoo.transfer.matching import new_parameters
 
 # options that would change the inherited queries, keys and values, or the output, from the first step on
 _LEFT_OUT = {
@@ -21,7 +21,12 @@ _LEFT_OUT = {
     'ls': dict(dual_norm=False),
     'mala': dict(gate=False, rope=False),
     'polaformer': dict(gate=False, center_keys=False),
+    'rmt': dict(rope=False),
 }
+# parameters whose effect is added to scores or outputs; of the factors u of a bias, one of two is enough
+_ADDED = ('bias_q.', 'bias_k.', 'lepe.', 'rel_bias.', 'rpb', 'u_query')
+# silu(_OPEN) = 1
+_OPEN = 1.2784645
 
 
 def start_arguments(mixer: str) -> dict:
@@ -66,17 +71,22 @@ def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, 
             f'{mixer} does not compare queries with keys, so {name} would lose its rotary positions and have no'
             f' others; choose a mixer that does, such as ls or linear'
         )
-    for path in mixer_paths(student):
-        _silence_convolution(student.get_submodule(path))
+    _silence(student)
     return student.eval()
 
 
-def _silence_convolution(mixer: nn.Module) -> None:
-    """Let the convolution that a kernel mixer adds to its output start at 0."""
-    conv = getattr(mixer, 'conv', None)
-    if isinstance(mixer, KernelMixer) and isinstance(conv, GridConv):
-        for parameter in conv.parameters():
-            nn.init.zeros_(parameter)
+@torch.no_grad()
+def _silence(student: nn.Module) -> None:
+    """Let new biases of positions and local terms start at 0, and new gates at 1."""
+    paths = mixer_paths(student)
+    new = {id(parameter) for parameter in new_parameters(student, paths)}
+    for path in paths:
+        mixer = student.get_submodule(path)
+        # other mixers convolve what they weight
+        names = (*_ADDED, 'conv.') if isinstance(mixer, KernelMixer) else _ADDED
+        for name, parameter in mixer.named_parameters():
+            if id(parameter) in new and name.startswith((*names, 'gate.')):
+                parameter.fill_(_OPEN if name == 'gate.bias' else 0)
 
 
 def randomize(student: nn.Module, seed: int) -> nn.Module:

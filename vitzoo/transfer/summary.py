@@ -51,7 +51,12 @@ def minutes(result: dict) -> float:
     return sum(seconds.get(stage, 0) for stage in ('matching', 'keep_softmax', 'network')) / 60
 
 
-def smallest_faster_size(speeds: dict[str, dict[str, float]]) -> str | None:
+def find_doubts(speeds: dict[str, dict]) -> str:
+    """The reasons to doubt speeds by image size, '' if there are none."""
+    return ', '.join(dict.fromkeys(pair['doubt'] for pair in speeds.values() if 'doubt' in pair))
+
+
+def smallest_faster_size(speeds: dict[str, dict]) -> str | None:
     """The smallest image size at which the student is faster than the teacher; None if there is none."""
     faster = [side for side, pair in speeds.items() if pair.get('student', 0) > pair.get('teacher', float('inf'))]
     return min(faster, key=int, default=None)
@@ -81,4 +86,6 @@ def explain_result(mixer: str, results: dict) -> str:
             if side
             else f'The student is not faster than the teacher at {sizes} pixels on this machine.'
         )
+        if doubts := find_doubts(speeds):
+            lines.append(f'These speeds are unreliable ({doubts}): measure again on a quiet machine.')
     return ' '.join(lines)

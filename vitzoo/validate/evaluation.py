@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from vitzoo.data import Images, eval_transform, open_dataset
 from vitzoo.data.dataset import merge_options
@@ -28,6 +28,10 @@ from vitzoo.validate.predictions import Predictions, read_predictions, write_pre
 from vitzoo.validate.results import RECORD_KEYS, print_calibration, print_results, write_results
 from vitzoo.validate.robustness import check_imagenet_classes, evaluate_corruptions, evaluate_suite, open_suite
 from vitzoo.validate.scoring import score_dataset
+from vitzoo.validate.unfinished import remove_unfinished
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 ACCURACY_KEYS = ('top1', 'top5', 'loss', 'n', 'map')
 
@@ -43,16 +47,18 @@ def validate(argv: list[str] | None = None) -> list[dict]:
     check_single_model(options, names)
     check_outputs(options)
     if options.from_predictions:
-        return [_validate_predictions(options)]
+        return [_validate_predictions(options.from_predictions, options)]
     accelerator = _create_accelerator()
     is_main = accelerator is None or accelerator.is_main_process
-    suite = open_suite(options.data_root, options.allow_partial, is_main) if options.suite else []
+    suite = open_suite(options.data_root, options.allow_partial, is_main) if options.suite and options.data_root else []
     records = []
     try:
         for name in names:
             records.append(validate_model(name, options, accelerator, suite))
             if is_main and options.results_file:
                 write_results(options.results_file, records)
+        if is_main:
+            remove_unfinished(options)
     finally:
         # print what we have even if a later model fails or the user interrupts
         if is_main and records:
@@ -60,7 +66,9 @@ def validate(argv: list[str] | None = None) -> list[dict]:
     return records
 
 
-def validate_model(name: str, options: EvalOptions, accelerator=None, suite: Sequence[Found] = ()) -> dict:
+def validate_model(
+    name: str, options: EvalOptions, accelerator: 'Accelerator | None' = None, suite: Sequence[Found] = ()
+) -> dict:
     """Evaluate one model and return its record; with --no-data, the values that need images are None.
 
     The oversmoothing curve is also None for a model without feature maps of its blocks, and health for one without
@@ -88,7 +96,8 @@ def validate_model(name: str, options: EvalOptions, accelerator=None, suite: Seq
         # outside PeakMemory, because exact attention needs more memory than the model
         health = _measure_health(name, model, data_config, options, accelerator) if options.health else None
     height, width = data_config['input_size'][1:]
-    terms = model.pretrained_cfg.get('license') if weights == 'published' else None
+    # that of a trained model is of the published weights that it began with
+    terms = model.pretrained_cfg.get('license') if weights in ('published', 'trained') else None
     record = dict(model=name, weights=weights, license=terms)
     record |= dict.fromkeys((*ACCURACY_KEYS, 'oversmoothing', 'token_statistics'))
     record |= dict(
@@ -105,7 +114,11 @@ def validate_model(name: str, options: EvalOptions, accelerator=None, suite: Seq
 
 
 def open_validation_data(
-    data_dir: str, model: nn.Module, transform=None, run: str | None = None, options: DataOptions = NO_OPTIONS
+    data_dir: str,
+    model: nn.Module,
+    transform: Callable | None = None,
+    run: str | None = None,
+    options: DataOptions = NO_OPTIONS,
 ) -> Images:
     """Open the validation split, with the model's class indices as labels.
 
@@ -139,12 +152,12 @@ def open_validation_data(
     return dataset
 
 
-def _validate_predictions(options: EvalOptions) -> dict:
+def _validate_predictions(path: str, options: EvalOptions) -> dict:
     """Compute the record of a file of predictions: accuracies and error analysis only."""
-    predictions = read_predictions(options.from_predictions)
+    predictions = read_predictions(path)
     scores = summarize(predictions.columns)
-    record = dict.fromkeys(RECORD_KEYS) | {key: scores.get(key) for key in ACCURACY_KEYS}
-    record |= dict(model=options.from_predictions, weights='predictions')
+    record: dict[str, Any] = dict.fromkeys(RECORD_KEYS) | {key: scores.get(key) for key in ACCURACY_KEYS}
+    record |= dict(model=path, weights='predictions')
     if options.errors:
         load_image = (
             None
@@ -166,7 +179,7 @@ def _evaluate(
     probe: OversmoothingProbe | None,
     suite: Sequence[Found],
     options: EvalOptions,
-    accelerator,
+    accelerator: 'Accelerator | None',
 ) -> dict:
     """Evaluate a model on --data-dir, with --corrupt under corruptions, and on the suite."""
     if suite:
@@ -192,11 +205,11 @@ def _evaluate(
     return scores
 
 
-def _open_images(name: str, model: nn.Module, transform: Callable, options: EvalOptions) -> Dataset:
+def _open_images(name: str, model: nn.Module, transform: Callable, options: EvalOptions) -> Any:
     """Open the validation images, or with --ignore-labels all images."""
     if options.ignore_labels:
-        return UnlabelledImages(find_files([options.data_dir]), transform)
-    images = open_validation_data(options.data_dir, model, transform, name, options.data_options)
+        return UnlabelledImages(find_files([options.data]), transform)
+    images = open_validation_data(options.data, model, transform, name, options.data_options)
     if images.is_multi_label and (options.save_predictions or '').lower().endswith('.csv'):
         raise UserError(f'{options.data_dir} has several labels per image: save the predictions as .npz')
     if images.is_multi_label and options.errors:
@@ -204,7 +217,14 @@ def _open_images(name: str, model: nn.Module, transform: Callable, options: Eval
     return images
 
 
-def _score(name: str, model: nn.Module, images: Dataset, probe, options: EvalOptions, accelerator) -> dict[str, Tensor]:
+def _score(
+    name: str,
+    model: nn.Module,
+    images: Any,
+    probe: OversmoothingProbe | HealthProbe | None,
+    options: EvalOptions,
+    accelerator: 'Accelerator | None',
+) -> dict[str, Tensor]:
     """Score the validation images, with the probe if there is one."""
     if getattr(images, 'is_held_out', False) and (accelerator is None or accelerator.is_main_process):
         print(
@@ -256,7 +276,7 @@ def _create_probe(
 
 
 def _measure_health(
-    name: str, model: nn.Module, data_config: dict, options: EvalOptions, accelerator
+    name: str, model: nn.Module, data_config: dict, options: EvalOptions, accelerator: 'Accelerator | None'
 ) -> dict[str, dict[str, float]] | None:
     """Compare the mixers that approximate softmax attention with it, on the validation data."""
     try:
@@ -269,12 +289,14 @@ def _measure_health(
         model(torch.zeros(1, *data_config['input_size'], device=next(model.parameters()).device))
     probe.per_image()
     images = open_validation_data(
-        options.data_dir, model, eval_transform(data_config), run=name, options=options.data_options
+        options.data, model, eval_transform(data_config), run=name, options=options.data_options
     )
     return probe.report(summarize(_score(name, model, images, probe, options, accelerator))[probe.key])
 
 
-def _measure_speed(model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator) -> Speed | None:
+def _measure_speed(
+    model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator: 'Accelerator | None'
+) -> Speed | None:
     """Measure the throughput in the main process; on a CPU with at most 8 images per batch, to save time."""
     device = next(model.parameters()).device
     batch_size = min(batch_size, 8) if device.type == 'cpu' else batch_size
@@ -288,7 +310,7 @@ def _measure_speed(model: nn.Module, input_size: tuple[int, int, int], batch_siz
     return speed
 
 
-def _create_accelerator():
+def _create_accelerator() -> 'Accelerator | None':
     """The `Accelerator` of processes started by `accelerate launch` or torchrun; None for a single process."""
     if int(os.environ.get('WORLD_SIZE', '1')) == 1:
         return None

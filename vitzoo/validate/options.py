@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from vitzoo.data.options import DATA_OPTIONS, DataOptions
-from vitzoo.errors import UserError, format_flag
+from vitzoo.errors import CommandParser, UserError, format_flag
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.options import add_data_options, add_model_options, check_output
 from vitzoo.validate.predictions import FORMATS
@@ -62,6 +62,12 @@ class EvalOptions:
         return self.data_dir is not None and not self.no_data
 
     @property
+    def data(self) -> str:
+        """`data_dir` of an evaluation that has data."""
+        assert self.data_dir is not None
+        return self.data_dir
+
+    @property
     def data_options(self) -> DataOptions:
         """The options that say how `data_dir` is laid out."""
         return DataOptions(**{name: getattr(self, name) for name in DATA_OPTIONS})
@@ -75,7 +81,7 @@ class EvalOptions:
 def parse_args(argv: list[str] | None = None) -> EvalOptions:
     """Read the command line."""
     # an option that is not given is left to the defaults of EvalOptions
-    parser = argparse.ArgumentParser('vitzoo validate', description=_DESCRIPTION, argument_default=argparse.SUPPRESS)
+    parser = CommandParser('vitzoo validate', description=_DESCRIPTION, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add('models', nargs='*', metavar='MODEL', help='a timm name, a wildcard in quotes, or a folder of a training run')
     add('--data-dir', '--dataset', metavar='DIR', help=_DATA_DIR_HELP)

@@ -9,6 +9,7 @@ import csv
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class Predictions:
 
 def write_predictions(path: str, predictions: Predictions) -> None:
     """Write predictions to a .csv file, or all columns to an .npz file."""
-    columns = {name: column.numpy() for name, column in predictions.columns.items()}
+    columns: dict[str, Any] = {name: column.numpy() for name, column in predictions.columns.items()}
     if Path(path).suffix.lower() == '.npz':
         names = np.array([predictions.class_names[label] for label in sorted(predictions.class_names)])
         np.savez(path, files=np.array(predictions.files), class_names=names, **columns)

@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterable
 from math import isnan
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vitzoo.validate.options import EvalOptions
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 RECORD_KEYS = (
     'model',
@@ -122,8 +126,11 @@ def print_records(records: list[dict], title: str) -> None:
 
 
 def format_weights(record: dict) -> str:
-    """The origin of a model's weights, with the licence of published ones."""
-    return ', '.join(filter(None, [record.get('weights'), record.get('license')]))
+    """The origin of a model's weights, with the licence of published ones, also of those that training began with."""
+    weights, terms = record.get('weights'), record.get('license')
+    if weights == 'trained' and terms:
+        return f'trained, from {terms} weights'
+    return ', '.join(filter(None, [weights, terms]))
 
 
 def print_robustness(records: list[dict]) -> None:
@@ -168,7 +175,7 @@ def print_health(records: list[dict]) -> None:
         Console().print(table)
 
 
-def without_nan(value):
+def without_nan(value: Any) -> Any:
     """Replace nan, which JSON does not have, with None, also inside lists and dicts."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
@@ -180,7 +187,8 @@ def without_nan(value):
 def mean_or_none(values: Iterable[float | None]) -> float | None:
     """Mean of numbers, or None if one is None."""
     values = list(values)
-    return None if None in values else sum(values) / len(values)
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def _format_title(options: EvalOptions, num_images: int | None) -> str:
@@ -225,7 +233,7 @@ def _format_cell(value: str | float | None) -> str:
     return f'{value:.2f}' if isinstance(value, float) else value
 
 
-def _print_wide(table) -> None:
+def _print_wide(table: 'Table') -> None:
     from rich.console import Console
 
     console = Console()
@@ -233,5 +241,5 @@ def _print_wide(table) -> None:
     Console(width=None if console.is_terminal else 160).print(table)
 
 
-def _to_csv(value):
+def _to_csv(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, list | dict) else value

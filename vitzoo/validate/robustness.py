@@ -1,7 +1,9 @@
 """Robustness: accuracy on the test images under corruptions, and on the published variants of ImageNet."""
 
 import sys
+from collections.abc import Sequence
 from math import nan
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -18,7 +20,11 @@ from vitzoo.load import label_names
 from vitzoo.metrics import mark_hits, rank_classes
 from vitzoo.metrics.robustness import corruption_errors, score_allowed, summarize_allowed
 from vitzoo.validate.options import EvalOptions
-from vitzoo.validate.scoring import score_dataset
+from vitzoo.validate.scoring import score_dataset, score_in_turn
+from vitzoo.validate.unfinished import UnfinishedScores
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def evaluate_corruptions(
@@ -28,17 +34,26 @@ def evaluate_corruptions(
     clean_top1: float,
     data_config: dict,
     options: EvalOptions,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
 ) -> dict:
     """Evaluate a model on its own test images under every corruption at five severities.
+
+    Continues an evaluation with the same results file that was interrupted.
 
     Returns:
         corrupt, the top-1 accuracy at each severity of each corruption; corrupt_top1, their mean; corrupt_relative,
         the mean as a percentage of the accuracy on the clean images.
     """
-    dataset = CorruptedImages(images, *split_eval_transform(data_config))
-    columns = score_dataset(f'{name}, corrupted', model, dataset, _score_label, options, accelerator)
-    correct, counts = (columns[key].view(len(CONDITIONS), -1).sum(dim=1).tolist() for key in ('correct', 'counts'))
+    finished = UnfinishedScores(name, model, images, data_config, options, accelerator)
+    missing = [condition for condition in CONDITIONS if condition not in finished.counts]
+    datasets = [CorruptedImages(images, *condition, *split_eval_transform(data_config)) for condition in missing]
+    images_before = len(finished.counts) * len(images)
+    scored = score_in_turn(
+        f'{name}, corrupted', model, datasets, _score_label, options, accelerator, images_before=images_before
+    )
+    for condition, columns in zip(missing, scored, strict=True):
+        finished.add(condition, int(columns['correct'].sum()), int(columns['counts'].sum()))
+    correct, counts = zip(*(finished.counts[condition] for condition in CONDITIONS))
     accuracies = (100 * c / n if n else nan for c, n in zip(correct, counts))
     table = _by_corruption(dict(zip(CONDITIONS, accuracies)))
     top1 = 100 * sum(correct) / sum(counts) if sum(counts) else nan
@@ -64,7 +79,12 @@ def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True
 
 
 def evaluate_suite(
-    name: str, model: nn.Module, suite: list[Found], data_config: dict, options: EvalOptions, accelerator=None
+    name: str,
+    model: nn.Module,
+    suite: Sequence[Found],
+    data_config: dict,
+    options: EvalOptions,
+    accelerator: 'Accelerator | None' = None,
 ) -> dict:
     """Evaluate a model on the variants of ImageNet that were found.
 
@@ -76,9 +96,10 @@ def evaluate_suite(
         UserError: The model's classes are not ImageNet's.
     """
     check_imagenet_classes(name, model)
-    record = {}
+    record: dict[str, Any] = {}
     for found in suite:
-        scores, is_complete = {}, len(found.parts) == found.variant.num_parts
+        scores: dict[str, dict] = {}
+        is_complete = len(found.parts) == found.variant.num_parts
         for part in found.parts:
             images, readouts = found.open(part, options.allow_partial)
             images.transform = found.variant.transform(data_config)
@@ -107,7 +128,7 @@ def score_readouts(
     images: Images,
     readouts: dict[str, Readout],
     options: EvalOptions,
-    accelerator=None,
+    accelerator: 'Accelerator | None' = None,
 ) -> dict[str, dict]:
     """Run a model on images once and score every readout: top1, top5, n and the number of images dropped."""
     device = next(model.parameters(), torch.empty(0)).device
@@ -153,7 +174,8 @@ def _imagenet_c_columns(scores: dict[str, dict]) -> dict:
     columns = dict(imagenet_c=table, imagenet_c_n=sum(score['n'] for score in scores.values()))
     if len(scores) < len(IMAGENET_C_CONDITIONS):
         return columns
-    return {**{f'imagenet_c_{key}': value for key, value in corruption_errors(table).items()}, **columns}
+    known = {name: [value for value in row if value is not None] for name, row in table.items()}
+    return {**{f'imagenet_c_{key}': value for key, value in corruption_errors(known).items()}, **columns}
 
 
 def _by_corruption(top1: dict[tuple, float]) -> dict[str, list[float | None]]:

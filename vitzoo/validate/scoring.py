@@ -1,13 +1,18 @@
-"""Scores a model on a dataset in all processes, with a progress bar in the main process."""
+"""Scores a model on datasets in all processes, with a progress bar in the main process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from vitzoo.data import eval_loader
+from vitzoo.data.loader import eval_loaders
 from vitzoo.metrics import score_images
+from vitzoo.metrics.accuracy import Probe
 from vitzoo.validate.options import EvalOptions
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def score_dataset(
@@ -16,19 +21,39 @@ def score_dataset(
     dataset: Dataset,
     score: Callable,
     options: EvalOptions,
-    accelerator=None,
-    probe=None,
+    accelerator: 'Accelerator | None' = None,
+    probe: Probe | None = None,
 ) -> dict[str, Tensor]:
     """Score the images of a dataset; `title` names the progress bar, and the rest is as in `score_images`."""
+    (columns,) = score_in_turn(title, model, [dataset], score, options, accelerator, probe)
+    return columns
+
+
+def score_in_turn(
+    title: str,
+    model: nn.Module,
+    datasets: Sequence[Any],
+    score: Callable,
+    options: EvalOptions,
+    accelerator: 'Accelerator | None' = None,
+    probe: Probe | None = None,
+    images_before: int = 0,
+) -> Iterator[dict[str, Tensor]]:
+    """Score datasets one after the other, and yield the columns of each as soon as it is finished.
+
+    Arguments are as in `score_dataset`; `images_before` were scored earlier, and count in the progress bar.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
-    share = dict(rank=accelerator.process_index, world=accelerator.num_processes) if accelerator is not None else {}
-    loader = eval_loader(dataset, options.batch_size, options.workers, **share)
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    loaders = eval_loaders(datasets, options.batch_size, options.workers, rank=rank, world=world)
     console = Console(stderr=True)
-    is_hidden = bool(share.get('rank')) or not console.is_terminal
-    with Progress(console=console, disable=is_hidden) as bar:
-        task = bar.add_task(title, total=len(loader))
-        return score_images(
-            model, loader, score, accelerator, progress=lambda n: bar.advance(task), probe=probe, name=title
-        )
+    with Progress(console=console, disable=rank > 0 or not console.is_terminal) as bar:
+        task = bar.add_task(title, total=images_before + sum(map(len, datasets)), completed=images_before)
+
+        def advance(num_images: int) -> None:
+            bar.advance(task, world * num_images)
+
+        for loader in loaders:
+            yield score_images(model, loader, score, accelerator, progress=advance, probe=probe, name=title)

@@ -14,7 +14,11 @@ from pathlib import Path
 def make_sample(archive: str | Path, out_dir: str | Path) -> None:
     """Writes train.tar (2,000 photographs) and val.tar (500) into `out_dir`."""
     with tarfile.open(archive) as tar:
-        photos = {member.name: tar.extractfile(member).read() for member in tar if member.isfile()}
+        photos = {}
+        for member in tar:
+            file = tar.extractfile(member)
+            if file is not None:
+                photos[member.name] = file.read()
     write_split(photos, 'train', 25, Path(out_dir) / 'train.tar')
     write_split(photos, 'test', 20, Path(out_dir) / 'val.tar')
 

@@ -126,7 +126,7 @@ class Variant:
         raise UserError(f"'{images.root}' is not {self.title}: {problem}; unpack it again from {self.url}{hint}")
 
     def _has_all(self, images: VariantImages) -> bool:
-        counts = Counter(images.reader.labels)
+        counts: Counter[int] = Counter(images.reader.labels)
         return len(images) in self.num_images and (self.per_class is None or set(counts.values()) == {self.per_class})
 
 
@@ -154,9 +154,9 @@ def _descend(folder: Path, names: list[str]) -> Path | None:
         if not folder.is_dir():
             return None
         same = [child for child in sorted(folder.iterdir()) if normalize_name(child.name) == normalize_name(name)]
-        folder = next(iter(same), None)
-        if folder is None:
+        if not same:
             return None
+        folder = same[0]
     return folder if folder.is_dir() else None
 
 

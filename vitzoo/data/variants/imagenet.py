@@ -4,6 +4,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,9 @@ class WnidVariant(Variant):
 
     subset: str | None = None
 
-    def __init__(self, name: str, title: str, url: str, folders: tuple[str, ...], *num_images: int, per_class=None):
+    def __init__(
+        self, name: str, title: str, url: str, folders: tuple[str, ...], *num_images: int, per_class: int | None = None
+    ) -> None:
         self.name, self.title, self.titles, self.url, self.folders = name, title, {name: title}, url, folders
         self.num_images, self.per_class = num_images, per_class
 
@@ -69,7 +72,7 @@ class WnidVariant(Variant):
 class SubsetVariant(WnidVariant):
     """ImageNet-A and ImageNet-R: 200 classes, to which predictions are restricted."""
 
-    def __init__(self, *args, subset: str):
+    def __init__(self, *args: Any, subset: str) -> None:
         super().__init__(*args)
         self.subset = subset
 
@@ -123,7 +126,7 @@ class ValNamedVariant(WnidVariant):
 class ValVariant(ValNamedVariant):
     """ImageNet's validation set with its own labels, the ReaL labels, and restricted to the classes of A and R."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.titles = {
             'imagenet': 'ImageNet',
@@ -192,7 +195,7 @@ def real_labels() -> dict[int, list[int]]:
     return dict(enumerate(json.loads(timm_info('imagenet_real_labels.json')), start=1))
 
 
-def val_number(images: VariantImages, index: int) -> int | None:
-    """The number in the name of a validation image, None if it was renamed."""
+def val_number(images: VariantImages, index: int) -> int:
+    """The number in the name of a validation image, from 1; 0 if it was renamed."""
     match = VAL_NAME.match(images.filename(index, basename=True))
-    return int(match.group(1)) if match else None
+    return int(match.group(1)) if match else 0

@@ -49,7 +49,7 @@ class ImageNet9(Variant):
         in9_of_class = read_map(part.parents[1])
         # images are named after the class of their foreground: fg_n02107574_00042_bg_…
         wnids = [re.search(r'n\d{8}', images.filename(index, basename=True)) for index in range(len(images))]
-        expected = [in9_of_class.get(wnid_to_class().get(wnid.group())) if wnid else None for wnid in wnids]
+        expected = [in9_of_class.get(wnid_to_class().get(wnid.group(), -1)) if wnid else None for wnid in wnids]
         names = [images.class_name(index) for index in range(len(images))]
         agree = [CLASS_NAMES.index(name) == label for name, label in zip(names, expected) if label is not None]
         self.check_agreement(images, agree)

@@ -1,0 +1,303 @@
+"""`vitzoo push`: folders of weights, model cards, and uploads to a stand-in for the hub."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import timm
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from timm.models import _hub as timm_hub
+from timm.models._registry import _clear_model_entries, _model_entrypoints
+from tiny import DEIT, make_data, make_model
+
+from vitzoo.errors import UserError
+from vitzoo.load import load_model
+from vitzoo.models import _shipped
+from vitzoo.models._register import cfg, register_variants
+from vitzoo.models.deit import DeiT, checkpoint_filter_fn
+from vitzoo.push import command
+from vitzoo.push.card import RunFacts, make_card, read_facts
+from vitzoo.push.command import push
+from vitzoo.push.folder import halve, read_recipe, without_paths
+from vitzoo.transfer.options import parse_args
+from vitzoo.validate import evaluation
+
+LICENSE = 'ImageNet terms, non-commercial research'
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory) -> Path:
+    """A run folder, with the data that it was trained on next to it."""
+    root = tmp_path_factory.mktemp('push')
+    data = make_data('folder', root)
+    folder = make_model('deit_performer', ('blue', 'green', 'red'), 3, False, root / 'run')
+    config = json.loads((folder / 'config.json').read_text())
+    config['vitzoo']['data_dir'] = data
+    (folder / 'config.json').write_text(json.dumps(config))
+    recipe = dict(model='deit_performer_tiny', data_dir=data, epochs=2, batch_size=14, kd_model_name='~/teachers/a')
+    (folder / 'recipe.yaml').write_text(f'# model  {data}\n{yaml.safe_dump(recipe)}')
+    (folder / 'metrics.csv').write_text('epoch,step,images_per_second\n1,2,14.0\n2,4,28.0\n')
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_speeds(monkeypatch):
+    """Cards have no speeds, and measuring them takes a second."""
+    monkeypatch.setattr(evaluation, 'measure_throughput', lambda model, images: None)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> SimpleNamespace:
+    """A stand-in for the hub, whose repositories are folders."""
+    state = SimpleNamespace(folder=tmp_path / 'hub', created=[], fail=None)
+
+    class Api:
+        def __init__(self, **kwargs):
+            pass
+
+        def create_repo(self, repo_id, **kwargs):
+            if state.fail:
+                raise state.fail
+            state.created.append((repo_id, kwargs['private']))
+            return SimpleNamespace(repo_id=repo_id)
+
+        def file_exists(self, repo_id, filename, **kwargs):
+            return (state.folder / filename).exists()
+
+        def upload_folder(self, folder_path, **kwargs):
+            shutil.copytree(folder_path, state.folder, dirs_exist_ok=True)
+
+        def upload_file(self, path_or_fileobj, path_in_repo, repo_id):
+            (state.folder / path_in_repo).write_bytes(path_or_fileobj)
+
+    monkeypatch.setattr(timm_hub, 'HfApi', Api)
+    monkeypatch.setattr(command, 'HfApi', Api)
+    monkeypatch.setattr(timm_hub, 'hf_hub_download', lambda repo_id, filename, **kwargs: str(state.folder / filename))
+    return state
+
+
+def arguments(run: Path, target: str, *others: str) -> list[str]:
+    return [str(run), '--to', target, '--license', LICENSE, '--workers', '0', *others]
+
+
+@pytest.mark.parametrize('half', [(), ('--half',)], ids=['single', 'half'])
+def test_a_pushed_run_loads_from_the_hub_with_its_card(run, hub, half):
+    hub.folder.mkdir()
+    (hub.folder / 'README.md').write_text('an older card')
+    push(arguments(run, 'hf-hub:me/photos', '--private', *half))
+    assert hub.created == [('me/photos', True)]
+    dtypes = {tensor.dtype for tensor in load_file(hub.folder / 'model.safetensors').values()}
+    assert (torch.float16 in dtypes) == bool(half)
+    model = timm.create_model('hf-hub:me/photos', pretrained=True).eval()
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    expected = load_model(str(run))[0](images)
+    torch.testing.assert_close(model(images), expected, rtol=0, atol=2e-2 if half else 0)
+    assert model.pretrained_cfg['label_names'] == ['blue', 'green', 'red']
+    card = (hub.folder / 'README.md').read_text()
+    header = yaml.safe_load(card.split('---')[1])
+    assert (header['license'], header['license_name']) == ('other', 'imagenet-terms-non-commercial-research')
+    assert "timm.create_model('hf-hub:me/photos', pretrained=True)" in card
+    assert 'over 9 validation images' in card and f'{LICENSE}\n' in card
+    assert ('half precision' if half else 'single precision') in card
+    # no path of this machine
+    assert str(run.parent) not in card + (hub.folder / 'config.json').read_text()
+
+
+def test_the_numbers_of_a_card_have_intervals(run, tmp_path):
+    record = dict(top1=50.0, top5=100.0, map=None, n=100, params=2_000_000, gmacs=0.5, img_size=32)
+    facts = RunFacts('train', 1.5, {('clean', 'top1'): [50.0, 52.0, 54.0], ('corrupt', 'corrupt_top1'): [30.0, 31.0]})
+    config = json.loads((run / 'config.json').read_text())
+    config['pretrained_cfg']['license'] = 'cc-by-4.0'
+    folder = tmp_path / 'deit.tag'
+    shutil.copytree(run, folder)
+    (folder / 'config.json').write_text(json.dumps(config))
+    card = make_card(str(folder), folder, record, False, facts)
+    assert card['license'] == 'cc-by-4.0' and 'license_name' not in card
+    # Wilson's interval of 50 of 100
+    assert card['details']['Accuracy'][0].startswith('Top-1 50.00 %, 95 % interval 40.38 to 59.62')
+    assert card['details']['Several seeds'] == [
+        'Top-1, clean: 52.00 ± 4.97 % over 3 seeds (95 % interval, Student t)',
+        'Corrupted top-1, corrupt: 30.50 ± 6.35 % over 2 seeds (95 % interval, Student t)',
+    ]
+    assert card['details']['Training'].startswith('1.50 hours, `vitzoo train --config recipe.yaml')
+    assert any('2009.14794' in bibtex for bibtex in card['citation'])
+
+
+def test_the_facts_of_a_run_come_from_its_files(run, tmp_path):
+    # 28 images at 14 and 28 images at 28 per second
+    assert read_facts(run).hours == pytest.approx(3 / 3600)
+    cells = tmp_path / 'scratch' / 'deit'
+    for seed, top1 in enumerate([50.0, 51.0]):
+        evaluations = cells / f'seed-{seed}' / 'evaluations'
+        evaluations.mkdir(parents=True)
+        (evaluations / 'clean.json').write_text(json.dumps([dict(top1=top1, top5=99.0, map=None)]))
+        cell = dict(started={}, finished=dict(train=dict(seconds=1800)), failure=None)
+        (cells / f'seed-{seed}' / 'cell.json').write_text(json.dumps(cell))
+        shutil.copyfile(run / 'recipe.yaml', cells / f'seed-{seed}' / 'recipe.yaml')
+    facts = read_facts(cells / 'seed-0')
+    assert (facts.command, facts.hours) == ('train', 0.5)
+    assert facts.seeds == {('clean', 'top1'): [50.0, 51.0], ('clean', 'top5'): [99.0, 99.0]}
+
+
+def test_the_options_of_a_transfer_are_those_that_it_had(tmp_path):
+    words = ['teacher', '--mixer', 'ls', '--data-dir', 'photos', '--output', 'out', '--img-size', '64x96']
+    words += ['--mixer-kwargs', 'rank=2', '--steps', '3', '--no-random-control', '--val-split', 'test']
+    options = parse_args(words)
+    settings = options.settings | dict(mixer='ls', mixer_kwargs=dict(rank=2), training_images=9, validation_images=3)
+    results = dict(settings=settings, seconds=dict(matching=1800, network=5400))
+    (tmp_path / 'transfer.json').write_text(json.dumps(results))
+    recipe = tmp_path / 'recipe.yaml'
+    recipe.write_text(yaml.safe_dump(read_recipe(tmp_path)))
+    assert parse_args(['teacher', '--output', 'out', '--config', str(recipe)]) == options
+    recipe.unlink()
+    assert read_facts(tmp_path) == RunFacts('transfer', 2.0)
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """A function that registers deit_pushed_nano again, after weights were added."""
+    name, module = 'deit_pushed_nano', ModuleType('vitzoo_pushed')
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    size = DEIT | dict(img_size=32)
+
+    def register() -> None:
+        if _model_entrypoints.pop(name, None):
+            _clear_model_entries(name)
+        _shipped.shipped_folders.cache_clear()
+        register_variants(
+            module.__name__,
+            DeiT,
+            {name: size},
+            lambda name: cfg(input_size=(3, 32, 32), first_conv='patch_embed.proj', fixed_input_size=True),
+            filter_fn=checkpoint_filter_fn,
+            out_indices=1,
+        )
+
+    register()
+    yield register
+    _model_entrypoints.pop(name)
+    _clear_model_entries(name)
+    _shipped.shipped_folders.cache_clear()
+
+
+def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = timm.create_model('deit_pushed_nano', num_classes=3).eval()
+    torch.nn.init.normal_(model.head.weight)
+    named = tmp_path / 'run'
+    shutil.copytree(run, named)
+    about = json.loads((run / 'config.json').read_text())
+    timm.models.save_for_hf(
+        model, named, model_config={key: about[key] for key in ('label_names', 'vitzoo')}, safe_serialization=True
+    )
+    target = tmp_path / 'weights' / 'deit_pushed_nano.vz_test'
+    push(arguments(named, str(target), '--half'))
+    names = {path.name for path in target.iterdir()}
+    assert names == {'config.json', 'model.safetensors', 'recipe.yaml', 'metrics.csv', 'README.md'}
+    recipe = yaml.safe_load((target / 'recipe.yaml').read_text())
+    assert (recipe['data_dir'], recipe['kd_model_name']) == ('source', 'a')
+    assert not any(str(tmp_path).encode() in path.read_bytes() for path in target.iterdir())
+
+    monkeypatch.setattr('vitzoo._shipped._PACKAGE', tmp_path)
+    register()
+    assert 'deit_pushed_nano.vz_test' in timm.list_pretrained('deit_pushed_nano*')
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for name in ('deit_pushed_nano', 'deit_pushed_nano.vz_test'):
+        loaded = timm.create_model(name, pretrained=True).eval()
+        torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=2e-2)
+    assert loaded.pretrained_cfg['license'] == LICENSE and loaded.pretrained_cfg['tag'] == 'vz_test'
+    assert tuple(loaded.pretrained_cfg['mean']) == model.pretrained_cfg['mean']
+    # as without weights
+    plain = timm.create_model('deit_pushed_nano')
+    assert plain.num_classes == 1000 and 'label_names' not in plain.pretrained_cfg
+    # with the arguments of other pretrained models
+    others = dict(num_classes=5, in_chans=1, img_size=48)
+    resized = timm.create_model('deit_pushed_nano', pretrained=True, **others).eval()
+    assert resized(torch.zeros(1, 1, 48, 48)).shape == (1, 5)
+    again = timm.create_model('deit_pushed_nano', pretrained=True)
+    again.set_input_size(48)
+    torch.testing.assert_close(resized.pos_embed, again.pos_embed)
+    assert timm.create_model('deit_pushed_nano', pretrained=True, features_only=True)(images)[0].shape[1] == 24
+
+
+def test_shipped_weights_are_found_in_a_checkout_and_in_a_package(tmp_path, monkeypatch):
+    package = tmp_path / 'vitzoo'
+    for root in (package, tmp_path):
+        folder = root / 'weights' / f'deit_nano.of_{root.name}'
+        folder.mkdir(parents=True)
+        (folder / 'config.json').write_text('{}')
+    (tmp_path / 'weights' / 'results.csv').write_text('')
+    monkeypatch.setattr('vitzoo._shipped._PACKAGE', package)
+    for root in (package, tmp_path):
+        _shipped.shipped_folders.cache_clear()
+        assert list(_shipped.shipped_folders()) == [f'deit_nano.of_{root.name}']
+        (tmp_path / 'pyproject.toml').write_text('')
+    _shipped.shipped_folders.cache_clear()
+
+
+def test_weights_that_half_precision_would_change_stay_as_they_are(run, tmp_path, monkeypatch, capsys, hub):
+    scores = iter([dict(top1=50.0, top5=100.0, map=None), dict(top1=40.0, top5=100.0, map=None)])
+    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32)
+    monkeypatch.setattr(command, 'validate_model', lambda name, options: next(scores) | sizes)
+    push(arguments(run, 'hf-hub:me/photos', '--half'))
+    assert 'half precision has top1 40.0000, not 50.0000' in capsys.readouterr().out
+    assert {tensor.dtype for tensor in load_file(hub.folder / 'model.safetensors').values()} == {torch.float32}
+    assert 'Top-1 50.00 %' in (hub.folder / 'README.md').read_text()
+
+
+def test_a_weight_beyond_the_range_of_half_precision_is_found(tmp_path):
+    save_file(dict(a=torch.tensor([1e5]), n=torch.tensor([100_000])), tmp_path / 'model.safetensors')
+    assert halve(tmp_path) is None
+    save_file(dict(a=torch.tensor([1.0]), n=torch.tensor([100_000])), tmp_path / 'model.safetensors')
+    assert {name: tensor.dtype for name, tensor in halve(tmp_path).items()} == dict(a=torch.float16, n=torch.int64)
+
+
+def test_paths_of_this_machine_are_shortened():
+    value = dict(data_dir='/home/me/photos', model_kwargs=dict(depth=2), others=['../a/b', 'runs/a', 'hfds/x'])
+    expected = dict(data_dir='photos', model_kwargs=dict(depth=2), others=['b', 'runs/a', 'hfds/x'])
+    assert without_paths(value) == expected
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['nowhere', '--to', 'hf-hub:me/photos'], "'nowhere' has no config.json"),
+        (['RUN', '--to', 'hf-hub:photos'], 'must be hf-hub:ORG/NAME'),
+        (['RUN', '--to', 'weights'], 'must be hf-hub:ORG/NAME, or a folder called MODEL.TAG'),
+        (['RUN', '--to', 'hf-hub:me/photos', '--license', ' '], '--license is empty'),
+        (['RUN', '--to', 'TMP/deit_tiny.vz', '--private'], '--private is for the hub'),
+        (['RUN', '--to', 'TMP/taken.vz'], 'exists already'),
+        (['RUN', '--to', 'TMP/cvt_13.vz'], "must be called deit_performer_tiny.TAG, not 'cvt_13.vz'"),
+        (['RUN', '--to', 'TMP/deit_performer_tiny.vz'], 'created by its name is another model'),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(run, tmp_path, words, message):
+    (tmp_path / 'taken.vz').mkdir()
+    words = [word.replace('RUN', str(run)).replace('TMP', str(tmp_path)) for word in words]
+    with pytest.raises(UserError, match=message) as caught:
+        push(['--license', 'mit', '--workers', '0', *words])
+    assert '\n' not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ['taken.vz']
+
+
+def test_an_upload_that_fails_is_one_sentence(run, hub):
+    hub.fail = PermissionError('401 Unauthorized')
+    with pytest.raises(UserError, match='cannot upload to hf-hub:me/photos: 401 .* hf auth login'):
+        push(arguments(run, 'hf-hub:me/photos'))
+
+
+def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path):
+    folder = tmp_path / 'converted'
+    shutil.copytree(run, folder)
+    config = json.loads((folder / 'config.json').read_text())
+    del config['vitzoo']
+    (folder / 'config.json').write_text(json.dumps(config))
+    (folder / 'recipe.yaml').unlink()
+    assert read_facts(folder).command == ''
+    with pytest.raises(UserError, match='does not name its data; give --data-dir'):
+        push(arguments(folder, 'hf-hub:me/photos'))

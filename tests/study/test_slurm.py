@@ -1,0 +1,98 @@
+"""Workers as jobs of submitit."""
+
+import argparse
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from studies import write_study
+
+from vitzoo.errors import UserError
+from vitzoo.study.command import run_study
+from vitzoo.study.plan import read_study
+from vitzoo.study.results import collect
+from vitzoo.study.slurm import WorkerJob, slurm_settings, submit_workers
+from vitzoo.study.status import find_state
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('partition', "'partition' is not KEY=VALUE"),
+        ('minutes=60,jobs=0', 'jobs must be a number of 1 or more, not 0'),
+        ('partition=gpu', 'minutes must be a number of 1 or more, not None'),
+    ],
+)
+def test_wrong_settings_are_one_sentence(text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        slurm_settings(text)
+
+
+def test_settings_become_parameters_of_submitit(tmp_path, monkeypatch, capsys):
+    seen = {}
+
+    class Executor:
+        def __init__(self, folder, cluster):
+            seen.update(folder=folder, cluster=cluster, jobs=[])
+
+        def update_parameters(self, **parameters):
+            seen.update(parameters)
+
+        def batch(self):
+            return nullcontext()
+
+        def submit(self, job):
+            seen['jobs'].append(job)
+            return SimpleNamespace(job_id=f'7_{len(seen["jobs"])}')
+
+    monkeypatch.setitem(sys.modules, 'submitit', SimpleNamespace(AutoExecutor=Executor))
+    path = write_study(tmp_path)
+    run_study(['run', path, '--launch', 'accelerate launch', '--slurm', 'partition=gpu,gpus=2,minutes=60,jobs=3'])
+    jobs = seen.pop('jobs')
+    assert seen == dict(
+        folder=tmp_path / 'out' / 'slurm',
+        cluster='slurm',
+        name='vitzoo',
+        slurm_partition='gpu',
+        gpus_per_node=2,
+        timeout_min=60,
+    )
+    assert {(job.path, *job.launch) for job in jobs} == {(path, 'accelerate', 'launch')} and len(jobs) == 3
+    assert 'submitted 7_1, 7_2, 7_3' in capsys.readouterr().out
+
+
+def test_without_submitit_or_slurm_there_is_one_sentence(tmp_path, monkeypatch):
+    settings = slurm_settings('minutes=1')
+    monkeypatch.setenv('PATH', str(tmp_path))
+    with pytest.raises(UserError, match='--slurm cannot submit the jobs: .*srun'):
+        submit_workers('study.yaml', [sys.executable], settings, tmp_path)
+    with pytest.raises(UserError, match='--slurm cannot submit the jobs: .*slurm_color'):
+        submit_workers('study.yaml', [sys.executable], slurm_settings('minutes=1,color=red,cluster=local'), tmp_path)
+    monkeypatch.setitem(sys.modules, 'submitit', None)
+    with pytest.raises(UserError, match='needs the package submitit; install it'):
+        submit_workers('study.yaml', [sys.executable], settings, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_local_executor_computes_a_study(tmp_path, monkeypatch):
+    # the steps of the cells write their files without computing anything
+    script = tmp_path / 'step.py'
+    script.write_text('import sys\nfrom studies import write_results\nwrite_results(sys.argv)\n')
+    monkeypatch.setenv('PYTHONPATH', f'{TESTS.parent}:{TESTS}')
+    path = write_study(tmp_path)
+    launch = [sys.executable, str(script)]
+    jobs = submit_workers(path, launch, slurm_settings('cluster=local,minutes=10,jobs=2'), tmp_path / 'slurm')
+    assert [job.result() for job in jobs] == [None, None]
+    study = read_study(path)
+    assert {find_state(cell).value for cell in study.cells} == {'finished'}
+    assert len(collect(study)) == 5
+
+
+def test_an_interrupted_job_is_queued_again():
+    pytest.importorskip('submitit')
+    job = WorkerJob('study.yaml', ['python'])
+    assert job.checkpoint().function is job

@@ -1,0 +1,32 @@
+"""Weights that come with vitzoo: folders `<model>.<tag>`, in weights/ of a checkout and in the package of a wheel.
+
+`vitzoo push` writes such a folder. Each is a pretrained config of its model, so that `timm.create_model(name,
+pretrained=True)` loads it without a network.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from timm.models._hub import load_model_config_from_path
+
+from vitzoo._shipped import shipped_folder
+
+__all__ = ['shipped_configs']
+
+
+def shipped_configs(names: Iterable[str]) -> dict[str, dict]:
+    """The pretrained configs of the shipped weights of these models, by `name.tag`."""
+    folders = shipped_folders()
+    return {
+        full_name: load_model_config_from_path(folder)[0]
+        for full_name, folder in folders.items()
+        if full_name.partition('.')[0] in set(names)
+    }
+
+
+@cache
+def shipped_folders() -> dict[str, Path]:
+    """The folders of all shipped weights, by `name.tag`."""
+    configs = sorted(shipped_folder('weights').glob('*.*/config.json'))
+    return {config.parent.name: config.parent for config in configs}

@@ -1,0 +1,142 @@
+"""The model card of a run, in the form of timm's `generate_readme`."""
+
+import csv
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import timm
+import torch
+
+import vitzoo
+from vitzoo.cite import find_papers, read_papers
+from vitzoo.load import describe_architecture
+from vitzoo.push.folder import CONFIG, RECIPE, find_file, read_json, read_recipe
+from vitzoo.report.records import interval
+from vitzoo.study.intervals import estimate
+from vitzoo.study.record import CELL_FILE, EVALUATIONS
+from vitzoo.transfer.record import RECORD
+from vitzoo.transfer.summary import minutes
+
+_SCORES = {'top1': 'Top-1', 'top5': 'Top-5', 'map': 'mAP', 'corrupt_top1': 'Corrupted top-1'}
+
+
+@dataclass
+class RunFacts:
+    """Facts about a run that its weights do not tell.
+
+    Args:
+        command: 'train' or 'transfer'; empty for a model of `vitzoo convert`.
+        hours: Time of the training, None if unknown.
+        seeds: By evaluation and score, the values of all finished seeds of the same cell of a study.
+    """
+
+    command: str
+    hours: float | None
+    seeds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+
+def read_facts(run: Path) -> RunFacts:
+    """Read the files of a run."""
+    transfer, cell = find_file(run, RECORD), find_file(run, CELL_FILE)
+    command = 'transfer' if transfer else 'train' if find_file(run, RECIPE) else ''
+    if cell is not None:
+        finished = read_json(cell)['finished']
+        hours = finished[command]['seconds'] / 3600 if command in finished else None
+        return RunFacts(command, hours, _scores_of_seeds(cell.parent))
+    if transfer is not None:
+        return RunFacts(command, minutes(read_json(transfer)) / 60)
+    return RunFacts(command, _training_hours(run))
+
+
+def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFacts) -> dict:
+    """The card of a folder of `write_folder`, for `generate_readme`.
+
+    Args:
+        target: Where it goes, hf-hub:ORG/NAME or a folder.
+        record: That of `vitzoo validate` for these weights.
+    """
+    config = read_json(folder / CONFIG)
+    name = target if target.startswith('hf-hub:') else folder.name
+    data = config['vitzoo'].get('data_dir', 'unknown')
+    details = {
+        'Model': f'{describe_architecture(config)}, {record["params"] / 1e6:.2f} M parameters, {record["gmacs"]:.3f}'
+        f' GMACs for images of {record["img_size"]} pixels',
+        'Data': f'{data}, {config["num_classes"]} classes',
+        'Licence': config['pretrained_cfg']['license'],
+        'Accuracy': [_format_score(record, key) for key in _SCORES if record.get(key) is not None],
+        'Weights': 'half precision' if is_half else 'single precision',
+        'Versions': f'vitzoo {vitzoo.__version__}, timm {timm.__version__}, torch {torch.__version__}',
+    }
+    if run.command:
+        details['Training'] = _format_training(run)
+    if any(len(values) > 1 for values in run.seeds.values()):
+        details['Several seeds'] = [_format_seeds(*column, values) for column, values in run.seeds.items()]
+    usage = f"```python\nimport timm\nimport vitzoo\n\nmodel = timm.create_model('{name}', pretrained=True)\n```\n"
+    recipe = f'\n## Recipe\n```yaml\n{(folder / RECIPE).read_text(encoding="utf-8")}```' if run.command else ''
+    return dict(
+        **_format_license(config['pretrained_cfg']['license']),
+        tags=['image-classification', 'timm', 'vitzoo'],
+        description=f'{describe_architecture(config)} for the {config["num_classes"]} classes of {data}.',
+        details=details,
+        usage=usage + recipe,
+        citation=_citations(folder),
+    )
+
+
+def _format_score(record: dict, key: str) -> str:
+    if key == 'map':
+        return f'{_SCORES[key]} {record[key]:.2f} % on {record["n"]:,} validation images'
+    low, high = interval(record[key], record['n'])
+    return (
+        f'{_SCORES[key]} {record[key]:.2f} %, 95 % interval {low:.2f} to {high:.2f} (Wilson) over {record["n"]:,}'
+        f' validation images'
+    )
+
+
+def _format_seeds(evaluation: str, key: str, values: list[float]) -> str:
+    found = estimate(values)
+    spread = '' if found.half_width is None else f' ± {found.half_width:.2f}'
+    return f'{_SCORES[key]}, {evaluation}: {found.mean:.2f}{spread} % over {found.n} seeds (95 % interval, Student t)'
+
+
+def _format_training(run: RunFacts) -> str:
+    teacher = ' TEACHER' if run.command == 'transfer' else ''
+    command = f'`vitzoo {run.command}{teacher} --config {RECIPE} --output DIR`'
+    return command if run.hours is None else f'{run.hours:.2f} hours, {command}'
+
+
+def _format_license(text: str) -> dict[str, str]:
+    """The entries of the card's header; a licence in words is 'other', with a name, as the hub has it."""
+    if re.fullmatch(r'[a-z0-9.-]+', text):
+        return dict(license=text)
+    return dict(license='other', license_name=re.sub(r'[^a-z0-9]+', '-', text.lower()).strip('-'))
+
+
+def _citations(folder: Path) -> list[str]:
+    papers = read_papers()
+    sources = dict.fromkeys(source for source, _ in find_papers(str(folder)))
+    return [papers[source].bibtex for source in sources if source in papers]
+
+
+def _training_hours(run: Path) -> float | None:
+    """Time of the optimizer steps, from the speeds in metrics.csv."""
+    path, recipe = find_file(run, 'metrics.csv'), read_recipe(run)
+    if path is None or 'batch_size' not in recipe:
+        return None
+    with path.open(newline='') as file:
+        rows = list(csv.DictReader(file))
+    steps = [int(row['step']) for row in rows]
+    images = [(end - start) * recipe['batch_size'] for start, end in zip([0, *steps], steps)]
+    return sum(n / float(row['images_per_second']) for n, row in zip(images, rows)) / 3600
+
+
+def _scores_of_seeds(cell: Path) -> dict[tuple[str, str], list[float]]:
+    """The scores of a cell of a study and of its other seeds that are finished, by evaluation and score."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for path in sorted(cell.parent.glob(f'seed-*/{EVALUATIONS}/*.json')):
+        (record,) = read_json(path)
+        for key in _SCORES:
+            if record.get(key) is not None:
+                found.setdefault((path.stem, key), []).append(record[key])
+    return found

@@ -1,0 +1,140 @@
+"""The command line of `vitzoo push`."""
+
+import argparse
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
+from safetensors.torch import save_file
+from timm.models import push_to_hf_hub
+from timm.models._hub import generate_readme
+
+from vitzoo.errors import UserError
+from vitzoo.load import is_trained_folder, load_model, read_about
+from vitzoo.options import default_device, natural
+from vitzoo.push.card import make_card, read_facts
+from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, write_folder
+from vitzoo.validate.evaluation import validate_model
+from vitzoo.validate.options import EvalOptions
+
+HUB = 'hf-hub:'
+CARD = 'README.md'
+
+
+def push(argv: list[str] | None = None) -> None:
+    """Run `vitzoo push` with these arguments.
+
+    Raises:
+        UserError: The run, the target or the data is invalid, or the upload failed.
+    """
+    args = parse_args(argv)
+    _check_target(args)
+    parent = None if args.to.startswith(HUB) else Path(args.to).parent
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=parent, prefix='.push-') as scratch:
+        # the card is named after the target
+        folder = Path(scratch, re.split('[:/]', args.to)[-1])
+        write_folder(Path(args.run), folder, args.license)
+        if parent is not None:
+            check_name(folder)
+        record, is_half = _evaluate(args, folder)
+        card = make_card(args.to, folder, record, is_half, read_facts(Path(args.run)))
+        if parent is None:
+            _upload(args, folder, card, is_half)
+            return
+        (folder / CARD).write_text(generate_readme(card, folder.name), encoding='utf-8')
+        folder.rename(args.to)
+    print(f"wrote {args.to}; timm.create_model('{Path(args.to).name}', pretrained=True) loads it if it is in weights/")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        'vitzoo push', description='Upload a trained model with its model card, or write it to weights/.'
+    )
+    add = parser.add_argument
+    add('run', metavar='RUN', help='folder of a training run, a transfer, or a cell of a study')
+    add('--to', required=True, metavar='TARGET', help='hf-hub:ORG/NAME, or a new folder weights/MODEL.TAG')
+    add('--license', required=True, metavar='NAME',
+        help="licence of the weights, which depends on their images: 'apache-2.0', or in words")  # fmt: skip
+    add('--half', action='store_true', help='half precision, if the accuracies stay the same to the image')
+    add('--data-dir', metavar='DIR', help='the data of the run, if it has been moved')
+    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='data loading processes')
+    add('--private', action='store_true', help='create a private repository on the hub')
+    return parser.parse_args(argv)
+
+
+def _check_target(args: argparse.Namespace) -> None:
+    """Check the run and the target before the evaluation."""
+    if not is_trained_folder(args.run):
+        raise UserError(f"'{args.run}' has no config.json, so it is not a trained model")
+    if not args.license.strip():
+        raise UserError('--license is empty; name the licence of the weights')
+    if args.to.startswith(HUB):
+        if not re.fullmatch(r'[\w.-]+/[\w.-]+', args.to.removeprefix(HUB)):
+            raise UserError(f"--to '{args.to}' must be hf-hub:ORG/NAME")
+        return
+    if args.private:
+        raise UserError(f"--private is for the hub, and --to '{args.to}' is a folder; leave it out")
+    if not re.fullmatch(r'\w+\.\w+', Path(args.to).name):
+        raise UserError(f"--to '{args.to}' must be hf-hub:ORG/NAME, or a folder called MODEL.TAG")
+    if Path(args.to).exists():
+        raise UserError(f"'{args.to}' exists already; remove it, or choose another tag")
+
+
+def _evaluate(args: argparse.Namespace, folder: Path) -> tuple[dict, bool]:
+    """The record of the weights, and True if they are now in half precision."""
+    data_dir = args.data_dir or read_about(args.run).get('data_dir')
+    if data_dir is None:
+        raise UserError(f"'{args.run}' does not name its data; give --data-dir")
+    options = EvalOptions(
+        device=default_device(), amp_dtype='float32', batch_size=64, workers=args.workers, data_dir=data_dir
+    )
+    record = validate_model(args.run, options)
+    weights = halve(folder) if args.half else None
+    if weights is None:
+        if args.half:
+            print('kept single precision, because a weight is too large for half precision')
+        return record, False
+    with TemporaryDirectory() as scratch:
+        file = f'{scratch}/{WEIGHTS}'
+        save_file(weights, file)
+        # it tells the image size of the weights
+        shutil.copyfile(folder / CONFIG, f'{scratch}/{CONFIG}')
+        rounded = validate_model(args.run, replace(options, checkpoint=file))
+    changed = [key for key in ('top1', 'top5', 'map') if rounded[key] != record[key]]
+    if changed:
+        key = changed[0]
+        print(f'kept single precision, because half precision has {key} {rounded[key]:.4f}, not {record[key]:.4f}')
+        return record, False
+    save_file(weights, folder / WEIGHTS)
+    return rounded, True
+
+
+def _upload(args: argparse.Namespace, folder: Path, card: dict, is_half: bool) -> None:
+    """Upload the model of a folder by timm's own function, with the card also if the repository has another."""
+    model, _ = load_model(str(folder))
+    config = read_json(folder / CONFIG)
+    repo_id = args.to.removeprefix(HUB)
+    try:
+        push_to_hf_hub(
+            model.half() if is_half else model,
+            repo_id,
+            private=args.private,
+            model_config={key: config[key] for key in ('label_names', 'vitzoo') if key in config},
+            model_card=card,
+            safe_serialization=True,
+        )
+        text = generate_readme(card, folder.name)
+        HfApi().upload_file(path_or_fileobj=text.encode(), path_in_repo=CARD, repo_id=repo_id)
+    except (OSError, HTTPError) as error:
+        raise UserError(
+            f'cannot upload to {args.to}: {error}; log in with hf auth login, and check the name'
+        ) from error
+    print(f"uploaded {args.run}; timm.create_model('{args.to}', pretrained=True) loads it after import vitzoo")

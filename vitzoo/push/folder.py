@@ -1,0 +1,137 @@
+"""A folder of weights to be shipped: config.json, model.safetensors, recipe.yaml and metrics.csv of a run.
+
+Paths of the machine that trained the model are reduced to their last part.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import yaml
+from safetensors.torch import load_file
+from timm.models._hub import load_model_config_from_path
+from torch import Tensor
+
+from vitzoo.data import resolve_data_config
+from vitzoo.data.held_out import HELD_OUT
+from vitzoo.errors import UserError
+from vitzoo.load import load_model
+from vitzoo.options import read_yaml
+from vitzoo.study.worker import OPTIONS_FILE
+from vitzoo.transfer.record import RECORD
+
+CONFIG = 'config.json'
+RECIPE = 'recipe.yaml'
+WEIGHTS = 'model.safetensors'
+
+
+def write_folder(run: Path, folder: Path, license: str) -> None:
+    """Write the folder, with the licence in its config.
+
+    Raises:
+        UserError: A file of the run cannot be read.
+    """
+    folder.mkdir()
+    config = read_json(run / CONFIG)
+    config['pretrained_cfg']['license'] = license
+    config['vitzoo'] = without_paths(config.get('vitzoo', {}))
+    (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding='utf-8')
+    recipe = without_paths(read_recipe(run))
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    (folder / RECIPE).write_text(text, encoding='utf-8')
+    try:
+        shutil.copyfile(run / WEIGHTS, folder / WEIGHTS)
+    except OSError as error:
+        raise UserError(f"cannot read '{run / WEIGHTS}': {error.strerror}") from error
+    for name in ('metrics.csv', HELD_OUT):
+        source = find_file(run, name)
+        if source is not None:
+            shutil.copyfile(source, folder / name)
+
+
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read '{path}': {error}") from error
+
+
+def read_recipe(run: Path) -> dict:
+    """The options of a training or a transfer, in a form for --config; empty for a model of `vitzoo convert`."""
+    for name in (RECIPE, OPTIONS_FILE):
+        path = find_file(run, name)
+        if path is not None:
+            return read_yaml(path, 'the recipe ')
+    return _transfer_options(read_json(run / RECORD)['settings']) if (run / RECORD).is_file() else {}
+
+
+def find_file(run: Path, name: str) -> Path | None:
+    """A file of a run; the best epoch has a folder of its own inside that of the run."""
+    folders = [run, run.resolve().parent] if run.resolve().name == 'best' else [run]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def halve(folder: Path) -> dict[str, Tensor] | None:
+    """The weights of a folder in half precision; None if one of them would not be finite."""
+    weights = {name: _to_half(tensor) for name, tensor in load_file(folder / WEIGHTS).items()}
+    is_finite = all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point())
+    return weights if is_finite else None
+
+
+def without_paths(value: Any) -> Any:
+    """The same value with absolute paths and those of other folders reduced to their last part."""
+    if isinstance(value, dict):
+        return {key: without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_paths(item) for item in value]
+    if isinstance(value, str) and value.startswith(('/', '~', '..')):
+        return Path(value).name
+    return value
+
+
+@torch.no_grad()
+def check_name(folder: Path) -> None:
+    """Check that the model of a folder is the one that timm creates by the name of the folder.
+
+    Raises:
+        UserError: It is another, or has arguments that are not part of the name.
+    """
+    name = folder.name.partition('.')[0]
+    config, architecture, arguments = load_model_config_from_path(folder)
+    if architecture != name:
+        raise UserError(f"the folder of {architecture} must be called {architecture}.TAG, not '{folder.name}'")
+    model, _ = load_model(str(folder))
+    images = torch.randn(2, *resolve_data_config(model)['input_size'], generator=torch.Generator().manual_seed(0))
+    try:
+        by_name = timm.create_model(name, pretrained=True, pretrained_cfg=config).eval()
+        is_same = torch.equal(by_name(images), model(images))
+    except (AssertionError, RuntimeError, TypeError, ValueError):
+        is_same = False
+    if not is_same:
+        given = ', '.join(f'{key}={value}' for key, value in arguments.items())
+        raise UserError(
+            f'{name} created by its name is another model than that of the run, which was created with {given}; train'
+            f' one without such arguments, or push to hf-hub:ORG/NAME, which keeps them'
+        )
+
+
+def _transfer_options(settings: dict) -> dict:
+    """The options of `vitzoo transfer`, in a form for --config, of the settings that it recorded."""
+    others = ('teacher', 'training_images', 'validation_images', 'data_options', 'random_control', 'training')
+    options = {key: value for key, value in settings.items() if key not in others and value not in (None, {})}
+    options |= settings['data_options'] | settings.get('training', {})
+    if 'img_size' in options:
+        options['img_size'] = 'x'.join(map(str, options['img_size']))
+    return options | dict(no_random_control=not settings['random_control'])
+
+
+def _to_half(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.dtype == torch.float32 else tensor

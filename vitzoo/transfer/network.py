@@ -1,0 +1,200 @@
+"""The network stage: the trainer of `vitzoo train` with a student as its model and its teacher's outputs as targets.
+
+Checkpoints, averaged weights, sharding, trackers and stop signals are those of the trainer. Its epochs are the
+intervals between two evaluations on held-out images, and its best model may be that of the start.
+"""
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from timm.task.distillation import DistillationTeacher
+from torch import nn
+
+from vitzoo.data import Normalize, train_loader
+from vitzoo.errors import UserError
+from vitzoo.train.build import build_ema
+from vitzoo.train.checkpoint import find_checkpoints
+from vitzoo.train.distill import NetworkLoss, TransferTask
+from vitzoo.train.full_model import FullModel
+from vitzoo.train.lock import FolderLock
+from vitzoo.train.loop import StopSignal, raise_together, train_one_epoch
+from vitzoo.train.progress import Display, start_trackers
+from vitzoo.train.resume import resume_run
+from vitzoo.train.run import Run
+from vitzoo.transfer.descent import WarmupCosine
+from vitzoo.transfer.distillation import parameter_groups
+from vitzoo.transfer.hybrid import feature_error
+from vitzoo.transfer.opening import Transfer
+from vitzoo.transfer.pictures import IntervalBatches
+from vitzoo.transfer.stopping import Stopped
+
+# columns of metrics.csv in the result
+_COLUMNS = ('step', 'lr', 'train_loss', 'feature_error', 'ema_feature_error')
+
+
+def train_network(
+    task: Transfer,
+    student: nn.Module,
+    lock: FolderLock,
+    *,
+    steps: int,
+    lr: float,
+    new_lr: float,
+    progress: Callable[[], None],
+    log_with: str | None = None,
+) -> list[dict]:
+    """Train a copy of a student in a run folder, from its newest checkpoint if there is one.
+
+    Args:
+        lock: Of the run folder. `load_best` loads the best state from there.
+        lr: Learning rate of inherited parameters.
+        new_lr: Learning rate of the mixers' own parameters.
+        progress: Called after each evaluation.
+        log_with: Trackers.
+
+    Returns:
+        For the start and each evaluation its `step`, `feature_error`, that of averaged weights, if there are any, and
+        whether it is the `best` so far.
+
+    Raises:
+        UserError: The loss or the error is no longer finite, or the folder cannot be written.
+        Stopped: The process received SIGTERM. The current step is saved.
+    """
+    accelerator = task.accelerator
+    with accelerator.autocast():
+        start = dict(feature_error=feature_error(task.teacher, student, task.held_out, accelerator))
+    history = []
+    if steps:
+        run = _open_run(task, student, lock, steps, lr, new_lr)
+        run.start, run.recipe.log_with = start, log_with
+        _train(run, progress)
+        history = [{name: row[name] for name in _COLUMNS if name in row} for row in run.history]
+        accelerator.free_memory()
+    return _mark_best([dict(step=0, **start), *history])
+
+
+def load_best(student: nn.Module, folder: Path, rows: list[dict]) -> None:
+    """Load the best state of `train_network` into the student, unless that is its start."""
+    if any(row['best'] for row in rows[1:]):
+        student.load_state_dict(load_file(folder / 'best' / 'model.safetensors'))
+
+
+def _mark_best(rows: list[dict]) -> list[dict]:
+    smallest = math.inf
+    for row in rows:
+        error = min(row['feature_error'], row.get('ema_feature_error', math.inf))
+        row['best'] = row is rows[0] or error < smallest
+        smallest = min(error, smallest)
+    return rows
+
+
+def _train(run: Run, progress: Callable[[], None]) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    checkpoints = find_checkpoints(run.folder)
+    if checkpoints:
+        with raise_together(run.accelerator):
+            resume_run(run, checkpoints)
+    if run.recipe.log_with:
+        start_trackers(run)
+    try:
+        with StopSignal() as stop, Display(run) as display:
+            while len(run.history) < run.plan.epochs:
+                if not train_one_epoch(run, display, stop):
+                    raise Stopped(f'{stop.reason} after step {run.step} of {run.plan.steps}')
+                progress()
+    finally:
+        for tracker in run.accelerator.trackers:
+            tracker.finish()
+        run.accelerator.trackers.clear()
+
+
+def _open_run(task: Transfer, student: nn.Module, lock: FolderLock, steps: int, lr: float, new_lr: float) -> Run:
+    """Build everything that the trainer uses."""
+    options, accelerator = task.options, task.accelerator
+    interval = max(1, steps // options.evals)
+    plan = replace(task.plan, steps_per_epoch=interval, epochs=math.ceil(steps / interval), max_steps=steps, lr=lr)
+    # not a metric of recipes, because other trainings do not measure it
+    recipe = replace(options.recipe, model=task.name, kd_model_name=task.name, eval_metric='feature_error')
+    raw_model = deepcopy(student)
+    _freeze_unused(task, raw_model)
+    ema = build_ema(recipe, raw_model)
+    optimizer = torch.optim.AdamW(parameter_groups(raw_model, lr, new_lr), weight_decay=recipe.weight_decay)
+    scheduler = WarmupCosine(optimizer, steps)
+    full_model = FullModel(accelerator, raw_model)
+    model, optimizer = accelerator.prepare(raw_model, optimizer)
+    batches = IntervalBatches(task.batches(plan.accum_steps), interval, steps)
+
+    def measure(model: nn.Module) -> dict[str, float]:
+        error = feature_error(task.teacher, model, task.held_out, accelerator)
+        if not math.isfinite(error):
+            raise UserError(
+                f'the error of the final tokens is {error} after step {run.step} at learning rates of {lr:g} and'
+                f' {new_lr:g}; halve them'
+            )
+        return dict(feature_error=error)
+
+    # chosen images have what the trainer reads of a dataset
+    train_set: Any = task.images
+    val_set: Any = task.held_out_images
+    val_loader: Any = task.held_out
+    run = Run(
+        recipe=recipe,
+        plan=plan,
+        accelerator=accelerator,
+        lock=lock,
+        data_config=task.data_config,
+        train_set=train_set,
+        val_set=val_set,
+        raw_model=raw_model,
+        model=model,
+        full_model=full_model,
+        ema=ema,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        task=_distillation(task, model),
+        mixup=None,
+        frozen=[],
+        normalize=Normalize(task.data_config).to(accelerator.device),
+        train_loader=train_loader(task.images, batches, options.workers),
+        val_loader=val_loader,
+        console=task.console,
+        measure=measure,
+    )
+    return run
+
+
+def _distillation(task: Transfer, model: nn.Module) -> TransferTask:
+    device = task.accelerator.device
+    distillation = TransferTask(
+        student_model=model,
+        teacher_model=DistillationTeacher(task.teacher, device=device),
+        criterion=nn.CrossEntropyLoss(),
+        distill_loss_weight=1.0,
+        task_loss_weight=float(task.options.labels),
+        block_weight=task.options.block_weight,
+        device=device,
+        verbose=False,
+    )
+    # both see the same images
+    teacher = distillation.teacher
+    distillation.student_mean, distillation.student_std = teacher.mean_kd, teacher.std_kd
+    return distillation.to(device)
+
+
+def _freeze_unused(task: Transfer, student: nn.Module) -> None:
+    """Freeze parameters that the loss does not depend on, for whose gradients DDP would wait."""
+    images = task.held_out[0][:1].to(task.accelerator.device)
+    with NetworkLoss(student, task.teacher, task.options.block_weight) as loss:
+        student(images)
+        with torch.no_grad():
+            task.teacher(images)
+        loss().backward()
+    for parameter in student.parameters():
+        parameter.requires_grad_(parameter.requires_grad and parameter.grad is not None)
+    student.zero_grad()

@@ -1,0 +1,120 @@
+"""The shared parts of a transfer of one teacher to several students: the teacher, the images and the processes."""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor, nn
+
+from vitzoo.data import Normalize, eval_loader, train_loader
+from vitzoo.data.loader import TrainBatches
+from vitzoo.errors import UserError
+from vitzoo.load import find_model, fit_data_config, load_model
+from vitzoo.train.build import plan_batches
+from vitzoo.train.loop import create_accelerator
+from vitzoo.train.run import Plan
+from vitzoo.transfer.descent import StepBatches
+from vitzoo.transfer.measures import Retention
+from vitzoo.transfer.options import TransferOptions
+from vitzoo.transfer.pictures import Chosen, Pictures, divide, held_out_batches, open_pictures
+from vitzoo.transfer.students import make_student, start_arguments
+
+
+@dataclass
+class Transfer:
+    """A teacher and the images that its students learn from.
+
+    Attributes:
+        images: Training images as the student sees them, without those held out.
+        held_out_images: Those that choose the best state of a stage.
+        held_out: The share of this process of them, in batches.
+        plan: Batches of one step.
+    """
+
+    options: TransferOptions
+    accelerator: Accelerator
+    name: str
+    teacher: nn.Module
+    data_config: dict
+    pictures: Pictures
+    images: Chosen
+    held_out_images: Chosen
+    held_out: list[Tensor]
+    plan: Plan
+    console: Console
+
+    @cached_property
+    def train(self) -> StepBatches:
+        """Batches of block matching."""
+        loader = train_loader(self.images, self.batches(), self.options.workers)
+        return StepBatches(loader, Normalize(self.data_config))
+
+    def batches(self, accum: int = 1) -> TrainBatches:
+        """The training batches of this process, each in `accum` micro-batches."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        return TrainBatches(len(self.images), self.plan.batch_size, accum, rank, world, self.options.seed)
+
+    @cached_property
+    def retention(self) -> Retention:
+        """Measures students on the validation images."""
+        load = partial(eval_loader, batch_size=self.options.batch_size, workers=self.options.workers)
+        bank = load(self.pictures.plain) if self.pictures.kind == 'knn' else None
+        return Retention(self.teacher, load(self.pictures.val), self.pictures.kind, bank)
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        """Scores of a model, as in `Retention.score`."""
+        with self.accelerator.autocast():
+            return self.retention.score(model)
+
+    def score_teacher(self) -> dict[str, float]:
+        """Scores of the teacher."""
+        with self.accelerator.autocast():
+            return self.retention.teacher
+
+    def arguments(self, mixer: str) -> dict:
+        """Arguments of a mixer, with those that it starts with unless the user gave others."""
+        return {**start_arguments(mixer), **self.options.mixer_kwargs.get(mixer, {})}
+
+    def student(self, mixer: str) -> nn.Module:
+        """A new student."""
+        return make_student(self.name, self.teacher, mixer, self.arguments(mixer), self.options.seed)
+
+
+def open_transfer(options: TransferOptions) -> Transfer:
+    """Join the processes, load the teacher, and open the images.
+
+    Raises:
+        UserError: The teacher has no weights, the images are missing, too few or without the classes for --labels, or
+            the kind of distributed training is not supported.
+    """
+    accelerator = create_accelerator(options.recipe)
+    if accelerator.mixed_precision not in ('no', 'bf16'):
+        raise UserError(
+            f'a transfer in {accelerator.mixed_precision} is not supported; use --amp-dtype bfloat16, and no'
+            f' --mixed_precision of the launcher'
+        )
+    name = find_model(options.teacher)
+    teacher, source = load_model(name, img_size=options.img_size, checkpoint=options.checkpoint)
+    if source == 'random weights':
+        raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a training run')
+    teacher = teacher.to(accelerator.device)
+    data_config = fit_data_config(name, teacher, options.img_size)
+    pictures = open_pictures(name, teacher, options.data_dir, data_config, options.data_options, options.seed)
+    if options.labels and pictures.kind != 'top1':
+        raise UserError(f'--labels needs images of the classes of {name}, but {pictures.reason}; leave it out')
+    train, held_out = divide(len(pictures.train), options.eval_images)
+    held_out_images = Chosen(pictures.plain, held_out)
+    return Transfer(
+        options,
+        accelerator,
+        name,
+        teacher,
+        {key: value for key, value in data_config.items() if value is not None},
+        pictures,
+        Chosen(pictures.train, train),
+        held_out_images,
+        held_out_batches(held_out_images, options.batch_size, accelerator),
+        plan_batches(options.recipe, len(train), accelerator.num_processes),
+        Console(quiet=not accelerator.is_main_process, highlight=False, markup=False, soft_wrap=True),
+    )

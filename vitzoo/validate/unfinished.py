@@ -1,0 +1,129 @@
+"""The scores under corruptions of an evaluation that is not finished, so that it continues after an interruption.
+
+They are in `<results file>.unfinished` until the results of all models are written: for each model a digest of
+everything that its scores depend on, and the counts of each corruption and severity. Scores with another digest are
+computed again. Batch size, workers and processes may change, because they do not affect the scores.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import cv2
+import numpy
+import PIL
+import timm
+import torch
+from torch import nn
+
+import vitzoo
+from vitzoo.data import Images
+from vitzoo.data.held_out import hash_file
+from vitzoo.errors import UserError
+from vitzoo.validate.options import EvalOptions
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Condition = tuple[str, int]
+
+
+class UnfinishedScores:
+    """Counts of correct images and of all images by corruption and severity, the same in all processes.
+
+    Arguments are as in `evaluate_corruptions`. Without a results file, nothing is read or written.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        images: Images,
+        data_config: dict,
+        options: EvalOptions,
+        accelerator: 'Accelerator | None' = None,
+    ) -> None:
+        is_main = accelerator is None or accelerator.is_main_process
+        # None in a process that does not read and write it
+        self.name, self.path = name, _unfinished_file(options) if is_main else None
+        self.counts: dict[Condition, tuple[int, int]] = {}
+        if self.path is not None:
+            self.digest = _digest(name, model, images, data_config, options)
+            self._read(self.path)
+        if accelerator is not None:
+            from accelerate.utils import broadcast_object_list
+
+            (self.counts,) = broadcast_object_list([self.counts])
+
+    def add(self, condition: Condition, correct: int, count: int) -> None:
+        """Add the counts of a condition, and write the file."""
+        self.counts[condition] = correct, count
+        if self.path is None:
+            return
+        counts = {f'{corruption} {severity}': both for (corruption, severity), both in self.counts.items()}
+        found = _read_json(self.path) | {self.name: dict(digest=self.digest, counts=counts)}
+        partial = self.path.with_name(f'.{self.path.name}')
+        partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
+        partial.replace(self.path)
+
+    def _read(self, path: Path) -> None:
+        """Read the counts of the model if their digest is the same."""
+        found = _read_json(path).get(self.name)
+        if found is None:
+            return
+        if found['digest'] != self.digest:
+            print(
+                f'vitzoo: {path} has scores of {self.name} with other weights, images, options or versions;'
+                f' computing all again',
+                file=sys.stderr,
+            )
+            return
+        for key, (correct, count) in found['counts'].items():
+            corruption, severity = key.split()
+            self.counts[corruption, int(severity)] = correct, count
+        print(f'vitzoo: {self.name}: {len(self.counts)} corruptions are in {path}', file=sys.stderr)
+
+
+def remove_unfinished(options: EvalOptions) -> None:
+    """Remove the file, because all results are written."""
+    if path := _unfinished_file(options):
+        path.unlink(missing_ok=True)
+
+
+def _unfinished_file(options: EvalOptions) -> Path | None:
+    return Path(f'{options.results_file}.unfinished') if options.results_file else None
+
+
+def _read_json(path: Path) -> dict:
+    """The content of the file by model, empty if there is none.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read '{path}': {error}; remove it to compute the corruptions again") from error
+
+
+def _digest(name: str, model: nn.Module, images: Images, data_config: dict, options: EvalOptions) -> str:
+    """SHA-256 of everything that the scores of a model depend on."""
+    digest, config = hashlib.sha256(), Path(name.removeprefix('local-dir:')).expanduser() / 'config.json'
+    versions = [f'{module.__name__} {module.__version__}' for module in (cv2, numpy, PIL, timm, torch, vitzoo)]
+    facts = [name, str(model), data_config, options.amp_dtype, str(options.device), images.targets, versions]
+    digest.update(repr(facts).encode(errors='surrogateescape'))
+    # the arguments of the model, which its description may not have
+    digest.update(config.read_bytes() if config.is_file() else b'')
+    for key, tensor in model.state_dict().items():
+        digest.update(f'{key} {tensor.dtype} {tuple(tensor.shape)}'.encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    for index in range(len(images)):
+        digest.update(f'{images.filename(index)} {hash_file(images.reader, index)}'.encode(errors='surrogateescape'))
+    return digest.hexdigest()
