@@ -8,6 +8,7 @@ difference between peak and real rates are left out.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -76,12 +77,12 @@ class GpuEstimate:
 @torch.no_grad()
 def estimate_mixer(mixer: TokenMixer, batch_size: int, dtype: torch.dtype, gpu: Gpu = H100) -> GpuEstimate:
     """Estimate the forward pass of a mixer in `dtype`; the mixer is neither run nor changed."""
-    mixer = meta_copy(mixer).eval().to(dtype)
     H, W = mixer.grid_size
+    copied = meta_copy(mixer).eval().to(dtype)
     x = torch.empty(batch_size, mixer.num_prefix_tokens + H * W, mixer.dim, dtype=dtype, device='meta')
     estimate = GpuEstimate()
     with torch.device('meta'), _FusedAttention(estimate, gpu), _Kernels(estimate, gpu):
-        mixer(x, mixer.grid_size)
+        copied(x, mixer.grid_size)
     return estimate
 
 
@@ -103,7 +104,7 @@ class _Kernels(TorchDispatchMode):
         super().__init__()
         self.estimate, self.gpu = estimate, gpu
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet, name = func._overloadpacket, func._overloadpacket.__name__
         if func.is_view or name in _FREE:
@@ -130,7 +131,7 @@ class _FusedAttention(TorchFunctionMode):
         super().__init__()
         self.estimate, self.gpu = estimate, gpu
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         q, k, v = args[:3]

@@ -117,7 +117,10 @@ def _measure_pass(
         return []
     # the graphs of other passes count towards the limit of graphs per model
     torch.compiler.reset()
-    calls, work, differences = {}, {}, {}
+    # by model, precision and backend
+    calls: dict[tuple[str, str, str], Callable[[int], object]] = {}
+    work: dict[tuple[str, str, str], float] = {}
+    differences: dict[tuple[str, str, str], float] = {}
     for dtype in args.dtype:
         key = _MATMUL, dtype, ''
         calls[key], work[key] = matmul(PRECISIONS[dtype], args.device)

@@ -3,8 +3,10 @@
 import argparse
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,9 +81,11 @@ def random_batches(input_size: tuple[int, int, int]) -> list[torch.Tensor]:
 
 def describe_export(name: str, model: nn.Module, data_config: dict, weights: str) -> dict:
     """The facts about a model that its file has as metadata."""
-    facts = dict(model=name, weights=weights, vitzoo=vitzoo.__version__, class_names=class_names(model))
-    if weights == 'published' and model.pretrained_cfg.get('license'):
-        facts['license'] = model.pretrained_cfg['license']
+    facts: dict[str, Any] = dict(model=name, weights=weights, vitzoo=vitzoo.__version__)
+    facts['class_names'] = class_names(model)
+    config: Any = model.pretrained_cfg
+    if weights == 'published' and config.get('license'):
+        facts['license'] = config['license']
     # logits of several labels need a sigmoid each
     facts['multi_label'] = read_about(name).get('multi_label', False)
     keys = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
@@ -89,7 +93,9 @@ def describe_export(name: str, model: nn.Module, data_config: dict, weights: str
 
 
 @torch.no_grad()
-def compare_logits(model: nn.Module, run, batches: list[torch.Tensor]) -> tuple[float, float]:
+def compare_logits(
+    model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], batches: list[torch.Tensor]
+) -> tuple[float, float]:
     """The largest difference between the logits of a model and of its file, and the model's largest logit."""
     difference = largest = 0.0
     for images in batches:
