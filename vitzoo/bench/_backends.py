@@ -13,7 +13,7 @@ from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
 from vitzoo.options import autocast
 
 # the file format that a runtime needs; None for those of PyTorch, which also train
-BACKENDS = {'eager': None, 'compile': None, 'onnxruntime': 'onnx', 'openvino': 'openvino'}
+BACKENDS: dict[str, str | None] = {'eager': None, 'compile': None, 'onnxruntime': 'onnx', 'openvino': 'openvino'}
 
 
 def backends(text: str) -> list[str]:
@@ -35,9 +35,10 @@ def check_backends(args: argparse.Namespace) -> None:
     if 'compile' in args.backend:
         _check_compiler(args.device)
     for name in args.backend:
-        if BACKENDS[name] is None:
+        file_format = BACKENDS[name]
+        if file_format is None:
             continue
-        check_packages(f'--backend {name}', BACKENDS[name])
+        check_packages(f'--backend {name}', file_format)
         if args.device.type != 'cpu':
             raise UserError(f'the backend {name} runs on the CPU here, not on {args.device}; pass --device cpu')
         if args.dtype != ['float32']:
@@ -62,14 +63,13 @@ def can_train(backend: str) -> bool:
 
 def run_with(backend: str, model: nn.Module, images: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """A model in evaluation mode as a function of images of the size of `images`, of which there are at least two."""
-    if backend == 'eager':
-        return model
-    if backend == 'compile':
-        return torch.compile(model, dynamic=False)
+    file_format = BACKENDS[backend]
+    if file_format is None:
+        return model if backend == 'eager' else torch.compile(model, dynamic=False)
     with TemporaryDirectory() as folder:
-        path = Path(folder, f'model{FILE_FORMATS[BACKENDS[backend]].suffix}')
-        write_file(BACKENDS[backend], model, images, path, {})
-        return FILE_FORMATS[BACKENDS[backend]].open(path)
+        path = Path(folder, f'model{FILE_FORMATS[file_format].suffix}')
+        write_file(file_format, model, images, path, {})
+        return FILE_FORMATS[file_format].open(path)
 
 
 @torch.no_grad()

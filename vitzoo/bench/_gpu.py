@@ -77,12 +77,12 @@ class GpuEstimate:
 @torch.no_grad()
 def estimate_mixer(mixer: TokenMixer, batch_size: int, dtype: torch.dtype, gpu: Gpu = H100) -> GpuEstimate:
     """Estimate the forward pass of a mixer in `dtype`; the mixer is neither run nor changed."""
-    mixer = meta_copy(mixer).eval().to(dtype)
     H, W = mixer.grid_size
+    copied = meta_copy(mixer).eval().to(dtype)
     x = torch.empty(batch_size, mixer.num_prefix_tokens + H * W, mixer.dim, dtype=dtype, device='meta')
     estimate = GpuEstimate()
     with torch.device('meta'), _FusedAttention(estimate, gpu), _Kernels(estimate, gpu):
-        mixer(x, mixer.grid_size)
+        copied(x, mixer.grid_size)
     return estimate
 
 

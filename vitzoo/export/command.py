@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,9 +81,11 @@ def random_batches(input_size: tuple[int, int, int]) -> list[torch.Tensor]:
 
 def describe_export(name: str, model: nn.Module, data_config: dict, weights: str) -> dict:
     """The facts about a model that its file has as metadata."""
-    facts = dict(model=name, weights=weights, vitzoo=vitzoo.__version__, class_names=class_names(model))
-    if weights == 'published' and model.pretrained_cfg.get('license'):
-        facts['license'] = model.pretrained_cfg['license']
+    facts: dict[str, Any] = dict(model=name, weights=weights, vitzoo=vitzoo.__version__)
+    facts['class_names'] = class_names(model)
+    config: Any = model.pretrained_cfg
+    if weights == 'published' and config.get('license'):
+        facts['license'] = config['license']
     # logits of several labels need a sigmoid each
     facts['multi_label'] = read_about(name).get('multi_label', False)
     keys = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')

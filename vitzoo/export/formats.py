@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ def write_file(file_format: str, model: nn.Module, images: torch.Tensor, path: P
 
 
 def _write_onnx(program: ExportedProgram, path: Path, facts: dict) -> None:
-    exported = torch.onnx.export(
+    exported: Any = torch.onnx.export(
         program, input_names=[INPUT], output_names=[OUTPUT], opset_version=OPSET, dynamo=True, verbose=False
     )
     exported.model.metadata_props.update(_to_text(facts))
