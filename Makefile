@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: help demo test test-slow test-matrix lint style format docs site dist measure bench-import clean
+.PHONY: help demo test test-slow test-matrix lint style format docs site dist measure measure-gpu bench-import clean
 
 help:
 	@echo 'make demo          train cvt_ls_13 on the bundled sample, validate it and plot its oversmoothing (6 minutes on 2 cores)'
@@ -14,10 +14,11 @@ help:
 	@echo 'make test-matrix   run the tests with the lowest and with the newest versions of Python, torch, timm and others'
 	@echo 'make lint          check the style and the types'
 	@echo 'make format        fix the style'
-	@echo 'make docs          write docs/mixers.md, docs/api.md, CITATION.cff and the tables of docs/models.md, performance.md, targets.md, swap.md, transfer.md'
+	@echo 'make docs          write docs/mixers.md, docs/api.md, CITATION.cff and the tables of docs/models.md, performance.md, targets.md, gpu.md, export.md, swap.md, transfer.md'
 	@echo 'make site          build the documentation as a site in build/site'
 	@echo 'make dist          build the sdist and the wheel in dist, and test them'
 	@echo 'make measure       append to weights/benchmarks.csv (25 minutes on 2 idle cores)'
+	@echo 'make measure-gpu   the same on an NVIDIA GPU, for docs/gpu.md (under 30 minutes)'
 	@echo 'make bench-import  time `import vitzoo` against `import timm`'
 	@echo 'make clean         remove .venv, caches, dist and $(DEMO)'
 
@@ -51,6 +52,8 @@ docs: .venv/installed
 	$(BIN)/python tools/docs_models.py
 	$(BIN)/python tools/docs_performance.py
 	$(BIN)/python tools/docs_targets.py
+	$(BIN)/python tools/docs_gpu.py
+	$(BIN)/python tools/docs_export.py
 	$(BIN)/python tools/docs_transfer.py
 	$(BIN)/python tools/docs_swap.py
 	$(BIN)/python tools/docs_citation.py
@@ -70,6 +73,9 @@ dist: .venv/installed
 measure: .venv/installed
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[bench]'
 	PYTHON=$(BIN)/python tools/measure.sh
+
+measure-gpu: .venv/installed
+	$(BIN)/python tools/measure_gpu.py
 
 bench-import: .venv/installed
 	$(BIN)/python tools/import_time.py

@@ -59,7 +59,7 @@ print(json.dumps({
 
 @pytest.fixture(scope='module')
 def fresh_import() -> dict:
-    child = subprocess.run([sys.executable, '-c', IMPORT_PROBE], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    child = subprocess.run([sys.executable, '-c', IMPORT_PROBE], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
 
@@ -92,7 +92,7 @@ LAYERS = [
     ['__init__'],
     ['data', 'metrics'],
     ['figures', 'load'],
-    ['doctor', 'train', 'validate'],
+    ['doctor', 'export', 'train', 'validate'],
     ['bench', 'cite', 'convert', 'explain', 'list', 'predict'],
     ['transfer'],
     ['report'],
@@ -387,13 +387,13 @@ print('elu' in vitzoo.list_mixers())
 
 
 def test_the_mixer_in_the_contributing_guide_works():
-    child = subprocess.run([sys.executable, '-c', EXAMPLE_PROBE], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    child = subprocess.run([sys.executable, '-c', EXAMPLE_PROBE], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert child.stdout.strip() == 'True', child.stderr
 
 
 def test_the_python_lines_of_the_readme_run():
     example = re.search('```python\\n(.*?)```', README.read_text(), re.DOTALL).group(1)
-    child = subprocess.run([sys.executable, '-c', example], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    child = subprocess.run([sys.executable, '-c', example], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert child.returncode == 0, child.stderr
 
 

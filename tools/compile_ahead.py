@@ -2,7 +2,7 @@
 
 Run by the tests of the kernels in a subprocess, where the compiler is active rather than the interpreter:
 `python tools/compile_ahead.py KERNEL [ARCH DTYPE SIZES]` prints a line of JSON for each launch, by default for every
-architecture and dtype in CASES.
+architecture, dtype and head dimension of ARCHS and SIZES.
 """
 
 import json
@@ -113,12 +113,15 @@ def window(dtype: torch.dtype, head_dim: int, window_size: int = 7, halo: int = 
 
 
 SIZES = [('bfloat16', 32), ('bfloat16', 64), ('bfloat16', 128), ('float16', 64), ('float32', 64)]
-CASES = [(arch, *sizes) for sizes in SIZES for arch in (80, 90)]
+# the heads of the paper's models have one channel
+MORE_SIZES = {'aft_conv': [('bfloat16', 1)]}
+ARCHS = (80, 90, 100)
 
 
 def main(name: str, *case: str) -> None:
     """Print a line of JSON for each launch of each case."""
-    for arch, dtype, *sizes in [case] if case else CASES:
+    cases = [(arch, *sizes) for sizes in SIZES + MORE_SIZES.get(name, []) for arch in ARCHS]
+    for arch, dtype, *sizes in [case] if case else cases:
         for launch in record(partial(globals()[name], getattr(torch, dtype), *map(int, sizes))):
             fields = dict(dtype=dtype, head_dim=int(sizes[0])) | compile_for(int(arch), *launch)
             print(json.dumps(fields), flush=True)

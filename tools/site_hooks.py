@@ -14,7 +14,7 @@ OTHERS = {
     'contributing.md': 'CONTRIBUTING.md',
     'changelog.md': 'CHANGELOG.md',
     'security.md': 'SECURITY.md',
-    'weights.md': 'weights/README.md',
+    'results.md': 'weights/README.md',
     'sample.md': 'vitzoo/data/sample/README.md',
 }
 # a link that is not absolute and not within its page: path, and # with a heading

@@ -18,6 +18,7 @@ COMMANDS = {
     'transfer': 'replace the attention of a pretrained ViT by efficient mixers, without labels',
     'study': 'train, convert and compare models with several seeds, and write tables with intervals',
     'push': 'upload a trained model with its model card, or write it to weights/',
+    'export': 'write a model to a file of ONNX, OpenVINO or torch.export, and check it',
     'convert': 'convert an official checkpoint, or weights of another model, to a folder that timm loads',
     'bench': 'benchmark speed and memory against other implementations',
     'list': 'list the models and the token mixers',

@@ -72,6 +72,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def nonnegative(text: str) -> float:
+    """Parse a finite number of at least 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float('inf'):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of 0 or more")
+    return number
+
+
 def size(text: str) -> tuple[int, int]:
     """Parse an image size (H, W), such as '224' or '224x288'."""
     sizes = [positive(side) for side in text.lower().split('x')]

@@ -15,6 +15,7 @@ from torch import nn
 
 import vitzoo
 from vitzoo.bench import BENCHMARKS, mixers, models, peers, run_benchmark, startup, trainer
+from vitzoo.bench import _backends as backends
 from vitzoo.bench import _contenders as contenders
 from vitzoo.bench import _pairs as pairs
 from vitzoo.bench import _roofline as roofline
@@ -35,6 +36,7 @@ from vitzoo.bench._harness import (
     time_in_turn,
 )
 from vitzoo.errors import UserError, run_command
+from vitzoo.export import formats
 
 CPU = torch.device('cpu')
 
@@ -301,6 +303,65 @@ def test_precisions_of_a_model_are_compared_in_turn(quick):
         ('bfloat16', 'resnet10t float32'),
     ]
     assert rows[0]['ratio'] == 1
+
+
+BACKENDS = ['--backend', 'eager,onnxruntime', '--img-size', '32', '--batch', '2', '--what', 'forward', 'training step']
+
+
+def test_backends_are_timed_in_turn_and_their_logits_compared(quick, monkeypatch, capsys):
+    calls = []
+
+    def run_with(backend: str, model: nn.Module, images: torch.Tensor):
+        wrong = 0.5 if backend == 'onnxruntime' else 0.0
+        return lambda x: (calls.append(backend), model(x) + wrong)[1]
+
+    monkeypatch.setattr(models, 'run_with', run_with)
+    monkeypatch.setattr(backends, 'check_packages', lambda *args: None)
+    rows = models.main(['resnet10t', *BACKENDS, *quick])
+    found = [(fields['what'], fields['backend'], fields['against']) for fields in rows]
+    assert found == [
+        ('forward', 'eager', 'resnet10t float32 eager'),
+        ('forward', 'onnxruntime', 'resnet10t float32 eager'),
+        ('training step', 'eager', 'resnet10t float32 eager'),
+    ]
+    assert [fields['difference'] for fields in rows] == [None, pytest.approx(0.5), None]
+    # the warm-up of 30 calls and the one round; a call of less than a hundredth of a second is repeated within a round
+    assert calls.count('onnxruntime') >= 32
+    printed = capsys.readouterr().out
+    assert 'skipped: resnet10t training step with onnxruntime, which cannot train' in printed
+    assert 'largest difference of logits' in printed and '5.0e-01' in printed
+    assert [(row['table'], row['backend']) for row in read_rows('benchmarks.csv')] == [
+        ('backends', fields['backend']) for fields in rows
+    ]
+
+
+@pytest.mark.slow
+def test_all_backends_give_the_logits_of_a_model(quick):
+    for package in ('onnxruntime', 'onnxscript', 'openvino'):
+        pytest.importorskip(package)
+    names = 'eager,compile,onnxruntime,openvino'
+    options = ['--backend', names, '--img-size', '32', '--batch', '2']
+    rows = models.main(['deit_linear_nano', *options, *quick])
+    assert [fields['backend'] for fields in rows if fields['what'] == 'latency'] == names.split(',')
+    differences = [fields['difference'] for fields in rows if fields['difference'] is not None]
+    assert len(differences) == 6 and max(differences) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ('--backend onnxrun', "unknown backend 'onnxrun', did you mean onnxruntime?"),
+        ('--backend eager,onnxruntime --dtype bfloat16', 'the backend onnxruntime runs in float32, not bfloat16'),
+        ('--backend openvino', '--backend openvino needs packages that are not installed: pip install nowhere'),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused_with_a_sentence(options, message, quick, monkeypatch, capsys):
+    for name, packages in (('onnx', ()), ('openvino', ('nowhere',))):
+        monkeypatch.setitem(formats.FILE_FORMATS, name, formats.Format('', packages, None, None))
+    with pytest.raises(SystemExit) as end:
+        run_command(models.main, ['resnet10t', *options.split(), *quick])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 class Linear(nn.Module):

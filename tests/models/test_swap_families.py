@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from test_compile import assert_trains_compiled
 from timm.models import save_for_hf
 
 import vitzoo
@@ -349,6 +350,13 @@ def test_a_swapped_model_is_exported(family):
     with torch.no_grad():
         exported = torch.export.export(model, (x,)).module()(x)
     torch.testing.assert_close(exported, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('family', ['dinov3', 'rope mixed', 'beit', 'relative table', 'cait', 'naflex', *PYRAMIDS])
+def test_a_swapped_model_trains_compiled(family):
+    model = vitzoo.swap_mixer(build(family), ['linear'], blocks=[0])
+    assert_trains_compiled(model, (64, 64) if family in PYRAMIDS else (64, 96))
 
 
 def test_a_second_swap_keeps_the_scale_of_the_first():

@@ -212,6 +212,10 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
         torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=2e-2)
     assert loaded.pretrained_cfg['license'] == LICENSE and loaded.pretrained_cfg['tag'] == 'vz_test'
     assert tuple(loaded.pretrained_cfg['mean']) == model.pretrained_cfg['mean']
+    other = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    save_file(other, tmp_path / 'other.safetensors')
+    overlay = dict(file=str(tmp_path / 'other.safetensors'))
+    assert not timm.create_model('deit_pushed_nano', pretrained=True, pretrained_cfg_overlay=overlay).head.weight.any()
     # as without weights
     plain = timm.create_model('deit_pushed_nano')
     assert plain.num_classes == 1000 and 'label_names' not in plain.pretrained_cfg

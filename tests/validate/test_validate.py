@@ -383,6 +383,10 @@ def test_a_value_that_makes_no_sense_is_exit_code_2(argv, capsys):
     assert argv[0] in capsys.readouterr().err
 
 
+def test_a_run_on_other_classes_needs_its_data_dir(trained, capsys):
+    assert 'without --data-dir, a model is validated on the bundled sample' in fails(capsys, trained)
+
+
 def test_a_folder_of_ones_own_is_data_dir_or_dataset(data, trained):
     by_dataset, by_data_dir = (validate_one(trained, option, data) for option in ('--dataset', '--data-dir'))
     assert by_dataset['n'] == 10 and by_dataset['top1'] == by_data_dir['top1']
@@ -484,10 +488,14 @@ def test_a_model_that_computes_nan_has_no_accuracy(data, trained, tmp_path, caps
 
 
 def test_a_corrupted_image_whose_logits_are_not_finite_is_named(data, trained, capsys, monkeypatch):
-    # the clean images are finite, and a constant image is not
+    # batches of different images are finite, and of constant images are not
     monkeypatch.setattr('vitzoo.data.corruptions.corrupt', lambda pixels, *_: pixels * 0)
     forward = timm.models.vision_transformer.VisionTransformer.forward_head
-    broken = lambda model, x: forward(model, x) * (torch.nan if (x == x[:1]).all() else 1)  # noqa: E731
+
+    def broken(model, x):
+        is_constant = not x.is_meta and len(x) > 1 and bool((x == x[:1]).all())
+        return forward(model, x) * (torch.nan if is_constant else 1)
+
     model_class = type(load_model(str(trained))[0])
     monkeypatch.setattr(model_class, 'forward_head', broken)
     error = fails(capsys, trained, '--data-dir', data, '--corrupt')

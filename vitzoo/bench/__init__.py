@@ -20,7 +20,7 @@ BENCHMARKS = {
     'models': 'throughput, latency, training step and memory of any timm models',
     'peers': 'layers and models of vitzoo against other packages',
     'kernels': 'Triton kernels on a GPU against PyTorch, torch.compile, flex_attention and full attention',
-    'loader': "training images per second, against torchvision's ImageFolder with the same augmentation",
+    'loader': 'training images per second, against torchvision and timm with the same augmentation',
     'trainer': 'a training step of vitzoo against a plain loop of timm and PyTorch',
     'startup': 'importing vitzoo and creating a model, against timm',
 }

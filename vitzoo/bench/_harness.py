@@ -33,7 +33,7 @@ BENCHMARK_COLUMNS = (
     *('seconds', 'seconds_low', 'seconds_high', 'rounds', 'ratio', 'ratio_low', 'ratio_high'),
     *('peak_mb', 'gmacs', 'matmul_share'),
     *('cpu', 'threads', 'gpu', 'load', 'torch', 'timm', 'python', 'versions'),
-    *('matmul_gflops', 'io_mb', 'copy_gbs', 'ceiling', 'command'),
+    *('matmul_gflops', 'io_mb', 'copy_gbs', 'ceiling', 'command', 'backend', 'difference'),
 )
 _QUARTILES = ('seconds_low', 'seconds', 'seconds_high')
 # the two passes of a layer that are measured
@@ -71,15 +71,16 @@ def time_in_turn(
     *,
     seconds: float = 1.0,
     min_rounds: int = 5,
+    warm_up: int = 2,
     on_round: Callable[[], object] = lambda: None,
 ) -> dict[_Key, list[float]]:
     """Seconds per call of each of `calls`, one number per round.
 
     A round takes one sample of each call, in order; a short call is repeated within its sample. The argument of a call
     grows with each round, and selects its input. Rounds continue for `seconds` per contender on average, and for at
-    least `min_rounds`.
+    least `min_rounds`. Before, each call is run `warm_up` times.
     """
-    repeats = {name: _warm_up(call, device) for name, call in calls.items()}
+    repeats = {name: _warm_up(call, device, warm_up) for name, call in calls.items()}
     times: dict[_Key, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.disable()
@@ -101,10 +102,10 @@ def ratios(slow: list[float], fast: list[float]) -> Spread:
     return Spread.of(a / b for a, b in zip(slow, fast, strict=True))
 
 
-def _warm_up(call: Callable[[int], object], device: torch.device) -> int:
-    """Run a call twice, and return how many times it fits into the shortest sample."""
-    _time(call, 0, 1, device)
-    return max(1, round(SHORTEST_SAMPLE / _time(call, 1, 1, device)))
+def _warm_up(call: Callable[[int], object], device: torch.device, times: int) -> int:
+    """Run a call several times, and return how many times it fits into the shortest sample."""
+    seconds = [_time(call, number, 1, device) for number in range(times)]
+    return max(1, round(SHORTEST_SAMPLE / seconds[-1]))
 
 
 def _time(call: Callable[[int], object], number: int, repeats: int, device: torch.device) -> float:
@@ -255,7 +256,9 @@ def _short(value: Any) -> Any:
 def read_rows(path: str) -> list[dict]:
     """The rows of a results file, with numbers converted and None for empty fields."""
     with open(path, newline='') as file:
-        return [{key: _number(value) for key, value in fields.items()} for fields in csv.DictReader(file)]
+        # rows of earlier versions lack the last columns
+        reader = csv.DictReader(file, restval='')
+        return [{key: _number(value) for key, value in fields.items()} for fields in reader]
 
 
 def _number(text: str) -> float | str | None:

@@ -11,7 +11,7 @@ import torch
 
 from vitzoo.bench._harness import PRECISIONS, RESULTS, check_columns
 from vitzoo.errors import UserError
-from vitzoo.options import check_output, default_device, device, positive
+from vitzoo.options import check_output, default_device, device, nonnegative, positive
 
 DEFAULT_TOKENS = (196, 784, 1024, 3136, 4096, 9216, 16384)
 
@@ -24,7 +24,7 @@ def parse_common(parser: argparse.ArgumentParser, argv: list[str] | None, min_ro
     """
     add = parser.add_argument
     add('--device', type=device, default=default_device(), help='device to run on (default: the GPU if there is one)')
-    add('--seconds', type=_seconds, default=1.0, metavar='S', help='time per contender and size (default: 1)')
+    add('--seconds', type=nonnegative, default=1.0, metavar='S', help='time per contender and size (default: 1)')
     add('--min-rounds', type=positive, default=min_rounds, metavar='N', help=f'minimum rounds (default: {min_rounds})')
     add('--threads', type=positive, metavar='N', help='threads of PyTorch (default: one per core)')
     add('--results-file', default=RESULTS, metavar='FILE.csv', help=f'append the results to it (default: {RESULTS})')
@@ -66,14 +66,3 @@ def _command_line(program: str, argv: list[str]) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument('--results-file')
     return shlex.join([*program.split(), *parser.parse_known_args(argv)[1]])
-
-
-def _seconds(text: str) -> float:
-    """A time of 0 seconds or more."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float('inf'):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds, 0 or more")
-    return number

@@ -1,6 +1,6 @@
-"""`vitzoo bench loader`: training images per second, against torchvision's ImageFolder with the same augmentation.
+"""`vitzoo bench loader`: training images per second, against torchvision and timm with the same augmentation.
 
-Both load the same files, alternately in one process, after a warm-up pass.
+All load the same files, alternately in one process, after a warm-up pass.
 
 Examples:
     vitzoo bench loader
@@ -22,7 +22,7 @@ from psutil import Process
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_loader
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -76,7 +76,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def time_loaders(folder: str, args: argparse.Namespace) -> dict[str, list[dict]]:
     """Speed of every pass, the loaders alternating, after one that starts the workers and fills the file cache."""
     normalize = Normalize(_data_config(args.img_size)).to(args.device)
-    loaders = {'torchvision': torchvision_loader(folder, args), 'vitzoo': vitzoo_loader(folder, args)}
+    make = dict(torchvision=torchvision_loader, timm=timm_loader, vitzoo=vitzoo_loader)
+    loaders = {name: make_loader(folder, args) for name, make_loader in make.items()}
     passes: dict[str, list[dict]] = {name: [] for name in loaders}
     for _ in _track(range(1 + args.rounds), 'loading'):
         for name, loader in loaders.items():
@@ -111,6 +112,21 @@ def torchvision_loader(folder: str, args: argparse.Namespace) -> DataLoader:
     )
 
 
+def timm_loader(folder: str, args: argparse.Namespace) -> Iterable:
+    """The same augmentation by timm's loader, which also normalizes on the device."""
+    config = _data_config(args.img_size)
+    return create_loader(
+        create_dataset('folder', root=folder),
+        batch_size=args.batch_size,
+        is_training=True,
+        color_jitter=None,
+        num_workers=args.workers,
+        pin_memory=torch.cuda.is_available(),
+        device=args.device,
+        **config,
+    )
+
+
 def vitzoo_loader(folder: str, args: argparse.Namespace) -> DataLoader:
     """The same augmentation by vitzoo's training loader."""
     recipe = make_recipe(dict(train_interpolation='bicubic', color_jitter=0))
@@ -118,7 +134,7 @@ def vitzoo_loader(folder: str, args: argparse.Namespace) -> DataLoader:
     return train_loader(dataset, TrainBatches(len(dataset), args.batch_size), args.workers)
 
 
-def time_pass(loader: DataLoader, normalize: Normalize, device: torch.device) -> dict:
+def time_pass(loader: Iterable, normalize: Normalize, device: torch.device) -> dict:
     """Images per second and CPU milliseconds per image of one pass, normalization on the device included."""
     images, start, cpu = 0, time.perf_counter(), cpu_seconds()
     for batch, _ in loader:
@@ -171,23 +187,27 @@ def _track(steps: range, description: str) -> Iterable[int]:
 
 
 def print_loaders(passes: dict[str, list[dict]], args: argparse.Namespace) -> None:
-    """Print the median and range over all passes, and the speedup of vitzoo within each round."""
+    """Print the median and range over all passes, and the speedup of vitzoo over the others within each round."""
     table = Table(box=None, pad_edge=False, header_style='bold')
-    for heading in ('', 'images/s', 'lowest – highest', 'CPU ms per image'):
+    for heading in ('', 'images/s', 'lowest – highest', 'per worker', 'CPU ms per image'):
         table.add_column(heading, justify='right' if heading else 'left')
     for name, timed in passes.items():
         speeds = [timing['images_per_second'] for timing in timed]
         spread = f'{min(speeds):,.0f} – {max(speeds):,.0f}'
-        table.add_row(name, f'{median(speeds):,.0f}', spread, f'{median(timing["cpu_ms"] for timing in timed):.2f}')
+        each = f'{median(speeds) / max(args.workers, 1):,.0f}'
+        table.add_row(name, f'{median(speeds):,.0f}', spread, each, f'{median(t["cpu_ms"] for t in timed):.2f}')
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    rounds = list(zip(passes['torchvision'], passes['vitzoo']))
-    faster = [ours['images_per_second'] / theirs['images_per_second'] for theirs, ours in rounds]
-    cheaper = median(theirs['cpu_ms'] / ours['cpu_ms'] for theirs, ours in rounds)
-    console.print(
-        f'vitzoo loads {median(faster):.2f} times the images/s ({min(faster):.2f} – {max(faster):.2f} in {len(rounds)}'
-        f' rounds), and {cheaper:.2f} times the images per second of CPU time'
-    )
+    for name in passes:
+        if name == 'vitzoo':
+            continue
+        rounds = list(zip(passes[name], passes['vitzoo']))
+        faster = [ours['images_per_second'] / theirs['images_per_second'] for theirs, ours in rounds]
+        cheaper = median(theirs['cpu_ms'] / ours['cpu_ms'] for theirs, ours in rounds)
+        console.print(
+            f'vitzoo loads {median(faster):.2f} times the images/s of {name} ({min(faster):.2f} – {max(faster):.2f} in'
+            f' {len(rounds)} rounds), and {cheaper:.2f} times the images per second of CPU time'
+        )
     data = args.data_dir or 'generated, 500 x 375'
     console.print(
         f'{args.images} images ({data}), crops of {args.img_size}, batches of {args.batch_size},'

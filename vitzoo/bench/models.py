@@ -8,15 +8,19 @@ Examples:
     vitzoo bench models vil_ls_medium resnet50 efficientnet_b0 --img-size 224 384
     vitzoo bench models deit_softmax_small --against deit_small_patch16_224
     vitzoo bench models 'cvt_*_13' --dtype float32 bfloat16
+    vitzoo bench models cvt_ls_13 --what forward --backend eager,compile,onnxruntime,openvino
 """
 
 import argparse
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from vitzoo.bench._backends import BACKENDS, backends, can_train, check_backends, largest_difference, run_with
 from vitzoo.bench._harness import (
     INPUT_SETS,
     PRECISIONS,
@@ -41,6 +45,10 @@ from vitzoo.options import autocast, positive
 # batch size (None for --batch) and the arithmetic relative to a forward pass
 MODEL_PASSES = {'forward': (None, 1), 'latency': (1, 1), 'training step': (None, 3)}
 _MATMUL = 'matmul'
+# model or _MATMUL, precision, and backend or ''
+_Key = tuple[str, str, str]
+# calls before the first round: the default, and if backends are compared, some of which optimize while they run
+_WARM_UP, _WARM_UP_BACKENDS = 2, 30
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -72,46 +80,116 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add('--batch', type=positive, default=8, help='batch size (default: 8)')
     add('--what', dest='passes', choices=MODEL_PASSES, nargs='+', default=list(MODEL_PASSES), help='default: all')
     add('--against', metavar='MODEL', help='baseline, timed in turn with each model')
+    known = ','.join(BACKENDS)
+    add('--backend', type=backends, default=['eager'], metavar='NAMES', help=f'of {known}, in turn (default: eager)')
     add_dtype(parser, nargs='+', default=['float32'])
-    return parse_common(parser, argv)
+    args = parse_common(parser, argv)
+    check_backends(args)
+    return args
 
 
 def measure_model(name: str, img_size: int, args: argparse.Namespace) -> list[dict]:
-    """Time a model at one size in every precision, in turn with matrix products and the baseline."""
+    """Time a model at one size in every precision and backend, in turn with matrix products and the baseline."""
     models = {name: random_model(name, img_size, args.device)}
     if args.against not in (None, name):
         models[args.against] = random_model(args.against, img_size, args.device)
     gmacs = {key: count_macs(model, img_size) / 1e9 for key, model in models.items()}
+    images = random_images(2, img_size, args.device)[0]
+    runs = {
+        (model_name, backend): run_with(backend, model, images)
+        for model_name, model in models.items()
+        for backend in args.backend
+    }
     rows = []
     for measured_pass in args.passes:
-        batch_size, forward_passes = MODEL_PASSES[measured_pass]
-        batch_size = batch_size or args.batch
-        calls: dict[tuple[str, str], Callable[[int], object]] = {}
-        work: dict[tuple[str, str], float] = {}
-        for dtype in args.dtype:
-            calls[_MATMUL, dtype], work[_MATMUL, dtype] = matmul(PRECISIONS[dtype], args.device)
-            for model_name, model in models.items():
-                batches = random_images(batch_size, img_size, args.device)
-                calls[model_name, dtype] = model_call(model, measured_pass, batches, dtype)
-                work[model_name, dtype] = 2e9 * gmacs[model_name] * batch_size * forward_passes
-        with show_rounds(f'{name}, {img_size} px, {measured_pass}') as on_round:
-            peaks = {key: call_peak_megabytes(call, args.device) for key, call in calls.items() if key[0] != _MATMUL}
-            times = time_in_turn(
-                calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=on_round
-            )
-        rate = {key: Spread.of(work[key] / seconds for seconds in times[key]).median for key in times}
-        for model_name, dtype in peaks:
-            key, product_rate = (model_name, dtype), rate[_MATMUL, dtype]
-            baseline = (args.against, dtype) if args.against else (name, args.dtype[0])
-            rows.append(
-                make_row(Spread.of(times[key]), ratios(times[baseline], times[key]), table='models', name=model_name)
-                | dict(what=measured_pass, against=' '.join(baseline), img_size=img_size, batch_size=batch_size)
-                | dict(dtype=dtype, device=args.device.type, gmacs=gmacs[model_name])
-                | dict(peak_mb=peaks[key] + _weights_megabytes(models[model_name]))
-                | dict(matmul_share=rate[key] / product_rate, matmul_gflops=product_rate / 1e9)
-                | dict(ceiling=Spread.of(times[baseline]).median * product_rate / work[key])
-            )
+        rows += _measure_pass(measured_pass, models, runs, gmacs, img_size, args)
     return rows
+
+
+def _measure_pass(
+    measured_pass: str,
+    models: dict[str, nn.Module],
+    runs: dict[tuple[str, str], Any],
+    gmacs: dict[str, float],
+    img_size: int,
+    args: argparse.Namespace,
+) -> list[dict]:
+    """Time one pass of the models with every backend that can do it."""
+    skipped = [key for key in args.backend if measured_pass == 'training step' and not can_train(key)]
+    if skipped:
+        print(f'skipped: {next(iter(models))} {measured_pass} with {", ".join(skipped)}, which cannot train')
+    timed = [key for key in args.backend if key not in skipped]
+    if not timed:
+        return []
+    batch_size, forward_passes = MODEL_PASSES[measured_pass]
+    batch_size = batch_size or args.batch
+    # the graphs of other passes count towards the limit of graphs per model
+    torch.compiler.reset()
+    calls: dict[_Key, Callable[[int], object]] = {}
+    work: dict[_Key, float] = {}
+    differences: dict[_Key, float] = {}
+    for dtype in args.dtype:
+        key = (_MATMUL, dtype, '')
+        calls[key], work[key] = matmul(PRECISIONS[dtype], args.device)
+        for model_name, backend in product(models, timed):
+            key, model, run = (model_name, dtype, backend), models[model_name], runs[model_name, backend]
+            batches = random_images(batch_size, img_size, args.device)
+            calls[key] = model_call(model, measured_pass, batches, dtype, run)
+            work[key] = 2e9 * gmacs[model_name] * batch_size * forward_passes
+            if backend != 'eager' and measured_pass != 'training step':
+                differences[key] = largest_difference(run, model, batches[0], dtype)
+    times, peaks = _time_and_peaks(f'{next(iter(models))}, {img_size} px, {measured_pass}', calls, models, args)
+    about = dict(what=measured_pass, img_size=img_size, batch_size=batch_size, device=args.device.type)
+    return [
+        _make_backend_row(key, _baseline(key, models, timed, args), times, work, args)
+        | dict(gmacs=gmacs[key[0]], peak_mb=peaks.get(key), difference=differences.get(key), **about)
+        for key in times
+        if key[0] != _MATMUL
+    ]
+
+
+def _time_and_peaks(
+    title: str, calls: dict[_Key, Callable[[int], object]], models: dict[str, nn.Module], args: argparse.Namespace
+) -> tuple[dict[_Key, list[float]], dict[_Key, float]]:
+    """The times of the calls, run in turn, and the peak memory of those of PyTorch, as that of others is not known."""
+    with show_rounds(title) as on_round:
+        peaks = {
+            key: call_peak_megabytes(call, args.device) + _weights_megabytes(models[key[0]])
+            for key, call in calls.items()
+            if key[0] != _MATMUL and can_train(key[2])
+        }
+        times = time_in_turn(
+            calls,
+            args.device,
+            seconds=args.seconds,
+            min_rounds=args.min_rounds,
+            warm_up=_WARM_UP if args.backend == ['eager'] else _WARM_UP_BACKENDS,
+            on_round=on_round,
+        )
+    return times, peaks
+
+
+def _baseline(key: _Key, models: dict[str, nn.Module], timed: list[str], args: argparse.Namespace) -> _Key:
+    """The call that another is compared with: --against in its precision, or the model in the first precision."""
+    name, dtype = (args.against, key[1]) if args.against else (next(iter(models)), args.dtype[0])
+    return name, dtype, timed[0]
+
+
+def _make_backend_row(
+    key: _Key, baseline: _Key, times: dict[_Key, list[float]], work: dict[_Key, float], args: argparse.Namespace
+) -> dict:
+    """The speed of one call against the baseline and against a matrix product of the same precision."""
+    name, dtype, backend = key
+    rate, product_rate = (
+        Spread.of(work[call] / seconds for seconds in times[call]).median for call in (key, (_MATMUL, dtype, ''))
+    )
+    is_eager = args.backend == ['eager']
+    return (
+        make_row(Spread.of(times[key]), ratios(times[baseline], times[key]), name=name)
+        | dict(table='models' if is_eager else 'backends', against=' '.join(baseline[:2] if is_eager else baseline))
+        | dict(dtype=dtype, backend=backend, matmul_share=rate / product_rate, matmul_gflops=product_rate / 1e9)
+        | dict(ceiling=Spread.of(times[baseline]).median * product_rate / work[key])
+    )
 
 
 def random_model(name: str, img_size: int, device: torch.device) -> nn.Module:
@@ -131,16 +209,21 @@ def random_images(batch_size: int, img_size: int, device: torch.device) -> list[
 
 
 def model_call(
-    model: nn.Module, measured_pass: str, batches: list[torch.Tensor], dtype: str
+    model: nn.Module,
+    measured_pass: str,
+    batches: list[torch.Tensor],
+    dtype: str,
+    run: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Callable[[int], object]:
-    """A function of the round number that runs a pass of the model on one of the batches."""
+    """A function of the round number that runs a pass of the model on one of the batches, by `run` if given."""
+    run = run or model
     device = batches[0].device
 
     @torch.no_grad()
     def forward(number: int) -> None:
         model.eval()
         with autocast(device, dtype):
-            model(batches[number % len(batches)])
+            run(batches[number % len(batches)])
 
     if measured_pass != 'training step':
         return forward
@@ -150,7 +233,7 @@ def model_call(
         model.train()
         batch = batches[number % len(batches)]
         with autocast(device, dtype):
-            logits = model(batch)
+            logits = run(batch)
         F.cross_entropy(logits.float(), torch.arange(len(batch), device=device) % logits.shape[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -165,6 +248,8 @@ def _weights_megabytes(model: nn.Module) -> float:
 
 def print_models(rows: list[dict], args: argparse.Namespace) -> None:
     """Print a table per pass."""
+    headings = ['model', 'size', 'precision', 'images/s', 'batch', 'quartiles', 'GMACs', 'of matmul', 'MB']
+    headings += ['× faster than', 'backend', 'largest difference of logits']
     for measured_pass in args.passes:
         lines = [
             [
@@ -176,22 +261,20 @@ def print_models(rows: list[dict], args: argparse.Namespace) -> None:
                 f'{format_time(fields["seconds_low"])} … {format_time(fields["seconds_high"])}',
                 f'{fields["gmacs"]:.2f}',
                 f'{fields["matmul_share"]:.0%}',
-                f'{fields["peak_mb"]:,.0f}',
+                _format_known(fields['peak_mb'], ',.0f'),
                 f'{fields["ratio"]:.2f} {fields["against"]}',
+                fields['backend'],
+                _format_known(fields['difference'], '.1e'),
             ]
             for fields in rows
             if fields['what'] == measured_pass
         ]
-        headings = [
-            'model',
-            'size',
-            'precision',
-            'images/s',
-            'batch',
-            'quartiles',
-            'GMACs',
-            'of matmul',
-            'MB',
-            '× faster than',
-        ]
-        print_table(f'{measured_pass}, batch size {MODEL_PASSES[measured_pass][0] or args.batch}', headings, lines)
+        # the last two columns compare backends
+        shown = slice(None) if args.backend != ['eager'] else slice(-2)
+        title = f'{measured_pass}, batch size {MODEL_PASSES[measured_pass][0] or args.batch}'
+        print_table(title, headings[shown], [line[shown] for line in lines])
+
+
+def _format_known(value: float | None, form: str) -> str:
+    """A number, or a dash if it was not measured."""
+    return '–' if value is None else format(value, form)

@@ -99,7 +99,7 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
 def count_call_macs(module: nn.Module, *args: Any) -> int:
     """Count the multiply-accumulates of a call as `count_macs` does; tensor arguments are on the meta device."""
     module_name = type(module).__name__
-    module = _meta_copy(module).eval()
+    module = meta_copy(module).eval()
     fused: list[Any] = [child for child in module.modules() if hasattr(child, 'fused_attn')]
     for child in fused:
         child.fused_attn = False
@@ -168,7 +168,7 @@ class _OpWatcher(TorchDispatchMode):
         return out
 
 
-def _meta_copy(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """Copy a model onto the meta device without copying its weights."""
     # deepcopy uses the copies in memo; vars() also has the tensors that are plain attributes
     memo: dict[int, torch.Tensor] = {}

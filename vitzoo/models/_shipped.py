@@ -17,11 +17,11 @@ __all__ = ['shipped_configs']
 
 def shipped_configs(names: Iterable[str]) -> dict[str, dict]:
     """The pretrained configs of the shipped weights of these models, by `name.tag`."""
-    folders = shipped_folders()
+    known = set(names)
     return {
-        full_name: load_model_config_from_path(folder)[0]
-        for full_name, folder in folders.items()
-        if full_name.partition('.')[0] in set(names)
+        full_name: _read_config(folder)
+        for full_name, folder in shipped_folders().items()
+        if full_name.partition('.')[0] in known
     }
 
 
@@ -30,3 +30,9 @@ def shipped_folders() -> dict[str, Path]:
     """The folders of all shipped weights, by `name.tag`."""
     configs = sorted(shipped_folder('weights').glob('*.*/config.json'))
     return {config.parent.name: config.parent for config in configs}
+
+
+def _read_config(folder: Path) -> dict:
+    config, _, _ = load_model_config_from_path(folder)
+    # a file, not a folder as for local-dir, so that pretrained_cfg_overlay={'file': …} replaces it
+    return {**config, 'source': None, 'file': str(folder / 'model.safetensors')}

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from timm.models import push_to_hf_hub
 from timm.models._hub import generate_readme
 
-from vitzoo.errors import UserError
+from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import is_trained_folder, load_model, read_about
 from vitzoo.options import default_device, natural
 from vitzoo.push.card import make_card, read_facts
@@ -55,7 +55,7 @@ def push(argv: list[str] | None = None) -> None:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         'vitzoo push', description='Upload a trained model with its model card, or write it to weights/.'
     )
     add = parser.add_argument

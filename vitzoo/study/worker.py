@@ -10,10 +10,12 @@ from pathlib import Path
 import yaml
 
 from vitzoo.errors import UserError
+from vitzoo.report.gather import describe_place
 from vitzoo.study.claim import Claim
 from vitzoo.study.plan import Study, StudyCell, to_words
 from vitzoo.study.status import CellState, describe_cells, find_state
 from vitzoo.train.lock import LostLock
+from vitzoo.validate.options import parse_args
 
 LOG = 'study.log'
 # options of the training or the transfer, a file for --config
@@ -153,11 +155,7 @@ def run_process(command: list[str], log: Path, claim: Claim, should_stop: Callab
 
 def _find_place(options: dict) -> dict:
     """Machine, precision, versions and load of an evaluation that has just ended on this machine."""
-    # lazy: a worker without evaluations does not need the report
-    from vitzoo.report import gather
-    from vitzoo.validate.options import parse_args
-
-    return gather.describe_place(parse_args(['model', *to_words(options, ',')]))
+    return describe_place(parse_args(['model', *to_words(options, ',')]))
 
 
 def _command_line(cell: StudyCell, step: str) -> tuple[list[str], list[Path]]:

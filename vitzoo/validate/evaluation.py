@@ -142,7 +142,12 @@ def open_validation_data(
         if not set(dataset.class_names) <= set(class_names):
             class_names = []
     if class_names:
-        return Images(dataset.reader, transform, {name: i for i, name in enumerate(class_names)})
+        try:
+            return Images(dataset.reader, transform, {name: i for i, name in enumerate(class_names)})
+        except UserError as error:
+            if data_dir != 'sample':
+                raise
+            raise UserError(f'{error}; without --data-dir, a model is validated on the bundled sample') from error
     if len(dataset.class_names) != model.num_classes:
         raise UserError(
             f'the model has {model.num_classes} classes and {data_dir} has {len(dataset.class_names)}, which are not '

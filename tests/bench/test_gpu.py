@@ -1,0 +1,132 @@
+"""Estimates for a GPU: bytes, FLOPs and time of known operations, and the page and the command that use them."""
+
+import docs_export
+import docs_gpu
+import measure_gpu
+import pytest
+import torch
+from helpers import build as build_mixer
+from torch import nn
+
+from vitzoo.bench._gpu import Gpu, estimate_mixer, memory_bytes
+from vitzoo.errors import UserError
+from vitzoo.metrics.macs import count_call_macs
+
+SIMPLE = Gpu('simple', {torch.float32: 1e9, torch.bfloat16: 2e9}, 1e6)
+
+
+class Known(nn.Module):
+    """A linear layer, a view, a sum with a broadcast bias and fused attention."""
+
+    dim, num_prefix_tokens, grid_size = 8, 1, (3, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        x = self.proj(x)
+        x = x + x[:, :1].expand(-1, 16, -1)
+        q = x.unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(q, q, q).squeeze(1)
+
+
+def test_an_estimate_adds_the_kernels_of_a_forward_pass():
+    estimate = estimate_mixer(Known(), batch_size=2, dtype=torch.float32, gpu=SIMPLE)
+    tokens, weights, first = 2 * 16 * 8 * 4, 8 * 8 * 4, 2 * 8 * 4
+    assert estimate.kernels == 3
+    # the layer; the sum, which reads its first row again; q, k, v and the output
+    assert estimate.bytes == (2 * tokens + weights) + (2 * tokens + first) + 4 * tokens
+    assert estimate.flops == 2 * 2 * 16 * 8 * 8 + 2 * 2 * 16 * 16 * (8 + 8)
+    # memory limits all of them
+    assert estimate.seconds == estimate.memory_seconds == pytest.approx(estimate.bytes / 1e6)
+    fast = Gpu('fast memory', SIMPLE.flops, 1e18)
+    assert estimate_mixer(Known(), 2, torch.float32, fast).seconds == pytest.approx(estimate.flops / 1e9)
+    half = estimate_mixer(Known(), 2, torch.bfloat16, fast)
+    assert (half.bytes, half.flops) == (estimate.bytes // 2, estimate.flops)
+    assert half.seconds == pytest.approx(estimate.flops / 2e9)
+
+
+def test_repeated_elements_are_in_memory_once():
+    x = torch.empty(4, 6, device='meta')
+    assert memory_bytes([x[:, :1].expand(4, 100)]) == 4 * 4
+    # windows of 3 with a step of 1
+    assert memory_bytes([x.flatten().unfold(0, 3, 1)]) == 4 * 24
+    assert memory_bytes([x, x[0]]) == 4 * (24 + 6)
+
+
+@pytest.mark.parametrize('name', ['softmax', 'linear', 'ls'])
+def test_the_products_of_an_estimate_are_those_that_are_counted(name):
+    mixer = build_mixer(name, dtype=torch.float32)
+    macs = count_call_macs(mixer, torch.empty(3, 20, mixer.dim, device='meta'), mixer.grid_size)
+    # the counter adds element-wise products of mixers
+    assert estimate_mixer(mixer, 3, torch.float32).flops == pytest.approx(2 * macs, rel=0.05)
+
+
+def test_the_table_of_an_accelerator_has_a_line_per_mixer_and_the_measurements(monkeypatch, tmp_path):
+    monkeypatch.setattr(docs_gpu, 'own_mixers', lambda: ['linear', 'softmax'])
+    found = docs_gpu.estimates((196, 1024, 4096, 16384))
+    text = docs_gpu.render(found, [])
+    assert text.count('| `linear` |') == text.count('| `softmax` |') == 2 and text.endswith('Not yet measured.')
+    # linear attention needs fewer products, and the more so the more tokens there are
+    ratio = {size: found['softmax'][size].flops / estimate.flops for size, estimate in found['linear'].items()}
+    assert sorted(ratio.values()) == list(ratio.values()) and ratio[16384] > 5
+    case = dict(table='mixers', what='forward', device='cuda', dtype='bfloat16', dim=384, num_heads=6, batch_size=16)
+    machine = dict(run='2026-12-01T00:00:00Z', gpu='NVIDIA H100', cpu='x, 2 cores', load=0.1, torch='2', timm='1')
+    rows = [case | machine | dict(name='linear', tokens=4096, ratio=2.25, threads=1, python='3')]
+    text = docs_gpu.render(found, rows)
+    assert '| – | – | 2.25 | – | ≤ 4,096 |' in text and 'Measured on 2026-12-01: NVIDIA H100' in text
+
+
+def test_the_page_of_gpus_has_every_mixer():
+    lines = [line.split('`')[1] for line in docs_gpu.PAGE.read_text().splitlines() if line.startswith('| `')]
+    assert sorted(lines) == sorted(2 * docs_gpu.own_mixers())
+
+
+@pytest.mark.slow
+def test_the_page_of_gpus_is_current(tmp_path):
+    docs_gpu.main(page=tmp_path / 'gpu.md')
+    assert (tmp_path / 'gpu.md').read_text() == docs_gpu.PAGE.read_text(), 'run `make docs`'
+
+
+def test_without_a_gpu_the_measurement_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(UserError, match='there is no CUDA device; try the commands without one with --toy'):
+        measure_gpu.main([])
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_measurement_run_at_toy_sizes(capfd):
+    measure_gpu.main(['--toy'])
+    out, err = capfd.readouterr()
+    assert 'forward + backward' in out and 'deit_linear_nano' in out and 'gpu.md' in err
+
+
+def test_a_measurement_that_takes_too_long_is_stopped_and_the_page_is_written(monkeypatch, tmp_path, capsys):
+    written = []
+    monkeypatch.setattr(measure_gpu, 'MINUTES', 0)
+    monkeypatch.setattr(docs_gpu, 'main', lambda *paths: written.append(paths))
+    measure_gpu.measure(('list', 'list'), 'cpu', tmp_path / 'a.csv', tmp_path / 'a.md', tmp_path / 'a')
+    assert capsys.readouterr().out.count('vitzoo list') == 1 and len(written) == 1
+
+
+def test_the_table_of_backends_has_a_line_per_model_and_pass():
+    assert 'Not yet measured.' in docs_export.render([])
+    row = dict(table='backends', name='cvt_13', batch_size=4, device='cpu', gpu=None, command=docs_export.COMMAND)
+    row |= dict(run='2026-12-01T00:00:00Z', cpu='x, 2 cores', threads=2, load=0.1, torch='2', timm='1', python='3')
+    row |= dict(versions=None, dtype='float32', what='forward', seconds=0.5)
+    rows = [row | dict(backend='eager', ratio=1.0, difference=None)]
+    rows += [row | dict(backend='compile', ratio=1.25, difference=1.2e-6)]
+    rows += [row | dict(backend='openvino', ratio=2.0, difference=3.4e-6)]
+    rows += [row | dict(what='training step', backend='eager', ratio=1.0, difference=None, seconds=2.0)]
+    rows += [row | dict(what='training step', backend='compile', ratio=1.5, difference=None)]
+    lines = docs_export.render(rows).splitlines()
+    assert '| `cvt_13` | forward | 8.0 | 1.25 | 1e-06 | 2.00 | 3e-06 |' in lines
+    assert '| `cvt_13` | training step | 2.0 | 1.50 | – | – | – |' in lines
+
+
+def test_the_page_of_exports_is_current():
+    rows = docs_export.latest(docs_export.read_rows(str(docs_export.RESULTS)))
+    text = docs_export.PAGE.read_text()
+    assert docs_export.fill(text, {'backends': docs_export.render(rows)}) == text, 'run `make docs`'
+    assert len(docs_export.MODELS.split()) == 12

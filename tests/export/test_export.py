@@ -1,0 +1,123 @@
+"""`vitzoo export`: the file gives the model's logits for any batch size, and says what preprocessing needs."""
+
+import json
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+
+import vitzoo
+from vitzoo.errors import UserError
+from vitzoo.export import command, main
+from vitzoo.export.command import export_to_file
+from vitzoo.export.formats import FILE_FORMATS, Format
+
+NAMES = ['blue', 'grün', 'red']
+# the import of OpenVINO, and its compiler, take seconds
+formats = pytest.mark.parametrize('to', ['torch', 'onnx', pytest.param('openvino', marks=pytest.mark.slow)])
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """The folder of a swapped model with class names, as training writes it."""
+    folder = tmp_path_factory.mktemp('runs') / 'swapped'
+    torch.manual_seed(0)
+    model = timm.create_model('vit_tiny_patch16_224', depth=1, embed_dim=24, num_heads=2, img_size=32, num_classes=3)
+    model = vitzoo.swap_mixer(model, 'linear')
+    torch.nn.init.normal_(model.head.weight)
+    save_for_hf(
+        model, folder, model_config=dict(label_names=NAMES, vitzoo=dict(multi_label=True)), safe_serialization=True
+    )
+    return folder
+
+
+TEXTS = ('model', 'weights', 'vitzoo', 'interpolation', 'crop_mode')
+FACTS = (*TEXTS, 'class_names', 'multi_label', 'input_size', 'mean', 'std', 'crop_pct')
+
+
+def read_facts(to, path):
+    """The metadata of a file, by the packages of its format only."""
+    if to == 'onnx':
+        import onnxruntime
+
+        facts = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+    elif to == 'openvino':
+        import openvino
+
+        model = openvino.Core().read_model(path)
+        facts = {key: model.get_rt_info(['vitzoo', key]).value for key in FACTS}
+    else:
+        extra = {'vitzoo': ''}
+        torch.export.load(path, extra_files=extra)
+        return json.loads(extra['vitzoo'])
+    return {key: value if key in TEXTS else json.loads(value) for key, value in facts.items()}
+
+
+@formats
+def test_the_file_gives_the_logits_of_the_model_and_what_preprocessing_needs(to, trained, tmp_path, capsys):
+    for package in FILE_FORMATS[to].packages:
+        pytest.importorskip(package)
+    path = tmp_path / f'model{FILE_FORMATS[to].suffix}'
+    export_to_file([str(trained), '--to', to, '--out', str(path)])
+    assert 'largest difference from the logits of the model: ' in capsys.readouterr().out
+    model = timm.create_model(f'local-dir:{trained}', pretrained=True).eval()
+    run = FILE_FORMATS[to].open(path)
+    for batch_size in (1, 4):
+        images = torch.randn(batch_size, 3, 32, 32)
+        with torch.no_grad():
+            torch.testing.assert_close(run(images), model(images), rtol=1e-4, atol=1e-5)
+    facts = read_facts(to, path)
+    assert sorted(facts) == sorted(FACTS)
+    assert facts['class_names'] == NAMES and facts['input_size'] == [3, 32, 32] and facts['multi_label'] is True
+    assert facts['weights'] == 'trained' and facts['vitzoo'] == vitzoo.__version__
+    config = model.pretrained_cfg
+    for key in ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode'):
+        expected = config[key]
+        assert facts[key] == (list(expected) if isinstance(expected, tuple) else expected)
+
+
+@pytest.mark.slow
+def test_a_rectangular_size_and_a_checkpoint_are_exported(trained, tmp_path):
+    out = tmp_path / 'model.pt2'
+    checkpoint = trained / 'model.safetensors'
+    export_to_file(
+        [str(trained), '--checkpoint', str(checkpoint), '--to', 'torch', '--img-size', '32x48', '--out', str(out)]
+    )
+    facts = read_facts('torch', out)
+    assert facts['input_size'] == [3, 32, 48] and facts['weights'] == 'checkpoint'
+    assert FILE_FORMATS['torch'].open(out)(torch.zeros(1, 3, 32, 48)).shape == (1, 3)
+
+
+@pytest.mark.parametrize('wrong', [2.0, float('nan')])
+def test_a_file_whose_logits_differ_is_not_kept(wrong, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, 'write_file', lambda file_format, model, images, path, facts: path.write_text('x'))
+    model = timm.create_model(f'local-dir:{trained}', pretrained=True).eval()
+    monkeypatch.setitem(FILE_FORMATS, 'torch', Format('.pt2', (), None, lambda path: lambda x: wrong * model(x)))
+    out = tmp_path / 'kept.pt2'
+    out.write_text('of before')
+    with pytest.raises(UserError, match=r'logits of the torch file of .* differ .* more than --tolerance 0.001 allows'):
+        export_to_file([str(trained), '--to', 'torch', '--out', str(out)])
+    assert [path.name for path in tmp_path.iterdir()] == ['kept.pt2'] and out.read_text() == 'of before'
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        ('nothing --to onnx --out a.onnx', "unknown model 'nothing'"),
+        ('deit_linear_nano --to onnx --out a.xml', "cannot tell the format of 'a.xml': its name must end in .onnx"),
+        ('deit_linear_nano --to torch --img-size 7 --out a.pt2', 'deit_linear_nano cannot'),
+        ('deit_linear_nano --to openvino --out a.xml', 'needs packages that are not installed: pip install nowhere'),
+    ],
+)
+def test_a_mistake_is_one_sentence(argv, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ('onnx', 'openvino'):
+        packages = ('nowhere',) if name == 'openvino' else ()
+        monkeypatch.setitem(FILE_FORMATS, name, Format(FILE_FORMATS[name].suffix, packages, None, None))
+    with pytest.raises(SystemExit) as end:
+        main(argv.split())
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith('vitzoo: error: ') and message in error and error.count('\n') == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,103 @@
+"""Writes the tables of docs/gpu.md: estimates for an H100, and measurements from weights/benchmarks.csv.
+
+Run by `make docs`, and by tools/measure_gpu.py after measuring.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+from docs_mixers import own_mixers
+from docs_models import fill, to_table
+from docs_performance import latest
+
+from vitzoo.bench._gpu import GpuEstimate, estimate_mixer
+from vitzoo.bench._harness import format_machine, read_rows
+from vitzoo.bench._options import DEFAULT_TOKENS
+from vitzoo.bench.mixers import BASELINE, format_crossover
+from vitzoo.mixers import create_mixer
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / 'weights' / 'benchmarks.csv'
+PAGE = ROOT / 'docs' / 'gpu.md'
+# those of tools/measure_gpu.py
+DIM, HEADS, BATCH, DTYPE = 384, 6, 16, 'bfloat16'
+SHOWN = (196, 1024, 4096, 16384)
+
+
+def main(results: Path = RESULTS, page: Path = PAGE) -> None:
+    """Write the page."""
+    rows = latest(read_rows(str(results))) if results.exists() else []
+    page.write_text(fill(PAGE.read_text(), {'gpu': render(estimates(), rows)}))
+    print(f'wrote {page}', file=sys.stderr)
+
+
+def estimates(tokens: tuple[int, ...] = DEFAULT_TOKENS) -> dict[str, dict[int, GpuEstimate]]:
+    """The estimates of every mixer, softmax first, by number of tokens."""
+    found = {}
+    for name in sorted(own_mixers(), key=lambda name: (name != BASELINE, name)):
+        found[name] = {}
+        for size in tokens:
+            side = math.isqrt(size)
+            mixer = create_mixer(name, DIM, HEADS, grid_size=(side, side), device='meta')
+            found[name][size] = estimate_mixer(mixer, BATCH, getattr(torch, DTYPE))
+    return found
+
+
+def render(found: dict[str, dict[int, GpuEstimate]], rows: list[dict]) -> str:
+    """The tables of work and time, and a line on the measurements."""
+    measured = [row for row in rows if is_comparable(row)]
+    machine = 'Not yet measured.'
+    if measured:
+        machine = f'Measured on {measured[0]["run"][:10]}: {format_machine(measured[0])}.'
+    return '\n\n'.join(
+        [
+            'Work of a forward pass per token, kernels, and the share of the time that memory limits:',
+            work_table(found),
+            'Time of a forward pass per token, and the speedup over fused softmax attention:',
+            time_table(found, measured),
+            machine,
+        ]
+    )
+
+
+def is_comparable(row: dict) -> bool:
+    """Return True for a measurement of the case that is estimated."""
+    case = dict(table='mixers', what='forward', device='cuda', dtype=DTYPE, dim=DIM, num_heads=HEADS, batch_size=BATCH)
+    return all(row.get(key) == value for key, value in case.items())
+
+
+def work_table(found: dict[str, dict[int, GpuEstimate]]) -> str:
+    """FLOPs, bytes, their ratio, kernels and bound of every mixer."""
+    lines = []
+    for name, by_size in found.items():
+        flops = [f'{by_size[size].flops / (BATCH * size) / 1e6:,.2f}' for size in SHOWN]
+        moved = [f'{by_size[size].bytes / (BATCH * size) / 1e3:,.1f}' for size in SHOWN]
+        last = by_size[SHOWN[-1]]
+        bound = [f'{by_size[size].memory_seconds / by_size[size].seconds:.0%}' for size in (SHOWN[0], SHOWN[-1])]
+        lines.append([f'`{name}`', *flops, *moved, f'{last.flops / last.bytes:,.0f}', str(last.kernels), *bound])
+    sizes = [f'{size:,}' for size in SHOWN]
+    head = ['mixer', *(f'MFLOP, {size}' for size in sizes), *(f'kB, {size}' for size in sizes)]
+    head += [f'FLOP/B, {sizes[-1]}', f'kernels, {sizes[-1]}', f'memory, {sizes[0]}', f'memory, {sizes[-1]}']
+    return to_table(head, lines)
+
+
+def time_table(found: dict[str, dict[int, GpuEstimate]], measured: list[dict]) -> str:
+    """Expected times, speedups and crossover of every mixer, and the measured speedups and crossover."""
+    lines = []
+    for name, by_size in found.items():
+        times = [f'{1e9 * by_size[size].seconds / (BATCH * size):,.2f}' for size in SHOWN]
+        ratio = {size: found[BASELINE][size].seconds / estimate.seconds for size, estimate in by_size.items()}
+        known = {row['tokens']: row['ratio'] for row in measured if row['name'] == name}
+        speedups = [f'{ratio[size]:.2f}' for size in SHOWN]
+        theirs = [f'{known[size]:.2f}' if size in known else '–' for size in SHOWN]
+        starts = ['' if name == BASELINE else format_crossover(each) if each else '–' for each in (ratio, known)]
+        lines.append([f'`{name}`', *times, *speedups, starts[0], *theirs, starts[1]])
+    sizes = [f'{size:,}' for size in SHOWN]
+    head = ['mixer', *(f'ns, {size}' for size in sizes), *(f'×, {size}' for size in sizes), 'crossover']
+    return to_table([*head, *(f'measured ×, {size}' for size in sizes), 'measured crossover'], lines)
+
+
+if __name__ == '__main__':
+    main()

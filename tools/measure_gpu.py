@@ -1,0 +1,81 @@
+"""Measures on an NVIDIA GPU what docs/gpu.md estimates, the kernels and compiled models, in under 30 minutes.
+
+    python tools/measure_gpu.py           # appends to weights/benchmarks.csv and writes docs/gpu.md
+    python tools/measure_gpu.py --toy     # tiny sizes on the CPU into a temporary folder, to try the commands
+
+Run by `make measure-gpu`. A command that exceeds the time that is left is stopped; its rows up to then are kept.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import docs_gpu
+import torch
+
+from vitzoo.errors import UserError, run_command
+
+MINUTES = 28
+MODELS = 'deit_softmax_small deit_ls_small deit_performer_small cvt_13 vil_ls_small aft_conv_small_h16'
+SIZES = ' '.join(map(str, docs_gpu.SHOWN))
+LAYER = f'--dim {docs_gpu.DIM} --heads {docs_gpu.HEADS} --batch {docs_gpu.BATCH} --dtype {docs_gpu.DTYPE}'
+# in order of importance
+COMMANDS = (
+    f'bench mixers {LAYER} --tokens {SIZES} --seconds 0.1 --max-seconds 2 --plots {{plots}}',
+    f'bench kernels {LAYER} --tokens {SIZES} --seconds 0.2',
+    # heads of one channel, as in the paper's models
+    f'bench kernels --kernels aft_conv --against pytorch compile {LAYER} --heads {docs_gpu.DIM} --tokens 196 1024',
+    f'bench models {MODELS} --backend eager,compile --dtype bfloat16 --batch 64 --seconds 0.5 --what forward latency',
+)
+TOY = (
+    'bench mixers --mixers linear ls --tokens 16 64 --dim 24 --heads 2 --batch 1 --dtype bfloat16 --seconds 0'
+    ' --min-rounds 1 --plots {plots}',
+    'bench models deit_linear_nano --backend eager --img-size 32 --batch 2 --seconds 0 --min-rounds 1 --what forward',
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the commands, and write the page.
+
+    Raises:
+        UserError: There is no CUDA device, or a command failed.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+    parser.add_argument('--toy', action='store_true', help='try the commands at tiny sizes on the CPU')
+    args = parser.parse_args(argv)
+    if args.toy:
+        with TemporaryDirectory() as folder:
+            measure(TOY, 'cpu', Path(folder, 'benchmarks.csv'), Path(folder, 'gpu.md'), Path(folder, 'gpu'))
+        return
+    if not torch.cuda.is_available():
+        raise UserError('there is no CUDA device; try the commands without one with --toy')
+    measure(COMMANDS, 'cuda', docs_gpu.RESULTS, docs_gpu.PAGE, docs_gpu.PAGE.with_suffix(''))
+
+
+def measure(commands: tuple[str, ...], device: str, results: Path, page: Path, plots: Path) -> None:
+    """Run the commands on a device while there is time, and write the page from the results.
+
+    Raises:
+        UserError: A command failed; the results of the others are kept.
+    """
+    end, failed = time.monotonic() + 60 * MINUTES, []
+    for command in commands:
+        print(f'vitzoo {command}', flush=True)
+        words = [word.format(plots=plots) for word in command.split()]
+        options = ['--device', device, '--results-file', str(results)]
+        try:
+            done = subprocess.run([sys.executable, '-m', 'vitzoo', *words, *options], timeout=end - time.monotonic())
+            failed += [command] if done.returncode else []
+        except subprocess.TimeoutExpired:
+            print(f'stopped after {MINUTES} minutes in all', flush=True)
+            break
+    docs_gpu.main(results, page)
+    if failed:
+        raise UserError(f'a command failed, see above: vitzoo {failed[0]}')
+
+
+if __name__ == '__main__':
+    run_command(main)

@@ -1,0 +1,5 @@
+"""`python -m vitzoo.export` is `vitzoo export`."""
+
+from vitzoo.export import main
+
+main()

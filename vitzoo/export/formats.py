@@ -1,0 +1,131 @@
+"""The file formats of exported models: how each is written, with facts about the model as metadata, and run.
+
+All compute in float32, on as many threads as PyTorch.
+"""
+
+import importlib.util
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from vitzoo.errors import UserError
+
+OPSET = 18
+INPUT, OUTPUT = 'images', 'logits'
+# its key in the runtime information of OpenVINO, and its file in that of torch.export
+FACTS = 'vitzoo'
+
+_Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: the suffix of its files, the packages it needs, and functions that write and open a file."""
+
+    suffix: str
+    packages: tuple[str, ...]
+    write: Callable[[ExportedProgram, Path, dict], None]
+    open: Callable[[Path], _Run]
+
+
+def check_packages(purpose: str, file_format: str) -> None:
+    """Check that the packages of a format are installed; `purpose` is the option that needs them.
+
+    Raises:
+        UserError: Some are not.
+    """
+    missing = [name for name in FILE_FORMATS[file_format].packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f'{purpose} needs packages that are not installed: pip install {" ".join(missing)}')
+
+
+def trace(model: nn.Module, images: torch.Tensor) -> ExportedProgram:
+    """The program of a model in evaluation mode for images of this size, and for any number of them.
+
+    Args:
+        images: At least two, because the program of one image is for one only.
+    """
+    with torch.no_grad():
+        return torch.export.export(model, (images,), dynamic_shapes=({0: Dim('batch')},), strict=False)
+
+
+def write_file(file_format: str, model: nn.Module, images: torch.Tensor, path: Path, facts: dict) -> None:
+    """Write a model for images of the size of `images`.
+
+    Raises:
+        UserError: The exporter cannot translate the model.
+    """
+    try:
+        with warnings.catch_warnings():
+            # exporters warn of their own future versions
+            warnings.simplefilter('ignore')
+            FILE_FORMATS[file_format].write(trace(model, images), path, facts)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition('\n')[0]
+        raise UserError(f'{type(model).__name__} cannot be exported to {file_format}: {reason}') from error
+
+
+def _write_onnx(program: ExportedProgram, path: Path, facts: dict) -> None:
+    exported: Any = torch.onnx.export(
+        program, input_names=[INPUT], output_names=[OUTPUT], opset_version=OPSET, dynamo=True, verbose=False
+    )
+    exported.model.metadata_props.update(_to_text(facts))
+    exported.save(path)
+
+
+def _open_onnx(path: Path) -> _Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
+    return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+
+
+def _write_openvino(program: ExportedProgram, path: Path, facts: dict) -> None:
+    import openvino
+
+    # by way of ONNX, because OpenVINO itself translates fewer operations of torch
+    onnx_file = path.with_suffix('.onnx')
+    _write_onnx(program, onnx_file, {})
+    model = openvino.convert_model(onnx_file)
+    for key, value in _to_text(facts).items():
+        model.set_rt_info(value, [FACTS, key])
+    openvino.save_model(model, path, compress_to_fp16=False)
+    onnx_file.unlink()
+
+
+def _open_openvino(path: Path) -> _Run:
+    import openvino
+
+    # without the hint, processors with bfloat16 use it
+    options = dict(INFERENCE_PRECISION_HINT='f32', INFERENCE_NUM_THREADS=torch.get_num_threads())
+    compiled = openvino.Core().compile_model(path, 'CPU', options)
+    return lambda images: torch.from_numpy(compiled({INPUT: images.numpy()})[OUTPUT])
+
+
+def _write_torch(program: ExportedProgram, path: Path, facts: dict) -> None:
+    torch.export.save(program, path, extra_files={FACTS: json.dumps(facts, ensure_ascii=False)})
+
+
+def _open_torch(path: Path) -> _Run:
+    return torch.export.load(path).module()
+
+
+def _to_text(facts: dict) -> dict[str, str]:
+    """The facts as text; all but texts as JSON."""
+    return {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in facts.items()}
+
+
+FILE_FORMATS = {
+    'onnx': Format('.onnx', ('onnx', 'onnxscript', 'onnxruntime'), _write_onnx, _open_onnx),
+    'openvino': Format('.xml', ('openvino', 'onnx', 'onnxscript'), _write_openvino, _open_openvino),
+    'torch': Format('.pt2', (), _write_torch, _open_torch),
+}
