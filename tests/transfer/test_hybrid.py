@@ -198,3 +198,11 @@ def test_a_kernel_mixer_starts_without_its_convolution_and_gate(mixer):
     bare.load_state_dict(student.state_dict(), strict=False)
     torch.testing.assert_close(student(IMAGES[0]), bare(IMAGES[0]))
     assert not any('gate' in name or 'norm_' in name for name, _ in student.blocks[0].attn.named_modules())
+
+
+@pytest.mark.parametrize('mixer', ['mala', 'polaformer'])
+@torch.no_grad()
+def test_a_gate_that_is_asked_for_starts_open(mixer):
+    teacher = make_teacher(depth=1)
+    bare, gated = (make_student_to_train('teacher', teacher, mixer, dict(gate=gate), 0) for gate in (False, True))
+    assert torch.equal(gated(IMAGES[0]), bare(IMAGES[0]))
