@@ -7,8 +7,8 @@ with a learned c per channel and norms over the channels of all heads. Linear in
 head_dim). The convolution is on the grid, padded with zeros, with kernels that all heads share; prefix tokens are
 ordinary tokens in the sums and have no convolution. The official classes add a learned position to the keys, which
 `pos_embed` enables; the formula of the paper has none, and no c. The class for PVT can reduce keys and values by a
-strided convolution, which no published configuration that we read does, and which is left out. The scores have no scale. FLatten
-Transformer, sections 4.1 and 4.2, https://arxiv.org/abs/2308.00442
+strided convolution, which no published configuration that we read does, and which is left out. The scores have no
+scale. FLatten Transformer, sections 4.1 and 4.2, https://arxiv.org/abs/2308.00442
 """
 
 from typing import Any
