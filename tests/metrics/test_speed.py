@@ -38,6 +38,7 @@ def test_peak_memory_is_that_of_the_context():
     assert 250 < large.megabytes - small.megabytes < 400
 
 
+@pytest.mark.slow
 @pytest.mark.skipif('CS_GNU_LIBC_VERSION' not in getattr(os, 'confstr_names', {}), reason='an allocator of its own')
 def test_peak_memory_does_not_count_memory_that_the_allocator_keeps():
     code = (

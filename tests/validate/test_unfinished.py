@@ -188,6 +188,7 @@ def validate_in_process(argv: list[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_continue_what_one_has_begun(data, trained, tmp_path, computed):
     argv = [str(trained), '--data-dir', str(data), '--corrupt', '--workers', '0', '--batch-size', '3']
     validate([*argv, '--results-file', str(tmp_path / 'whole.json')])

@@ -119,7 +119,8 @@ def timm_loader(folder: str, args: argparse.Namespace) -> Iterable:
         create_dataset('folder', root=folder),
         batch_size=args.batch_size,
         is_training=True,
-        color_jitter=None,
+        # None leaves it out, although the annotation of timm has numbers only
+        color_jitter=None,  # type: ignore[arg-type]
         num_workers=args.workers,
         pin_memory=torch.cuda.is_available(),
         device=args.device,
