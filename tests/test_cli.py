@@ -126,6 +126,15 @@ def test_a_wrong_argument_is_one_sentence_without_the_usage(words, sentence, cap
     assert error.startswith(f'vitzoo: error: {sentence}') and error.count('\n') == 1
 
 
+def test_a_wrong_argument_is_printed_by_the_first_process_only(capsys, monkeypatch):
+    monkeypatch.setenv('RANK', '1')
+    monkeypatch.setattr(errors, '_have_joined', lambda: True)
+    with pytest.raises(SystemExit) as end:
+        main(['cite'])
+    assert end.value.code == 2
+    assert capsys.readouterr() == ('', '')
+
+
 @pytest.mark.parametrize('command', COMMANDS)
 def test_every_command_has_help_of_its_own(command, capsys):
     assert callable(import_module(f'vitzoo.{command}').main)

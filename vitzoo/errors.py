@@ -28,13 +28,13 @@ class RankError(UserError):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of a command line whose errors are one sentence, without the usage."""
+    """A parser of a command line whose errors are user errors: one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with code 2."""
+        """Raise a UserError, which `run_command` prints in one process only."""
         _, _, unknown = message.partition('unrecognized arguments: ')
         hint = did_you_mean(unknown.split(' ')[0], self._option_string_actions)
-        self.exit(2, f'vitzoo: error: {message}{hint or f"; `{self.prog} --help` describes the arguments"}\n')
+        raise UserError(f'{message}{hint or f"; `{self.prog} --help` describes the arguments"}')
 
 
 def run_command(main: Callable[[list[str] | None], object], argv: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from helpers import mixers_of_ours
 from torch.utils.data import DataLoader, TensorDataset
 
 import vitzoo
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, run_command
 from vitzoo.metrics import HealthProbe, evaluate, health
 from vitzoo.mixers import QKVMixer, mixer_class
 from vitzoo.mixers.softmax import softmax_naive
@@ -245,7 +245,7 @@ def test_validation_reports_the_health_of_approximating_models(tmp_path, capsys,
 
 def test_health_needs_images(capsys):
     with pytest.raises(SystemExit):
-        validate(['deit_nystrom_tiny', '--no-data', '--health'])
+        run_command(validate, ['deit_nystrom_tiny', '--no-data', '--health'])
     assert '--health needs images: drop --no-data' in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from toys import make_images
 
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, run_command
 from vitzoo.train.loop import train
 from vitzoo.validate.evaluation import validate
 
@@ -133,5 +133,5 @@ def test_a_class_map_orders_merges_and_leaves_out_classes(tmp_path, capsys):
 
 def test_data_options_need_data(capsys):
     with pytest.raises(SystemExit):
-        validate(['test_vit', '--no-data', '--val-split', 'x'])
+        run_command(validate, ['test_vit', '--no-data', '--val-split', 'x'])
     assert '--val-split needs images: drop --no-data' in capsys.readouterr().err

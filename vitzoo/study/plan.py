@@ -1,9 +1,7 @@
 """The file of a study, and the cells that it consists of."""
 
-import io
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stderr
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -247,14 +245,10 @@ def _parse(place: str, parse: Callable, words: list[str], options: dict, known: 
     for key in options:
         if key not in names:
             raise UserError(f"{place}: unknown option '{key}'{did_you_mean(str(key), names)}")
-    text = io.StringIO()
     try:
-        with redirect_stderr(text):
-            parse(words)
+        parse(words)
     except UserError as error:
         raise UserError(f'{place}: {error}') from error
-    except SystemExit:
-        raise UserError(f'{place}: {text.getvalue().rpartition("error: ")[2]}') from None
 
 
 def _read_seeds(values: Any) -> list[int]:

@@ -3,11 +3,11 @@
 import argparse
 import sys
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
-from vitzoo.errors import UserError, did_you_mean, format_flag
+from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
 from vitzoo.train.recipe import FIELDS, FIXED_KEYS, Recipe, make_recipe, option_types, read_recipe_file
 from vitzoo.train.resume import find_run
 
@@ -31,11 +31,6 @@ def load_recipe(argv: list[str] | None = None) -> Recipe:
     return make_recipe({**(read_recipe_file(file) if file else {}), **given})
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 class _HelpFormatter(argparse.HelpFormatter):
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         # argparse would print '[VALUE ...]' for every option
@@ -53,7 +48,7 @@ def _parse_options(argv: list[str]) -> dict[str, Any]:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog='vitzoo train',
         usage='vitzoo train [--config FILE] [--<key> VALUE …]',
         description='Train an image classifier. Options are the keys of a recipe file, and take precedence over it.',
