@@ -49,8 +49,7 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
         main(argv)
         sys.stdout.flush()
     except UserError as error:
-        # torchrun and accelerate launch both set RANK
-        is_first = os.environ.get('RANK', '0') == '0'
+        is_first = is_first_process()
         if not is_first and not _have_joined():
             # killed meanwhile, unless this error is of this rank only
             time.sleep(WAIT_SECONDS)
@@ -63,6 +62,12 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
         # otherwise Python would flush the rest of the output at exit and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+
+
+def is_first_process() -> bool:
+    """Return True in rank 0 of a distributed run, and without one; also before the processes have joined."""
+    # torchrun and accelerate launch both set RANK
+    return os.environ.get('RANK', '0') == '0'
 
 
 def _have_joined() -> bool:

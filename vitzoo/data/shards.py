@@ -5,7 +5,6 @@ depend on the number of processes, and training resumes at any step. https://git
 """
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from vitzoo.data.archives import Tar
 from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, Split, is_hidden, is_image, natural_order, split_names
 from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.data.reader import LabelledReader
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, is_first_process
 
 # keys of a .json file that may hold the label
 JSON_KEYS = ('label', 'cls', 'class')
@@ -100,7 +99,7 @@ class ShardReader(LabelledReader):
 
 def _show_progress(shards: list[Path]) -> Iterable[Path]:
     # no bar in log files, and one bar for all processes
-    hidden = os.environ.get('RANK', '0') != '0' or not sys.stderr.isatty()
+    hidden = not is_first_process() or not sys.stderr.isatty()
     return track(shards, 'reading the shards', transient=True, console=Console(stderr=True), disable=hidden)
 
 

@@ -1,7 +1,6 @@
 """In-place replacement of the attention of a vision transformer by a token mixer that inherits its weights."""
 
 import logging
-import os
 from math import log
 from typing import Any
 
@@ -10,6 +9,7 @@ from timm.models._input import update_model_args
 from timm.models.vision_transformer import init_weights_vit_timm
 from torch import nn
 
+from vitzoo.errors import is_first_process
 from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
 
 from ._swap_attention import Unsupported, take_apart
@@ -75,8 +75,7 @@ def swap_mixer(
         swapped.rope.requires_grad_(not used_rope)
     reports = {i: _merge(timm_blocks[paths[i]], [report for _, report in mixers]) for i, mixers in new.items()}
     swapped.inheritance = {**getattr(model, 'inheritance', {}), **reports}
-    # once, if there are several processes
-    if os.environ.get('RANK', '0') == '0':
+    if is_first_process():
         for name in dict.fromkeys(names.values()):
             _warn_of_losses(model, name, [i for i in names if names[i] == name])
     # recorded in an exported config, whose architecture repeats the swaps

@@ -1,6 +1,5 @@
 """The stages of a transfer, one mixer after the other, and their results."""
 
-import os
 import sys
 from contextlib import ExitStack
 from copy import deepcopy
@@ -14,7 +13,7 @@ from torch import nn
 from vitzoo.bench._harness import describe_machine
 from vitzoo.data import Images
 from vitzoo.data.held_out import HELD_OUT, write_held_out
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, is_first_process
 from vitzoo.load import label_names
 from vitzoo.metrics.oversmoothing import token_statistics
 from vitzoo.metrics.speed import measure_throughput
@@ -50,8 +49,7 @@ def transfer(argv: list[str] | None = None) -> list[dict] | None:
         with raise_on_sigterm():
             return _transfer(open_transfer(options))
     except Stopped as reason:
-        # set by launchers
-        if os.environ.get('RANK', '0') == '0':
+        if is_first_process():
             print(f'stopped {reason}' + ('' if options.probe_only else '; continue with --resume'), flush=True)
         return None
 
