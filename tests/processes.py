@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 # for processes that hang: a busy machine may take minutes for what takes seconds
@@ -124,3 +125,20 @@ def _run_process(variables: dict[str, str], output: str, target: Callable, args:
     # plotting takes longer than training
     vitzoo.figures.draw_curves = lambda folder, history: (folder / 'curves.png').touch()
     target(*args)
+
+
+def shard_accelerators(module: ModuleType) -> None:
+    """Let the accelerators of a module shard models with FSDP 2, which Accelerate only starts on accelerators."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    create_accelerator = module.create_accelerator
+
+    def create_sharded(recipe):
+        accelerator = create_accelerator(recipe)
+        wrap = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block'])
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+        accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        return accelerator
+
+    module.create_accelerator = create_sharded

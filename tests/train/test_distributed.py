@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from processes import free_port, read_log, start_processes, train_and_log
+from processes import free_port, read_log, shard_accelerators, start_processes, train_and_log
 from safetensors.torch import load_file, save_file
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -169,21 +169,9 @@ def test_two_machines_launched_by_accelerate_give_the_numbers_of_one_process(ima
 
 def train_sharded(argv: list[str], log: str, event=None, at: int = -1) -> None:
     """Train with FSDP, which Accelerate only starts on accelerators."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils import DistributedType
-
     from vitzoo.train import loop as train_module
 
-    create_accelerator = train_module.create_accelerator
-
-    def create_sharded(recipe):
-        accelerator = create_accelerator(recipe)
-        wrap = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block'])
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
-        accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
-        return accelerator
-
-    train_module.create_accelerator = create_sharded
+    shard_accelerators(train_module)
     train_and_log(argv, log, event, at)
 
 

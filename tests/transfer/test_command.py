@@ -15,7 +15,7 @@ from shlex import split
 import pytest
 import timm
 import torch
-from processes import start_processes
+from processes import shard_accelerators, start_processes
 from teachers import batches, make_teacher, save_teacher
 
 from vitzoo.data import DataOptions
@@ -188,21 +188,9 @@ def transfer_in_processes(argv: list[str]) -> None:
 
 def transfer_sharded(argv: list[str]) -> None:
     """Transfer with FSDP, which Accelerate only starts on accelerators."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils import DistributedType
-
     from vitzoo.transfer import opening
 
-    create_accelerator = opening.create_accelerator
-
-    def create_sharded(recipe):
-        accelerator = create_accelerator(recipe)
-        wrap = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block'])
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
-        accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
-        return accelerator
-
-    opening.create_accelerator = create_sharded
+    shard_accelerators(opening)
     main(argv)
 
 
