@@ -27,11 +27,11 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from vitzoo.bench._harness import Spread, describe_machine, format_machine
+from vitzoo.bench._harness import Spread, describe_machine, find_doubt, format_machine, make_row
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.metrics.speed import rounds_disagree, synchronize
+from vitzoo.metrics.speed import synchronize
 from vitzoo.options import default_device, device, natural, positive
 from vitzoo.train.recipe import make_recipe
 
@@ -221,5 +221,5 @@ def print_loaders(passes: dict[str, list[dict]], args: argparse.Namespace) -> No
 
 
 def _is_uneven(timed: list[dict]) -> bool:
-    spread = Spread.of(1 / timing['images_per_second'] for timing in timed)
-    return rounds_disagree(spread.low, spread.median, spread.high)
+    seconds = Spread.of(1 / timing['images_per_second'] for timing in timed)
+    return find_doubt(make_row(seconds)) is not None

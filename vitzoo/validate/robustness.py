@@ -46,7 +46,8 @@ def evaluate_corruptions(
     """
     finished = UnfinishedScores(name, model, images, data_config, options, accelerator)
     missing = [condition for condition in CONDITIONS if condition not in finished.counts]
-    datasets = [CorruptedImages(images, *condition, *split_eval_transform(data_config)) for condition in missing]
+    transforms = split_eval_transform(data_config)
+    datasets = [CorruptedImages(images, *condition, *transforms) for condition in missing]
     images_before = len(finished.counts) * len(images)
     scored = score_in_turn(
         f'{name}, corrupted', model, datasets, _score_label, options, accelerator, images_before=images_before
