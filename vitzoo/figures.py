@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+from vitzoo._files import replace_file
 from vitzoo.errors import UserError
 from vitzoo.metrics.confusion import Calibration
 from vitzoo.metrics.oversmoothing import MEASURES
@@ -182,6 +183,5 @@ def draw_curves(folder: Path, history: list[dict]) -> None:
         axes.grid(alpha=0.3)
         if len(axes.lines) > 1:
             axes.legend(frameon=False)
-    partial = folder / '.curves.png'
-    figure.savefig(partial, dpi=120)
-    partial.replace(folder / 'curves.png')
+    with replace_file(folder / 'curves.png') as partial:
+        figure.savefig(partial, dpi=120)

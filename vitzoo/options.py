@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import yaml
 
 from vitzoo._shipped import shipped_folder
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, format_flag
 
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -135,6 +136,24 @@ def read_yaml(path: str | Path, kind: str = '') -> Any:
         raise UserError(f"cannot read {kind}'{path}': {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{kind}'{path}' is not YAML: {error}") from error
+
+
+def to_words(options: Mapping[str, Any], separator: str | None = None) -> list[str]:
+    """A command line of options; a list is several words, or one word with a separator."""
+    words = []
+    for key, value in options.items():
+        # 0 is a value
+        if value is None or value is False:
+            continue
+        words.append(format_flag(key))
+        if isinstance(value, dict):
+            words += [f'{name}={item}' for name, item in value.items()]
+        elif isinstance(value, list):
+            items = [str(item) for item in value]
+            words += items if separator is None else [separator.join(items)]
+        elif value is not True:
+            words.append(str(value))
+    return words
 
 
 def check_output(path: str, suffixes: tuple[str, ...]) -> None:

@@ -9,7 +9,8 @@ from studies import STUDY, write_study
 from timm.layers import to_2tuple
 
 from vitzoo.errors import UserError
-from vitzoo.study.plan import read_study, to_words
+from vitzoo.options import to_words
+from vitzoo.study.plan import read_study
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs' / 'study').glob('*.yaml'))
 

@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vitzoo._files import replace_file
 from vitzoo.errors import CommandParser, UserError, format_flag, run_command
 
 if TYPE_CHECKING:
@@ -147,9 +148,8 @@ def write_report(folder: Path, report: dict) -> None:
 
     report = {**report, 'records': [without_nan(record) for record in report['records']]}
     for name, text in ((DATA, json.dumps(report, indent=1, allow_nan=False)), (PAGE, render(report))):
-        partial = folder / f'.{name}'
-        partial.write_text(text, encoding='utf-8')
-        partial.replace(folder / name)
+        with replace_file(folder / name) as partial:
+            partial.write_text(text, encoding='utf-8')
 
 
 def _make_folder(path: str) -> Path:

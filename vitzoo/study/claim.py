@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from vitzoo._files import replace_file
 from vitzoo.train.lock import FolderLock, FolderLocked, identify_process, is_locked, is_process_running
 
 _CLAIM = '.claim'
@@ -56,9 +57,8 @@ class Claim:
             owner = identify_process(psutil.Process(pid))
         except psutil.NoSuchProcess:
             return
-        partial = self.folder / f'.{_PROCESS}'
-        partial.write_text(json.dumps(owner))
-        partial.replace(self.folder / _PROCESS)
+        with replace_file(self.folder / _PROCESS) as partial:
+            partial.write_text(json.dumps(owner))
 
 
 def is_claimed(folder: Path) -> bool:

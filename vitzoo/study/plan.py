@@ -1,7 +1,7 @@
 """The file of a study, and the cells that it consists of."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -10,7 +10,7 @@ from typing import Any
 
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.load import find_models
-from vitzoo.options import read_yaml
+from vitzoo.options import read_yaml, to_words
 from vitzoo.study.record import CellRecord
 from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
 from vitzoo.transfer.options import NEUTRAL_TRAINING_KEYS, TRAINING_KEYS, TransferOptions
@@ -149,24 +149,6 @@ def read_study(path: str) -> Study:
     baselines = _read_baselines(values.get('baseline'), {cell.model for cell in cells.values()})
     title = str(values.get('title') or Path(path).stem)
     return Study(title, folder, tuple(cells.values()), baselines, evaluations)
-
-
-def to_words(options: Mapping[str, Any], separator: str | None = None) -> list[str]:
-    """A command line of options; a list is several words, or one word with a separator."""
-    words = []
-    for key, value in options.items():
-        # 0 is a value
-        if value is None or value is False:
-            continue
-        words.append(f'--{key.replace("_", "-")}')
-        if isinstance(value, dict):
-            words += [f'{name}={item}' for name, item in value.items()]
-        elif isinstance(value, list):
-            items = [str(item) for item in value]
-            words += items if separator is None else [separator.join(items)]
-        elif value is not True:
-            words.append(str(value))
-    return words
 
 
 def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[StudyCell]:

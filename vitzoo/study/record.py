@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vitzoo._files import replace_file
 from vitzoo.errors import UserError
 
 CELL_FILE = 'cell.json'
@@ -132,6 +133,5 @@ class CellRecord:
 
     def _write(self, found: dict) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f'.{CELL_FILE}'
-        partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
-        partial.replace(self.path)
+        with replace_file(self.path) as partial:
+            partial.write_text(json.dumps(found, indent=1), encoding='utf-8')

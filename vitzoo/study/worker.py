@@ -9,10 +9,12 @@ from pathlib import Path
 
 import yaml
 
+from vitzoo._files import replace_file
 from vitzoo.errors import UserError
+from vitzoo.options import to_words
 from vitzoo.report.gather import describe_place
 from vitzoo.study.claim import Claim
-from vitzoo.study.plan import Study, StudyCell, to_words
+from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.status import CellState, describe_cells, find_state
 from vitzoo.train.lock import LostLock
 from vitzoo.validate.options import parse_args
@@ -177,9 +179,8 @@ def _command_line(cell: StudyCell, step: str) -> tuple[list[str], list[Path]]:
 def _write_options(cell: StudyCell) -> Path:
     """Write the options of a training or transfer to a file for --config."""
     path = cell.folder / OPTIONS_FILE
-    partial = path.with_name(f'.{path.name}')
-    partial.write_text(yaml.safe_dump(cell.options, sort_keys=False, allow_unicode=True), encoding='utf-8')
-    partial.replace(path)
+    with replace_file(path) as partial:
+        partial.write_text(yaml.safe_dump(cell.options, sort_keys=False, allow_unicode=True), encoding='utf-8')
     return path
 
 

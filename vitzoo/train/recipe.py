@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
+from vitzoo._files import replace_file
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.options import read_yaml
 
@@ -324,9 +325,8 @@ def save_recipe(recipe: Recipe, path: Path, header: list[str]) -> None:
     """Write all keys, so that `--config` replays the run even if a default changes later."""
     values = {name: value for name, value in asdict(recipe).items() if name not in NOT_SAVED}
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-    partial = path.with_name(f'.{path.name}')
-    partial.write_text(''.join(f'# {line}\n' for line in header) + text, encoding='utf-8')
-    partial.replace(path)
+    with replace_file(path) as partial:
+        partial.write_text(''.join(f'# {line}\n' for line in header) + text, encoding='utf-8')
 
 
 def option_types(name: str) -> tuple[type, ...]:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from timm.models import save_for_hf
 from torch import nn
 
+from vitzoo._files import replace_file
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
 from vitzoo.train.lock import FolderLock, FolderLocked, LostLock
@@ -205,12 +206,10 @@ def write_on_main(
 
 def write_metrics(folder: Path, history: list[dict]) -> None:
     """Rewrite metrics.csv, so that a resumed run does not repeat a row."""
-    partial = folder / '.metrics.csv'
-    with partial.open('w', newline='') as file:
+    with replace_file(folder / 'metrics.csv') as partial, partial.open('w', newline='') as file:
         writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(chain(*history))))
         writer.writeheader()
         writer.writerows(history)
-    partial.replace(folder / 'metrics.csv')
 
 
 def export_model(folder: Path, model: nn.Module, class_names: list[str], data_config: dict, info: dict) -> None:

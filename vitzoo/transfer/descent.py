@@ -12,6 +12,7 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from vitzoo._files import replace_file
 from vitzoo.data.loader import STEP_STREAM, seed_everything
 from vitzoo.errors import UserError
 from vitzoo.mixers import set_step
@@ -197,10 +198,8 @@ class _Descent:
 
 
 def _save_state(path: Path, state: dict) -> None:
-    """Write a state at once, so that an interruption leaves the one before."""
-    partial = path.with_name(f'.{path.name}')
-    torch.save(state, partial)
-    partial.replace(path)
+    with replace_file(path) as partial:
+        torch.save(state, partial)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
-from vitzoo.options import add_data_options, keyword, natural, positive, read_yaml, size
+from vitzoo.options import add_data_options, keyword, natural, positive, read_yaml, size, to_words
 from vitzoo.train.progress import parse_trackers
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe
 
@@ -176,23 +176,14 @@ def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         flag = format_flag(str(key))
         if flag not in actions:
             raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(flag, actions)}")
-        # 0 is a value
-        if value is not None and value is not False:
-            words += [flag, *_to_words(value)]
+        new = to_words({key: value})
+        if new:
+            words += new
             given.append(actions[flag])
     values = vars(parser.parse_args(words))
     for action in given:
         action.required = False
         parser.set_defaults(**{action.dest: values[action.dest]})
-
-
-def _to_words(value: object) -> list[str]:
-    """The words after an option on a command line."""
-    if isinstance(value, dict):
-        return [f'{name}={item}' for name, item in value.items()]
-    if isinstance(value, list):
-        return [str(item) for item in value]
-    return [] if value is True else [str(value)]
 
 
 def _read_mapping(path: str) -> dict:

@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from vitzoo._files import replace_file
 from vitzoo.errors import UserError
 from vitzoo.train.run_folder import RUN_FILES, RUN_FOLDERS, remove_old_run
 
@@ -85,9 +86,8 @@ class Ledger:
         if not self.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f'.{RECORD}'
-        partial.write_text(json.dumps(self.results, indent=1), encoding='utf-8')
-        partial.replace(self.path)
+        with replace_file(self.path) as partial:
+            partial.write_text(json.dumps(self.results, indent=1), encoding='utf-8')
 
     def state_file(self, stage: str) -> Path:
         """Where a stage keeps its state."""

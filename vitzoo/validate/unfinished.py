@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import vitzoo
+from vitzoo._files import replace_file
 from vitzoo.data import Images
 from vitzoo.data.held_out import hash_file
 from vitzoo.errors import UserError
@@ -67,9 +68,8 @@ class UnfinishedScores:
             return
         counts = {f'{corruption} {severity}': both for (corruption, severity), both in self.counts.items()}
         found = _read_json(self.path) | {self.name: dict(digest=self.digest, counts=counts)}
-        partial = self.path.with_name(f'.{self.path.name}')
-        partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
-        partial.replace(self.path)
+        with replace_file(self.path) as partial:
+            partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
 
     def _read(self, path: Path) -> None:
         """Read the counts of the model if their digest is the same."""

@@ -1,0 +1,13 @@
+"""Files that are never half written."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """A hidden file next to `path` to write, which replaces it at the end; an interruption leaves the old one."""
+    partial = path.with_name(f'.{path.name}')
+    yield partial
+    partial.replace(path)
