@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from vitzoo._shipped import shipped_folder
+from vitzoo._resources import resource_folder
 from vitzoo.errors import UserError, format_flag
 
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -113,7 +113,7 @@ def find_config(path: str | Path) -> Path:
     """
     if Path(path).exists():
         return Path(path)
-    folder = shipped_folder('configs')
+    folder = resource_folder('configs')
     packaged = {config.relative_to(folder).as_posix(): config for config in sorted(folder.rglob('*.yaml'))}
     name = Path(path).as_posix().removeprefix('configs/')
     if name in packaged:

@@ -203,7 +203,7 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
     assert (recipe['data_dir'], recipe['kd_model_name']) == ('source', 'a')
     assert not any(str(tmp_path).encode() in path.read_bytes() for path in target.iterdir())
 
-    monkeypatch.setattr('vitzoo._shipped._PACKAGE', tmp_path)
+    monkeypatch.setattr('vitzoo._resources._PACKAGE', tmp_path)
     register()
     assert 'deit_pushed_nano.vz_test' in timm.list_pretrained('deit_pushed_nano*')
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -236,7 +236,7 @@ def test_shipped_weights_are_found_in_a_checkout_and_in_a_package(tmp_path, monk
         folder.mkdir(parents=True)
         (folder / 'config.json').write_text('{}')
     (tmp_path / 'weights' / 'results.csv').write_text('')
-    monkeypatch.setattr('vitzoo._shipped._PACKAGE', package)
+    monkeypatch.setattr('vitzoo._resources._PACKAGE', package)
     for root in (package, tmp_path):
         _shipped.shipped_folders.cache_clear()
         assert list(_shipped.shipped_folders()) == [f'deit_nano.of_{root.name}']

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from timm.models._hub import load_model_config_from_path
 
-from vitzoo._shipped import shipped_folder
+from vitzoo._resources import resource_folder
 
 __all__ = ['shipped_configs']
 
@@ -28,7 +28,7 @@ def shipped_configs(names: Iterable[str]) -> dict[str, dict]:
 @cache
 def shipped_folders() -> dict[str, Path]:
     """The folders of all shipped weights, by `name.tag`."""
-    configs = sorted(shipped_folder('weights').glob('*.*/config.json'))
+    configs = sorted(resource_folder('weights').glob('*.*/config.json'))
     return {config.parent.name: config.parent for config in configs}
 
 
