@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -88,17 +89,18 @@ def installed(built, tmp_path_factory) -> Path:
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built):
     files = (path for path in (ROOT / 'vitzoo').rglob('*') if path.is_file() and '__pycache__' not in path.parts)
     code = {name for name in built.in_wheel if '.dist-info/' not in name}
-    weights = {name for name in code if name.startswith('vitzoo/weights/')}
-    assert code - weights == {path.relative_to(ROOT).as_posix() for path in files}
+    resources = {name for name in code if name.startswith(('vitzoo/configs/', 'vitzoo/weights/'))}
+    assert code - resources == {path.relative_to(ROOT).as_posix() for path in files}
     shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / 'weights').glob('*.*/*')}
+    shipped |= {path.relative_to(ROOT).as_posix() for path in (ROOT / 'configs').rglob('*.yaml')}
     shipped |= {f'{SHIPPED}/{name}' for name in ('config.json', 'model.safetensors')}
-    assert weights == {f'vitzoo/{name}' for name in shipped}
+    assert resources == {f'vitzoo/{name}' for name in shipped}
 
 
 def test_the_sdist_has_the_package_and_the_recipes_and_no_tests(built):
     assert {'pyproject.toml', 'README.md', 'LICENSE', 'configs/quickstart.yaml'} <= built.in_sdist
     code = {name for name in built.in_wheel if '.dist-info/' not in name}
-    assert {name.replace('vitzoo/weights/', 'weights/') for name in code} <= built.in_sdist
+    assert {re.sub('^vitzoo/(configs|weights)/', r'\1/', name) for name in code} <= built.in_sdist
     assert [name for name in built.in_sdist if name.startswith('tests/')] == []
 
 
