@@ -1,7 +1,12 @@
-"""The note about a head that was trained on other classes."""
+"""Notes about heads: one trained on other classes, and a checkpoint that has none."""
 
+import pytest
+import timm
+import torch
 from classifiers import save_classifier
+from safetensors.torch import save_file
 
+from vitzoo.errors import UserError
 from vitzoo.train.build import build_model
 from vitzoo.train.recipe import Recipe
 
@@ -16,3 +21,34 @@ def test_a_head_for_other_classes_is_kept_with_a_note(tmp_path, capsys):
     (note,) = notes(capsys, folder, ['cat', 'dog', 'cow'])
     assert 'has a head for the classes blue, green, red; it is kept for the classes cat, dog, cow' in note
     assert notes(capsys, folder, ['blue', 'green', 'red']) == []
+
+
+@pytest.mark.parametrize('name', ['deit_softmax_nano', 'deit_tiny_distilled_patch16_224', 'cvt_nano', 'resnet18'])
+def test_a_checkpoint_without_a_head_gets_a_new_one_with_a_note(name, tmp_path, capsys):
+    path = str(tmp_path / 'backbone.safetensors')
+    backbone = timm.create_model(name, num_classes=0)
+    save_file(backbone.state_dict(), path)
+    model = build_model(Recipe(model=name, initial_checkpoint=path), 3)
+    assert f'{path} has no head; using a new head for 3 classes' in capsys.readouterr().out
+    weights = model.state_dict()
+    assert [key for key, tensor in backbone.state_dict().items() if not torch.equal(weights[key], tensor)] == []
+    heads = model.get_classifier() if isinstance(model.get_classifier(), tuple) else [model.get_classifier()]
+    assert {head.out_features for head in heads} == {3}
+
+
+def test_a_checkpoint_that_lacks_more_than_the_head_is_refused(tmp_path):
+    path = str(tmp_path / 'part.safetensors')
+    state = timm.create_model('deit_softmax_nano', num_classes=0).state_dict()
+    del state['blocks.0.norm1.weight']
+    save_file(state, path)
+    with pytest.raises(UserError, match=r'does not fit .*blocks\.0\.norm1\.weight'):
+        build_model(Recipe(model='deit_softmax_nano', initial_checkpoint=path), 3)
+
+
+def test_a_checkpoint_without_a_head_is_resampled_to_another_image_size(tmp_path):
+    path = str(tmp_path / 'backbone.safetensors')
+    backbone = timm.create_model('deit_softmax_nano', num_classes=0)
+    save_file(backbone.state_dict(), path)
+    model = build_model(Recipe(model='deit_softmax_nano', initial_checkpoint=path, img_size=(96, 64)), 3)
+    backbone.set_input_size((96, 64))
+    assert torch.equal(model.pos_embed, backbone.pos_embed)

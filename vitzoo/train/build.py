@@ -135,20 +135,28 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
 
 
 def _start_from(model: nn.Module, path: str) -> None:
-    """Load a checkpoint; where its head is for another number of classes, all but the head."""
-    num_classes = model.num_classes
-    checkpoint_classes = _num_classes_in(model, path)
-    if checkpoint_classes not in (None, num_classes):
-        model.reset_classifier(checkpoint_classes)
+    """Load a checkpoint; where its head is for another number of classes, or it has none, all but the head."""
+    num_classes, checkpoint_classes = model.num_classes, _num_classes_in(model, path)
+    if checkpoint_classes == num_classes or (checkpoint_classes is None and not _is_backbone(model, path)):
         load_weights(model, path)
-        model.reset_classifier(num_classes)
-        _note_new_head(path, checkpoint_classes, num_classes)
-    else:
-        load_weights(model, path)
+        return
+    model.reset_classifier(checkpoint_classes or 0)
+    load_weights(model, path)
+    model.reset_classifier(num_classes)
+    _note_new_head(path, checkpoint_classes, num_classes)
+
+
+def _is_backbone(model: nn.Module, path: str) -> bool:
+    """Whether a checkpoint has the names of all weights of the model but those of its head."""
+    classifiers = model.pretrained_cfg.get('classifier') or ()
+    heads = [classifiers] if isinstance(classifiers, str) else list(classifiers)
+    missing = model.state_dict().keys() - unwrap(read_checkpoint(path)).keys()
+    return bool(missing) and all(name.rpartition('.')[0] in heads for name in missing)
 
 
 def _note_new_head(source: str, old: int | None, new: int) -> None:
-    PartialState().print(f'note   {source} has a head for {old} classes; using a new head for {new}')
+    has = f'a head for {old} classes' if old else 'no head'
+    PartialState().print(f'note   {source} has {has}; using a new head for {new} classes')
 
 
 def _num_classes_in(model: nn.Module, path: str) -> int | None:
