@@ -6,6 +6,7 @@ import torch
 from helpers import COMBINATIONS, GRID, SETTINGS, SMALL, images, tokens
 from helpers import build as build_mixer
 from helpers import build_model as build
+from processes import start_processes
 from timm.models import save_for_hf
 from timm.models._features_fx import create_feature_extractor, get_graph_node_names
 from torch._dynamo.testing import CompileCounter
@@ -167,10 +168,10 @@ def test_pretrained_never_means_random(monkeypatch):
     assert 'penzhanwu2.blob' in str(error.value)
 
 
-def _checkpointed_step(rank, folder):
+def _checkpointed_step(folder):
     """One step of a checkpointed model under DDP on one's share of a batch; rank 0 keeps the gradients."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=2)
+    torch.distributed.init_process_group('gloo')
+    rank = torch.distributed.get_rank()
     model = build('cvt_ls_13').train()
     model.set_grad_checkpointing()
     parallel = torch.nn.parallel.DistributedDataParallel(model)
@@ -185,7 +186,8 @@ def _checkpointed_step(rank, folder):
 
 
 def test_gradient_checkpointing_works_under_ddp_without_unused_parameters(tmp_path):
-    torch.multiprocessing.spawn(_checkpointed_step, (str(tmp_path),), nprocs=2)
+    outcome = start_processes(2, _checkpointed_step, str(tmp_path))
+    assert outcome.codes == [0, 0], outcome.err
     grads = torch.load(tmp_path / 'grads.pt')
     model = build('cvt_ls_13').train()
     x = images(batch_size=4)

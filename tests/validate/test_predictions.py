@@ -142,6 +142,7 @@ def validate_in_process(argv: list[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_file_of_one_and_count_the_same_under_corruptions(data, trained, tmp_path):
     argv = [trained, '--data-dir', data, '--batch-size', 4, '--workers', 0, '--corrupt']
     save = ['--save-predictions', tmp_path / 'two.csv', '--results-file', tmp_path / 'two.json']
