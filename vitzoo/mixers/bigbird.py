@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._recompute import apply_to_heads
 from ._window import halo_mask, tile, untile
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -68,9 +69,36 @@ def bigbird_attention(
     `random_blocks` (heads, T, r) are indices of r of the T blocks for each block and head, none of them near or global;
     -1 stands for no block.
     """
-    P = q.shape[2] - grid_size[0] * grid_size[1]
+    N, P = q.shape[2], q.shape[2] - grid_size[0] * grid_size[1]
     blocks = _attended_blocks(random_blocks, grid_size, block_size, num_global_blocks)  # (heads, T, K)
-    window = (block_size, block_size)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        return _attend_blocks(q, k, v, blocks[0], grid_size, block_size, scale, dropout_p)
+
+    # for each attended block the gathered keys and values, and the scores in three forms
+    num_elements = N * blocks.shape[2] * (2 * q.shape[3] + 3 * block_size**2)
+    out = apply_to_heads(attend, (q, k, v, blocks.unsqueeze(0)), num_elements)
+
+    rows = _global_rows(P, grid_size, block_size, num_global_blocks)
+    if not rows:
+        return out
+    rows = torch.tensor(rows, device=q.device)
+    global_out = softmax_attention(q.index_select(2, rows), k, v, scale, None, dropout_p)
+    return F.pad(out, (0, 0, P, 0)).index_copy(2, rows, global_out.to(out.dtype))
+
+
+def _attend_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: torch.Tensor,
+    grid_size: tuple[int, int],
+    block_size: int,
+    scale: float,
+    dropout_p: float,
+) -> torch.Tensor:
+    """Grid tokens over the prefix and the blocks (heads, T, K) that theirs attends -> (B, heads, H*W, d)."""
+    P, window = q.shape[2] - grid_size[0] * grid_size[1], (block_size, block_size)
     inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
     mask = inside[blocks.clamp(min=0)] & (blocks >= 0).unsqueeze(-1)
     mask = mask.flatten(2).unsqueeze(2)  # (heads, T, 1, K * b*b)
@@ -82,14 +110,7 @@ def bigbird_attention(
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     prefix, attn = F.dropout(attn, dropout_p).split([P, scores.shape[-1] - P], dim=-1)
     out = attn @ _gather(tile(v[:, :, P:], grid_size, window), blocks) + prefix @ v[:, :, None, :P]
-    out = untile(out, grid_size, window)
-
-    rows = _global_rows(P, grid_size, block_size, num_global_blocks)
-    if not rows:
-        return out
-    rows = torch.tensor(rows, device=q.device)
-    global_out = softmax_attention(q.index_select(2, rows), k, v, scale, None, dropout_p)
-    return F.pad(out, (0, 0, P, 0)).index_copy(2, rows, global_out.to(out.dtype))
+    return untile(out, grid_size, window)
 
 
 def _attended_blocks(

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._qkv import split_heads
+from ._recompute import apply_to_heads
 from ._rope import Rope
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -28,6 +29,8 @@ __all__ = ['GatedLinear', 'gated_linear_attention', 'gated_linear_naive']
 _BLOCK = 16
 # pairs of blocks are merged this many times, into chunks of 64 tokens
 _MERGES = 2
+# intermediate results that autograd would keep, for each channel of a token
+_STORED_PER_CHANNEL = 110
 # the power that brings the factors near 1
 _TEMPERATURE = 16
 # smaller logarithms of a count as this one, so that the product of half a block is above 0 in float32
@@ -81,6 +84,25 @@ def gated_linear_attention(
     `decay` and `decay_back` (B, heads, H*W, d) are the logits of a in both directions, `gate` those of the output, like
     v; `weight` and `bias` (d,) are those of the layer norm.
     """
+
+    def mix(*heads: torch.Tensor) -> torch.Tensor:
+        return _mix_heads(*heads, weight, bias, scale)
+
+    num_elements = _STORED_PER_CHANNEL * q.shape[2] * q.shape[3]
+    return apply_to_heads(mix, (q, k, v, decay, decay_back, gate), num_elements)
+
+
+def _mix_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    decay_back: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
     P, out_dtype = q.shape[2] - decay.shape[2], v.dtype
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
