@@ -9,7 +9,7 @@ from vitzoo.bench._harness import call_peak_megabytes
 from vitzoo.mixers import _recompute
 from vitzoo.mixers._recompute import apply_to_heads
 
-MIXERS = ['bigbird', 'gated_linear']
+MIXERS = ['aft_local', 'bigbird', 'gated_linear']
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from torch.types import Device
 
 from vitzoo.kernels import use_kernel
 
+from ._recompute import apply_to_heads
 from ._window import halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -94,28 +95,35 @@ def aft_local(
     u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
 ) -> torch.Tensor:  # fmt: skip
     """q, k, v (B, heads, P + H*W, d) and factors (P + H*W, rank) of the bias -> (B, heads, P + H*W, d)."""
-    P = q.shape[2] - grid_size[0] * grid_size[1]
+    P, d = q.shape[2] - grid_size[0] * grid_size[1], q.shape[3]
     size, halo = _tile_and_halo(window_size)
     with no_autocast(q):
-        terms = _terms(k, v)
-        u_query, u_key = u_query.to(terms.dtype), u_key.to(terms.dtype)
-        prefix_keys, grid = terms.split([P, terms.shape[2] - P], dim=2)
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        u_query, u_key = u_query.to(dtype), u_key.to(dtype)
         window = _window_bias(u_query[P:], u_key[P:], grid_size, window_size)  # (T, w*w, side*side)
         to_prefix = u_query[P:] @ u_key[:P].T  # (H*W, P)
         # a factor per row cancels in the ratio; the largest of the row, the 0 of the far tokens included, keeps exp in
         # range for any w
         largest = untile(window.detach().amax(dim=-1, keepdim=True)[None, None], grid_size, size)[0, 0]
         largest = torch.cat([largest, to_prefix.detach()], dim=1).amax(dim=1, keepdim=True)  # (H*W, 1)
-        has_far = _sum_far(grid.new_ones(1, 1, grid.shape[2], 1), grid_size, window_size)[0, 0] > 0
+        has_far = _sum_far(window.new_ones(1, 1, len(largest), 1), grid_size, window_size)[0, 0] > 0
         shift = torch.where(has_far, largest.clamp(min=0), largest)
         near = (window - tile(shift[None, None], grid_size, size)[0, 0]).exp()
-        out = untile(near @ tile_with_halo(grid, grid_size, size, halo), grid_size, size)
-        far_weight = torch.where(has_far, -shift, 0.0).exp()
-        out = out + far_weight * _sum_far(grid, grid_size, window_size)
-        out = out + _weighted_sum((to_prefix - shift).exp(), prefix_keys)
+        far = torch.where(has_far, -shift, 0.0).exp()
+        prefix = (to_prefix - shift).exp()
         from_prefix = u_query[:P] @ u_key.T  # (P, P + H*W)
         from_prefix = (from_prefix - from_prefix.detach().amax(dim=-1, keepdim=True)).exp()
-        return _gated_ratio(q, torch.cat([_weighted_sum(from_prefix, terms), out], dim=2))
+
+        def mix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            terms = _terms(k, v)
+            prefix_keys, grid = terms.split([P, terms.shape[2] - P], dim=2)
+            out = untile(near @ tile_with_halo(grid, grid_size, size, halo), grid_size, size)
+            out = out + far * _sum_far(grid, grid_size, window_size) + _weighted_sum(prefix, prefix_keys)
+            return _gated_ratio(q, torch.cat([_weighted_sum(from_prefix, terms), out], dim=2))
+
+        # the terms with their halos, and about ten sums of them
+        num_elements = 2 * d * (near.shape[0] * near.shape[2] + 10 * len(largest))
+        return apply_to_heads(mix, (q, k, v), num_elements)
 
 
 def aft_conv(
