@@ -40,7 +40,7 @@ def read_results() -> list[dict]:
 def results_table(results: list[dict]) -> str:
     """Scores in percent of each student, best first."""
     if not results:
-        return 'Nothing yet: [tools/transfer_study.sh](../tools/transfer_study.sh) makes these measurements.'
+        return 'Nothing yet.'
     head = ['teacher', 'mixer', 'score', 'steps', 'teacher, %', *STAGES.values(), *CONTROLS.values(), 'minutes']
     return to_table(head, [_cells(result) for result in sorted(results, key=_order)])
 

@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
-from processes import Outcome, start_processes
+from processes import Outcome, free_port, start_processes
 from safetensors.torch import load_file
 from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model
 from toys import read_metrics
@@ -130,8 +130,11 @@ def command_line(row: dict[str, str], make_once: MakeOnce) -> list[str]:
     return arguments + split(options.replace('STEM', STEMS.get(row['model'], 'patch_embed,blocks.0')))
 
 
-def train_tiny(runs: list[list[str]], scores: str, kill_at: int) -> None:
-    """Train one run after the other and write down their scores; be killed during step `kill_at` unless it is 0."""
+def train_tiny(runs: dict[int, list[str]], scores: str, kill_at: int) -> None:
+    """Train one run after the other and write down their scores; be killed during step `kill_at` unless it is 0.
+
+    Processes of a run find each other at its port: at that of a run before it they would find what is left of it.
+    """
     from accelerate.state import AcceleratorState
     from matplotlib.figure import Figure
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -150,7 +153,8 @@ def train_tiny(runs: list[list[str]], scores: str, kill_at: int) -> None:
     # drawing the curves takes longer than training
     Figure.savefig = lambda figure, path, **kwargs: Path(path).touch()
     install_datasets()
-    for arguments in runs:
+    for port, arguments in runs.items():
+        os.environ['MASTER_PORT'] = str(port)
         results.append(train(arguments))
         AcceleratorState._reset_state(reset_partial_state=True)
     if os.environ.get('RANK', '0') == '0':
@@ -180,10 +184,11 @@ def assert_same_files(one: Path, other: Path) -> None:
 def test_a_pair_of_options_trains_resumes_loads_and_is_validated(row, make_once, tmp_path):
     world, scores = int(row['processes']), tmp_path / 'scores.json'
     arguments, run, twin = command_line(row, make_once), tmp_path / 'run', tmp_path / 'twin'
-    killed = start_processes(world, train_tiny, [[*arguments, '--output', str(run)]], str(scores), int(row['killed']))
+    first = {free_port(): [*arguments, '--output', str(run)]}
+    killed = start_processes(world, train_tiny, first, str(scores), int(row['killed']))
     assert -signal.SIGKILL in killed.codes, killed.err[-3000:]
     again, whole = ['--resume', 'auto', '--output', str(run)], [*arguments, '--output', str(twin)]
-    assert_ended(start_processes(world, train_tiny, [again, whole], str(scores), 0))
+    assert_ended(start_processes(world, train_tiny, {free_port(): again, free_port(): whole}, str(scores), 0))
     resumed, uninterrupted = json.loads(scores.read_text())
     assert math.isfinite(resumed['loss'])
     assert resumed | dict(folder='') == uninterrupted | dict(folder='')

@@ -31,11 +31,16 @@ def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
     # splitting, unlike slicing, has a backward pass that is linear in the number of parts
     for samples in zip(*(x.expand(B, *x.shape[1:]).split(max(1, size // heads)) for x in tensors)):
         parts = zip(*(x.split(min(size, heads), dim=1) for x in samples))
-        outs.append(torch.cat([_recomputed(function, part) for part in parts], dim=1))
-    return torch.cat(outs)
+        outs.append(_join([_recomputed(function, part) for part in parts], dim=1))
+    return _join(outs, dim=0)
 
 
 def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
     if not torch.is_grad_enabled():
         return function(*tensors)
     return checkpoint(function, *tensors, use_reentrant=False)
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    # torch.cat would copy a single part
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
