@@ -104,6 +104,7 @@ class ConvQKV(nn.Module):
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.num_prefix_tokens = num_prefix_tokens
+        self.stride_kv = stride_kv
         k_dim = _key_width(dim, k_dim, shared_qk)
         conv: dict[str, Any] = dict(
             in_channels=dim, out_channels=dim, kernel_size=kernel_size, groups=dim, apply_act=False, **dd

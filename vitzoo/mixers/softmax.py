@@ -112,6 +112,12 @@ class Softmax(QKVMixer):
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         if rel_bias not in ('none', 'table', 'decomposed'):
             raise ValueError(f"rel_bias of softmax is 'none', 'table' or 'decomposed', not {rel_bias!r}.")
+        stride_kv = getattr(self.qkv, 'stride_kv', 1)
+        if rel_bias != 'none' and stride_kv > 1:
+            raise ValueError(
+                f'rel_bias={rel_bias!r} needs a key for each query, but stride_kv={stride_kv} leaves fewer keys; '
+                f"choose stride_kv=1 or rel_bias='none'."
+            )
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.rel_bias: OffsetBias | DecomposedBias | None = None
         if rel_bias == 'table':

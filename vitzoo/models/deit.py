@@ -97,6 +97,9 @@ class DeiT(VisionTransformer):
         self.rope = None
         if pos_embed == 'rope':
             self.rope = RotaryEmbeddingCat(embed_dim // num_heads, in_pixels=False, temperature=100.0, **dd)
+            if mixer_class(mixer).has_own_rope:
+                # queries and keys are rotated once
+                mixer_kwargs = {'rope': False, **(mixer_kwargs or {})}
         grid_size = self.patch_embed.grid_size
         if min(grid_size) < 1:
             raise ValueError(

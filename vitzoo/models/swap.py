@@ -152,6 +152,9 @@ def _new_mixers(
             num_prefix_tokens=family.num_prefix_in_block(model, path),
             layer=index * len(parts) + number,
         )
+        if cls.subsampled_kv and getattr(model, 'stride_kv', 1) > 1:
+            # a bias of windows has no place between queries and fewer keys
+            settings.pop('rel_bias', None)
         if cls.has_own_rope and getattr(model, 'rope', None) is not None:
             # the weights are made for the positions of the model
             settings['rope'] = False
