@@ -165,11 +165,11 @@ def draw_curves(folder: Path, history: list[dict]) -> None:
     panels = {
         'loss': dict(train_loss='training', eval_loss='validation', ema_eval_loss='validation, averaged weights'),
         'top-1 in %': dict(top1='validation', ema_top1='validation, averaged weights'),
-        'error of the final tokens': dict(feature_error='held-out images', ema_feature_error='averaged weights'),
+        'error of the outputs': dict(output_error='held-out images', ema_output_error='averaged weights'),
         'learning rate': dict(lr='last layers'),
     }
-    is_transfer = any('feature_error' in row for row in history)
-    del panels['top-1 in %' if is_transfer else 'error of the final tokens']
+    is_transfer = any('output_error' in row for row in history)
+    del panels['top-1 in %' if is_transfer else 'error of the outputs']
     x = 'step' if is_transfer else 'epoch'
     figure = Figure(figsize=(12, 3.6), layout='constrained')
     for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels.items()):

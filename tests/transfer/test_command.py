@@ -208,7 +208,7 @@ def test_two_processes_give_the_numbers_of_one(target, teacher, images, finished
     found, single = read_results(tmp_path / 'ls'), read_results(finished)
     for stage in ('matching', 'network'):
         for row, other in zip(found[stage], single[stage], strict=True):
-            assert row['feature_error'] == pytest.approx(other['feature_error'], rel=1e-4)
+            assert row['output_error'] == pytest.approx(other['output_error'], rel=1e-4)
     assert found['student']['top1'] == single['student']['top1']
 
 
@@ -276,9 +276,9 @@ def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_pa
     assert weights == [1.0]
     assert results['settings']['training'] == dict(model_ema=True, model_ema_decay=0.5, clip_grad=1.0)
     for stage in ('matching', 'network'):
-        assert len({row['feature_error'] for row in results[stage]}) == 3
+        assert len({row['output_error'] for row in results[stage]}) == 3
     last = results['network'][-1]
-    assert last['ema_feature_error'] != last['feature_error']
+    assert last['ema_output_error'] != last['output_error']
     assert len(list((tmp_path / 'vitzoo').glob('events.out.tfevents*'))) == 1
 
 

@@ -11,8 +11,8 @@ from timm.models import save_for_hf
 import vitzoo
 from vitzoo.transfer import keep_softmax, match_blocks, probe
 from vitzoo.transfer.command import transfer
-from vitzoo.transfer.hybrid import feature_error
 from vitzoo.transfer.matching import new_parameters
+from vitzoo.transfer.outputs import output_error
 
 IMAGES = batches(1, batch_size=2)
 PATHS = ['stages.0.blocks.0.attn', 'stages.1.blocks.0.attn', 'stages.1.blocks.1.attn']
@@ -42,14 +42,14 @@ def test_softmax_by_softmax_stays_at_zero_and_linear_learns(family):
     teacher = make_teacher(name, **{**SMALL, **own})
     same = make_student(teacher, 'softmax')
     assert max(cost.error for cost in probe(teacher, same, IMAGES)) < 1e-5
-    assert feature_error(teacher, same, IMAGES) < 1e-9
+    assert output_error(teacher, same, IMAGES) < 1e-9
     student = make_student(teacher, 'linear')
     history = match_blocks(teacher, student, IMAGES, IMAGES, steps=6, eval_every=3, lr=1e-3)
-    assert history[0]['feature_error'] > 1e-6
+    assert history[0]['output_error'] > 1e-6
     assert sum(history[-1]['errors'].values()) < sum(history[0]['errors'].values())
-    before = feature_error(teacher, student, IMAGES)
+    before = output_error(teacher, student, IMAGES)
     keep_softmax(teacher, student, IMAGES, 1)
-    assert feature_error(teacher, student, IMAGES) < before
+    assert output_error(teacher, student, IMAGES) < before
 
 
 @pytest.mark.usefixtures('fresh_accelerate')

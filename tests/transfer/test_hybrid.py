@@ -12,8 +12,8 @@ from timm.models.vision_transformer import Block
 from vitzoo.mixers import create_mixer, mixer_class
 from vitzoo.mixers._kernel import KernelMixer
 from vitzoo.transfer import keep_softmax, probe, zero_attention
-from vitzoo.transfer.attention import final_tokens, only_part, parts_of
-from vitzoo.transfer.hybrid import feature_error
+from vitzoo.transfer.attention import only_part, parts_of
+from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.students import make_student as make_student_to_train
 from vitzoo.transfer.students import start_arguments
 
@@ -65,14 +65,14 @@ def test_the_most_useful_block_is_kept_first_and_the_gap_closes():
     teacher = make_teacher()
     student = make_student(teacher, 'linear')
     alternatives = [
-        feature_error(teacher, make_student(teacher, 'linear', blocks), IMAGES) for blocks in ([1, 2], [0, 2], [0, 1])
+        output_error(teacher, make_student(teacher, 'linear', blocks), IMAGES) for blocks in ([1, 2], [0, 2], [0, 1])
     ]
     rows = keep_softmax(teacher, student, IMAGES, 2)
-    errors = [row['feature_error'] for row in rows]
+    errors = [row['output_error'] for row in rows]
     assert errors[0] > errors[1] > errors[2]
     assert errors[1] == pytest.approx(min(alternatives), rel=1e-5)
     assert rows[1]['kept'] == [f'blocks.{alternatives.index(min(alternatives))}.attn']
-    assert feature_error(teacher, student, IMAGES) == pytest.approx(errors[2], rel=1e-6)
+    assert output_error(teacher, student, IMAGES) == pytest.approx(errors[2], rel=1e-6)
     kept = [int(path.split('.')[1]) for path in rows[-1]['kept']]
     assert all(type(student.blocks[index]) is Block for index in kept)
     assert student._model_args['swap_mixer'] == [{'mixer': 'linear', 'blocks': [i for i in range(3) if i not in kept]}]
@@ -108,10 +108,10 @@ def test_the_zero_control_is_the_model_without_attention_and_ends_with_its_conte
         torch.nn.init.zeros_(block.attn.proj.weight)
         torch.nn.init.zeros_(block.attn.proj.bias)
     with torch.no_grad():
-        before = final_tokens(student, IMAGES[0])
+        before = student.forward_features(IMAGES[0])
         with zero_attention(student):
-            assert torch.equal(final_tokens(student, IMAGES[0]), final_tokens(without, IMAGES[0]))
-        assert torch.equal(final_tokens(student, IMAGES[0]), before)
+            assert torch.equal(student.forward_features(IMAGES[0]), without.forward_features(IMAGES[0]))
+        assert torch.equal(student.forward_features(IMAGES[0]), before)
 
 
 def test_ls_without_its_norms_is_window_attention_of_the_inherited_weights():

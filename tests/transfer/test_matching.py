@@ -10,7 +10,7 @@ from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
 from vitzoo.transfer import distil, match_blocks
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
-from vitzoo.transfer.hybrid import feature_error
+from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.pictures import IntervalBatches
 
 TRAIN, HELD_OUT = batches(3), batches(2, seed=1)
@@ -37,7 +37,7 @@ def test_softmax_by_softmax_starts_and_stays_at_zero(stage):
     student = make_student(teacher, 'softmax')
     before = deepcopy(student.state_dict())
     history = STAGES[stage](teacher, student, TRAIN, HELD_OUT, steps=4, eval_every=2)
-    assert history[0]['feature_error'] == 0
+    assert history[0]['output_error'] == 0
     assert max(history[0].get('errors', {'': 0}).values()) == 0
     assert [row['best'] for row in history] == [True, False, False]
     assert all(torch.equal(before[name], value) for name, value in student.state_dict().items())
@@ -50,12 +50,12 @@ MIXERS = {'linear': {}, 'aft_simple': {}, 'nystrom': dict(num_landmarks=4), 'ls'
 def test_the_error_on_a_fixed_set_falls_from_stage_to_stage(mixer):
     teacher = make_teacher()
     student = make_student(teacher, mixer, **MIXERS[mixer])
-    errors = [feature_error(teacher, student, HELD_OUT)]
+    errors = [output_error(teacher, student, HELD_OUT)]
     for stage in STAGES.values():
         history = stage(teacher, student, HELD_OUT, HELD_OUT, steps=12, eval_every=4, lr=5e-4)
-        assert history[0]['feature_error'] == pytest.approx(errors[-1], rel=1e-5)
-        errors.append(feature_error(teacher, student, HELD_OUT))
-        assert errors[-1] == pytest.approx(min(row['feature_error'] for row in history), rel=1e-5)
+        assert history[0]['output_error'] == pytest.approx(errors[-1], rel=1e-5)
+        errors.append(output_error(teacher, student, HELD_OUT))
+        assert errors[-1] == pytest.approx(min(row['output_error'] for row in history), rel=1e-5)
     assert errors[0] > errors[1] > errors[2]
 
 
@@ -71,7 +71,7 @@ def test_a_rate_that_destroys_the_student_leaves_it_as_it_was():
     student = make_student(teacher, 'linear')
     before = deepcopy(student.state_dict())
     history = match_blocks(teacher, student, TRAIN, HELD_OUT, steps=4, eval_every=2, lr=10.0)
-    assert min(row['feature_error'] for row in history[1:]) > history[0]['feature_error']
+    assert min(row['output_error'] for row in history[1:]) > history[0]['output_error']
     assert all(torch.equal(before[name], value) for name, value in student.state_dict().items())
 
 

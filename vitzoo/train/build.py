@@ -147,7 +147,7 @@ def _start_from(model: nn.Module, path: str) -> None:
 
 
 def _is_backbone(model: nn.Module, path: str) -> bool:
-    """Whether a checkpoint has the names of all weights of the model but those of its head."""
+    """True for a checkpoint that lacks only the head of the model."""
     classifiers = model.pretrained_cfg.get('classifier') or ()
     heads = [classifiers] if isinstance(classifiers, str) else list(classifiers)
     missing = model.state_dict().keys() - unwrap(read_checkpoint(path)).keys()

@@ -40,7 +40,7 @@ class NetworkLoss:
 
         L = L_tokens + KL(teacher's logits, student's logits) + block_weight * mean over mixers of L_attention
 
-    L_tokens is the mean squared error of the final tokens, normalized to unit variance, and L_attention that of the
+    L_tokens is the mean squared error of the outputs, normalized to unit variance, and L_attention that of the
     attention outputs, each divided by the variance of the teacher's output for the image. All terms are means over
     images, so they do not depend on how a batch is divided. A student without a head has no divergence. ViT-AdaLA,
     stage 2, https://arxiv.org/abs/2603.16063, with the term of https://arxiv.org/abs/2410.10254.

@@ -59,7 +59,7 @@ from vitzoo.train.run import Run
 from vitzoo.train.run_folder import claim_folder, export_model, remove_old_run, set_aside, write_on_main
 from vitzoo.train.step import train_step
 
-_LOWER_IS_BETTER = ('eval_loss', 'feature_error')
+_LOWER_IS_BETTER = ('eval_loss', 'output_error')
 
 
 def train(argv: list[str] | None = None) -> dict | None:

@@ -165,8 +165,8 @@ def report_epoch(run: Run) -> None:
         'top-1': ('top1', '5.2f'),
         'ema': ('ema_top1', '5.2f'),
         'mAP': ('map', '5.2f'),
-        'error of the final tokens': ('feature_error', '.5f'),
-        'of the averaged weights': ('ema_feature_error', '.5f'),
+        'error of the outputs': ('output_error', '.5f'),
+        'of the averaged weights': ('ema_output_error', '.5f'),
     }
     words = [
         f'{label} {row[name]:{form}}' + ' %' * (form == '5.2f') for label, (name, form) in scores.items() if name in row

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vitzoo.mixers import TokenMixer
 from vitzoo.models._swap_models import SwappedModel
@@ -156,16 +155,6 @@ def only_part(student: nn.Module, part: str) -> Iterator[nn.Module]:
 def parts_of(student: nn.Module) -> list[str]:
     """Names of the parts that mixers of the student can be limited to."""
     return list(dict.fromkeys(part for path in mixer_paths(student) for part in student.get_submodule(path).parts))
-
-
-def final_tokens(model: nn.Module, images: Tensor) -> Tensor:
-    """Tokens after the last block and its norm, normalized without parameters: (B, C, H, W) -> (B, N, C)."""
-    return normalize_tokens(model.forward_features(images))
-
-
-def normalize_tokens(tokens: Tensor) -> Tensor:
-    """Zero mean and unit variance over the channels, in float32."""
-    return F.layer_norm(tokens.float(), tokens.shape[-1:])
 
 
 def images_of(batch: Tensor | tuple | list) -> Tensor:

@@ -291,7 +291,7 @@ def _common(task: Transfer, ledger: Ledger, stage: str, steps: int) -> dict:
 def _describe_row(stage: str, number: int, row: dict) -> str:
     mark = ' *' if row.get('best') else ''
     gap = f', gap {row["gap"]:.2f} points' if 'gap' in row else ''
-    return f'{stage:14} {number:6}  error {row["feature_error"]:.5f}{gap}{mark}'
+    return f'{stage:14} {number:6}  error {row["output_error"]:.5f}{gap}{mark}'
 
 
 def _pair(task: Transfer, student: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -75,7 +75,7 @@ def descend(
         groups: Parameter groups with their learning rates; all other parameters stay as they are.
         loader: Batches of images, or tuples that begin with them; iterated again when it ends.
         backward: Adds the gradients of a batch.
-        evaluate: Returns measurements, the one that decides under 'feature_error'.
+        evaluate: Returns measurements, the one that decides under 'output_error'.
         eval_every: Steps between evaluations; there is one before the first step and one after the last.
         accelerator: Averages the gradients of its processes, and has the precision; None for a single process.
         state_file: Written after each evaluation; if it exists, training continues from it.
@@ -150,8 +150,8 @@ class _Descent:
         with self.autocast():
             row = dict(step=self.step, **self.evaluate())
         if self.history:
-            self._check_finite(row['feature_error'])
-        row['best'] = not self.history or row['feature_error'] < min(old['feature_error'] for old in self.history)
+            self._check_finite(row['output_error'])
+        row['best'] = not self.history or row['output_error'] < min(old['output_error'] for old in self.history)
         self.history.append(row)
         if self.progress is not None:
             self.progress(row)
@@ -179,7 +179,7 @@ class _Descent:
         self.restore(self.best)
         rates = ' and '.join(f'{rate:g}' for rate in self.schedule.base_values)
         raise UserError(
-            f'the error of the final tokens is {error} after step {self.step} at learning rates of {rates}; halve them'
+            f'the error of the outputs is {error} after step {self.step} at learning rates of {rates}; halve them'
         )
 
     def _load(self) -> bool:

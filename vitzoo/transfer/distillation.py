@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from vitzoo.train.distill import NetworkLoss
 from vitzoo.transfer.attention import mixer_paths
 from vitzoo.transfer.descent import StepBatches, descend
-from vitzoo.transfer.hybrid import feature_error
 from vitzoo.transfer.matching import new_parameters
+from vitzoo.transfer.outputs import output_error
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -54,7 +54,7 @@ def distil(
         progress: Called with each row of the result.
 
     Returns:
-        For each evaluation its `step`, `feature_error` and whether it is the `best` so far.
+        For each evaluation its `step`, `output_error` and whether it is the `best` so far.
 
     Raises:
         ValueError: The student has no mixers, or a loader no images.
@@ -73,7 +73,7 @@ def distil(
         parameter_groups(student, lr, new_lr),
         loader,
         backward,
-        lambda: dict(feature_error=feature_error(teacher, student, held_out, accelerator)),
+        lambda: dict(output_error=output_error(teacher, student, held_out, accelerator)),
         steps=steps,
         eval_every=eval_every,
         accelerator=accelerator,

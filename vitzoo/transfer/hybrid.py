@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from timm.models._input import update_model_args
 from torch import nn
-from torch.nn import functional as F
 
 from vitzoo.transfer.attention import (
     block_of,
     blocks_of_teacher,
-    final_tokens,
-    images_of,
     index_of,
     mixer_paths,
     put,
 )
-from vitzoo.transfer.probing import cosine_of_tokens, has_head
+from vitzoo.transfer.outputs import output_error, output_gap
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,7 +40,7 @@ def keep_softmax(
 ) -> list[dict]:
     """Give blocks of a student back to softmax attention, in place, the most useful first.
 
-    In each round every remaining block is tried, and the one that leaves the smallest error of the final tokens is
+    In each round every remaining block is tried, and the one that leaves the smallest error of the outputs is
     kept. The blocks are copies of the teacher's, without mixers.
 
     Args:
@@ -60,7 +57,7 @@ def keep_softmax(
         done: The rows of a call that was interrupted, which continues.
 
     Returns:
-        A row for the start and one for each block: `kept` (paths so far), `feature_error` and `gap`.
+        A row for the start and one for each block: `kept` (paths so far), `output_error` and `gap`.
 
     Raises:
         ValueError: There are not as many blocks with mixers, or the loader has no images.
@@ -76,8 +73,8 @@ def keep_softmax(
 
     def add_row(kept: list[str]) -> None:
         with blocks_of_teacher(student, teacher, kept) as hybrid:
-            error = feature_error(teacher, hybrid, loader, accelerator)
-            rows.append(dict(kept=kept, feature_error=error, gap=gap(hybrid)))
+            error = output_error(teacher, hybrid, loader, accelerator)
+            rows.append(dict(kept=kept, output_error=error, gap=gap(hybrid)))
         if progress is not None:
             progress(rows[-1])
 
@@ -111,7 +108,7 @@ def _most_useful(
     for path in paths:
         if path not in kept:
             with blocks_of_teacher(student, teacher, [*kept, path]) as hybrid:
-                errors[path] = feature_error(teacher, hybrid, loader, accelerator)
+                errors[path] = output_error(teacher, hybrid, loader, accelerator)
     return min(errors, key=lambda path: errors[path])
 
 
@@ -132,52 +129,3 @@ def _without_blocks(swap: dict, indices: set[int]) -> dict:
     if not isinstance(mixer, str):
         mixer = [mixer[position] for position in kept]
     return {**swap, 'mixer': mixer, 'blocks': [swap['blocks'][position] for position in kept]}
-
-
-@torch.no_grad()
-def feature_error(
-    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
-) -> float:
-    """Mean squared error of the final tokens, normalized to unit variance.
-
-    Raises:
-        ValueError: The loader has no images.
-    """
-
-    def measure(images: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(final_tokens(student, images), final_tokens(teacher, images))
-
-    return _mean(measure, loader, student, accelerator)
-
-
-@torch.no_grad()
-def output_gap(
-    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
-) -> float:
-    """The gap of `keep_softmax` if it has no other, in percentage points."""
-
-    def measure(images: torch.Tensor) -> torch.Tensor:
-        if has_head(teacher):
-            return (student(images).argmax(dim=1) != teacher(images).argmax(dim=1)).double().mean()
-        return 1 - cosine_of_tokens(final_tokens(student, images), final_tokens(teacher, images)).mean()
-
-    return 100 * _mean(measure, loader, student, accelerator)
-
-
-def _mean(
-    measure: Callable[[torch.Tensor], torch.Tensor],
-    loader: Iterable,
-    model: nn.Module,
-    accelerator: 'Accelerator | None' = None,
-) -> float:
-    """Mean over the images of a loader of a measurement of each batch."""
-    model.eval()
-    device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in loader:
-        images = images_of(batch).to(device)
-        sums += len(images) * torch.stack([measure(images).double(), sums.new_ones(())])
-    total, num_images = (sums if accelerator is None else accelerator.reduce(sums, reduction='sum')).tolist()
-    if not num_images:
-        raise ValueError('The loader has no images.')
-    return total / num_images

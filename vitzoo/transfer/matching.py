@@ -18,13 +18,13 @@ from vitzoo.transfer.attention import (
     Call,
     attention_output,
     block_of,
-    final_tokens,
     images_of,
     index_of,
     mixer_paths,
     visit_attention,
 )
 from vitzoo.transfer.descent import StepBatches, descend
+from vitzoo.transfer.outputs import Outputs, compare
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -49,8 +49,8 @@ def match_blocks(
 ) -> list[dict]:
     """Match the attention outputs of a student's mixers with the teacher's, in place, without labels.
 
-    The student is left in the state with the smallest error of the final tokens on the held-out images. The start is
-    one of these states, so the student is never worse than before on these images.
+    The student is left in the state with the smallest error of the outputs on the held-out images. The start is one of
+    these states, so the student is never worse than before on these images.
 
     Args:
         teacher: The model before `vitzoo.swap_mixer`, in evaluation mode.
@@ -65,9 +65,8 @@ def match_blocks(
         progress: Called with each row of the result.
 
     Returns:
-        For each evaluation its `step`, `feature_error` (mean squared error of the final tokens, normalized to unit
-        variance), `errors` (by block, the squared error of the attention output as a fraction of its variance) and
-        whether it is the `best` so far.
+        For each evaluation its `step`, `output_error` (that of `vitzoo.transfer.outputs.compare`), `errors` (by block,
+        the squared error of the attention output as a fraction of its variance) and whether it is the `best` so far.
 
     Raises:
         ValueError: The student has no mixers, or a loader no images.
@@ -167,7 +166,7 @@ def measure_errors(
     variance: dict[str, Tensor],
     accelerator: 'Accelerator | None' = None,
 ) -> dict:
-    """`errors` of the attention outputs, by block, and `feature_error` of the final tokens, as in `match_blocks`."""
+    """`errors` of the attention outputs, by block, and `output_error`, as in `match_blocks`."""
     device = next(student.parameters()).device
     student.eval()
     sums = torch.zeros(len(variance) + 1, dtype=torch.float64, device=device)
@@ -181,11 +180,11 @@ def measure_errors(
     for batch in loader:
         images = images_of(batch).to(device)
         with visit_attention(teacher, variance, add):
-            expected = final_tokens(teacher, images)
-        sums[0] += len(images) * F.mse_loss(final_tokens(student, images), expected).double()
+            expected = Outputs.of(teacher, images)
+        sums[0] += len(images) * compare(Outputs.of(student, images), expected).double()
         num_images += len(images)
-    feature_error, *errors = (_reduce(sums, accelerator) / _reduce(num_images, accelerator)).tolist()
-    return dict(feature_error=feature_error, errors=dict(zip(variance, errors)))
+    output_error, *errors = (_reduce(sums, accelerator) / _reduce(num_images, accelerator)).tolist()
+    return dict(output_error=output_error, errors=dict(zip(variance, errors)))
 
 
 def _reduce(value: Tensor, accelerator: 'Accelerator | None') -> Tensor:

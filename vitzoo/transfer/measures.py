@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitzoo.transfer.probing import has_head
+from vitzoo.transfer.outputs import has_head
 
 _NEIGHBOURS = 10
 # of the linear probe, relative to the variance of the features

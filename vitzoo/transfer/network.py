@@ -29,13 +29,13 @@ from vitzoo.train.resume import resume_run
 from vitzoo.train.run import Run
 from vitzoo.transfer.descent import WarmupCosine
 from vitzoo.transfer.distillation import parameter_groups
-from vitzoo.transfer.hybrid import feature_error
 from vitzoo.transfer.opening import Transfer
+from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.pictures import IntervalBatches
 from vitzoo.transfer.stopping import Stopped
 
 # columns of metrics.csv in the result
-_COLUMNS = ('step', 'lr', 'train_loss', 'feature_error', 'ema_feature_error')
+_COLUMNS = ('step', 'lr', 'train_loss', 'output_error', 'ema_output_error')
 
 
 def train_network(
@@ -59,7 +59,7 @@ def train_network(
         log_with: Trackers.
 
     Returns:
-        For the start and each evaluation its `step`, `feature_error`, that of averaged weights, if there are any, and
+        For the start and each evaluation its `step`, `output_error`, that of averaged weights, if there are any, and
         whether it is the `best` so far.
 
     Raises:
@@ -68,7 +68,7 @@ def train_network(
     """
     accelerator = task.accelerator
     with accelerator.autocast():
-        start = dict(feature_error=feature_error(task.teacher, student, task.held_out, accelerator))
+        start = dict(output_error=output_error(task.teacher, student, task.held_out, accelerator))
     history = []
     if steps:
         run = _open_run(task, student, lock, steps, lr, new_lr)
@@ -88,7 +88,7 @@ def load_best(student: nn.Module, folder: Path, rows: list[dict]) -> None:
 def _mark_best(rows: list[dict]) -> list[dict]:
     smallest = math.inf
     for row in rows:
-        error = min(row['feature_error'], row.get('ema_feature_error', math.inf))
+        error = min(row['output_error'], row.get('ema_output_error', math.inf))
         row['best'] = row is rows[0] or error < smallest
         smallest = min(error, smallest)
     return rows
@@ -120,7 +120,7 @@ def _open_run(task: Transfer, student: nn.Module, lock: FolderLock, steps: int, 
     interval = max(1, steps // options.evals)
     plan = replace(task.plan, steps_per_epoch=interval, epochs=math.ceil(steps / interval), max_steps=steps, lr=lr)
     # not a metric of recipes, because other trainings do not measure it
-    recipe = replace(options.recipe, model=task.name, kd_model_name=task.name, eval_metric='feature_error')
+    recipe = replace(options.recipe, model=task.name, kd_model_name=task.name, eval_metric='output_error')
     raw_model = deepcopy(student)
     _freeze_unused(task, raw_model)
     ema = build_ema(recipe, raw_model)
@@ -131,13 +131,13 @@ def _open_run(task: Transfer, student: nn.Module, lock: FolderLock, steps: int, 
     batches = IntervalBatches(task.batches(plan.accum_steps), interval, steps)
 
     def measure(model: nn.Module) -> dict[str, float]:
-        error = feature_error(task.teacher, model, task.held_out, accelerator)
+        error = output_error(task.teacher, model, task.held_out, accelerator)
         if not math.isfinite(error):
             raise UserError(
-                f'the error of the final tokens is {error} after step {run.step} at learning rates of {lr:g} and'
+                f'the error of the outputs is {error} after step {run.step} at learning rates of {lr:g} and'
                 f' {new_lr:g}; halve them'
             )
-        return dict(feature_error=error)
+        return dict(output_error=error)
 
     # chosen images have what the trainer reads of a dataset
     train_set: Any = task.images

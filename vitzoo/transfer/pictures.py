@@ -20,7 +20,7 @@ from vitzoo.data.reader import LabelledReader
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.errors import UserError
 from vitzoo.train.recipe import Recipe, make_recipe
-from vitzoo.transfer.probing import has_head
+from vitzoo.transfer.outputs import has_head
 from vitzoo.validate.evaluation import open_validation_data
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from vitzoo.transfer.attention import (
     mixer_paths,
     visit_attention,
 )
+from vitzoo.transfer.outputs import cosine_of_tokens, has_head
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,6 @@ def probe(teacher: nn.Module, student: nn.Module, loader: Iterable) -> list[Bloc
         error, shift, cosine, divergence = (sums[path] / num_images).tolist()
         costs.append(BlockCost(path, error, shift, cosine, divergence if has_head(teacher) else None))
     return costs
-
-
-def has_head(model: nn.Module) -> bool:
-    """True for a classifier, False for a model of features."""
-    return getattr(model, 'num_classes', 0) > 0
-
-
-def cosine_of_tokens(found: Tensor, expected: Tensor) -> Tensor:
-    """Mean cosine similarity of an image's final tokens, (B,); tokens are (B, N, C) or (B, H, W, C)."""
-    return F.cosine_similarity(found.float(), expected.float(), dim=-1).flatten(1).mean(dim=1)
 
 
 def _compare_outputs(teacher: nn.Module, student: nn.Module, features: Tensor, images: Tensor) -> Tensor:

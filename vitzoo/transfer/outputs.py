@@ -1,0 +1,105 @@
+"""The outputs of a student and of its teacher, final tokens and logits, compared on the same images."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitzoo.transfer.attention import images_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Outputs(NamedTuple):
+    """Tokens after the last block and its norm (B, N, C), and logits (B, num_classes) if the model has a head."""
+
+    tokens: Tensor
+    logits: Tensor | None
+
+    @classmethod
+    def of(cls, model: nn.Module, images: Tensor) -> 'Outputs':
+        """The outputs of a model for images (B, C, H, W)."""
+        tokens = model.forward_features(images)
+        return cls(tokens, model.forward_head(tokens) if has_head(model) else None)
+
+
+def compare(found: Outputs, expected: Outputs) -> Tensor:
+    """Mean squared error of the tokens, each normalized to unit variance, plus with a head the KL divergence in nats.
+
+    It is the loss of the network stage without the attention outputs. Tokens alone would not do for a classifier: its
+    logits may get much better while tokens that the head does not read get worse.
+    """
+    error = F.mse_loss(normalize_tokens(found.tokens), normalize_tokens(expected.tokens))
+    if found.logits is None or expected.logits is None:
+        return error
+    # in float32, equal logits would have a divergence of about 1e-7
+    logits, target = (outputs.double().log_softmax(dim=1) for outputs in (found.logits, expected.logits))
+    return error + F.kl_div(logits, target, reduction='batchmean', log_target=True)
+
+
+@torch.no_grad()
+def output_error(
+    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
+) -> float:
+    """Mean of `compare` over the images of a loader.
+
+    Raises:
+        ValueError: The loader has no images.
+    """
+
+    def measure(images: Tensor) -> Tensor:
+        return compare(Outputs.of(student, images), Outputs.of(teacher, images))
+
+    return _mean(measure, loader, student, accelerator)
+
+
+@torch.no_grad()
+def output_gap(
+    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
+) -> float:
+    """The gap of `keep_softmax` if it has no other, in percentage points."""
+
+    def measure(images: Tensor) -> Tensor:
+        if has_head(teacher):
+            return (student(images).argmax(dim=1) != teacher(images).argmax(dim=1)).double().mean()
+        found, expected = (normalize_tokens(model.forward_features(images)) for model in (student, teacher))
+        return 1 - cosine_of_tokens(found, expected).mean()
+
+    return 100 * _mean(measure, loader, student, accelerator)
+
+
+def cosine_of_tokens(found: Tensor, expected: Tensor) -> Tensor:
+    """Mean cosine similarity of an image's final tokens, (B,); tokens are (B, N, C) or (B, H, W, C)."""
+    return F.cosine_similarity(found.float(), expected.float(), dim=-1).flatten(1).mean(dim=1)
+
+
+def has_head(model: nn.Module) -> bool:
+    """True for a classifier, False for a model of features."""
+    return getattr(model, 'num_classes', 0) > 0
+
+
+def normalize_tokens(tokens: Tensor) -> Tensor:
+    """Zero mean and unit variance over the channels, in float32."""
+    return F.layer_norm(tokens.float(), tokens.shape[-1:])
+
+
+def _mean(
+    measure: Callable[[Tensor], Tensor],
+    loader: Iterable,
+    model: nn.Module,
+    accelerator: 'Accelerator | None' = None,
+) -> float:
+    """Mean over the images of a loader of a measurement of each batch."""
+    model.eval()
+    device = next(model.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in loader:
+        images = images_of(batch).to(device)
+        sums += len(images) * torch.stack([measure(images).double(), sums.new_ones(())])
+    total, num_images = (sums if accelerator is None else accelerator.reduce(sums, reduction='sum')).tolist()
+    if not num_images:
+        raise ValueError('The loader has no images.')
+    return total / num_images
