@@ -11,6 +11,7 @@ Gated Linear Attention Transformers with Hardware-Efficient Training, section 4,
 directions: ViG, https://arxiv.org/abs/2405.18425
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,9 +86,7 @@ def gated_linear_attention(
     v; `weight` and `bias` (d,) are those of the layer norm.
     """
 
-    def mix(*heads: torch.Tensor) -> torch.Tensor:
-        return _mix_heads(*heads, weight, bias, scale)
-
+    mix = partial(_mix_heads, weight=weight, bias=bias, scale=scale)
     num_elements = _STORED_PER_CHANNEL * q.shape[2] * q.shape[3]
     return apply_to_heads(mix, (q, k, v, decay, decay_back, gate), num_elements)
 
