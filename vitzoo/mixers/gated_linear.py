@@ -11,7 +11,6 @@ Gated Linear Attention Transformers with Hardware-Efficient Training, section 4,
 directions: ViG, https://arxiv.org/abs/2405.18425
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,40 +84,26 @@ def gated_linear_attention(
     `decay` and `decay_back` (B, heads, H*W, d) are the logits of a in both directions, `gate` those of the output, like
     v; `weight` and `bias` (d,) are those of the layer norm.
     """
+    P, out_dtype, dtype = q.shape[2] - decay.shape[2], v.dtype, torch.promote_types(q.dtype, torch.float32)
+    weight, bias = weight.to(dtype), bias.to(dtype)
 
-    mix = partial(_mix_heads, weight=weight, bias=bias, scale=scale)
+    def mix(*heads: torch.Tensor) -> torch.Tensor:
+        with no_autocast(heads[0]):
+            q, k, v, decay, decay_back, gate = (x.to(dtype) for x in heads)
+            q = scale * q
+            grid = q[:, :, P:], k[:, :, P:], v[:, :, P:]
+            forward = _scan(*grid, F.logsigmoid(decay) / _TEMPERATURE)
+            q_back, k_back, v_back = (x.flip(2) for x in grid)
+            backward = _scan(q_back, k_back, v_back, F.logsigmoid(decay_back).flip(2) / _TEMPERATURE).flip(2)
+            itself = (grid[0] * grid[1]).sum(dim=-1, keepdim=True) * grid[2]
+            y = forward + backward - itself
+            if P:
+                from_prefix = q[:, :, :P] @ (grid[1].mT @ grid[2])
+                y = torch.cat([from_prefix, y], dim=2) + q @ (k[:, :, :P].mT @ v[:, :, :P])
+            return (F.layer_norm(y, weight.shape, weight, bias, _EPS) * F.silu(gate)).to(out_dtype)
+
     num_elements = _STORED_PER_CHANNEL * q.shape[2] * q.shape[3]
     return apply_to_heads(mix, (q, k, v, decay, decay_back, gate), num_elements)
-
-
-def _mix_heads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    decay_back: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    P, out_dtype = q.shape[2] - decay.shape[2], v.dtype
-    with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        q, k, v, decay, decay_back, gate, weight, bias = (
-            x.to(dtype) for x in (q, k, v, decay, decay_back, gate, weight, bias)
-        )
-        q = scale * q
-        grid = q[:, :, P:], k[:, :, P:], v[:, :, P:]
-        forward = _scan(*grid, F.logsigmoid(decay) / _TEMPERATURE)
-        q_back, k_back, v_back = (x.flip(2) for x in grid)
-        backward = _scan(q_back, k_back, v_back, F.logsigmoid(decay_back).flip(2) / _TEMPERATURE).flip(2)
-        itself = (grid[0] * grid[1]).sum(dim=-1, keepdim=True) * grid[2]
-        y = forward + backward - itself
-        if P:
-            from_prefix = q[:, :, :P] @ (grid[1].mT @ grid[2])
-            y = torch.cat([from_prefix, y], dim=2) + q @ (k[:, :, :P].mT @ v[:, :, :P])
-        return (F.layer_norm(y, weight.shape, weight, bias, _EPS) * F.silu(gate)).to(out_dtype)
 
 
 def _scan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_a: torch.Tensor) -> torch.Tensor:

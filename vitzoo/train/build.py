@@ -136,8 +136,9 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
 
 def _start_from(model: nn.Module, path: str) -> None:
     """Load a checkpoint; where its head is for another number of classes, or it has none, all but the head."""
-    num_classes, checkpoint_classes = model.num_classes, _num_classes_in(model, path)
-    if checkpoint_classes == num_classes or (checkpoint_classes is None and not _is_backbone(model, path)):
+    num_classes, weights = model.num_classes, unwrap(read_checkpoint(path))
+    checkpoint_classes = _num_classes_in(model, weights)
+    if checkpoint_classes == num_classes or (checkpoint_classes is None and not _lacks_only_the_head(model, weights)):
         load_weights(model, path)
         return
     model.reset_classifier(checkpoint_classes or 0)
@@ -146,26 +147,26 @@ def _start_from(model: nn.Module, path: str) -> None:
     _note_new_head(path, checkpoint_classes, num_classes)
 
 
-def _is_backbone(model: nn.Module, path: str) -> bool:
-    """True for a checkpoint that lacks only the head of the model."""
-    classifiers = model.pretrained_cfg.get('classifier') or ()
-    heads = [classifiers] if isinstance(classifiers, str) else list(classifiers)
-    missing = model.state_dict().keys() - unwrap(read_checkpoint(path)).keys()
-    return bool(missing) and all(name.rpartition('.')[0] in heads for name in missing)
-
-
 def _note_new_head(source: str, old: int | None, new: int) -> None:
     has = f'a head for {old} classes' if old else 'no head'
     PartialState().print(f'note   {source} has {has}; using a new head for {new} classes')
 
 
-def _num_classes_in(model: nn.Module, path: str) -> int | None:
+def _num_classes_in(model: nn.Module, weights: dict[str, torch.Tensor]) -> int | None:
     """The number of classes of a checkpoint's head; None if it has no head of the model's name."""
-    names = model.pretrained_cfg.get('classifier')
-    # distilled models have a head for each token
-    name = names[0] if isinstance(names, tuple | list) else names
-    head = unwrap(read_checkpoint(path)).get(f'{name}.weight')
-    return None if head is None else len(head)
+    heads = [weights.get(f'{name}.weight') for name in _head_names(model)]
+    return None if not heads or heads[0] is None else len(heads[0])
+
+
+def _lacks_only_the_head(model: nn.Module, weights: dict[str, torch.Tensor]) -> bool:
+    missing = model.state_dict().keys() - weights.keys()
+    return bool(missing) and all(name.rpartition('.')[0] in _head_names(model) for name in missing)
+
+
+def _head_names(model: nn.Module) -> list[str]:
+    """Names of the layers that classify; distilled models have one for each token."""
+    names = model.pretrained_cfg.get('classifier') or []
+    return [names] if isinstance(names, str) else list(names)
 
 
 def synchronize_batch_norm(model: nn.Module, accelerator: Accelerator) -> nn.Module:
