@@ -4,7 +4,9 @@ Idle threads of GNU OpenMP spin for milliseconds before they sleep. If other pro
 have work wait for those that spin, which makes a command more than ten times slower.
 
 glibc returns every freed block above 32 MB to the system, which must fill the next one with zeros. At 16,384 tokens
-this takes a third to a half of the time of a linear mixer on a CPU.
+this takes a third to a half of the time of a linear mixer on a CPU. Blocks above 512 MB, which no linear mixer has at
+this size, are still returned: glibc reuses freed blocks of different sizes badly, and a process that kept a few of
+several GB would fill the memory.
 """
 
 import ctypes
@@ -16,9 +18,9 @@ from pathlib import Path
 # iterations; libgomp's default is 300,000
 _SPIN_COUNT = '1000'
 _ALLOCATOR = {'GLIBC_TUNABLES', 'MALLOC_MMAP_MAX_', 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_'}
-# parameters of mallopt(3) and the values that keep all freed memory
-_M_TRIM_THRESHOLD, _NEVER = -1, -1
-_M_MMAP_MAX, _NONE = -4, 0
+# parameters of mallopt(3): free memory to keep, and the size from which a block is returned as soon as it is freed
+_M_TRIM_THRESHOLD, _ALL = -1, -1
+_M_MMAP_THRESHOLD, _LARGE = -3, 512 * 2**20
 _SCRIPTS = [Path(__file__).parents[1] / name for name in ('train.py', 'validate.py')]
 
 
@@ -34,8 +36,8 @@ def _reuse_memory() -> None:
     if sys.platform == 'linux' and not _ALLOCATOR & os.environ.keys():
         with suppress(AttributeError):
             mallopt = ctypes.CDLL(None).mallopt
-            mallopt(_M_TRIM_THRESHOLD, _NEVER)
-            mallopt(_M_MMAP_MAX, _NONE)
+            mallopt(_M_TRIM_THRESHOLD, _ALL)
+            mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def _is_command() -> bool:
