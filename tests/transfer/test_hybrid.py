@@ -187,13 +187,17 @@ def test_a_student_starts_as_the_kernel_of_its_mixer_on_inherited_weights(mixer,
 KERNELS = [name for name in mixers_of_ours() if issubclass(mixer_class(name), KernelMixer)]
 
 
-@pytest.mark.parametrize('mixer', KERNELS)
+NO_CONVOLUTION = dict(conv_size=0, conv_kernel_size=None, dwc='none')
+
+
+@pytest.mark.parametrize('mixer', [*KERNELS, 'nystrom'])
 @torch.no_grad()
-def test_a_kernel_mixer_starts_without_its_convolution_and_gate(mixer):
+def test_a_mixer_starts_without_its_convolution_and_gate(mixer):
     teacher = make_teacher()
     student = make_student_to_train('teacher', teacher, mixer, {}, 0)
-    cls = inspect.signature(mixer_class(mixer)).parameters
-    arguments = start_arguments(mixer) | ({'conv_size': 0} if 'conv_size' in cls else {'dwc': 'none'})
+    accepted = inspect.signature(mixer_class(mixer)).parameters
+    without = next({name: value} for name, value in NO_CONVOLUTION.items() if name in {**accepted, 'dwc': None})
+    arguments = start_arguments(mixer) | without
     bare = make_student(teacher, mixer, **arguments)
     bare.load_state_dict(student.state_dict(), strict=False)
     torch.testing.assert_close(student(IMAGES[0]), bare(IMAGES[0]))

@@ -11,6 +11,7 @@ from vitzoo.errors import UserError
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._kernel import KernelMixer
 from vitzoo.mixers._random import RandomFeatureMixer
+from vitzoo.mixers.nystrom import Nystrom
 from vitzoo.models.swap import swap_mixer
 from vitzoo.transfer.attention import mixer_paths
 from vitzoo.transfer.matching import new_parameters
@@ -23,6 +24,8 @@ _LEFT_OUT = {
     'polaformer': dict(gate=False, center_keys=False),
     'rmt': dict(rope=False),
 }
+# terms that are added to the output, and start at 0
+_ADDED_TERMS = {'nystrom': dict(conv_kernel_size=33)}
 # parameters whose effect is added to scores or outputs; of the factors u of a bias, one of two is enough
 _ADDED = ('bias_q.', 'bias_k.', 'lepe.', 'rel_bias.', 'rpb', 'u_query')
 # silu(_OPEN) = 1
@@ -33,15 +36,15 @@ def start_arguments(mixer: str) -> dict:
     """Arguments with which a mixer starts as its window or kernel attention of inherited queries, keys and values.
 
     Without new norms, gates and rotations; kernel mixers with centered keys if they depend on a constant in the keys,
-    which softmax attention ignores, and with a depthwise convolution of the values, which adds nothing at first. The
-    estimates of random features are unbiased with any constant, and were less exact with centered keys on a trained
+    which softmax attention ignores; these and nystrom with a convolution of the values, which adds nothing at first.
+    The estimates of random features are unbiased with any constant, and were less exact with centered keys on a trained
     model (`vitzoo transfer --probe-only`), as was polaformer.
 
     Raises:
         ValueError: There is no such mixer.
     """
     cls = mixer_class(mixer)
-    arguments: dict = {}
+    arguments: dict = dict(_ADDED_TERMS.get(mixer, {}))
     if issubclass(cls, KernelMixer):
         if not cls.ignores_mean_key and not issubclass(cls, RandomFeatureMixer):
             arguments['center_keys'] = True
@@ -83,7 +86,7 @@ def _silence(student: nn.Module) -> None:
     for path in paths:
         mixer = student.get_submodule(path)
         # other mixers convolve what they weight, and their gates have a silu
-        names, gate = ((*_ADDED, 'conv.'), 1.0) if isinstance(mixer, KernelMixer) else (_ADDED, _OPEN)
+        names, gate = ((*_ADDED, 'conv.'), 1.0) if isinstance(mixer, (KernelMixer, Nystrom)) else (_ADDED, _OPEN)
         for name, parameter in mixer.named_parameters():
             if id(parameter) in new and name.startswith((*names, 'gate.')):
                 parameter.fill_(gate if name == 'gate.bias' else 0)
