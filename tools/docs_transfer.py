@@ -55,7 +55,7 @@ def _cells(result: dict) -> list[str]:
     scores += [result['controls'].get(name) for name in CONTROLS]
     return [
         Path(settings['teacher']).name,
-        f'`{settings["mixer"]}`',
+        f'`{settings["mixer"]}`' + (f' and {settings["keep_softmax"]} softmax' if settings['keep_softmax'] else ''),
         SCORE_TITLES[result['kind']],
         f'{settings["steps"]} + {settings["network_steps"]}',
         *('' if score is None else f'{score["score"]:.2f}' for score in scores),

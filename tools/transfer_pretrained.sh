@@ -6,10 +6,11 @@
 #     tools/transfer_pretrained.sh dinov2_small.safetensors imagenette runs/pretrained "ls nystrom linear"
 #
 # An epoch of the 9,469 images is 295 steps of 32. An interrupted study continues if it is started again. PYTHON selects
-# the interpreter; STEPS and NETWORK_STEPS, the steps of the two stages. The grid has 9 x 9 tokens, so windows, blocks and
-# landmarks are smaller than by default. Speeds are not measured, because other processes may run beside this.
+# the interpreter; STEPS and NETWORK_STEPS, the steps of the two stages; KEEP, the number of softmax blocks to keep. The
+# grid has 9 x 9 tokens, so windows, blocks and landmarks are smaller than by default. Speeds are not measured, because
+# other processes may run beside this.
 set -eu
-weights=$1 data=$2 out=$3 mixers=$4 steps=${STEPS:-74} network_steps=${NETWORK_STEPS:-148}
+weights=$1 data=$2 out=$3 mixers=$4 steps=${STEPS:-74} network_steps=${NETWORK_STEPS:-148} keep=${KEEP:-0}
 vitzoo() { "${PYTHON:-python}" -m vitzoo "$@"; }
 
 test -f "$out/teacher/model.safetensors" || vitzoo train --model vit_small_patch14_dinov2 --initial-checkpoint "$weights" \
@@ -29,9 +30,11 @@ for mixer in $mixers; do
         agent) kwargs="num_cells=9" ;;
         *) kwargs="" ;;
     esac
+    folder=$out/${mixer}_$steps+$network_steps
+    test "$keep" = 0 || folder=${folder}_softmax$keep
     # shellcheck disable=SC2086  the arguments are words
     vitzoo transfer "$out/teacher" --mixer "$mixer" ${kwargs:+--mixer-kwargs $kwargs} --data-dir "$data" --resume \
-        --output "$out/${mixer}_$steps+$network_steps" --steps "$steps" --network-steps "$network_steps" --batch-size 32 \
+        --output "$folder" --keep-softmax "$keep" --steps "$steps" --network-steps "$network_steps" --batch-size 32 \
         --eval-images 256 --evals 3 --no-random-control --amp-dtype bfloat16 --workers 1 --sizes
-    "${PYTHON:-python}" "$(dirname "$0")/docs_transfer.py" "$out/${mixer}_$steps+$network_steps/transfer.json"
+    "${PYTHON:-python}" "$(dirname "$0")/docs_transfer.py" "$folder/transfer.json"
 done

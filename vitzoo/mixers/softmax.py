@@ -94,6 +94,8 @@ def _mix_heads(scores: torch.Tensor, proj: nn.Linear | None) -> torch.Tensor:
 class Softmax(QKVMixer):
     """Softmax attention, with PyTorch's fused kernel if timm's `use_fused_attn` allows it.
 
+    In training in half precision on a CPU, where the kernel is slower, the formula is used instead.
+
     `rel_bias` is 'none', 'table' (a learned bias per head for each 2-D offset, and for pairs with prefix tokens), or
     'decomposed' (the product of the query with a vector of the row offset plus one of the column offset, as in MViTv2
     and Segment Anything, which forms all N x N biases of each image). `talking_heads` adds the layers that mix the
