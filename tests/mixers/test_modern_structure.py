@@ -10,7 +10,8 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
 from vitzoo import create_mixer
-from vitzoo.mixers.gated_linear import gated_linear_attention
+from vitzoo.mixers import _gated_scan
+from vitzoo.mixers.gated_linear import gated_linear_attention, gated_linear_naive
 from vitzoo.mixers.monarch import monarch_attention
 
 
@@ -116,6 +117,24 @@ def test_monarch_converges_to_a_stationary_point_of_its_objective():
     scores = (q @ k.mT)[0, 0].reshape(product.shape)
     gradients = torch.autograd.grad(((scores - product.log()) * product).sum(), logits)
     assert all(gradient.abs().max() < 1e-6 for gradient in gradients)
+
+
+@pytest.mark.parametrize('cached', [1, 1500, 10**6])
+@pytest.mark.parametrize('num_tokens', [15, 16, 17, 64, 65, 150])
+def test_gated_linear_is_its_recurrence_for_any_number_of_chunks_and_heads_at_once(num_tokens, cached, monkeypatch):
+    monkeypatch.setattr(_gated_scan, 'CACHED', cached)
+    generator = torch.Generator().manual_seed(0)
+    # one prefix token; decays from 0 to 1
+    q, k, v, gate = (torch.randn(3, 2, num_tokens + 1, 4, generator=generator).double() for _ in range(4))
+    decays = [20 * torch.randn(3, 2, num_tokens, 4, generator=generator).double() for _ in range(2)]
+    args = [x.requires_grad_() for x in (q, k, v, *decays, gate, torch.ones(4).double(), torch.zeros(4).double())]
+    fast, naive = gated_linear_attention(*args, 0.7), gated_linear_naive(*args, 0.7)
+    assert_near(fast, naive)
+    expected = torch.autograd.grad(naive.square().sum(), args)
+    for create_graph in (False, True):
+        grads = torch.autograd.grad(fast.square().sum(), args, create_graph=create_graph, retain_graph=True)
+        for one, other in zip(grads, expected, strict=True):
+            assert_near(one, other)
 
 
 @pytest.mark.parametrize('logit', [-1e4, 1e4])

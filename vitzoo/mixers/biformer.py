@@ -63,18 +63,21 @@ def routed_window_attention(
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d)."""
-    B, P = q.shape[0], q.shape[2] - grid_size[0] * grid_size[1]
+    (B, heads), P = q.shape[:2], q.shape[2] - grid_size[0] * grid_size[1]
     sizes = -(-grid_size[0] // num_windows), -(-grid_size[1] // num_windows)
-    grid_q, grid_k, grid_v = (tile(x[:, :, P:], grid_size, sizes) for x in (q, k, v))  # (B, heads, T, s, d)
+    # heads first, because the mask is that of an image and a window
+    grid_q, grid_k, grid_v = (tile(x[:, :, P:].transpose(0, 1), grid_size, sizes) for x in (q, k, v))
     T, is_real = grid_q.shape[2], halo_mask(grid_size, sizes, (0, 0), q.device)  # (T, s)
     chosen = _route(grid_q, grid_k, is_real, min(topk, T))  # (B, T, k)
-    # windows of all images in one dimension
-    index = (chosen + T * torch.arange(B, device=q.device)[:, None, None]).flatten()
-    keys, values = (_gather(x, index, chosen.shape[2]) for x in (grid_k, grid_v))  # (B * T, heads, k * s, d)
+    # windows of all heads and images in one dimension, from which they are copied once
+    index = (chosen + T * torch.arange(heads * B, device=q.device).view(heads, B, 1, 1)).flatten()
+    keys, values = (
+        x.flatten(0, 2).index_select(0, index).view(heads, B * T, -1, x.shape[-1]) for x in (grid_k, grid_v)
+    )  # (heads, B * T, k * s, d)
     mask = is_real[chosen].flatten(2).flatten(0, 1)  # (B * T, k * s)
     if P:
         keys, values = (
-            torch.cat([x[:, None, :, :P].expand(-1, T, -1, -1, -1).flatten(0, 1), grid], dim=2)
+            torch.cat([x.transpose(0, 1)[:, :, None, :P].expand(-1, -1, T, -1, -1).flatten(1, 2), grid], dim=2)
             for x, grid in ((k, keys), (v, values))
         )
         mask = torch.cat([mask.new_ones(1, P).expand(len(mask), -1), mask], dim=1)
@@ -82,11 +85,8 @@ def routed_window_attention(
     if any(size % side for size, side in zip(grid_size, sizes)):
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float('-inf')).unsqueeze(1)
         bias = bias.expand(-1, grid_q.shape[3], -1)
-    # heads first, because the mask is that of an image and a window
-    grid_q = grid_q.transpose(1, 2).flatten(0, 1)
-    grid_q, keys, values = (x.transpose(0, 1) for x in (grid_q, keys, values))
-    out = softmax_attention(grid_q, keys, values, scale, bias, dropout_p)
-    out = untile(out.transpose(0, 1).unflatten(0, (B, T)).transpose(1, 2), grid_size, sizes)
+    out = softmax_attention(grid_q.flatten(1, 2), keys, values, scale, bias, dropout_p)
+    out = untile(out.unflatten(1, (B, T)).transpose(0, 1), grid_size, sizes)
     if P:
         out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
     return out + lepe(v, grid_size).to(out.dtype)
@@ -94,19 +94,16 @@ def routed_window_attention(
 
 @torch.no_grad()
 def _route(q: torch.Tensor, k: torch.Tensor, is_real: torch.Tensor, topk: int) -> torch.Tensor:
-    """The `topk` windows of keys with the largest product of means for each window of queries, (B, T, topk)."""
+    """The `topk` windows of keys with the largest product of means for each window of queries, (B, T, topk).
+
+    Windows of queries and keys (heads, B, T, s, d), with padding where `is_real` (T, s) is false.
+    """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         share = (is_real.to(dtype) / is_real.sum(dim=1, keepdim=True)).unsqueeze(2)  # (T, s, 1)
-        means = [(x.to(dtype).masked_fill(share == 0, 0) * share).sum(dim=3) for x in (q, k)]  # (B, heads, T, d)
-        q_mean, k_mean = (mean.transpose(1, 2).flatten(2) for mean in means)
+        means = [(x.to(dtype).masked_fill(share == 0, 0) * share).sum(dim=3) for x in (q, k)]  # (heads, B, T, d)
+        q_mean, k_mean = (mean.permute(1, 2, 0, 3).flatten(2) for mean in means)
         return (q_mean @ k_mean.mT).topk(topk, dim=2).indices
-
-
-def _gather(x: torch.Tensor, index: torch.Tensor, topk: int) -> torch.Tensor:
-    """Windows (B, heads, T, s, d) -> the windows of `index` (B * T * topk,), (B * T, heads, topk * s, d)."""
-    chosen = x.transpose(1, 2).flatten(0, 1).index_select(0, index).unflatten(0, (-1, topk))
-    return chosen.transpose(1, 2).flatten(2, 3)
 
 
 @register_mixer('biformer')

@@ -18,23 +18,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._gated_scan import TEMPERATURE, gated_scan
 from ._qkv import split_heads
-from ._recompute import apply_to_heads
 from ._rope import Rope
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['GatedLinear', 'gated_linear_attention', 'gated_linear_naive']
 
-# tokens whose scores are computed at once
-_BLOCK = 16
-# pairs of blocks are merged this many times, into chunks of 64 tokens
-_MERGES = 2
-# intermediate results that autograd would keep, for each channel of a token
-_STORED_PER_CHANNEL = 110
-# the power that brings the factors near 1
-_TEMPERATURE = 16
-# smaller logarithms of a count as this one, so that the product of half a block is above 0 in float32
-_LEAST = -10.0
 _EPS = 1e-5
 
 
@@ -55,7 +45,7 @@ def gated_linear_naive(
     prefix, grid = pairs[:, :, :P].sum(dim=2), pairs[:, :, P:]
     states = []
     for logits, order in ((decay, range(grid.shape[2])), (decay_back, reversed(range(grid.shape[2])))):
-        factor = (1 + (-logits).exp()) ** (-1 / _TEMPERATURE)
+        factor = (1 + (-logits).exp()) ** (-1 / TEMPERATURE)
         state = torch.zeros_like(prefix)
         of_token = [state] * grid.shape[2]
         for t in order:
@@ -85,63 +75,17 @@ def gated_linear_attention(
     v; `weight` and `bias` (d,) are those of the layer norm.
     """
     P, out_dtype, dtype = q.shape[2] - decay.shape[2], v.dtype, torch.promote_types(q.dtype, torch.float32)
-    weight, bias = weight.to(dtype), bias.to(dtype)
-
-    def mix(*heads: torch.Tensor) -> torch.Tensor:
-        with no_autocast(heads[0]):
-            q, k, v, decay, decay_back, gate = (x.to(dtype) for x in heads)
-            q = scale * q
-            grid = q[:, :, P:], k[:, :, P:], v[:, :, P:]
-            forward = _scan(*grid, F.logsigmoid(decay) / _TEMPERATURE)
-            q_back, k_back, v_back = (x.flip(2) for x in grid)
-            backward = _scan(q_back, k_back, v_back, F.logsigmoid(decay_back).flip(2) / _TEMPERATURE).flip(2)
-            itself = (grid[0] * grid[1]).sum(dim=-1, keepdim=True) * grid[2]
-            y = forward + backward - itself
-            if P:
-                from_prefix = q[:, :, :P] @ (grid[1].mT @ grid[2])
-                y = torch.cat([from_prefix, y], dim=2) + q @ (k[:, :, :P].mT @ v[:, :, :P])
-            return (F.layer_norm(y, weight.shape, weight, bias, _EPS) * F.silu(gate)).to(out_dtype)
-
-    num_elements = _STORED_PER_CHANNEL * q.shape[2] * q.shape[3]
-    return apply_to_heads(mix, (q, k, v, decay, decay_back, gate), num_elements)
-
-
-def _scan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_a: torch.Tensor) -> torch.Tensor:
-    """sum_{j <= i} (q_i * product of a over j < t <= i) . k_j v_j, chunk by chunk with a carried state."""
-    N = q.shape[2]
-    size = min(_BLOCK, N)
-    num_merges = _MERGES if size < N else 0
-    padding = (0, 0, 0, -N % (size << num_merges))
-    q, k, v, log_a = (F.pad(x, padding).unflatten(2, (-1, size)) for x in (q, k, v, log_a))
-    # from the start of the block to a token, and from there to its end
-    before = log_a.clamp(min=_LEAST).cumsum(dim=3)  # (B, heads, blocks, size, d)
-    total = before[:, :, :, -1:]
-    # the middle cancels, and keeps both exponentials in range
-    middle = before[:, :, :, size // 2, None].detach()
-    q, k = q * (before - middle).exp(), k * (middle - before).exp()
-    scores = q @ k.mT
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    out = scores.masked_fill(later, 0) @ v
-    # queries decayed from the start of their block, keys to the end of theirs: no factor is above 1
-    q, k, kept = q * middle.exp(), k * (total - middle).exp(), total.exp()
-    for _ in range(num_merges):
-        (q1, q2), (k1, k2), (out1, out2), (kept1, kept2), (v1, _) = (
-            x.unflatten(2, (-1, 2)).unbind(3) for x in (q, k, out, kept, v)
-        )
-        # the second block of a pair reads the first
-        out = torch.cat([out1, out2 + q2 @ k1.mT @ v1], dim=3)
-        q, k, kept = torch.cat([q1, q2 * kept1], dim=3), torch.cat([k1 * kept2, k2], dim=3), kept1 * kept2
-        v = v.unflatten(2, (-1, 2)).flatten(3, 4)
-    out = out + q @ _states_before(k.mT @ v, kept.mT)
-    return out.flatten(2, 3)[:, :, :N]
-
-
-def _states_before(written: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The state before each chunk of S <- kept * S + written, (B, heads, chunks, d, d)."""
-    states = [torch.zeros_like(written[:, :, 0])]
-    for kept_of_chunk, written_of_chunk in zip(kept.unbind(2)[:-1], written.unbind(2)[:-1]):
-        states.append(kept_of_chunk * states[-1] + written_of_chunk)
-    return torch.stack(states, dim=2)
+    with no_autocast(q):
+        grid = q[:, :, P:], k[:, :, P:], v[:, :, P:]
+        y = gated_scan(*grid, decay, decay_back, scale)
+        if P:
+            q, k, v = scale * q.to(dtype), k.to(dtype), v.to(dtype)
+            from_prefix = q[:, :, :P] @ (k[:, :, P:].mT @ v[:, :, P:])
+            y = torch.cat([from_prefix, y], dim=2) + q @ (k[:, :, :P].mT @ v[:, :, :P])
+        # (B, N, heads, d), the order in memory
+        y, gate = y.transpose(1, 2), gate.transpose(1, 2).to(dtype)
+        y = F.layer_norm(y, weight.shape, weight.to(dtype), bias.to(dtype), _EPS) * F.silu(gate)
+        return y.transpose(1, 2).to(out_dtype)
 
 
 @register_mixer('gated_linear')

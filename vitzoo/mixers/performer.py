@@ -129,7 +129,7 @@ class _SoftmaxFeatures:
         self.to_base_2 = LOG2_E * self.weight.T
 
     def log_keys(self, k: torch.Tensor) -> torch.Tensor:
-        return torch.sub(k @ self.to_base_2, k.square().sum(dim=-1, keepdim=True), alpha=LOG2_E * self.scale / 2)
+        return (k @ self.to_base_2).sub_(k.square().sum(dim=-1, keepdim=True), alpha=LOG2_E * self.scale / 2)
 
     def log_queries(self, q: torch.Tensor) -> torch.Tensor:
         return q @ self.to_base_2
