@@ -13,6 +13,7 @@ import vitzoo
 from vitzoo import errors
 from vitzoo.cli import COMMANDS, main
 from vitzoo.errors import RankError, UserError, run_command
+from vitzoo.options import keyword
 
 ROOT = Path(__file__).parents[1]
 
@@ -124,6 +125,22 @@ def test_a_wrong_argument_is_one_sentence_without_the_usage(words, sentence, cap
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f'vitzoo: error: {sentence}') and error.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+    ('word', 'value'),
+    [
+        ('k=None', None),
+        ('k=null', None),
+        ('k=3', 3),
+        ('k=[1, 2]', [1, 2]),
+        ('k=no', False),
+        ('k=True', True),
+        ('k=a=b', 'a=b'),
+    ],
+)
+def test_a_keyword_has_a_value_in_yaml_or_none(word, value):
+    assert keyword(word) == ('k', value)
 
 
 def test_a_wrong_argument_is_printed_by_the_first_process_only(capsys, monkeypatch):

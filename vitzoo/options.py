@@ -93,11 +93,11 @@ def size(text: str) -> tuple[int, int]:
 
 
 def keyword(text: str) -> tuple[str, Any]:
-    """Parse KEY=VALUE, whose value is YAML."""
+    """Parse KEY=VALUE, whose value is YAML or, as in timm's commands, None."""
     key, equals, value = text.partition('=')
     try:
         if key and equals:
-            return key, yaml.safe_load(value)
+            return key, None if value == 'None' else yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(f"'{value}' is not YAML") from error
     raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE, such as img_size=384")
