@@ -17,7 +17,7 @@ help:
 	@echo 'make docs          write docs/mixers.md, docs/api.md, CITATION.cff and the tables of docs/models.md, performance.md, targets.md, gpu.md, export.md, swap.md, transfer.md'
 	@echo 'make site          build the documentation as a site in build/site'
 	@echo 'make dist          build the sdist and the wheel in dist, and test them'
-	@echo 'make measure       append to weights/benchmarks.csv (25 minutes on 2 idle cores)'
+	@echo 'make measure       append to weights/benchmarks.csv (over half an hour on 2 idle cores)'
 	@echo 'make measure-gpu   the same on an NVIDIA GPU, for docs/gpu.md (under 30 minutes)'
 	@echo 'make bench-import  time `import vitzoo` against `import timm`'
 	@echo 'make clean         remove .venv, caches, dist and $(DEMO)'

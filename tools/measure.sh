@@ -1,6 +1,6 @@
 #!/bin/sh
 # Appends to weights/benchmarks.csv the measurements shown in docs/performance.md and docs/targets.md, and writes
-# docs/mixers_time.png and docs/mixers_memory.png. Takes about 25 minutes on 2 idle cores. Needs the packages of
+# docs/mixers_time.png and docs/mixers_memory.png. The mixers alone take 27 minutes on 2 idle cores. Needs the packages of
 # `pip install 'vitzoo-models[bench]'`. Run `make docs` afterwards. PYTHON selects the interpreter.
 set -eu
 cd "$(dirname "$0")/.."

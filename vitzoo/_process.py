@@ -4,9 +4,9 @@ Idle threads of GNU OpenMP spin for milliseconds before they sleep. If other pro
 have work wait for those that spin, which makes a command more than ten times slower.
 
 glibc returns every freed block above 32 MB to the system, which must fill the next one with zeros. At 16,384 tokens
-this takes a third to a half of the time of a linear mixer on a CPU. Blocks above 512 MB, which no linear mixer has at
-this size, are still returned: glibc reuses freed blocks of different sizes badly, and a process that kept a few of
-several GB would fill the memory.
+this takes a third to a half of the time of a linear mixer on a CPU. Blocks above 512 MB, which are rare in linear
+mixers at this size, are still returned: glibc reuses freed blocks of different sizes badly, and a process that kept a
+few of several GB would fill the memory.
 """
 
 import ctypes

@@ -92,8 +92,7 @@ def outputs(model, x):
 
 
 def assert_equal(ours, theirs, rounding=0.0):
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=rounding, atol=rounding)
 
 

@@ -174,7 +174,7 @@ def format_machine(machine: dict) -> str:
     """One line on the machine and the versions."""
     device = machine['gpu'] or f'{machine["cpu"]}, {machine["threads"]} threads'
     versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
-    busy = ' (busy machine: the times are unreliable)' if find_doubt(machine) else ''
+    busy = ' (busy machine: the times are unreliable)' if find_doubt(machine) == 'busy machine' else ''
     return f'{device}; {versions}; load {machine["load"]}{busy}'
 
 

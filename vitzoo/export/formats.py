@@ -115,16 +115,14 @@ def _open_openvino(path: Path) -> _Run:
 
 def _write_torch(program: ExportedProgram, path: Path, facts: dict) -> None:
     torch.export.save(program, path, extra_files={FACTS: json.dumps(facts, ensure_ascii=False)})
-    try:
-        _open_torch(path)
-    except RuntimeError as error:
-        path.unlink()
-        # torch 2.6, if a part of the model is in float32 under autocast
-        raise ValueError(f'torch {torch.__version__} cannot read its file; use torch 2.7 or --to onnx') from error
 
 
 def _open_torch(path: Path) -> _Run:
-    return torch.export.load(path).module()
+    try:
+        return torch.export.load(path).module()
+    except RuntimeError as error:
+        # torch 2.6, if a part of the model is in float32 under autocast
+        raise UserError(f'torch {torch.__version__} cannot read its file; use torch 2.7 or --to onnx') from error
 
 
 def _to_text(facts: dict) -> dict[str, str]:
