@@ -1,6 +1,7 @@
 """A run that is killed, stopped or has a damaged checkpoint ends like an uninterrupted run."""
 
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -46,6 +47,13 @@ def terminate_last(run) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def terminate_with_workers(run) -> None:
+    # as `timeout` and Slurm do
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def forbid_large_files(run) -> None:
     """Limit the size of files, which makes writes fail as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
@@ -56,6 +64,7 @@ EVENTS = {
     'killed in evaluation': kill_in_evaluation,
     'killed while saving': kill_while_saving,
     'terminated': terminate_last,
+    'terminated with workers': terminate_with_workers,
     'disk full': forbid_large_files,
 }
 
@@ -120,6 +129,14 @@ def test_sigterm_to_one_process_ends_all_with_a_checkpoint_and_exit_code_0(image
     assert start_processes(world_size, train_and_log, again, str(tmp_path / 'log')).codes == [0] * world_size
     assert read_log(tmp_path / 'log', world_size) == read_log(expected / 'log', world_size)
     assert_same_run(tmp_path / 'run', expected / 'run')
+
+
+def test_sigterm_to_a_run_and_its_loader_workers_ends_it_with_a_checkpoint(images, tmp_path):
+    command = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--workers', '2']
+    event = EVENTS['terminated with workers']
+    outcome = start_processes(1, train_and_log, command, str(tmp_path / 'log'), event, 7)
+    assert outcome.codes == [0], outcome.err
+    assert [path.name for path in list_checkpoints(tmp_path / 'run' / 'checkpoints')][-1] == 'step-00000008'
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_intact(images, uninterrupted, tmp_path):

@@ -7,6 +7,7 @@ whether a run was resumed.
 
 import math
 import random
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -201,10 +202,17 @@ def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoad
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_use_one_thread,
+        worker_init_fn=_start_worker,
     )
 
 
-def _use_one_thread(worker: int) -> None:
-    """Limit OpenCV to one thread in a worker process, as torch does for itself."""
+def _start_worker(worker: int) -> None:
+    """Limit OpenCV to one thread in a worker process, as torch does for itself, and ignore one SIGTERM."""
     cv2.setNumThreads(0)
+    signal.signal(signal.SIGTERM, _ignore_once)
+
+
+def _ignore_once(*signal_and_frame: object) -> None:
+    """Go on: clusters send SIGTERM to all processes, and the trainer needs batches until it has stopped."""
+    # the loader itself ends its workers by this signal too, but repeats it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
