@@ -14,7 +14,7 @@ help:
 	@echo 'make test-matrix   run the tests with the lowest and with the newest versions of Python, torch, timm and others'
 	@echo 'make lint          check the style and the types'
 	@echo 'make format        fix the style'
-	@echo 'make docs          write docs/mixers.md, docs/api.md, CITATION.cff and the tables of docs/models.md, performance.md, targets.md, gpu.md, export.md, swap.md, transfer.md'
+	@echo 'make docs          write docs/mixers.md, docs/api.md, CITATION.cff and the tables of docs/models.md, performance.md, targets.md, gpu.md, export.md, swap.md, transfer.md, study.md'
 	@echo 'make site          build the documentation as a site in build/site'
 	@echo 'make dist          build the sdist and the wheel in dist, and test them'
 	@echo 'make measure       append to weights/benchmarks.csv (over half an hour on 2 idle cores)'
@@ -55,6 +55,7 @@ docs: .venv/installed
 	$(BIN)/python tools/docs_gpu.py
 	$(BIN)/python tools/docs_export.py
 	$(BIN)/python tools/docs_transfer.py
+	$(BIN)/python tools/docs_study.py
 	$(BIN)/python tools/docs_swap.py
 	$(BIN)/python tools/docs_citation.py
 	$(BIN)/python tools/docs_api.py

@@ -1,11 +1,12 @@
 """The results of a study: a row for each model and way, with estimates over the seeds."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vitzoo.study.intervals import Estimate, estimate, judge, paired_difference
-from vitzoo.study.plan import Study
+from vitzoo.study.plan import Study, StudyCell
 
 
 class Metric(NamedTuple):
@@ -78,14 +79,19 @@ class Row:
         return self.baseline == (self.way, self.model)
 
 
-def collect(study: Study) -> list[Row]:
-    """The rows that have results, of each way by rank."""
+def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None = None) -> list[Row]:
+    """The rows that have results, of each way by rank.
+
+    Args:
+        read: The record of a cell's evaluation, None if there is none; by default it is read from the cell's folder.
+    """
+    read = read or (lambda cell, evaluation: cell.record.results(evaluation))
     values: dict[tuple[str, str], dict[ResultColumn, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     baselines, doubts = {}, defaultdict(set)
     for cell in study.cells:
         baselines[cell.way, cell.model] = study.baseline_of(cell)
         for evaluation in cell.evaluations:
-            record = cell.record.results(evaluation) or {}
+            record = read(cell, evaluation) or {}
             for key in METRICS:
                 value = _scalar(record.get(key))
                 if value is not None:

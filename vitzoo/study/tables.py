@@ -34,14 +34,19 @@ def write_tables(folder: Path, study: Study, rows: list[Row]) -> list[Path]:
 
 
 def format_markdown(study: Study, rows: list[Row]) -> str:
-    """A table for each way, and the notes that it needs."""
+    """A table for each way, and the notes that they need."""
+    return '\n\n'.join([*format_ways(study, rows), *_notes(study, rows)])
+
+
+def format_ways(study: Study, rows: list[Row]) -> list[str]:
+    """A heading, a table and the Pareto fronts of each way, in Markdown."""
     parts = []
     for way in _by_way(rows):
         headings, lines = _grid(study, way)
         rules = ['---:' if number != 1 else '---' for number in range(len(headings))]
         table = '\n'.join(f'| {" | ".join(line)} |' for line in (headings, rules, *lines))
         parts += [f'### {way[0].way}\n\n{table}', *_fronts(study, way)]
-    return '\n\n'.join([*parts, *_notes(study, rows)])
+    return parts
 
 
 def format_latex(study: Study, rows: list[Row]) -> str:

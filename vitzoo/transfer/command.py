@@ -32,6 +32,8 @@ from vitzoo.transfer.stopping import Stopped, raise_on_sigterm
 from vitzoo.transfer.students import check_student, randomize
 from vitzoo.transfer.summary import explain_result, print_probe, print_scores
 
+# for the control from random weights, which has more to learn than a student
+_RANDOM_LR = 1e-3
 # batch size of speed measurements, on an accelerator and on a CPU
 _SPEED_BATCH = {True: 16, False: 1}
 
@@ -180,11 +182,9 @@ def measure_controls(task: Transfer, student: nn.Module, ledger: Ledger) -> dict
     if options.random_control:
         task.console.print('control        all parameters from random weights')
         other, folder = randomize(deepcopy(student), options.seed), ledger.folder / STATES / 'random'
-        settings: dict[str, Any] = dict(
-            lr=options.network_new_lr, new_lr=options.network_new_lr, progress=ledger.write_time
-        )
-        steps = options.steps + options.network_steps
-        rows = train_network(task, other, FolderLock(folder), steps=steps, **settings)
+        steps, lr = options.steps + options.network_steps, _RANDOM_LR
+        lock, progress = FolderLock(folder), ledger.write_time
+        rows = train_network(task, other, lock, steps=steps, lr=lr, new_lr=lr, progress=progress)
         load_best(other, folder, rows)
         found['random'] = task.score(other)
     return found

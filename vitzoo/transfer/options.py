@@ -36,8 +36,8 @@ class TransferOptions:
     lr: float = 1e-4
     new_lr: float = 2e-3
     network_steps: int = 1000
-    network_lr: float = 1e-4
-    network_new_lr: float = 1e-3
+    network_lr: float = 3e-5
+    network_new_lr: float = 3e-4
     block_weight: float = 0.1
     labels: bool = False
     training: dict[str, Any] = field(default_factory=dict)
@@ -109,9 +109,9 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         help='percentage points below the teacher at which auto stops [0.5]')  # fmt: skip
     add('--network-steps', type=natural, metavar='N', default=defaults.network_steps,
         help='distillation of the whole network [1000]')  # fmt: skip
-    add('--network-lr', type=_positive_number, metavar='X', default=defaults.network_lr, help='of it [1e-4]')
+    add('--network-lr', type=_positive_number, metavar='X', default=defaults.network_lr, help='of it [3e-5]')
     add('--network-new-lr', type=_positive_number, metavar='X', default=defaults.network_new_lr,
-        help='of parameters that are not inherited [1e-3]')  # fmt: skip
+        help='of parameters that are not inherited [3e-4]')  # fmt: skip
     add('--block-weight', type=float, metavar='X', default=defaults.block_weight,
         help='weight of the attention outputs in it [0.1]')  # fmt: skip
     add('--labels', action='store_true', help="also learn the classes of the images in it, which must be the teacher's")
