@@ -1,0 +1,34 @@
+"""The tables of docs/study.md."""
+
+import csv
+
+import docs_study
+import pytest
+from docs_models import read_rows
+
+
+def test_the_tables_of_the_study_are_current():
+    page = docs_study.PAGE.read_text()
+    assert docs_study.fill(page, {'imagenette': docs_study.study_tables()}) == page, 'run `make docs`'
+
+
+def test_every_accuracy_of_a_cell_is_in_the_results_of_all_models():
+    shown = {row['reference'].rpartition(' ')[2]: row['top1'] for row in read_rows() if ' cell ' in row['reference']}
+    for (way, model, seed, evaluation), record in docs_study.read_cells().items():
+        if evaluation == docs_study.MAIN:
+            assert float(shown.pop(f'{way}/{model}/seed-{seed}')) == round(float(record['top1']), 2)
+    assert shown == {}
+
+
+@pytest.mark.parametrize('top1', ['61.25', '99.5'])
+def test_a_cell_is_compared_with_its_baseline(tmp_path, monkeypatch, top1):
+    lines = [('cvt', 'cvt_softmax_nano', '60.0'), ('cvt', 'cvt_ls_nano', top1)]
+    monkeypatch.setattr(docs_study, 'CELLS', tmp_path / 'cells.csv')
+    with docs_study.CELLS.open('w', newline='') as file:
+        writer = csv.DictWriter(file, ['way', 'model', 'seed', 'evaluation', *docs_study.METRICS])
+        writer.writeheader()
+        for way, model, accuracy in lines:
+            writer.writerow(dict(way=way, model=model, seed=0, evaluation='clean', top1=accuracy))
+    text = docs_study.study_tables()
+    assert f'| cvt_ls_nano | 1 | {float(top1):.2f} | +{float(top1) - 60:.2f} |' in text
+    assert '0 of 96 cells are finished.' in text

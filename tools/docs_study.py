@@ -1,0 +1,93 @@
+"""Writes the tables of docs/study.md from weights/study.csv. Run by `make docs`.
+
+python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells of the study's folder
+"""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+from docs_models import RESULTS, fill, measure, read_rows, versions
+
+from vitzoo.study.plan import Study, StudyCell, read_study
+from vitzoo.study.results import METRICS, collect
+from vitzoo.study.tables import format_ways, write_cells
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, CELLS = ROOT / 'docs' / 'study.md', ROOT / 'weights' / 'study.csv'
+STUDY = ROOT / 'configs' / 'study' / 'imagenette.yaml'
+# the evaluation whose results are also in weights/results.csv
+MAIN = 'clean'
+TRAINED_ON, DATA, IMG_SIZE = 'Imagenette', 'Imagenette, 3,925 photographs', '128'
+
+
+def main(argv: list[str]) -> None:
+    """Copy the results of a study, and write the page."""
+    for path in argv:
+        study = read_study(path)
+        write_cells(CELLS, study)
+        write_results(study)
+    PAGE.write_text(fill(PAGE.read_text(), {'imagenette': study_tables()}))
+    print(f'wrote {PAGE}', file=sys.stderr)
+
+
+def study_tables() -> str:
+    """The tables of all ways that have results, and how many cells have them."""
+    study, records = read_study(str(STUDY)), read_cells()
+    rows = collect(study, lambda cell, evaluation: records.get((*_key(cell), evaluation)))
+    if not rows:
+        return 'Nothing yet.'
+    finished = sum(all((*_key(cell), name) in records for name in cell.evaluations) for cell in study.cells)
+    return '\n\n'.join([*format_ways(study, rows), f'{finished} of {len(study.cells)} cells are finished.'])
+
+
+def read_cells() -> dict[tuple[str, ...], dict]:
+    """The committed records by way, model, seed and evaluation."""
+    if not CELLS.exists():
+        return {}
+    with CELLS.open(newline='') as file:
+        lines = list(csv.DictReader(file))
+    keys = ('way', 'model', 'seed', 'evaluation')
+    return {tuple(line[key] for key in keys): {name: line[name] or None for name in METRICS} for line in lines}
+
+
+def write_results(study: Study) -> None:
+    """Replace the rows of a study in results.csv by those of its finished cells."""
+    rows = read_rows()
+    origin = f'`vitzoo study run study/{STUDY.name}`, '
+    kept = [row for row in rows if not row['reference'].startswith(origin)]
+    found = [_result(cell, origin) for cell in study.cells if cell.record.results(MAIN)]
+    with RESULTS.open('w', newline='') as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator='\n')
+        writer.writeheader()
+        writer.writerows([*kept, *found])
+
+
+def _result(cell: StudyCell, origin: str) -> dict:
+    """A cell's row in results.csv."""
+    record, config = cell.record.results(MAIN) or {}, json.loads((cell.folder / 'config.json').read_text())
+    kwargs = {'num_classes': config['num_classes'], **config.get('model_args', {})}
+    row = dict(model=config['architecture'], kwargs=json.dumps(kwargs), img_size=IMG_SIZE)
+    params, macs = measure(row)
+    curve = record['oversmoothing']
+    return row | dict(
+        trained_on=TRAINED_ON,
+        data=DATA,
+        top1=round(record['top1'], 2),
+        top5=round(record['top5'], 2),
+        params=params,
+        gmacs=round(macs / 1e9, 4),
+        oversmoothing=round(curve[-1], 4) if curve else '',
+        source='reproduced',
+        reference=f'{origin}cell {cell.name}',
+        versions=versions(),
+    )
+
+
+def _key(cell: StudyCell) -> tuple[str, str, str]:
+    return cell.way, cell.model, str(cell.seed)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
