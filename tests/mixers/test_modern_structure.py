@@ -137,6 +137,25 @@ def test_gated_linear_is_its_recurrence_for_any_number_of_chunks_and_heads_at_on
             assert_near(one, other)
 
 
+@pytest.mark.parametrize('num_tokens', [33, 150])
+def test_gated_linear_is_its_recurrence_if_products_of_decays_are_out_of_range(num_tokens, monkeypatch):
+    # a head at a time
+    monkeypatch.setattr(_gated_scan, 'CACHED', 1)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, gate = (torch.randn(2, 2, num_tokens, 4, generator=generator).double() for _ in range(4))
+    decay, decay_back = (torch.randn(2, 2, num_tokens, 4, generator=generator).double() for _ in range(2))
+    # in one head of one sample
+    decay_back[1, 1, :, 2] -= 140
+    args = [
+        x.requires_grad_() for x in (q, k, v, decay, decay_back, gate, torch.ones(4).double(), torch.zeros(4).double())
+    ]
+    fast, naive = gated_linear_attention(*args, 0.7), gated_linear_naive(*args, 0.7)
+    assert_near(fast, naive)
+    grads = [torch.autograd.grad(out.square().sum(), args) for out in (fast, naive)]
+    for one, other in zip(*grads, strict=True):
+        assert_near(one, other)
+
+
 @pytest.mark.parametrize('logit', [-1e4, 1e4])
 def test_gated_linear_stays_finite_if_it_forgets_or_remembers_everything(logit):
     q, k, v, gate = (torch.randn(1, 2, 40, 4, generator=torch.Generator().manual_seed(i)) for i in range(4))

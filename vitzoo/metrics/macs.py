@@ -34,7 +34,7 @@ FREE_OPS = {
     'index_put _unsafe_index_put index_fill index_add gather scatter scatter_add scatter_reduce slice_scatter '
     'select_scatter where masked_fill embedding roll flip rot90 tril triu im2col col2im pixel_shuffle pixel_unshuffle '
     'constant_pad_nd reflection_pad2d replication_pad2d split split_with_sizes unsafe_split unsafe_chunk '
-    '_unsafe_view _reshape_alias as_strided resize set',
+    '_unsafe_view _reshape_alias as_strided resize set _local_scalar_dense',
     'making': 'empty empty_like empty_strided empty_permuted new_empty new_empty_strided new_zeros new_ones new_full '
     'zeros zeros_like ones ones_like full full_like scalar_tensor arange linspace eye fill zero rand rand_like randn '
     'randn_like randint randperm bernoulli uniform normal',

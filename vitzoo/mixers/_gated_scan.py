@@ -3,9 +3,10 @@
     y_i = scale * sum_j (q_i * D_ij) . k_j v_j,  D_ij = product of a_t over the tokens t from j to i, without j,
     a_t = sigmoid(logit_t)^(1 / 16)
 
-with an a for j <= i and another for j >= i; the token itself counts once. Scores are computed in blocks of 16 tokens,
-then between the two of a pair of blocks, up to chunks of 64, and a state passes from chunk to chunk. A few heads at a
-time are processed in place, so that they stay in a CPU cache. The backward pass computes all but its arguments again.
+with an a for j <= i and another for j >= i; the token itself counts once. Tokens are processed in chunks of 64: scores
+within a chunk, and a state that passes from chunk to chunk. A few heads at a time are processed in place, so that they
+stay in a CPU cache. D is a product of two factors, from j to the middle of a chunk and from there to i. If they are out
+of range, as with a mean logit of -15 in half a chunk, scores are computed in blocks of 16 tokens, then between blocks.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +21,11 @@ __all__ = ['TEMPERATURE', 'gated_scan']
 
 # the power that brings the factors near 1
 TEMPERATURE = 16
-# tokens whose scores are computed at once
+# tokens between which scores are computed
+_CHUNK = 64
+# with logits of any size, scores are computed in blocks of this many tokens
 _BLOCK = 16
-# pairs of blocks are merged this many times, into chunks of 64 tokens
+# and pairs of blocks are merged this many times
 _MERGES = 2
 # smaller logarithms of a count as this one, so that the product of half a block is above 0 in float32
 _LEAST = -10.0
@@ -32,7 +35,7 @@ def gated_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tenso
     """q, k, v and the logits of both directions (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):
         # the compiler does its own fusion
-        if torch.compiler.is_compiling() or q.shape[2] < _BLOCK:
+        if torch.compiler.is_compiling() or q.shape[2] <= _CHUNK // 2:
             return _plain(q, k, v, decay, decay_back, scale)
         return _GatedScan.apply(q, k, v, decay, decay_back, scale)
 
@@ -84,57 +87,82 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor) -> Tensor:
 class _GatedScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        ctx.save_for_backward(q, k, v, decay, decay_back)
         # (B, N, heads, d) in memory, so that merging the heads is free
         out = torch.empty_like(q.transpose(1, 2), dtype=_wide(q), memory_format=torch.contiguous_format).transpose(1, 2)
+        kept: list[Tensor | None] = []
         for part in _parts(q):
-            q_part, k_part, v_part, *logits = (_to_blocks(x[part]) for x in (q, k, v, decay, decay_back))
-            q_part *= scale
-            y = torch.zeros_like(v_part)
-            for logit, reverse in zip(logits, (False, True)):
-                _read(q_part, k_part, v_part, _Decays.of(logit, reverse), y, q.shape[2], reverse)
-            _from_blocks(y, out[part])
+            both = _Decays.of(decay[part], False), _Decays.of(decay_back[part], True)
+            is_in_range = both[0].are_in_range() and both[1].are_in_range()
+            if any(ctx.needs_input_grad):
+                kept += [*both[0], *both[1]] if is_in_range else [None] * 4
+            if not is_in_range:
+                out[part] = _plain(q[part], k[part], v[part], decay[part], decay_back[part], scale)
+                continue
+            q_part, k_part, v_part = (_to_chunks(x[part]) for x in (q, k, v))
+            y, scores = torch.zeros_like(v_part), []
+            for decays, reverse in zip(both, (False, True)):
+                scores.append(_read(q_part, k_part, v_part, decays, y, reverse))
+            # both directions at once
+            torch.baddbmm(y, scores[0].add_(scores[1]), v_part, out=y)
+            torch.mul(_to_tokens(y, out[part]), scale, out=out[part])
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, decay, decay_back, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, decay, decay_back = inputs = ctx.saved_tensors
+        q, k, v, decay, decay_back, *kept = ctx.saved_tensors
+        inputs = q, k, v, decay, decay_back
         if torch.is_grad_enabled():
             # for second derivatives
             wanted = [x for x, is_needed in zip(inputs, ctx.needs_input_grad) if is_needed]
-            of_wanted = iter(
-                torch.autograd.grad(_plain(q, k, v, decay, decay_back, ctx.scale), wanted, dy, create_graph=True)
-            )
+            of_wanted = iter(torch.autograd.grad(_plain(*inputs, ctx.scale), wanted, dy, create_graph=True))
             return *(next(of_wanted) if is_needed else None for is_needed in ctx.needs_input_grad[:5]), None
         grads = [torch.empty_like(x) for x in inputs]
         with no_autocast(dy):
-            for part in _parts(q):
-                q_part, k_part, v_part, *logits, dy_part = (_to_blocks(x[part]) for x in (*inputs, dy))
-                q_part *= ctx.scale
-                dq, dk, dv = (torch.zeros_like(x) for x in (q_part, k_part, v_part))
-                dscores = torch.bmm(dy_part, v_part.mT)
-                for logit, grad, reverse in zip(logits, grads[3:], (False, True)):
-                    decays = _Decays.of(logit, reverse)
-                    one = _grad_read(q_part, k_part, v_part, decays, dy_part, dscores, dv, q.shape[2], reverse)
-                    dq += one[0]
-                    dk += one[1]
-                    _from_blocks(_grad_logits(one[2], logit), grad[part])
-                for x, grad in zip((dq.mul_(ctx.scale), dk, dv), grads):
-                    _from_blocks(x, grad[part])
+            for i, part in enumerate(_parts(q)):
+                parts, grad_parts = ([x[part] for x in xs] for xs in (inputs, grads))
+                decays = kept[4 * i : 4 * i + 4]
+                if decays[0] is None:
+                    _grad_plain(parts, dy[part], ctx.scale, grad_parts)
+                else:
+                    _grad_part(parts, (_Decays(*decays[:2]), _Decays(*decays[2:])), dy[part], ctx.scale, grad_parts)
         return *grads, None
+
+
+def _grad_plain(inputs: list[Tensor], dy: Tensor, scale: float, grads: list[Tensor]) -> None:
+    """Write the gradients of `_plain`."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        q, k, v, decay, decay_back = inputs
+        y = _plain(q, k, v, decay, decay_back, scale)
+    for x, grad in zip(torch.autograd.grad(y, inputs, dy), grads):
+        grad.copy_(x)
+
+
+def _grad_part(
+    inputs: list[Tensor], both: tuple['_Decays', '_Decays'], dy: Tensor, scale: float, grads: list[Tensor]
+) -> None:
+    """Write the gradients of the scan in chunks."""
+    q, k, v, *logits = inputs
+    q, k, v, dy = _to_chunks(q), _to_chunks(k), _to_chunks(v), _to_chunks(dy).mul_(scale)
+    dv, dscores = torch.zeros_like(v), torch.bmm(dy, v.mT)
+    scores, dq_and_dk = [], []
+    for decays, logit, grad, reverse in zip(both, logits, grads[3:], (False, True)):
+        own, dq, dk, dlog = _grad_read(q, k, v, decays, dy, dscores, dv, reverse)
+        scores.append(own)
+        dq_and_dk.append((dq, dk))
+        slope = _to_chunks(logit).neg_().sigmoid_()
+        torch.mul(_to_tokens(dlog, grad), _to_tokens(slope, grad), out=grad)
+    for grad, pair in zip(grads, zip(*dq_and_dk)):
+        torch.add(*(_to_tokens(x, grad) for x in pair), out=grad)
+    # both directions at once
+    torch.baddbmm(dv, scores[0].add_(scores[1]).mT, dy, out=dv)
+    grads[2].copy_(_to_tokens(dv, grads[2]))
 
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _num_merges(N: int) -> int:
-    return _MERGES if N > _BLOCK else 0
-
-
-def _num_chunks(N: int) -> int:
-    return -(-N // (_BLOCK << _num_merges(N)))
 
 
 def _parts(q: Tensor) -> list[tuple[slice, slice]]:
@@ -150,166 +178,126 @@ def _parts(q: Tensor) -> list[tuple[slice, slice]]:
     ]
 
 
-def _to_blocks(x: Tensor) -> Tensor:
-    """(B, heads, N, d) -> the blocks of all chunks, the last one padded with zeros, (blocks, 16, d)."""
+def _to_chunks(x: Tensor) -> Tensor:
+    """(B, heads, N, d) -> a copy in chunks, the last one padded with zeros, (chunks, 64, d)."""
     B, heads, N, d = x.shape
-    blocks = x.new_empty(B, heads, _num_chunks(N) * (_BLOCK << _num_merges(N)), d, dtype=_wide(x))
-    blocks[:, :, :N] = x
-    if blocks.shape[2] > N:
-        blocks[:, :, N:] = 0
-    return blocks.view(-1, _BLOCK, d)
+    chunks = x.new_empty(B, heads, -(-N // _CHUNK) * _CHUNK, d, dtype=_wide(x))
+    chunks[:, :, :N] = x
+    if chunks.shape[2] > N:
+        chunks[:, :, N:] = 0
+    return chunks.view(-1, _CHUNK, d)
 
 
-def _from_blocks(blocks: Tensor, out: Tensor) -> None:
-    """The inverse of `_to_blocks`, into `out`."""
-    B, heads, N, d = out.shape
-    out.copy_(blocks.view(B, heads, -1, d)[:, :, :N])
+def _to_tokens(chunks: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_to_chunks`, a view in the shape of `like`."""
+    B, heads, N, d = like.shape
+    return chunks.view(B, heads, -1, d)[:, :, :N]
 
 
 class _Decays(NamedTuple):
-    """Products of a in a block: middle to token and token to middle, start to middle, middle to end, start to end."""
+    """Products of a from the middle of a chunk to its tokens, and to the middle of the next chunk.
+
+    Of shapes (chunks, 64, d) and (heads of all samples, chunks of a head, d). After the last chunk of a head it is 0.
+    """
 
     to_token: Tensor
-    from_token: Tensor
-    to_middle: Tensor
-    from_middle: Tensor
-    whole: Tensor
+    to_next: Tensor
 
     @classmethod
     def of(cls, logit: Tensor, reverse: bool) -> '_Decays':
-        """From the logits (blocks, 16, d); `reverse` exchanges start and end."""
-        log = F.logsigmoid(logit).clamp_(min=TEMPERATURE * _LEAST)
-        _cumsum_(log, reverse)
-        half = _BLOCK // 2
-        middle = log[:, half - 1 if reverse else half, None] / TEMPERATURE
-        total = log[:, 0 if reverse else -1, None] / TEMPERATURE
-        # the middle cancels, and keeps both products in range
-        to_token = log.div_(TEMPERATURE).sub_(middle).exp_()
-        return cls(to_token, to_token.reciprocal(), middle.exp(), (total - middle).exp_(), total.exp())
-
-
-def _cumsum_(x: Tensor, reverse: bool) -> None:
-    """Sums over the first or, with `reverse`, the last tokens of (blocks, size, d), in place."""
-    _, size, d = x.shape
-    step = 1
-    while step < size:
-        # the second half of a piece lacks the sum of the first
-        first, second = x.view(-1, 2, step, d).unbind(1)
+        """From the logits (B, heads, N, d); `reverse` exchanges start and end."""
+        B, heads, _, d = logit.shape
+        log = _to_chunks(logit).sigmoid_().log_()
+        sums = _sum_matrix(log, reverse)
+        # from the middle, which is the first token of the second half
+        sums = torch.bmm((sums - sums[_CHUNK // 2 - reverse]).expand(len(log), -1, -1), log)
+        first, last = (-1, 0) if reverse else (0, -1)
+        to_end, to_middle = (
+            x.view(B * heads, -1, d) for x in (sums[:, last], log[:, first] / TEMPERATURE - sums[:, first])
+        )
+        to_next = torch.zeros_like(to_end)
         if reverse:
-            first += second[:, :1]
+            to_next[:, 1:] = (to_end[:, 1:] + to_middle[:, :-1]).exp_()
         else:
-            second += first[:, -1:]
-        step *= 2
+            to_next[:, :-1] = (to_end[:, :-1] + to_middle[:, 1:]).exp_()
+        return cls(sums.exp_(), to_next)
+
+    def are_in_range(self) -> bool:
+        """Return False for numbers whose products are too small or too large for their dtype, or not numbers."""
+        # the meta device has no values
+        if self.to_token.is_meta:
+            return True
+        ends, limit = self.to_token[:, :: _CHUNK - 1], torch.finfo(self.to_token.dtype).max ** (1 / 3)
+        return bool((ends.amin() > 1 / limit) & (ends.amax() < limit))
 
 
-def _pairs(x: Tensor, reverse: bool) -> tuple[Tensor, ...]:
-    """The blocks of each pair, in the order of the scan."""
-    pairs = x.view(-1, 2, *x.shape[1:]).unbind(1)
-    return pairs[::-1] if reverse else pairs
+def _sum_matrix(like: Tensor, reverse: bool) -> Tensor:
+    """The matrix that sums log a, from log sigmoid, up to each token of a chunk, or with `reverse` from it on."""
+    factors = like.new_full((_CHUNK, _CHUNK), 1 / TEMPERATURE)
+    return factors.triu_() if reverse else factors.tril_()
 
 
-def _join(x: Tensor) -> Tensor:
-    """The blocks of each pair as one block."""
-    return x.view(-1, 2 * x.shape[1], x.shape[2])
+def _mask(like: Tensor, reverse: bool) -> Tensor:
+    """1 for scores of tokens before or, with `reverse`, of tokens after and the token itself, 0 for others."""
+    ones = like.new_ones(_CHUNK, _CHUNK)
+    # products with it are faster than these functions of all scores
+    return ones.triu_() if reverse else ones.tril_(-1)
 
 
-def _mask_(scores: Tensor, reverse: bool) -> Tensor:
-    """Keep the scores of tokens before or, with `reverse`, of tokens after and the token itself, in place."""
-    return scores.triu_() if reverse else scores.tril_(-1)
-
-
-def _states(k: Tensor, v: Tensor, kept: Tensor, num_chunks: int, reverse: bool) -> Tensor:
-    """The state before each chunk of S <- kept * S + k^T v, (chunks, d, d)."""
-    states = k.new_empty(len(k) + 1, k.shape[2], v.shape[2])
-    # each chunk is written to the place of the next
-    states, written = (states[1:], states[:-1]) if reverse else (states[:-1], states[1:])
-    torch.bmm(k.mT, v, out=written)
-    by_chunk = states.view(-1, num_chunks, *states.shape[1:]).unbind(1)
-    kept_by_chunk = kept.view(-1, num_chunks, kept.shape[2], 1).unbind(1)
+def _sum_states(k: Tensor, v: Tensor, to_next: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
+    """S <- k^T v + to_next * S after each chunk, (chunks, d, d), and the place of the state before each chunk."""
+    d = k.shape[2]
+    both = k.new_empty(len(k) + 1, d, d)
+    # the state after a chunk has the place of the one before the next
+    after, before = (both[:-1], both[1:]) if reverse else (both[1:], both[:-1])
+    torch.bmm(k.mT, v, out=after)
+    states, factors = after.view(*to_next.shape, d).unbind(1), to_next.unsqueeze(3).unbind(1)
     if reverse:
-        by_chunk, kept_by_chunk = by_chunk[::-1], kept_by_chunk[::-1]
-    by_chunk[0].zero_()
-    for before, kept_of_chunk, state in zip(by_chunk, kept_by_chunk, by_chunk[1:]):
-        state.addcmul_(kept_of_chunk, before)
-    return states
+        states, factors = states[::-1], factors[::-1]
+    for factor, state, next_state in zip(factors, states, states[1:]):
+        next_state.addcmul_(factor, state)
+    return after, before
 
 
-def _read(q: Tensor, k: Tensor, v: Tensor, decays: _Decays, out: Tensor, N: int, reverse: bool) -> None:
-    """Add the sums over the tokens before to `out`; with `reverse` those over the tokens after and the token itself.
+def _pass_on_(after: Tensor, before: Tensor, to_next: Tensor, reverse: bool) -> Tensor:
+    """From the results of `_sum_states`, which are overwritten, the state before each chunk."""
+    # 0 after the last chunk of a head, hence before the first chunk of the next head
+    after *= to_next.view(*after.shape[:2], 1)
+    before[-1 if reverse else 0] = 0
+    return before
 
-    Overwrites `decays`.
-    """
-    q, k, kept = decays.to_token.mul_(q), decays.from_token.mul_(k), decays.whole
-    torch.baddbmm(out, _mask_(torch.bmm(q, k.mT), reverse), v, out=out)
-    # queries decayed from the start of their block, keys to the end of theirs: no factor is above 1
-    q *= decays.to_middle
-    k *= decays.from_middle
-    for _ in range(_num_merges(N)):
-        (_, q2), (k1, _), (v1, _), (_, out2), (kept1, kept2) = (_pairs(x, reverse) for x in (q, k, v, out, kept))
-        # the second block of a pair reads the first
-        out2 += torch.bmm(torch.bmm(q2, k1.mT), v1)
-        q2 *= kept1
-        k1 *= kept2
-        kept = kept1 * kept2
-        q, k, v, out = (_join(x) for x in (q, k, v, out))
-    torch.baddbmm(out, q, _states(k, v, kept, _num_chunks(N), reverse), out=out)
+
+def _read(q: Tensor, k: Tensor, v: Tensor, decays: _Decays, out: Tensor, reverse: bool) -> Tensor:
+    """Add what a direction reads from other chunks to `out`, and return its scores within chunks."""
+    q, k = q * decays.to_token, k / decays.to_token
+    states = _pass_on_(*_sum_states(k, v, decays.to_next, reverse), decays.to_next, reverse)
+    torch.baddbmm(out, q, states, out=out)
+    return torch.bmm(q, k.mT).mul_(_mask(q, reverse))
 
 
 def _grad_read(
-    q: Tensor, k: Tensor, v: Tensor, decays: _Decays, dy: Tensor, dscores: Tensor, dv: Tensor, N: int, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the queries, of the keys and of the sums of log a; adds that of the values to `dv`.
+    q: Tensor, k: Tensor, v: Tensor, decays: _Decays, dy: Tensor, dscores: Tensor, dv: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores within chunks, and gradients of the queries, of the keys and of log sigmoid.
 
-    `dscores` are those of all pairs of tokens in a block.
+    `dscores` are those of all scores. Adds the gradient of the values in other chunks to `dv`.
     """
-    scaled_q, scaled_k, kept = q * decays.to_token, k * decays.from_token, decays.whole
-    scores, dscores = (_mask_(x, reverse) for x in (torch.bmm(scaled_q, scaled_k.mT), dscores.clone()))
-    torch.baddbmm(dv, scores.mT, dy, out=dv)
-    dq_block, dk_block = torch.bmm(dscores, scaled_k), torch.bmm(dscores.mT, scaled_q)
-    scaled_q *= decays.to_middle
-    scaled_k *= decays.from_middle
-    of_pairs = []
-    for _ in range(_num_merges(N)):
-        (_, q2), (k1, _), (v1, _), (_, dy2), (dv1, _), (kept1, kept2) = (
-            _pairs(x, reverse) for x in (scaled_q, scaled_k, v, dy, dv, kept)
-        )
-        scores, dscores = torch.bmm(q2, k1.mT), torch.bmm(dy2, v1.mT)
-        dv1 += torch.bmm(scores.mT, dy2)
-        of_pairs.append((torch.bmm(dscores, k1), torch.bmm(dscores.mT, q2), kept1, kept2))
-        q2 *= kept1
-        k1 *= kept2
-        kept = kept1 * kept2
-        scaled_q, scaled_k, v, dy, dv = (_join(x) for x in (scaled_q, scaled_k, v, dy, dv))
-    states = _states(scaled_k, v, kept, _num_chunks(N), reverse)
-    dstates = _states(scaled_q, dy, kept, _num_chunks(N), not reverse)
-    dq, dk = torch.bmm(dy, states.mT), torch.bmm(v, dstates.mT)
-    torch.baddbmm(dv, scaled_k, dstates, out=dv)
-    for dq2_pair, dk1_pair, kept1, kept2 in reversed(of_pairs):
-        dq, dk = (x.view(-1, x.shape[1] // 2, x.shape[2]) for x in (dq, dk))
-        (_, dq2), (dk1, _) = _pairs(dq, reverse), _pairs(dk, reverse)
-        torch.addcmul(dq2_pair, dq2, kept1, out=dq2)
-        torch.addcmul(dk1_pair, dk1, kept2, out=dk1)
-    dq = torch.addcmul(dq_block, dq, decays.to_middle, out=dq).mul_(decays.to_token)
-    dk = torch.addcmul(dk_block, dk, decays.from_middle, out=dk).mul_(decays.from_token)
+    to_token, to_next = decays
+    q, k = q * to_token, k / to_token
+    mask, step = _mask(q, reverse), -1 if reverse else 1
+    scores, dscores = torch.bmm(q, k.mT).mul_(mask), dscores * mask
+    states = _pass_on_(*_sum_states(k, v, to_next, reverse), to_next, reverse)
+    # the same sums in the other direction
+    from_next = to_next.flatten(0, 1).roll(step, 0).view_as(to_next)
+    dsums = _sum_states(q, dy, from_next, not reverse)
+    # of the product of a that leads to a chunk, then of the one to the next
+    across = (states * dsums[0]).sum(dim=2).div_(TEMPERATURE).roll(-step, 0)
+    dstates = _pass_on_(*dsums, from_next, not reverse)
+    dq, dk = torch.bmm(dscores, k), torch.bmm(dscores.mT, q)
+    torch.baddbmm(dq, dy, states.mT, out=dq)
+    torch.baddbmm(dk, v, dstates.mT, out=dk)
+    torch.baddbmm(dv, k, dstates, out=dv)
     # a sum of log a is added to the exponent of a query and subtracted from that of a key
-    dsums = (q * dq).addcmul_(k, dk, value=-1).view(len(states), -1, q.shape[2])
-    _cumsum_(dsums, not reverse)
-    dsums += _across_chunks(states, dstates, _num_chunks(N), reverse)
-    return dq, dk, dsums.view_as(q)
-
-
-def _across_chunks(states: Tensor, dstates: Tensor, num_chunks: int, reverse: bool) -> Tensor:
-    """The gradient of a factor on the state after each chunk, (chunks, 1, d)."""
-    states, dstates = (x.view(-1, num_chunks, *x.shape[1:]) for x in (states, dstates))
-    # the state before a chunk is the one after its neighbour
-    if reverse:
-        grads = F.pad((states[:, :-1] * dstates[:, 1:]).sum(dim=-1), (0, 0, 1, 0))
-    else:
-        grads = F.pad((states[:, 1:] * dstates[:, :-1]).sum(dim=-1), (0, 0, 0, 1))
-    return grads.flatten(0, 1).unsqueeze(1)
-
-
-def _grad_logits(grad: Tensor, logit: Tensor) -> Tensor:
-    """From the gradient of log a; overwrites both arguments."""
-    is_least = logit < TEMPERATURE * _LEAST
-    return grad.mul_(logit.neg_().sigmoid_()).div_(TEMPERATURE).masked_fill_(is_least, 0)
+    dsum = q.mul_(dq).addcmul_(k, dk, value=-1)
+    dlog = torch.baddbmm(across.unsqueeze(1), _sum_matrix(q, not reverse).expand(len(q), -1, -1), dsum, out=k)
+    return scores, dq.mul_(to_token), dk.div_(to_token), dlog

@@ -74,10 +74,11 @@ def gated_linear_attention(
     `decay` and `decay_back` (B, heads, H*W, d) are the logits of a in both directions, `gate` those of the output, like
     v; `weight` and `bias` (d,) are those of the layer norm.
     """
-    P, out_dtype, dtype = q.shape[2] - decay.shape[2], v.dtype, torch.promote_types(q.dtype, torch.float32)
+    P, out_dtype = q.shape[2] - decay.shape[2], v.dtype
     with no_autocast(q):
         grid = q[:, :, P:], k[:, :, P:], v[:, :, P:]
         y = gated_scan(*grid, decay, decay_back, scale)
+        dtype = y.dtype
         if P:
             q, k, v = scale * q.to(dtype), k.to(dtype), v.to(dtype)
             from_prefix = q[:, :, :P] @ (k[:, :, P:].mT @ v[:, :, P:])
