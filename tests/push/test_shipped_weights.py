@@ -65,6 +65,9 @@ def push_nano(checkout: Path) -> Path:
 
 @pytest.mark.slow
 def test_every_folder_is_validated_by_its_name_to_the_number_on_its_card(tmp_path):
+    # Python also imports from the current folder, which must not be the copied checkout
+    current = tmp_path / 'current'
+    current.mkdir()
     # a temporary folder too, so that this test checks something if no weights are shipped
     for folder in [*SHIPPED, push_nano(tmp_path)]:
         data = json.loads((folder / 'config.json').read_text())['vitzoo']['data_dir']
@@ -72,9 +75,9 @@ def test_every_folder_is_validated_by_its_name_to_the_number_on_its_card(tmp_pat
         options = ['--no-data'] if data_dir is None else ['--data-dir', data_dir]
         command = [sys.executable, '-m', 'vitzoo', 'validate', folder.name, *options, '--results-file', 'found.json']
         environment = dict(os.environ, PYTHONPATH=str(folder.parents[1]), HF_HUB_OFFLINE='1')
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=current, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        (record,) = json.loads((tmp_path / 'found.json').read_text())
+        (record,) = json.loads((current / 'found.json').read_text())
         assert (record['model'], record['license']) == (folder.name, timm_license(folder))
         (on_card,) = re.findall(r'Top-1 ([\d.]+) %, 95 % interval', (folder / 'README.md').read_text())
         if data_dir is not None:

@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from shlex import split
 
@@ -49,9 +50,8 @@ def terminate_last(run) -> None:
 
 def terminate_with_workers(run) -> None:
     # as `timeout` and Slurm do
-    for worker in multiprocessing.active_children():
-        os.kill(worker.pid, signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
+    pids = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
+    subprocess.run(['kill', '-TERM', *map(str, pids)], check=True)
 
 
 def forbid_large_files(run) -> None:

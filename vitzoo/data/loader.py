@@ -6,8 +6,11 @@ whether a run was resumed.
 """
 
 import math
+import multiprocessing
+import os
 import random
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -207,12 +210,20 @@ def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoad
 
 
 def _start_worker(worker: int) -> None:
-    """Limit OpenCV to one thread in a worker process, as torch does for itself, and ignore one SIGTERM."""
+    """Limit OpenCV to one thread in a worker process, as torch does for itself, and let only its parent end it.
+
+    Clusters send SIGTERM to all processes, and the trainer needs batches until it has stopped.
+    """
     cv2.setNumThreads(0)
-    signal.signal(signal.SIGTERM, _ignore_once)
+    # macOS cannot tell who sent a signal
+    if hasattr(signal, 'sigwaitinfo'):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_obey_parent, daemon=True).start()
 
 
-def _ignore_once(*signal_and_frame: object) -> None:
-    """Go on: clusters send SIGTERM to all processes, and the trainer needs batches until it has stopped."""
-    # the loader itself ends its workers by this signal too, but repeats it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _obey_parent() -> None:
+    """Wait for the SIGTERM by which a process ends its workers when it ends itself."""
+    parent = multiprocessing.parent_process()
+    while parent is not None and signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)
