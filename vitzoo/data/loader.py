@@ -6,13 +6,14 @@ whether a run was resumed.
 """
 
 import math
-import multiprocessing
 import os
 import random
 import signal
-import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
+from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
 from typing import Any
 
 import cv2
@@ -199,31 +200,32 @@ def _shuffle(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoader:
+    is_ending = RawValue('b', False)
+    # before multiprocessing ends its child processes
+    Finalize(None, _announce_end, (is_ending,), exitpriority=100)
     return DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_start_worker,
+        worker_init_fn=partial(_start_worker, is_ending),
     )
 
 
-def _start_worker(worker: int) -> None:
-    """Limit OpenCV to one thread in a worker process, as torch does for itself, and let only its parent end it.
+def _announce_end(is_ending: Any) -> None:
+    is_ending.value = True
+
+
+def _start_worker(is_ending: Any, worker: int) -> None:
+    """Limit OpenCV to one thread in a worker process, as torch does for itself, and let only the parent end it.
 
     Clusters send SIGTERM to all processes, and the trainer needs batches until it has stopped.
     """
     cv2.setNumThreads(0)
-    # macOS cannot tell who sent a signal
-    if hasattr(signal, 'sigwaitinfo'):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_obey_parent, daemon=True).start()
 
+    def end(*signal_and_frame: object) -> None:
+        if is_ending.value:
+            os._exit(0)
 
-def _obey_parent() -> None:
-    """Wait for the SIGTERM by which a process ends its workers when it ends itself."""
-    parent = multiprocessing.parent_process()
-    while parent is not None and signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
-        pass
-    os._exit(0)
+    signal.signal(signal.SIGTERM, end)
