@@ -41,7 +41,8 @@ def results_table(results: list[dict]) -> str:
     """Scores in percent of each student, best first."""
     if not results:
         return 'Nothing yet.'
-    head = ['teacher', 'mixer', 'score', 'steps', 'teacher, %', *STAGES.values(), *CONTROLS.values(), 'minutes']
+    head = ['teacher', 'mixer', 'score', 'steps', 'learning rate', 'teacher, %']
+    head += [*STAGES.values(), *CONTROLS.values(), 'minutes']
     return to_table(head, [_cells(result) for result in sorted(results, key=_order)])
 
 
@@ -58,6 +59,7 @@ def _cells(result: dict) -> list[str]:
         f'`{settings["mixer"]}`' + (f' and {settings["keep_softmax"]} softmax' if settings['keep_softmax'] else ''),
         SCORE_TITLES[result['kind']],
         f'{settings["steps"]} + {settings["network_steps"]}',
+        f'{settings["network_lr"]:g}',
         *('' if score is None else f'{score["score"]:.2f}' for score in scores),
         f'{minutes(result):.1f}',
     ]
