@@ -48,6 +48,11 @@ def measure_rows() -> None:
     for row in track(rows, 'counting', console=Console(stderr=True)):
         params, macs = measure(row)
         row |= dict(params=params, gmacs=round(macs / 1e9, 4), versions=versions())
+    write_rows(rows)
+
+
+def write_rows(rows: list[dict]) -> None:
+    """Replace the rows of results.csv."""
     with RESULTS.open('w', newline='') as file:
         writer = csv.DictWriter(file, rows[0], lineterminator='\n')
         writer.writeheader()

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from docs_models import RESULTS, fill, measure, read_rows, versions
+from docs_models import fill, measure, read_rows, versions, write_rows
 
 from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.results import METRICS, collect
@@ -60,10 +60,7 @@ def write_results(study: Study) -> None:
     origin = f'`vitzoo study run study/{STUDY.name}`, '
     kept = [row for row in rows if not row['reference'].startswith(origin)]
     found = [_result(cell, origin) for cell in study.cells if cell.record.results(MAIN)]
-    with RESULTS.open('w', newline='') as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator='\n')
-        writer.writeheader()
-        writer.writerows([*kept, *found])
+    write_rows([*kept, *found])
 
 
 def _result(cell: StudyCell, origin: str) -> dict:

@@ -9,7 +9,7 @@ import math
 import os
 import random
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from multiprocessing.sharedctypes import RawValue
@@ -200,17 +200,22 @@ def _shuffle(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoader:
-    is_ending = RawValue('b', False)
-    # before multiprocessing ends its child processes
-    Finalize(None, _announce_end, (is_ending,), exitpriority=100)
     return DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=partial(_start_worker, is_ending),
+        worker_init_fn=_worker_start() if workers else None,
     )
+
+
+def _worker_start() -> Callable[[int], None]:
+    """`_start_worker`, told by this process when it ends."""
+    is_ending = RawValue('b', False)
+    # before multiprocessing ends its child processes
+    Finalize(None, _announce_end, (is_ending,), exitpriority=100)
+    return partial(_start_worker, is_ending)
 
 
 def _announce_end(is_ending: Any) -> None:
