@@ -168,7 +168,15 @@ def measured_table(rows: list[dict[str, str]]) -> str:
         'source',
         'reference',
     )
-    return to_table(head, [[f'`{row["model"]}`', *(numbers(row)[key] for key in keys)] for row in rows])
+    return to_table(head, [[name_with_mixers(row), *(numbers(row)[key] for key in keys)] for row in rows])
+
+
+def name_with_mixers(row: dict[str, str]) -> str:
+    """A row's model, and the mixers that replace its own."""
+    kwargs = json.loads(row['kwargs'] or '{}')
+    mixers = dict.fromkeys(swap['mixer'] for swap in kwargs.get('swap_mixer', []))
+    name = f'`{kwargs.get("base_model", row["model"])}`'
+    return f'{name} with {", ".join(f"`{mixer}`" for mixer in mixers)}' if mixers else name
 
 
 def numbers(row: dict[str, str]) -> dict[str, str]:

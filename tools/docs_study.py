@@ -73,8 +73,8 @@ def _result(cell: StudyCell, origin: str) -> dict:
     return row | dict(
         trained_on=TRAINED_ON,
         data=DATA,
-        top1=round(record['top1'], 2),
-        top5=round(record['top5'], 2),
+        top1=f'{record["top1"]:.2f}',
+        top5=f'{record["top5"]:.2f}',
         params=params,
         gmacs=round(macs / 1e9, 4),
         oversmoothing=round(curve[-1], 4) if curve else '',
