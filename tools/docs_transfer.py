@@ -5,6 +5,7 @@ python tools/docs_transfer.py runs/study/students/transfer.json    # adds the re
 
 import json
 import sys
+from itertools import groupby
 from pathlib import Path
 
 from docs_models import fill, to_table
@@ -38,27 +39,38 @@ def read_results() -> list[dict]:
 
 
 def results_table(results: list[dict]) -> str:
-    """Scores in percent of each student, best first."""
+    """Scores in percent, a table for each teacher and budget, best students first."""
     if not results:
         return 'Nothing yet.'
-    head = ['teacher', 'mixer', 'score', 'steps', 'learning rate', 'teacher, %']
-    head += [*STAGES.values(), *CONTROLS.values(), 'minutes']
-    return to_table(head, [_cells(result) for result in sorted(results, key=_order)])
+    head = ['mixer', 'learning rate', *STAGES.values(), *CONTROLS.values(), 'minutes']
+    parts = []
+    for caption, group in groupby(sorted(results, key=_order), key=_caption):
+        parts += [caption, to_table(head, [_cells(result) for result in group])]
+    return '\n\n'.join(parts)
 
 
 def _order(result: dict) -> tuple:
-    return result['settings']['teacher'], -result['student']['score']
+    settings = result['settings']
+    return (
+        settings['teacher'],
+        -settings['steps'] - settings['network_steps'],
+        settings['validation_images'],
+        -result['student']['score'],
+    )
+
+
+def _caption(result: dict) -> str:
+    settings = result['settings']
+    name, score = Path(settings['teacher']).name, f'{result["teacher"]["score"]:.2f} % {SCORE_TITLES[result["kind"]]}'
+    steps = f'{settings["steps"]} + {settings["network_steps"]} steps'
+    return f'**{steps}**; {name}: {score} of {settings["validation_images"]:,} images'
 
 
 def _cells(result: dict) -> list[str]:
     settings = result['settings']
-    scores = [result['teacher'], *(result[stage] for stage in STAGES)]
-    scores += [result['controls'].get(name) for name in CONTROLS]
+    scores = [result[stage] for stage in STAGES] + [result['controls'].get(name) for name in CONTROLS]
     return [
-        Path(settings['teacher']).name,
         f'`{settings["mixer"]}`' + (f' and {settings["keep_softmax"]} softmax' if settings['keep_softmax'] else ''),
-        SCORE_TITLES[result['kind']],
-        f'{settings["steps"]} + {settings["network_steps"]}',
         f'{settings["network_lr"]:g}',
         *('' if score is None else f'{score["score"]:.2f}' for score in scores),
         f'{minutes(result):.1f}',

@@ -6,11 +6,13 @@
 #     tools/transfer_pretrained.sh dinov2_small.safetensors imagenette runs/pretrained "ls nystrom linear"
 #
 # An epoch of the 9,469 images is 295 steps of 32. An interrupted study continues if it is started again. PYTHON selects
-# the interpreter; STEPS and NETWORK_STEPS, the steps of the two stages; KEEP, the number of softmax blocks to keep. The
-# grid has 9 x 9 tokens, so windows, blocks and landmarks are smaller than by default. Speeds are not measured, because
-# other processes may run beside this.
+# the interpreter; STEPS and NETWORK_STEPS, the steps of the two stages; KEEP, the number of softmax blocks to keep;
+# VAL_EVERY=4 validates on every fourth image; `every` stands for all mixers but softmax. The grid has 9 x 9 tokens, so
+# windows, blocks and landmarks are smaller than by default. Speeds are not measured, because other processes may run
+# beside this.
 set -eu
 weights=$1 data=$2 out=$3 mixers=$4 steps=${STEPS:-74} network_steps=${NETWORK_STEPS:-148} keep=${KEEP:-0}
+every=${VAL_EVERY:-1}
 vitzoo() { "${PYTHON:-python}" -m vitzoo "$@"; }
 
 test -f "$out/teacher/model.safetensors" || vitzoo train --model vit_small_patch14_dinov2 --initial-checkpoint "$weights" \
@@ -20,10 +22,19 @@ test -f "$out/teacher/model.safetensors" || vitzoo train --model vit_small_patch
 # a stopped training ends without an error
 test -f "$out/teacher/model.safetensors"
 
+if test "$every" -gt 1; then
+    part=$out/${data##*/}_$every
+    test -d "$part" || "${PYTHON:-python}" "$(dirname "$0")/every_nth.py" "$data" "$part" "$every"
+    data=$part
+fi
+if test "$mixers" = every; then
+    mixers=$("${PYTHON:-python}" -c 'from vitzoo.mixers import list_mixers; print(*list_mixers())' | sed 's/ softmax / /')
+fi
+
 for mixer in $mixers; do
     case $mixer in
-        ls | longformer) kwargs="window_size=3" ;;
-        bigbird) kwargs="block_size=3" ;;
+        ls | longformer | swin) kwargs="window_size=3" ;;
+        bigbird | sinkhorn) kwargs="block_size=3" ;;
         local) kwargs="block_size=3 memory_halo=1" ;;
         nystrom) kwargs="num_landmarks=9" ;;
         neighborhood) kwargs="kernel_size=5" ;;
@@ -31,6 +42,7 @@ for mixer in $mixers; do
         *) kwargs="" ;;
     esac
     folder=$out/${mixer}_$steps+$network_steps
+    test "$every" = 1 || folder=${folder}_val$every
     test "$keep" = 0 || folder=${folder}_softmax$keep
     # shellcheck disable=SC2086  the arguments are words
     vitzoo transfer "$out/teacher" --mixer "$mixer" ${kwargs:+--mixer-kwargs $kwargs} --data-dir "$data" --resume \

@@ -14,8 +14,10 @@ def test_the_table_of_transfers_is_current():
 def test_a_result_has_its_scores_in_the_table(kept, name):
     score = {'score': 50.125}
     settings = dict(teacher='runs/teacher', mixer='ls', keep_softmax=kept, steps=74, network_steps=148, network_lr=3e-5)
+    settings['validation_images'] = 3925
     result = dict(settings=settings, kind='top1', seconds=dict(matching=90.0, network=60.0), teacher=dict(score=60.0))
     result |= dict.fromkeys(docs_transfer.STAGES, score) | dict(controls=dict(zero=dict(score=10.0)))
-    line = docs_transfer.results_table([result]).splitlines()[-1]
-    assert line.startswith(f'| teacher | {name} | top-1 | 74 + 148 | 3e-05 | 60.00 | 50.12 |')
+    caption, *_, line = docs_transfer.results_table([result]).splitlines()
+    assert caption == '**74 + 148 steps**; teacher: 60.00 % top-1 of 3,925 images'
+    assert line.startswith(f'| {name} | 3e-05 | 50.12 |')
     assert line.endswith('| 10.00 |  |  |  | 2.5 |')
