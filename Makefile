@@ -4,11 +4,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
+TEACHER := cvt_softmax_nano.vz_cifar10
 
 .PHONY: help demo test test-slow test-matrix lint style format docs site dist measure measure-gpu bench-import clean
 
 help:
-	@echo 'make demo          train cvt_ls_13 on the bundled sample, validate it and plot its oversmoothing (6 minutes on 2 cores)'
+	@echo 'make demo          train a model on the bundled sample, convert another to its attention, and compare them on a page (6 minutes on 2 cores)'
 	@echo 'make test          check the style and run the tests'
 	@echo 'make test-slow     run the tests that take minutes'
 	@echo 'make test-matrix   run the tests with the lowest and with the newest versions of Python, torch, timm and others'
@@ -24,8 +25,10 @@ help:
 
 demo: .venv/installed
 	@rm -rf $(DEMO)
-	$(BIN)/python train.py --config quickstart.yaml --output $(DEMO)
-	$(BIN)/python validate.py $(DEMO) --results-file $(DEMO)/results.csv --plot $(DEMO)/oversmoothing.png
+	$(BIN)/python train.py --config quickstart.yaml --output $(DEMO)/scratch
+	$(BIN)/python -m vitzoo transfer $(TEACHER) --config transfer/sample.yaml --output $(DEMO)/converted
+	$(BIN)/python validate.py $(TEACHER) $(DEMO)/converted $(DEMO)/scratch --data-dir sample --results-file $(DEMO)/results.csv
+	$(BIN)/python -m vitzoo report $(TEACHER) $(DEMO)/converted $(DEMO)/scratch --data-dir sample --out $(DEMO)/report
 
 test: style
 	$(BIN)/python -m pytest

@@ -20,7 +20,10 @@ from vitzoo.push.command import push
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.parent for path in (ROOT / 'weights').glob('*.*/config.json'))
 # the data of the weights, by the name that they have for it
-ARCHIVES = {'imagenette': ROOT.parent / 'shared' / 'data' / 'imagenette_128.tar.xz'}
+ARCHIVES = {
+    name: ROOT.parent / 'shared' / 'data' / file
+    for name, file in (('cifar10', 'cifar10.tar.xz'), ('imagenette', 'imagenette_128.tar.xz'))
+}
 
 
 def test_shipped_weights_take_at_most_60_megabytes():
@@ -34,6 +37,16 @@ def test_shipped_weights_are_complete_and_pretrained_models_of_timm():
         }
         assert folder.name in timm.list_pretrained()
         assert timm.get_pretrained_cfg(folder.name).license
+
+
+def test_the_default_weights_of_a_model_are_those_for_the_largest_images():
+    assert len(SHIPPED) > 1
+    sizes: dict[str, list[int]] = {}
+    for folder in SHIPPED:
+        config = timm.get_pretrained_cfg(folder.name)
+        sizes.setdefault(config.architecture, []).append(config.input_size[-1])
+    for model, of_model in sizes.items():
+        assert timm.get_pretrained_cfg(model).input_size[-1] == max(of_model)
 
 
 def extract(data: str, folder: Path) -> str | None:

@@ -4,6 +4,7 @@
 pretrained=True)` loads it without a network.
 """
 
+import math
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -16,13 +17,17 @@ __all__ = ['shipped_configs']
 
 
 def shipped_configs(names: Iterable[str]) -> dict[str, dict]:
-    """The pretrained configs of the shipped weights of these models, by `name.tag`."""
+    """The pretrained configs of the shipped weights of these models, by `name.tag`, those of large images first.
+
+    timm loads the first of a model if no tag is asked for.
+    """
     known = set(names)
-    return {
+    configs = {
         full_name: _read_config(folder)
         for full_name, folder in shipped_folders().items()
         if full_name.partition('.')[0] in known
     }
+    return dict(sorted(configs.items(), key=lambda item: -math.prod(item[1]['input_size'])))
 
 
 @cache
