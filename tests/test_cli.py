@@ -2,6 +2,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +31,19 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
         run_command(fail(UserError('the folder is\nempty')))
     assert end.value.code == 2
     assert capsys.readouterr() == ('', 'vitzoo: error: the folder is empty\n')
+
+
+def test_a_warning_of_vitzoo_is_one_line_and_others_keep_their_form():
+    lines = []
+
+    def command(argv):
+        for file in (vitzoo.__file__, 'elsewhere.py'):
+            lines.append(warnings.formatwarning('many landmarks', UserWarning, file, 1))
+
+    default = warnings.formatwarning
+    run_command(command)
+    assert lines == ['vitzoo: warning: many landmarks\n', default('many landmarks', UserWarning, 'elsewhere.py', 1)]
+    assert warnings.formatwarning is default
 
 
 @pytest.mark.parametrize(
@@ -179,6 +193,17 @@ def test_list_takes_a_wildcard_and_all_of_timm(capsys):
         main(['list', 'cvt_nothing'])
     assert end.value.code == 2
     assert 'cvt_nothing' in capsys.readouterr().err
+
+
+def test_list_shows_trained_weights_with_their_tags(capsys):
+    main(['list', '--pretrained', 'cvt_*'])
+    names = capsys.readouterr().out.split()
+    assert {'cvt_13.msft_in1k', 'cvt_softmax_nano.vz_imagenette'} <= set(names)
+    assert all('.' in name for name in names) and set(names) <= set(timm.list_pretrained())
+    with pytest.raises(SystemExit) as end:
+        main(['list', '--pretrained', 'deit_ls_nano'])
+    assert end.value.code == 2
+    assert "no model with trained weights matches 'deit_ls_nano'" in capsys.readouterr().err
 
 
 def test_list_shows_the_mixers(capsys):

@@ -4,8 +4,11 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NoReturn
 
 # time for rank 0 to meet the error that another rank has found
@@ -43,10 +46,12 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
     A `UserError` is printed as one line on stderr with exit code 2, in a distributed run by rank 0 only, and a
     `RankError` by the rank that raises it. Before the processes have joined, the other ranks wait for rank 0 to print
     its error, because launchers kill all processes when the first one fails. Ctrl-C exits with 130, and a closed output
-    pipe, as with `head`, with 141. Every other exception keeps its traceback.
+    pipe, as with `head`, with 141. Every other exception keeps its traceback. A warning of vitzoo is printed as one
+    line too.
     """
     try:
-        main(argv)
+        with _short_warnings():
+            main(argv)
         sys.stdout.flush()
     except UserError as error:
         is_first = is_first_process()
@@ -62,6 +67,25 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
         # otherwise Python would flush the rest of the output at exit and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Print warnings that name a file of this package without the file and the source line."""
+    package, default = str(Path(__file__).parent), warnings.formatwarning
+
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if filename.startswith(package) and category is UserWarning:
+            return f'vitzoo: warning: {message}\n'
+        return default(message, category, filename, lineno, line)
+
+    warnings.formatwarning = format_warning
+    try:
+        yield
+    finally:
+        warnings.formatwarning = default
 
 
 def is_first_process() -> bool:

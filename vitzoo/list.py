@@ -3,8 +3,11 @@
 Examples:
     vitzoo list
     vitzoo list 'cvt_*'
+    vitzoo list --pretrained
     vitzoo list --mixers
 """
+
+from itertools import compress
 
 import timm
 
@@ -26,16 +29,23 @@ def list_names(argv: list[str] | None = None) -> None:
     parser = CommandParser('vitzoo list', description=__doc__.partition('\n')[0])
     parser.add_argument('pattern', nargs='?', default='*', help='wildcard in quotes, such as "cvt_*"')
     parser.add_argument('--all', action='store_true', help="include timm's own models")
+    parser.add_argument('--pretrained', action='store_true', help='list the trained weights of models, as model.tag')
     parser.add_argument('--mixers', action='store_true', help='list token mixers instead of models')
     args = parser.parse_args(argv)
     if args.mixers:
         print('\n'.join(vitzoo.list_mixers()))
         return
-    names = timm.list_models(args.pattern)
+    names = timm.list_pretrained(args.pattern) if args.pretrained else timm.list_models(args.pattern)
+    if args.pretrained:
+        # a model of several trainings is also listed under its name alone
+        names = [name for name in names if '.' in name]
     if not args.all:
-        names = [name for name in names if timm.model_entrypoint(name).__module__.startswith('vitzoo.')]
+        # without the tag
+        of_vitzoo = (timm.model_entrypoint(name.partition('.')[0]).__module__.startswith('vitzoo.') for name in names)
+        names = list(compress(names, of_vitzoo))
     if not names:
-        raise UserError(f"no model matches '{args.pattern}'{did_you_mean(args.pattern, timm.list_models())}")
+        kind = 'model with trained weights' if args.pretrained else 'model'
+        raise UserError(f"no {kind} matches '{args.pattern}'{did_you_mean(args.pattern, timm.list_models())}")
     print('\n'.join(names))
 
 

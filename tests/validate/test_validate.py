@@ -157,7 +157,8 @@ def test_without_data_everything_else_is_reported(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ('weights', 'text'), [('published', 'published, mit'), ('trained', 'trained, from mit'), ('checkpoint', None)]
+    ('weights', 'text'),
+    [('published', 'published, mit'), ('trained', 'trained from published weights (mit)'), ('checkpoint', None)],
 )
 def test_the_licence_of_published_weights_is_recorded_and_printed(
     weights, text, tmp_path, capsys, monkeypatch, quick_timing

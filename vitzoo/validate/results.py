@@ -129,7 +129,7 @@ def format_weights(record: dict) -> str:
     """The origin of a model's weights, with the licence of published ones, also of those that training began with."""
     weights, terms = record.get('weights'), record.get('license')
     if weights == 'trained' and terms:
-        return f'trained, from {terms} weights'
+        return f'trained from published weights ({terms})'
     return ', '.join(filter(None, [weights, terms]))
 
 
