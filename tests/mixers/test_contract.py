@@ -150,6 +150,11 @@ def test_attention_dropout_acts_or_is_refused(name):
     assert torch.equal(mixer(x, GRID), mixer(x, GRID))
 
 
+def test_the_error_for_an_unknown_keyword_suggests_the_closest_one():
+    with pytest.raises(TypeError, match=r"^ls does not take the argument 'windowsize', did you mean window_size\?$"):
+        create_mixer('ls', 24, 2, grid_size=(4, 4), windowsize=3)
+
+
 def test_the_error_for_an_unknown_mixer_suggests_the_closest_name():
     with pytest.raises(ValueError, match='did you mean performer'):
         create_mixer('perfomer', DIM, HEADS, grid_size=GRID)

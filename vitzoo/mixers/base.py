@@ -5,6 +5,7 @@ raster order, and returns the same shape. It does not depend on the backbone tha
 """
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +82,16 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
 
     Raises ValueError for an unknown name or an invalid value, TypeError for a keyword that the mixer does not take.
     """
-    return mixer_class(name)(dim, num_heads, grid_size=grid_size, **kwargs)
+    cls = mixer_class(name)
+    try:
+        return cls(dim, num_heads, grid_size=grid_size, **kwargs)
+    except TypeError as error:
+        # later versions of Python go on after the quoted name
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in kwargs:
+            raise
+        known = {key for base in cls.__mro__ for key in inspect.signature(base.__init__).parameters} - {'grid_size'}
+        raise TypeError(f"{name} does not take the argument '{unknown[1]}'{did_you_mean(unknown[1], known)}") from error
 
 
 def set_step(model: nn.Module, step: int) -> None:
