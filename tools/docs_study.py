@@ -1,10 +1,12 @@
 """Writes the tables of docs/study.md from weights/study.csv. Run by `make docs`.
 
-python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells of the study's folder
+vitzoo study report study/imagenette.yaml
+python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells of the study's folder, and the report
 """
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from vitzoo.study.tables import format_ways, write_cells
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CELLS = ROOT / 'docs' / 'study.md', ROOT / 'weights' / 'study.csv'
+# a page of the site, made by `vitzoo study report`
+REPORT = ROOT / 'docs' / 'imagenette.html'
 STUDY = ROOT / 'configs' / 'study' / 'imagenette.yaml'
 # other work ran beside some cells, so speed and memory are left to docs/performance.md
 SHOWN = [name for name in METRICS if name not in ('images_per_second', 'peak_memory_mb')]
@@ -30,6 +34,7 @@ def main(argv: list[str]) -> None:
         study = read_study(path)
         write_cells(CELLS, study)
         write_results(study)
+        shutil.copy(study.folder / 'report' / 'index.html', REPORT)
     PAGE.write_text(fill(PAGE.read_text(), {'imagenette': study_tables()}))
     print(f'wrote {PAGE}', file=sys.stderr)
 

@@ -49,6 +49,14 @@ def test_the_default_weights_of_a_model_are_those_for_the_largest_images():
         assert timm.get_pretrained_cfg(model).input_size[-1] == max(of_model)
 
 
+def test_shipped_weights_are_loaded_at_their_image_size():
+    for folder in SHIPPED:
+        size = timm.get_pretrained_cfg(folder.name).input_size[-2:]
+        for pretrained in (True, False):
+            assert timm.create_model(folder.name, pretrained=pretrained).img_size == size
+        assert timm.create_model(folder.name, pretrained=True, img_size=96).img_size == (96, 96)
+
+
 def extract(data: str, folder: Path) -> str | None:
     """The folder of data by its name in a config, None if it is not on this machine."""
     if data == 'sample':

@@ -104,8 +104,11 @@ def register_variants(
 
 
 def _entrypoint(module: str, name: str, create: Callable[..., nn.Module], args: dict) -> Callable[..., nn.Module]:
+    # the image size of a variant is in the config of its name; weights of a tag may have another
+    arguments = {key: value for key, value in args.items() if key != 'img_size'}
+
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        return create(name, pretrained, **_override(args, kwargs))
+        return create(name, pretrained, **_override(arguments, kwargs))
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
     entrypoint.__module__ = module
