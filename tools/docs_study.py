@@ -1,7 +1,7 @@
 """Writes the tables of docs/study.md from weights/study.csv. Run by `make docs`.
 
 vitzoo study report study/imagenette.yaml
-python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells of the study's folder, and the report
+python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells and the report
 """
 
 import csv
