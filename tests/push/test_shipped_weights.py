@@ -99,10 +99,11 @@ def test_every_folder_is_validated_by_its_name_to_the_number_on_its_card(tmp_pat
         done = subprocess.run(command, cwd=current, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         (record,) = json.loads((current / 'found.json').read_text())
-        assert (record['model'], record['license']) == (folder.name, timm_license(folder))
+        assert record['model'] == folder.name
         (on_card,) = re.findall(r'Top-1 ([\d.]+) %, 95 % interval', (folder / 'README.md').read_text())
+        # without data, no weights are loaded
         if data_dir is not None:
-            assert f'{record["top1"]:.2f}' == on_card
+            assert (record['license'], f'{record["top1"]:.2f}') == (timm_license(folder), on_card)
 
 
 def timm_license(folder: Path) -> str:
