@@ -7,8 +7,6 @@ Examples:
     vitzoo list --mixers
 """
 
-from itertools import compress
-
 import timm
 
 import vitzoo
@@ -35,18 +33,22 @@ def list_names(argv: list[str] | None = None) -> None:
     if args.mixers:
         print('\n'.join(vitzoo.list_mixers()))
         return
-    names = timm.list_pretrained(args.pattern) if args.pretrained else timm.list_models(args.pattern)
     if args.pretrained:
         # a model of several trainings is also listed under its name alone
-        names = [name for name in names if '.' in name]
+        names = [name for name in timm.list_pretrained(args.pattern) if '.' in name]
+    else:
+        names = timm.list_models(args.pattern)
     if not args.all:
-        # without the tag
-        of_vitzoo = (timm.model_entrypoint(name.partition('.')[0]).__module__.startswith('vitzoo.') for name in names)
-        names = list(compress(names, of_vitzoo))
+        names = [name for name in names if _is_of_vitzoo(name)]
     if not names:
         kind = 'model with trained weights' if args.pretrained else 'model'
         raise UserError(f"no {kind} matches '{args.pattern}'{did_you_mean(args.pattern, timm.list_models())}")
     print('\n'.join(names))
+
+
+def _is_of_vitzoo(name: str) -> bool:
+    model, _, _ = name.partition('.')
+    return timm.model_entrypoint(model).__module__.startswith('vitzoo.')
 
 
 if __name__ == '__main__':

@@ -19,11 +19,9 @@ from vitzoo.push.command import push
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.parent for path in (ROOT / 'weights').glob('*.*/config.json'))
+DATA = ROOT.parent / 'shared' / 'data'
 # the data of the weights, by the name that they have for it
-ARCHIVES = {
-    name: ROOT.parent / 'shared' / 'data' / file
-    for name, file in (('cifar10', 'cifar10.tar.xz'), ('imagenette', 'imagenette_128.tar.xz'))
-}
+ARCHIVES = {'cifar10': DATA / 'cifar10.tar.xz', 'imagenette': DATA / 'imagenette_128.tar.xz'}
 
 
 def test_shipped_weights_take_at_most_60_megabytes():
