@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import vitzoo
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
-from vitzoo.errors import UserError, did_you_mean
+from vitzoo.errors import UserError, constructor_arguments, did_you_mean
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models._resample import resample_checkpoint
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps
@@ -284,16 +284,8 @@ def _accepted_arguments(source: str) -> set[str]:
     """The arguments that `timm.create_model` takes for this model."""
     with torch.device('meta'):
         model_cls = type(timm.create_model(source))
-    accepted = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
-    for cls in model_cls.__mro__:
-        if '__init__' not in vars(cls):
-            continue
-        parameters = inspect.signature(vars(cls)['__init__']).parameters
-        accepted |= parameters.keys()
-        # only **kwargs can pass an argument on to the parent class
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return accepted
+    of_timm = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
+    return of_timm | constructor_arguments(model_cls)
 
 
 def _cannot_be_made(name: str, chosen: dict, error: Exception) -> str:

@@ -15,7 +15,7 @@ from timm.layers import register_notrace_module
 from torch import nn
 from torch.types import Device
 
-from vitzoo.errors import did_you_mean
+from vitzoo.errors import constructor_arguments, did_you_mean
 
 from ._grid import check_grid
 from ._numerics import no_autocast
@@ -90,7 +90,7 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is None or unknown[1] not in kwargs:
             raise
-        known = {key for base in cls.__mro__ for key in inspect.signature(base.__init__).parameters} - {'grid_size'}
+        known = constructor_arguments(cls) - {'grid_size'}
         raise TypeError(f"{name} does not take the argument '{unknown[1]}'{did_you_mean(unknown[1], known)}") from error
 
 
