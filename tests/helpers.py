@@ -175,7 +175,7 @@ def run_with_gradients(op, args: tuple) -> tuple[torch.Tensor, tuple[torch.Tenso
     inputs = [a.requires_grad_() for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
     inputs += [parameter for a in args if isinstance(a, nn.Module) for parameter in a.parameters()]
     out = op(*args)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
     return out, torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)
 
 

@@ -24,6 +24,8 @@ PAGE = ROOT / 'docs' / 'gpu.md'
 # those of tools/measure_gpu.py
 DIM, HEADS, BATCH, DTYPE = 384, 6, 16, 'bfloat16'
 SHOWN = (196, 1024, 4096, 16384)
+# implementations that kernels are compared with, and their titles
+_OTHERS = {'pytorch': 'PyTorch', 'compile': 'torch.compile', 'flex': 'flex_attention', 'sdpa': 'full attention'}
 
 
 def main(results: Path = RESULTS, page: Path = PAGE) -> None:
@@ -58,6 +60,7 @@ def render(found: dict[str, dict[int, GpuEstimate]], rows: list[dict]) -> str:
             'Time of a forward pass per token, and the speedup over fused softmax attention:',
             time_table(found, measured),
             machine,
+            kernel_table([row for row in rows if row['table'] == 'kernels' and row['device'] == 'cuda']),
         ]
     )
 
@@ -97,6 +100,25 @@ def time_table(found: dict[str, dict[int, GpuEstimate]], measured: list[dict]) -
     sizes = [f'{size:,}' for size in SHOWN]
     head = ['mixer', *(f'ns, {size}' for size in sizes), *(f'×, {size}' for size in sizes), 'crossover']
     return to_table([*head, *(f'measured ×, {size}' for size in sizes), 'measured crossover'], lines)
+
+
+def kernel_table(rows: list[dict]) -> str:
+    """Times of the Triton kernels, and their speedups over other implementations of the same or of full attention."""
+    if not rows:
+        return 'No kernel was timed.'
+    cases = list(dict.fromkeys((row['name'], row['num_heads'], row['what'], row['tokens']) for row in rows))
+    lines = []
+    for name, heads, what, tokens in sorted(cases, key=lambda case: (*case[:2], case[3], case[2])):
+        of_case = {
+            row['against']: row
+            for row in rows
+            if (row['name'], row['num_heads'], row['what'], row['tokens']) == (name, heads, what, tokens)
+        }
+        speedups = [f'{of_case[other]["ratio"]:.2f}' if other in of_case else '–' for other in _OTHERS]
+        milliseconds = f'{1e3 * of_case["kernel"]["seconds"]:.2f}'
+        lines.append([f'`{name}`', str(heads), what, f'{tokens:,}', milliseconds, *speedups])
+    head = ['kernel', 'heads', 'pass', 'tokens', 'ms', *(f'× {title}' for title in _OTHERS.values())]
+    return 'Triton kernels, and their speedups over other implementations:\n\n' + to_table(head, lines)
 
 
 if __name__ == '__main__':

@@ -84,9 +84,14 @@ def _result(cell: StudyCell, origin: str) -> dict:
         gmacs=round(macs / 1e9, 4),
         oversmoothing=round(curve[-1], 4) if curve else '',
         source='reproduced',
-        reference=f'{origin}cell {cell.name}',
+        reference=f'{origin}cell {cell.name}, validated on {_machine(cell)}',
         versions=versions(),
     )
+
+
+def _machine(cell: StudyCell) -> str:
+    """The machine that validated a cell, and its versions."""
+    return cell.record.finished[MAIN]['place']['measured_on']
 
 
 def _key(cell: StudyCell) -> tuple[str, str, str]:

@@ -42,7 +42,7 @@ def results_table(results: list[dict]) -> str:
     """Scores in percent, a table for each teacher and budget, best students first."""
     if not results:
         return 'Nothing yet.'
-    head = ['mixer', 'learning rate', *STAGES.values(), *CONTROLS.values(), 'minutes']
+    head = ['mixer', 'learning rate', 'teacher', *STAGES.values(), *CONTROLS.values(), 'minutes']
     parts = []
     for caption, group in groupby(sorted(results, key=_order), key=_caption):
         parts += [caption, to_table(head, [_cells(result) for result in group])]
@@ -61,14 +61,15 @@ def _order(result: dict) -> tuple:
 
 def _caption(result: dict) -> str:
     settings = result['settings']
-    name, score = Path(settings['teacher']).name, f'{result["teacher"]["score"]:.2f} % {SCORE_TITLES[result["kind"]]}'
+    name, score = Path(settings['teacher']).name, SCORE_TITLES[result['kind']]
     steps = f'{settings["steps"]} + {settings["network_steps"]} steps'
-    return f'**{steps}**; {name}: {score} of {settings["validation_images"]:,} images'
+    return f'**{steps}**; {name}, {score} of {settings["validation_images"]:,} images'
 
 
 def _cells(result: dict) -> list[str]:
     settings = result['settings']
-    scores = [result[stage] for stage in STAGES] + [result['controls'].get(name) for name in CONTROLS]
+    scores = [result['teacher'], *(result[stage] for stage in STAGES)]
+    scores += [result['controls'].get(name) for name in CONTROLS]
     return [
         f'`{settings["mixer"]}`' + (f' and {settings["keep_softmax"]} softmax' if settings['keep_softmax'] else ''),
         f'{settings["network_lr"]:g}',

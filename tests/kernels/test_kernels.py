@@ -154,8 +154,14 @@ def test_the_kernel_of_aft_conv_is_precise_if_keys_or_weights_are_far_apart(expe
     args = far_keys_case((5, 9), 1, 16, 3)
     got = run(aft_conv, args, torch.float32, DEVICE)
     assert len(calls) == 1
-    for ours, theirs in zip(got, run(aft_conv_naive, args, torch.float64), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    expected = run(aft_conv_naive, args, torch.float64)
+    # the gradients of far keys and weights are sums of do * out over all tokens that cancel almost to 0, so their error
+    # is that of the terms: a GPU's exp2 and division are off by up to 2 units in the last place
+    out = expected[0]
+    terms = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).abs().sum(dim=(0, 2, 3))
+    cancelling = 4 * torch.finfo(torch.float32).eps * terms.max().item()
+    for ours, theirs, atol in zip(got, expected, (1e-5, 1e-5, cancelling, 1e-5, cancelling), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
 
 
 @needs_kernels

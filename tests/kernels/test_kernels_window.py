@@ -311,8 +311,8 @@ def test_flex_attention_gives_the_same_output(device):
 
 
 USUAL = [(90, 'bfloat16', 64, 7, 3), (80, 'float32', 32, 7, 7), (100, 'bfloat16', 64, 7, 3)]
-# bytes per thread; for sm_100 the gradient of the bias does not fit
-SPILLS = {80: 0, 90: 0, 100: 8}
+# bytes per thread, the most of Triton 3.6 and 3.8: large windows on sm_80, float32 on sm_90, the bias's gradient on sm_100
+SPILLS = {80: 64, 90: 16, 100: 8}
 OTHERS = [
     (arch, dtype, head_dim, *window)
     for arch in (80, 90)

@@ -9,6 +9,7 @@ from studies import STUDY, write_study
 from timm.layers import to_2tuple
 
 from vitzoo.errors import UserError
+from vitzoo.mixers import list_mixers
 from vitzoo.options import to_words
 from vitzoo.study.plan import read_study
 
@@ -51,6 +52,13 @@ def test_a_wildcard_stands_for_all_its_models(tmp_path):
     }
 
 
+def test_a_wildcard_stands_for_all_mixers_but_softmax_after_those_that_are_named(tmp_path):
+    ways = dict(STUDY['ways'])
+    ways['converted'] = dict(ways['converted'], mixers=['ls', '*'])
+    names = [cell.options['mixer'] for cell in read_study(write_study(tmp_path, ways=ways)).cells if cell.teacher]
+    assert names[: len(list_mixers()) - 1] == ['ls', *(name for name in list_mixers() if name not in ('ls', 'softmax'))]
+
+
 def test_a_converted_model_is_compared_with_its_teacher_and_others_with_the_baseline_of_their_way(tmp_path):
     study = read_study(write_study(tmp_path, baseline={'deit_*': 'deit_softmax_nano'}))
     baselines = {cell.model: study.baseline_of(cell) for cell in study.cells}
@@ -86,6 +94,10 @@ def with_way(**way) -> dict:
         (with_way(), 'add train: or transfer:'),
         (with_way(transfer={}, teacher='deit_ls_nano'), 'ways.other has no teacher_way'),
         (with_way(transfer={}, teacher='cvt_13', teacher_way='scratch', mixers='ls'), "the teacher 'cvt_13'"),
+        (
+            with_way(transfer={}, teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='y*'),
+            r"no mixer matches 'y\*'",
+        ),
         (
             with_way(transfer=dict(steps=-1), teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
             "ways.other.transfer: .*'-1' is not",

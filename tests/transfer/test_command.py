@@ -237,7 +237,8 @@ def test_a_teacher_without_a_head_is_measured_by_its_features(kind, images, tmp_
         for number, path in enumerate(sorted(Path(images).rglob('*.jpg'))[:20]):
             shutil.copy(path, data / f'{number}.jpg')
     folder = tmp_path / 'linear'
-    transfer([teacher, '--mixer', 'linear', *QUICK, '--data-dir', str(data), '--output', str(folder)])
+    words = ['--data-dir', str(data), '--output', str(folder), '--amp-dtype', 'bfloat16']
+    transfer([teacher, '--mixer', 'linear', *QUICK, *words])
     results = read_results(folder)
     assert results['kind'] == kind
     assert results['teacher']['cosine'] == pytest.approx(100)

@@ -157,7 +157,15 @@ def measure_pass(
     multiply, matmul_flops = matmul(PRECISIONS[args.dtype], args.device)
     move, copy_bytes = copying(args.device)
     with show_rounds(f'{task.name}, {tokens} tokens, {measured_pass}') as on_round:
-        peaks = {name: call_peak_megabytes(call, args.device) for name, call in calls.items()}
+        peaks = {}
+        for name in [*calls]:
+            try:
+                peaks[name] = call_peak_megabytes(calls[name], args.device)
+            except torch.OutOfMemoryError:
+                print(f'skipped: {task.name}, {name}, {tokens} tokens, {measured_pass}: the memory is too small')
+                del calls[name]
+        if _KERNEL not in calls:
+            return []
         times = time_in_turn(
             calls | dict(matmul=multiply, copying=move),
             args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=on_round,

@@ -210,6 +210,17 @@ def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoad
     )
 
 
+def stop_workers(loader: DataLoader) -> None:
+    """End the worker processes of a loader now; another iteration starts new ones.
+
+    A garbage collection may destroy the queues that tell workers to end before PyTorch uses them. It then waits 10
+    seconds, and the workers stay until this process ends.
+    """
+    batches, loader._iterator = loader._iterator, None
+    if batches is not None:
+        batches._shutdown_workers()  # type: ignore[attr-defined]
+
+
 def _worker_start() -> Callable[[int], None]:
     """`_start_worker`, told by this process when it ends."""
     is_ending = RawValue('b', False)

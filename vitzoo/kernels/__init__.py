@@ -23,7 +23,9 @@ def use_kernel(x: torch.Tensor) -> bool:
 
     Triton's interpreter (`TRITON_INTERPRET=1`, slow, for tests) replaces the GPU.
     """
-    if not use_fused_attn(experimental=True) or is_exporting() or x.dtype not in _DTYPES:
+    # torch 2.7 to 2.11 answer True whenever they compile, the flag is True only in an export
+    exporting = is_exporting() and getattr(torch.compiler, '_is_exporting_flag', True)
+    if not use_fused_attn(experimental=True) or exporting or x.dtype not in _DTYPES:
         return False
     is_interpreted = x.device.type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1'
     return HAS_TRITON and (x.is_cuda or is_interpreted)

@@ -12,6 +12,8 @@ __all__ = ['RCP_LN2', 'contiguous_rows', 'dot', 'dot_precision', 'empty_output',
 RCP_LN2 = tl.constexpr(1.4426950408889634)
 # read once at import, as Triton's decorator does
 _IS_INTERPRETED = tl.constexpr(os.environ.get('TRITON_INTERPRET') == '1')
+# Triton 3.6 does not convert the default of an argument
+_IEEE = tl.constexpr('ieee')
 
 
 @triton.jit
@@ -31,7 +33,7 @@ def store_rows(ptr, x, row, mask, stride, D, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc=None, PRECISION: tl.constexpr = 'ieee'):
+def dot(a, b, acc=None, PRECISION: tl.constexpr = _IEEE):
     """The product of a (M, K) and b (K, N), accumulated in float32 onto `acc` if given."""
     if _IS_INTERPRETED:
         # the interpreter multiplies the bits of bfloat16 as integers; in float32 the product is the same

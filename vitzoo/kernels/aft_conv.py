@@ -14,8 +14,7 @@ enough.
 Bytes of a forward pass, for N tokens, C channels and two bytes per number: 10 N C (v once for the sums, then q, v and
 out; a tile and its halo are 5 tiles, mostly from the cache). The PyTorch form moves about 60 N C, in float32. Backward
 has three passes: dq, and the gradients of numerator and denominator with their sums; dk and dv, the transposed
-convolution; and the gradient of the convolution kernel. All sums have a fixed order, so results are deterministic. Not
-yet timed on a GPU.
+convolution; and the gradient of the convolution kernel. All sums have a fixed order, so results are deterministic.
 """
 
 from dataclasses import dataclass

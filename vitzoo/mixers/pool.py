@@ -37,6 +37,9 @@ def pool(x: torch.Tensor, grid_size: tuple[int, int], pool_size: int) -> torch.T
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         prefix, grid = wide.split([x.shape[1] - num_grid, num_grid], dim=1)
         image = grid.mT.unflatten(2, grid_size)  # (B, C, H, W)
+        if image.is_cuda:
+            # the gradient for channels_last is wrong: https://github.com/pytorch/pytorch/issues/188344
+            image = image.contiguous()
         near = F.avg_pool2d(image, pool_size, stride=1, padding=pool_size // 2, count_include_pad=False)
         prefix = (prefix + grid.sum(dim=1, keepdim=True)) / (1 + num_grid)
         return (torch.cat([prefix, near.flatten(2).mT], dim=1) - wide).to(x.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.load import find_models
+from vitzoo.mixers import list_mixers
 from vitzoo.options import read_yaml, to_words
 from vitzoo.study.record import CellRecord
 from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
@@ -188,7 +189,7 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
             f' and a way of this study that comes before this one'
         )
     evaluations, found = _choose_evaluations(common, place, way), []
-    for mixer in _texts(f'{place}.mixers', way['mixers']):
+    for mixer in _expand_mixers(f'{place}.mixers', way['mixers']):
         options = {**base, 'data_dir': common.data_dir, **given, 'mixer': mixer, 'seed': seed}
         words = ['teacher', '--output', 'student', *to_words(options)]
         _parse(f'{place}.transfer', parse_transfer_args, words, options, TransferOptions)
@@ -277,6 +278,18 @@ def _texts(place: str, value: Any) -> list[str]:
 def _expand(place: str, value: Any) -> list[str]:
     """The models of names and wildcards."""
     return find_models(_texts(place, value))
+
+
+def _expand_mixers(place: str, value: Any) -> list[str]:
+    """The mixers of names and wildcards; a wildcard leaves out softmax attention, which the teacher has."""
+    names = []
+    for pattern in _texts(place, value):
+        is_wildcard = any(character in pattern for character in '*?[')
+        found = [name for name in list_mixers() if fnmatchcase(name, pattern) and name != 'softmax']
+        if is_wildcard and not found:
+            raise UserError(f"{place}: no mixer matches '{pattern}'; see `vitzoo list --mixers`")
+        names += found if is_wildcard else [pattern]
+    return list(dict.fromkeys(names))
 
 
 def _check_keys(place: str, values: dict, known: tuple[str, ...], required: tuple[str, ...] = ()) -> None:

@@ -71,8 +71,10 @@ class Retention:
 
 def nearest_neighbours(bank: Tensor, labels: Tensor, queries: Tensor, count: int = _NEIGHBOURS) -> Tensor:
     """Classes by a vote of the nearest features, weighted by cosine similarity: (M, C), (M,), (N, C) -> (N,)."""
-    similarity, nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).mT).topk(min(count, len(bank)), dim=1)
-    votes = torch.zeros(len(queries), int(labels.max()) + 1)
+    # autocast would compute a product of float32 in half precision
+    bank, queries = (F.normalize(x.double(), dim=1) for x in (bank, queries))
+    similarity, nearest = (queries @ bank.mT).topk(min(count, len(bank)), dim=1)
+    votes = similarity.new_zeros(len(queries), int(labels.max()) + 1)
     return votes.scatter_add_(1, labels[nearest], similarity.clamp(min=0)).argmax(dim=1)
 
 

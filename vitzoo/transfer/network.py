@@ -17,6 +17,7 @@ from timm.task.distillation import DistillationTeacher
 from torch import nn
 
 from vitzoo.data import Normalize, train_loader
+from vitzoo.data.loader import stop_workers
 from vitzoo.errors import UserError
 from vitzoo.train.build import build_ema
 from vitzoo.train.checkpoint import find_checkpoints
@@ -109,6 +110,7 @@ def _train(run: Run, progress: Callable[[], None]) -> None:
                     raise Stopped(f'{stop.reason} after step {run.step} of {run.plan.steps}')
                 progress()
     finally:
+        stop_workers(run.train_loader)
         for tracker in run.accelerator.trackers:
             tracker.finish()
         run.accelerator.trackers.clear()

@@ -1,0 +1,44 @@
+"""On a GPU every mixer gives the values and gradients of the CPU, and stays finite under autocast."""
+
+import pytest
+import torch
+from helpers import DIM, HEADS, SETTINGS, build, run_with_gradients, tokens
+
+from vitzoo import create_mixer, list_mixers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device'),
+]
+CASES = [
+    pytest.param(name, kwargs, id=f'{name}-{i}')
+    for name in list_mixers()
+    for i, kwargs in enumerate(SETTINGS.get(name, [{}]))
+]
+GRID = (9, 13)
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_gpu_gives_the_values_and_gradients_of_the_cpu(name, kwargs, num_prefix_tokens):
+    mixer = build(name, GRID, num_prefix_tokens, **kwargs).eval()
+    x = tokens(mixer)
+    expected, expected_grads = run_with_gradients(lambda x: mixer(x, GRID), [x])
+    mixer.cuda()
+    found, grads = run_with_gradients(lambda x: mixer(x, GRID), [x.cuda()])
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-8, atol=1e-8)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad.cpu(), expected_grad, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_training_step_on_a_gpu_stays_finite_under_autocast(name, kwargs, dtype):
+    torch.manual_seed(0)
+    mixer = create_mixer(name, DIM, HEADS, grid_size=GRID, num_prefix_tokens=1, device='cuda', **kwargs)
+    x = tokens(mixer, dtype=torch.float32).cuda().requires_grad_()
+    with torch.autocast('cuda', dtype):
+        y = mixer(x, GRID)
+    y.float().square().mean().backward()
+    grads = [x.grad, *(parameter.grad for parameter in mixer.parameters() if parameter.grad is not None)]
+    assert all(tensor.isfinite().all() for tensor in (y, *grads))
