@@ -311,7 +311,7 @@ def test_flex_attention_gives_the_same_output(device):
 
 
 USUAL = [(90, 'bfloat16', 64, 7, 3), (80, 'float32', 32, 7, 7), (100, 'bfloat16', 64, 7, 3)]
-# bytes per thread, the most of Triton 3.6 and 3.8: large windows on sm_80, float32 on sm_90, the bias's gradient on sm_100
+# bytes per thread, the most with Triton 3.6 and 3.8: large windows, float32, and the gradient of the bias
 SPILLS = {80: 64, 90: 16, 100: 8}
 OTHERS = [
     (arch, dtype, head_dim, *window)

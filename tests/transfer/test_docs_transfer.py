@@ -18,6 +18,6 @@ def test_a_result_has_its_scores_in_the_table(kept, name):
     result = dict(settings=settings, kind='top1', seconds=dict(matching=90.0, network=60.0), teacher=dict(score=60.0))
     result |= dict.fromkeys(docs_transfer.STAGES, score) | dict(controls=dict(zero=dict(score=10.0)))
     caption, *_, line = docs_transfer.results_table([result]).splitlines()
-    assert caption == '**74 + 148 steps**; teacher: 60.00 % top-1 of 3,925 images'
-    assert line.startswith(f'| {name} | 3e-05 | 50.12 |')
+    assert caption == '**74 + 148 steps**; teacher, top-1 of 3,925 images'
+    assert line.startswith(f'| {name} | 3e-05 | 60.00 | 50.12 |')
     assert line.endswith('| 10.00 |  |  |  | 2.5 |')
