@@ -1,4 +1,4 @@
-"""Writes the table of docs/transfer.md from weights/transfers.json. Run by `make docs`.
+"""Writes the tables and the picture of docs/transfer.md from weights/transfers.json. Run by `make docs`.
 
 python tools/docs_transfer.py runs/study/students/transfer.json    # adds the results of `vitzoo transfer` first
 """
@@ -9,12 +9,16 @@ from itertools import groupby
 from pathlib import Path
 
 from docs_models import fill, to_table
+from matplotlib.figure import Figure
 
 from vitzoo.transfer.measures import SCORE_TITLES
 from vitzoo.transfer.summary import CONTROLS, STAGES, minutes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / 'docs' / 'transfer.md', ROOT / 'weights' / 'transfers.json'
+PICTURE = PAGE.with_suffix('.png')
+# titles and colors of the stages in the picture
+_DRAWN = {'start': ('as it is', '#bbbbbb'), 'matched': ('matched', '#ff7f0e'), 'student': ('student', '#1f77b4')}
 # the values in the table, and their circumstances
 _KEPT = ('settings', 'kind', 'machine', 'seconds', 'teacher', *STAGES, 'controls', 'images_per_second', 'verdict')
 
@@ -29,6 +33,7 @@ def main(argv: list[str]) -> None:
             results = [other for other in results if other['settings'] != kept['settings']] + [kept]
     if argv:
         RESULTS.write_text(json.dumps(results, indent=1) + '\n')
+    draw_stages(PICTURE, largest_group(results))
     PAGE.write_text(fill(PAGE.read_text(), {'results': results_table(results)}))
     print(f'wrote {PAGE}', file=sys.stderr)
 
@@ -47,6 +52,38 @@ def results_table(results: list[dict]) -> str:
     for caption, group in groupby(sorted(results, key=_order), key=_caption):
         parts += [caption, to_table(head, [_cells(result) for result in group])]
     return '\n\n'.join(parts)
+
+
+def largest_group(results: list[dict]) -> list[dict]:
+    """The students of one teacher and budget of which there are most, without softmax blocks, one for each mixer."""
+    groups: dict[str, dict[str, dict]] = {}
+    for result in sorted(results, key=lambda result: result['student']['score']):
+        if not result['settings']['keep_softmax']:
+            groups.setdefault(_caption(result), {})[result['settings']['mixer']] = result
+    return [*max(groups.values(), key=len, default={}).values()]
+
+
+def draw_stages(path: Path, results: list[dict]) -> None:
+    """Draw the scores of students after each stage, the best at the top, and the range of those of their teachers."""
+    figure = Figure(figsize=(8, 0.22 * len(results) + 1.4), layout='constrained')
+    axes = figure.subplots()
+    results = sorted(results, key=lambda result: result['student']['score'])
+    for place, result in enumerate(results):
+        scores = [result[stage]['score'] for stage in _DRAWN]
+        axes.plot([min(scores), max(scores)], [place, place], color='#dddddd', linewidth=2, zorder=1)
+        for score, (_, color) in zip(scores, _DRAWN.values()):
+            axes.scatter(score, place, color=color, s=22, zorder=2)
+        axes.text(97, place, f'{scores[-1]:.1f}', fontsize=7, va='center')
+    for title, color in _DRAWN.values():
+        axes.scatter([], [], color=color, s=22, label=title)
+    teachers = [result['teacher']['score'] for result in results]
+    axes.axvspan(min(teachers) - 0.15, max(teachers) + 0.15, color='#2ca02c', alpha=0.5, linewidth=0, label='teacher')
+    axes.set_yticks(range(len(results)), [result['settings']['mixer'] for result in results], fontsize='small')
+    axes.set(xlabel=f'{SCORE_TITLES[results[0]["kind"]]}, %', xlim=(0, 103), ylim=(-0.8, len(results) - 0.2))
+    axes.grid(axis='x', alpha=0.3)
+    axes.spines[['top', 'right']].set_visible(False)
+    figure.legend(loc='outside upper center', ncols=len(_DRAWN) + 1, frameon=False)
+    figure.savefig(path, dpi=130)
 
 
 def _order(result: dict) -> tuple:
