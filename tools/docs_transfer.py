@@ -89,7 +89,7 @@ def draw_stages(path: Path, results: list[dict]) -> None:
 def _order(result: dict) -> tuple:
     settings = result['settings']
     return (
-        settings['teacher'],
+        Path(settings['teacher']).name,
         -settings['steps'] - settings['network_steps'],
         settings['validation_images'],
         -result['student']['score'],

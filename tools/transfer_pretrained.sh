@@ -7,10 +7,11 @@
 #     python tools/docs_transfer.py runs/pretrained/*/*/transfer.json
 #
 # An epoch of the 9,469 images is 295 steps of 32. An interrupted study continues if it is started again. PYTHON selects
-# the interpreter; STEPS and NETWORK_STEPS, the steps of the two stages; NETWORK_LR, the learning rate of the second;
-# KEEP, the number of softmax blocks to keep; RANDOM_CONTROL=1 adds the control from random weights; VAL_EVERY=4 validates on
-# every fourth image; `every` stands for all mixers but softmax. The grid has 9 x 9 tokens, so windows, blocks and
-# landmarks are smaller than by default. Speeds are not measured, because other processes may run beside this.
+# the interpreter; STEPS and NETWORK_STEPS, the steps of the two stages; NETWORK_LR, the learning rate of inherited
+# weights in the second; KEEP, the number of softmax blocks to keep; RANDOM_CONTROL=1 adds the control from random
+# weights; VAL_EVERY=4 validates on every fourth image; `every` stands for all mixers but softmax. The grid has 9 x 9
+# tokens, so windows, blocks and landmarks are smaller than by default. Speeds are not measured, because other processes
+# may run beside this.
 set -eu
 weights=$1 data=$2 out=$3 mixers=$4 steps=${STEPS:-98} network_steps=${NETWORK_STEPS:-197} keep=${KEEP:-0}
 every=${VAL_EVERY:-1} rate=${NETWORK_LR:-3e-5} control=--no-random-control
