@@ -156,10 +156,10 @@ def test_the_kernel_of_aft_conv_is_precise_if_keys_or_weights_are_far_apart(expe
     assert len(calls) == 1
     expected = run(aft_conv_naive, args, torch.float64)
     # the gradients of far keys and weights are sums of do * out over all tokens that cancel almost to 0, so their error
-    # is that of the terms: a GPU's exp2 and division are off by up to 2 units in the last place
+    # is that of the terms: a GPU's exp2 and division are off by up to 2 units in the last place, the interpreter's not
     out = expected[0]
     terms = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).abs().sum(dim=(0, 2, 3))
-    cancelling = 4 * torch.finfo(torch.float32).eps * terms.max().item()
+    cancelling = 4 * torch.finfo(torch.float32).eps * terms.max().item() if DEVICE == 'cuda' else 1e-5
     for ours, theirs, atol in zip(got, expected, (1e-5, 1e-5, cancelling, 1e-5, cancelling), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
 

@@ -311,8 +311,8 @@ def test_flex_attention_gives_the_same_output(device):
 
 
 USUAL = [(90, 'bfloat16', 64, 7, 3), (80, 'float32', 32, 7, 7), (100, 'bfloat16', 64, 7, 3)]
-# bytes per thread, the most with Triton 3.6 and 3.8: large windows, float32, and the gradient of the bias
-SPILLS = {80: 64, 90: 16, 100: 8}
+# bytes per thread, 0 if not here: large windows on sm_80, float32, and for sm_100 the gradient of the bias
+SPILLS = {(80, 'bfloat16'): 64, (80, 'float16'): 64, (80, 'float32'): 8, (90, 'float32'): 16, (100, 'bfloat16'): 8}
 OTHERS = [
     (arch, dtype, head_dim, *window)
     for arch in (80, 90)
@@ -332,5 +332,5 @@ def test_the_kernels_compile_within_the_limits_of_gpus(case):
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == 5
     for kernel in kernels:
-        assert kernel['spills'] <= SPILLS[case[0]], kernel
+        assert kernel['spills'] <= SPILLS.get(case[:2], 0), kernel
         assert kernel['shared'] <= SHARED[case[0]], kernel
