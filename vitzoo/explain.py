@@ -23,7 +23,7 @@ from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import CommandParser, UserError, did_you_mean, run_command
-from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
+from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about, readable
 from vitzoo.metrics.explanation import METHODS, explain
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output
@@ -52,7 +52,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
         raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a trained model')
     model, names = model.to(args.device), class_names(model)
     target = None if args.target is None else _find_class(args.target, names)
-    paths, unreadable = _choose_paths(args.out, list(files)), []
+    titles, paths, unreadable = readable(names), _choose_paths(args.out, list(files)), []
     with autocast(args.device, args.amp_dtype):
         data_config = fit_data_config(name, model, args.img_size)
         dataset = ImageFiles(files, eval_transform(data_config))
@@ -63,7 +63,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
                 print(f'vitzoo: cannot read {record["file"]}: {record["error"]}', file=sys.stderr)
                 unreadable.append(record['file'])
                 continue
-            title = f'{names[record["label"]]} ({100 * record["probability"]:.0f} %), {record["method"]}'
+            title = f'{titles[record["label"]]} ({100 * record["probability"]:.0f} %), {record["method"]}'
             draw_explanation(path, unnormalize(record['image'], data_config), record['heat'], title)
     return unreadable
 

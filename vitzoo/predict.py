@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
+from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about, readable
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output, positive
 
@@ -122,7 +122,7 @@ def _write_csv(records: Iterable[dict], top_k: int, file: TextIO) -> None:
 
 
 def _print_table(records: list[dict]) -> None:
-    """Print the most likely class of each image, and the others in a last column."""
+    """Print the most likely class of each image, and the others in a last column; WordNet ids become words."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -132,10 +132,14 @@ def _print_table(records: list[dict]) -> None:
     table.add_column('label')
     table.add_column('%', justify='right', no_wrap=True)
     table.add_column('other classes', style='dim')
+    labels = sorted({item['label'] for record in records for item in record['predictions']})
+    names = dict(zip(labels, readable(labels)))
     for record in records:
         first, *others = record['predictions']
-        rest = ', '.join(f'{item["label"]} {100 * item["probability"]:.1f}' for item in others)
-        table.add_row(Text(record['file']), Text(first['label']), f'{100 * first["probability"]:.1f}', Text(rest))
+        rest = ', '.join(f'{names[item["label"]]} {100 * item["probability"]:.1f}' for item in others)
+        table.add_row(
+            Text(record['file']), Text(names[first['label']]), f'{100 * first["probability"]:.1f}', Text(rest)
+        )
     Console().print(table)
 
 

@@ -136,6 +136,20 @@ def test_a_pipe_gets_csv_and_a_terminal_a_table(images, trained, capsys, monkeyp
     assert all(row.partition(',')[0] in table for row in rows)
 
 
+def test_a_terminal_has_words_and_a_file_the_names_of_classes_that_are_wordnet_ids(
+    images, tmp_path, capsys, monkeypatch
+):
+    names = ['n01440764', 'n02102040', 'n02979186']
+    run = save_model(tmp_path / 'run', label_names=names)
+    argv = [str(images / '9.png'), '--model', str(run), '--workers', '0']
+    predict([*argv, '--out', str(tmp_path / 'out.csv')])
+    assert sorted((tmp_path / 'out.csv').read_text().splitlines()[1].split(',')[1::2]) == names
+    monkeypatch.setattr('sys.stdout.isatty', lambda: True)
+    predict(argv)
+    table = capsys.readouterr().out
+    assert all(word in table for word in ('tench', 'springer', 'player')) and 'n0' not in table
+
+
 def test_unreadable_images_are_named_and_the_others_done(images, trained, tmp_path, capsys):
     whole = (images / '9.png').read_bytes()
     for name, content in {'a.png': whole, 'b.jpg': b'text', 'c.png': whole[:100], 'd.png': whole, 'e.gif': b''}.items():
