@@ -20,7 +20,10 @@ PICTURE = PAGE.with_suffix('.png')
 # titles and colors of the stages in the picture
 _DRAWN = {'start': ('as it is', '#bbbbbb'), 'matched': ('matched', '#ff7f0e'), 'student': ('student', '#1f77b4')}
 # the values in the table, and their circumstances
-_KEPT = ('settings', 'kind', 'machine', 'seconds', 'teacher', *STAGES, 'controls', 'images_per_second', 'verdict')
+_KEPT = (
+    *('settings', 'kind', 'machine', 'seconds', 'teacher', *STAGES),
+    *('network_rates', 'controls', 'images_per_second', 'verdict'),
+)
 
 
 def main(argv: list[str]) -> None:
@@ -109,7 +112,7 @@ def _cells(result: dict) -> list[str]:
     scores += [result['controls'].get(name) for name in CONTROLS]
     return [
         f'`{settings["mixer"]}`' + (f' and {settings["keep_softmax"]} softmax' if settings['keep_softmax'] else ''),
-        f'{settings["network_lr"]:g}',
+        f'{result["network_rates"]["lr"]:.2g}',
         *('' if score is None else f'{score["score"]:.2f}' for score in scores),
         f'{minutes(result):.1f}',
     ]

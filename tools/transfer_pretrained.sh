@@ -8,13 +8,13 @@
 #
 # An epoch of the 9,469 images is 295 steps of 32. An interrupted study continues if it is started again. PYTHON selects
 # the interpreter; STEPS and NETWORK_STEPS, the steps of the two stages; NETWORK_LR, the learning rate of inherited
-# weights in the second; KEEP, the number of softmax blocks to keep; RANDOM_CONTROL=1 adds the control from random
-# weights; VAL_EVERY=4 validates on every fourth image; `every` stands for all mixers but softmax. The grid has 9 x 9
-# tokens, so windows, blocks and landmarks are smaller than by default. Speeds are not measured, because other processes
-# may run beside this.
+# weights in the second (default: auto); KEEP, the number of softmax blocks to keep; RANDOM_CONTROL=1 adds the control
+# from random weights; VAL_EVERY=4 validates on every fourth image; `every` stands for all mixers but softmax. The grid
+# has 9 x 9 tokens, so windows, blocks and landmarks are smaller than by default. Speeds are not measured, because other
+# processes may run beside this.
 set -eu
 weights=$1 data=$2 out=$3 mixers=$4 steps=${STEPS:-98} network_steps=${NETWORK_STEPS:-197} keep=${KEEP:-0}
-every=${VAL_EVERY:-1} rate=${NETWORK_LR:-3e-5} control=--no-random-control
+every=${VAL_EVERY:-1} rate=${NETWORK_LR:-auto} control=--no-random-control
 test "${RANDOM_CONTROL:-0}" = 0 || control=
 vitzoo() { "${PYTHON:-python}" -m vitzoo "$@"; }
 
@@ -37,7 +37,7 @@ fi
 folder=$out/$steps+$network_steps
 test "$every" = 1 || folder=${folder}_val$every
 test "$keep" = 0 || folder=${folder}_softmax$keep
-test "$rate" = 3e-5 || folder=${folder}_$rate
+test "$rate" = auto || folder=${folder}_$rate
 for mixer in $mixers; do
     case $mixer in
         ls | longformer | swin) kwargs="window_size=3" ;;

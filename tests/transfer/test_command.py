@@ -283,6 +283,17 @@ def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_pa
     assert len(list((tmp_path / 'vitzoo').glob('events.out.tfevents*'))) == 1
 
 
+@pytest.mark.parametrize('words', ['', '--network-lr auto --network-new-lr 1e-3', '--network-lr 2e-5'])
+def test_the_rates_of_the_network_stage_are_recorded_and_used(words, teacher, images, tmp_path):
+    options = [*split('--mixer linear --no-random-control'), *split(words), *QUICK]
+    transfer([teacher, *options, '--data-dir', images, '--output', str(tmp_path)])
+    results = read_results(tmp_path)
+    lr = 2e-5 if '2e-5' in words else min(3e-5, 1e-4 * results['network'][0]['output_error'])
+    assert results['network_rates'] == pytest.approx(dict(lr=lr, new_lr=1e-3 if '1e-3' in words else 10 * lr))
+    # that of the last group, which has the new parameters, at the end of the warm-up of one step
+    assert results['network'][1]['lr'] == pytest.approx(results['network_rates']['new_lr'])
+
+
 def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path):
     name = save_teacher(tmp_path)
     config = json.loads((tmp_path / 'config.json').read_text())

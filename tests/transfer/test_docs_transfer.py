@@ -13,13 +13,14 @@ def test_the_table_of_transfers_is_current():
 @pytest.mark.parametrize(('kept', 'name'), [(0, '`ls`'), (2, '`ls` and 2 softmax')])
 def test_a_result_has_its_scores_in_the_table(kept, name):
     score = {'score': 50.125}
-    settings = dict(teacher='runs/teacher', mixer='ls', keep_softmax=kept, steps=74, network_steps=148, network_lr=3e-5)
+    settings = dict(teacher='runs/teacher', mixer='ls', keep_softmax=kept, steps=74, network_steps=148)
     settings['validation_images'] = 3925
     result = dict(settings=settings, kind='top1', seconds=dict(matching=90.0, network=60.0), teacher=dict(score=60.0))
     result |= dict.fromkeys(docs_transfer.STAGES, score) | dict(controls=dict(zero=dict(score=10.0)))
+    result |= dict(network_rates=dict(lr=1.13e-5, new_lr=1.13e-4))
     caption, *_, line = docs_transfer.results_table([result]).splitlines()
     assert caption == '**74 + 148 steps**; teacher, top-1 of 3,925 images'
-    assert line.startswith(f'| {name} | 3e-05 | 60.00 | 50.12 |')
+    assert line.startswith(f'| {name} | 1.1e-05 | 60.00 | 50.12 |')
     assert line.endswith('| 10.00 |  |  |  | 2.5 |')
 
 

@@ -10,6 +10,7 @@ from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
 from vitzoo.transfer import distil, match_blocks
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
+from vitzoo.transfer.distillation import choose_rates
 from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.pictures import IntervalBatches
 
@@ -124,6 +125,35 @@ def test_a_stage_that_diverges_ends_with_a_sentence_and_the_best_state():
     with pytest.raises(UserError, match=r'after step 1 at learning rates of 1e\+30; halve them'):
         distil(teacher, student, TRAIN, HELD_OUT, steps=2, eval_every=1, lr=1e30)
     assert all(torch.equal(before[name], value) for name, value in student.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ('error', 'lr'), [(0.0, 0.0), (0.1, 1e-5), (0.5, 3e-5), (float('inf'), 3e-5), (float('nan'), 3e-5)]
+)
+def test_the_learning_rate_follows_the_error_up_to_a_limit(error, lr):
+    rates = choose_rates('auto', 'auto', lambda: error)
+    assert rates == pytest.approx(dict(lr=lr, new_lr=10 * lr))
+    assert choose_rates('auto', 0.5, lambda: error) == pytest.approx(dict(lr=lr, new_lr=0.5))
+
+
+def test_given_learning_rates_need_no_error():
+    def fail() -> float:
+        raise AssertionError
+
+    assert choose_rates(2e-4, 'auto', fail) == pytest.approx(dict(lr=2e-4, new_lr=2e-3))
+    assert choose_rates(2e-4, 1e-4, fail) == dict(lr=2e-4, new_lr=1e-4)
+
+
+def test_distillation_begins_with_the_rates_of_the_students_error():
+    teacher = make_teacher()
+    # close to the teacher: a window that covers nearly the whole grid
+    automatic, explicit, fixed = (make_student(teacher, 'neighborhood', kernel_size=3) for _ in range(3))
+    error = output_error(teacher, automatic, HELD_OUT)
+    assert error < 0.3
+    options = dict(steps=4, eval_every=2)
+    history = distil(teacher, automatic, TRAIN, HELD_OUT, **options)
+    assert history == distil(teacher, explicit, TRAIN, HELD_OUT, lr=1e-4 * error, new_lr=1e-3 * error, **options)
+    assert history != distil(teacher, fixed, TRAIN, HELD_OUT, lr=3e-5, new_lr=3e-4, **options)
 
 
 def test_stochastic_depth_does_not_keep_a_stage_from_continuing_exactly(tmp_path):

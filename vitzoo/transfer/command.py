@@ -21,11 +21,13 @@ from vitzoo.mixers import mixer_class
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.run_folder import claim_folder, export_model, write_metrics
 from vitzoo.transfer.attention import mixer_paths, only_part, parts_of, zero_attention
+from vitzoo.transfer.distillation import choose_rates
 from vitzoo.transfer.hybrid import give_back, keep_softmax
 from vitzoo.transfer.matching import match_blocks
 from vitzoo.transfer.network import load_best, train_network
 from vitzoo.transfer.opening import Transfer, open_transfer
 from vitzoo.transfer.options import TransferOptions, parse_args
+from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.probing import probe
 from vitzoo.transfer.record import STATES, Ledger
 from vitzoo.transfer.stopping import Stopped, raise_on_sigterm
@@ -164,10 +166,10 @@ def keep(task: Transfer, student: nn.Module, ledger: Ledger) -> None:
 def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: FolderLock) -> None:
     """Distillation of the whole network, by the trainer."""
     options = task.options
-    settings: dict[str, Any] = dict(steps=options.network_steps, lr=options.network_lr, new_lr=options.network_new_lr)
-    settings |= dict(log_with=options.recipe.log_with, progress=ledger.write_time)
-    task.console.print('network        all parameters')
-    rows = ledger.once('network', lambda: train_network(task, student, lock, **settings))
+    rates = ledger.once('network_rates', lambda: _network_rates(task, student))
+    task.console.print(f'network        all parameters, learning rates {rates["lr"]:.2g} and {rates["new_lr"]:.2g}')
+    settings: dict[str, Any] = dict(steps=options.network_steps, log_with=options.recipe.log_with, **rates)
+    rows = ledger.once('network', lambda: train_network(task, student, lock, progress=ledger.write_time, **settings))
     load_best(student, ledger.folder, rows)
 
 
@@ -270,6 +272,16 @@ def _probe(task: Transfer, mixer: str) -> list[dict]:
 def _measure_blocks(task: Transfer, student: nn.Module) -> list[dict]:
     with task.accelerator.autocast():
         return [asdict(cost) for cost in probe(task.teacher, student, task.held_out[:2])]
+
+
+def _network_rates(task: Transfer, student: nn.Module) -> dict[str, float]:
+    options = task.options
+    with task.accelerator.autocast():
+        return choose_rates(
+            options.network_lr,
+            options.network_new_lr,
+            lambda: output_error(task.teacher, student, task.held_out, task.accelerator),
+        )
 
 
 def _common(task: Transfer, ledger: Ledger, stage: str, steps: int) -> dict:

@@ -1,6 +1,7 @@
 """Distillation of the whole network, from Python; `vitzoo transfer` does it with the trainer instead."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+# learning rate of inherited parameters for an error of the outputs of 1, and its limit. The first steps of Adam are as
+# long as the learning rate, however small the error is: at a rate for distant students they take a close one further
+# away than the rest of the training brings it back (docs/transfer.md)
+_LR_PER_ERROR, _MAX_LR = 1e-4, 3e-5
+# learning rate of the mixers' own parameters, over that of inherited ones
+_NEW_OVER_INHERITED = 10
+
+
 def distil(
     teacher: nn.Module,
     student: nn.Module,
@@ -24,8 +33,8 @@ def distil(
     held_out: Iterable,
     *,
     steps: int = 1000,
-    lr: float = 3e-5,
-    new_lr: float = 3e-4,
+    lr: float | str = 'auto',
+    new_lr: float | str = 'auto',
     block_weight: float = 0.1,
     temperature: float = 1.0,
     eval_every: int = 50,
@@ -44,8 +53,8 @@ def distil(
         student: The model after it, usually after `match_blocks`.
         loader: Batches (B, C, H, W) of training images, or tuples that begin with them.
         held_out: Other images, in the same form; read at each evaluation.
-        lr: Learning rate of inherited parameters.
-        new_lr: Learning rate of the mixers' own parameters.
+        lr: Learning rate of inherited parameters; 'auto' for 1e-4 times the error of the outputs, at most 3e-5.
+        new_lr: Learning rate of the mixers' own parameters; 'auto' for ten times `lr`.
         block_weight: Weight of the attention outputs in the loss.
         temperature: Of the logits.
         eval_every: Steps between evaluations.
@@ -61,6 +70,9 @@ def distil(
         UserError: The learning rate is too high: the error is not finite. The student is in its best state.
     """
 
+    def error() -> float:
+        return output_error(teacher, student, held_out, accelerator)
+
     def backward(images: Tensor) -> None:
         with NetworkLoss(student, teacher, block_weight, temperature) as loss:
             student(images)
@@ -68,18 +80,28 @@ def distil(
                 teacher(images)
             loss().backward()
 
+    with nullcontext() if accelerator is None else accelerator.autocast():
+        rates = choose_rates(lr, new_lr, error)
     return descend(
         student,
-        parameter_groups(student, lr, new_lr),
+        parameter_groups(student, **rates),
         loader,
         backward,
-        lambda: dict(output_error=output_error(teacher, student, held_out, accelerator)),
+        lambda: dict(output_error=error()),
         steps=steps,
         eval_every=eval_every,
         accelerator=accelerator,
         state_file=state_file,
         progress=progress,
     )
+
+
+def choose_rates(lr: float | str, new_lr: float | str, error: Callable[[], float]) -> dict[str, float]:
+    """The arguments `lr` and `new_lr` of `distil` as numbers; `error` measures that of the student's outputs."""
+    if isinstance(lr, str):
+        # in this order nan, which the first evaluation reports, gives a number
+        lr = min(_MAX_LR, _LR_PER_ERROR * error())
+    return dict(lr=lr, new_lr=_NEW_OVER_INHERITED * lr if isinstance(new_lr, str) else new_lr)
 
 
 def parameter_groups(student: nn.Module, lr: float, new_lr: float) -> list[dict]:

@@ -36,8 +36,8 @@ class TransferOptions:
     lr: float = 1e-4
     new_lr: float = 2e-3
     network_steps: int = 1000
-    network_lr: float = 3e-5
-    network_new_lr: float = 3e-4
+    network_lr: float | str = 'auto'
+    network_new_lr: float | str = 'auto'
     block_weight: float = 0.1
     labels: bool = False
     training: dict[str, Any] = field(default_factory=dict)
@@ -70,9 +70,7 @@ class TransferOptions:
         names = ('data_dir', 'batch_size', 'workers', 'seed', 'amp_dtype')
         values = {name: getattr(self, name) for name in names if getattr(self, name) != 'float32'}
         values |= dict(weight_decay=0.0, kd_distill_type='transfer', kd_block_weight=self.block_weight)
-        return make_recipe(
-            values | dict(amp=True if 'amp_dtype' in values else None, lr=self.network_lr) | self.training
-        )
+        return make_recipe(values | dict(amp=True if 'amp_dtype' in values else None) | self.training)
 
 
 def parse_args(argv: list[str] | None = None) -> TransferOptions:
@@ -109,9 +107,10 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         help='percentage points below the teacher at which auto stops [0.5]')  # fmt: skip
     add('--network-steps', type=natural, metavar='N', default=defaults.network_steps,
         help='distillation of the whole network [1000]')  # fmt: skip
-    add('--network-lr', type=_positive_number, metavar='X', default=defaults.network_lr, help='of it [3e-5]')
-    add('--network-new-lr', type=_positive_number, metavar='X', default=defaults.network_new_lr,
-        help='of parameters that are not inherited [3e-4]')  # fmt: skip
+    add('--network-lr', type=_rate, metavar='X|auto', default=defaults.network_lr,
+        help='of it; auto: 1e-4 times the error of the outputs at its start, at most 3e-5 [auto]')  # fmt: skip
+    add('--network-new-lr', type=_rate, metavar='X|auto', default=defaults.network_new_lr,
+        help='of parameters that are not inherited; auto: ten times --network-lr [auto]')  # fmt: skip
     add('--block-weight', type=float, metavar='X', default=defaults.block_weight,
         help='weight of the attention outputs in it [0.1]')  # fmt: skip
     add('--labels', action='store_true', help="also learn the classes of the images in it, which must be the teacher's")
@@ -223,6 +222,10 @@ def _by_mixer(mixers: list[str], pairs: list[tuple[str, object]]) -> dict[str, d
 
 def _count(text: str) -> int | str:
     return text if text == 'auto' else natural(text)
+
+
+def _rate(text: str) -> float | str:
+    return text if text == 'auto' else _positive_number(text)
 
 
 def _positive_number(text: str) -> float:
