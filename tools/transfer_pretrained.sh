@@ -44,8 +44,11 @@ for mixer in $mixers; do
         bigbird | sinkhorn) kwargs="block_size=3" ;;
         local) kwargs="block_size=3 memory_halo=1" ;;
         nystrom) kwargs="num_landmarks=9" ;;
+        linformer) kwargs="rank=9" ;;
+        set) kwargs="num_inducing=9" ;;
+        global) kwargs="num_global=9" ;;
+        agent) kwargs="num_cells=3" ;;
         neighborhood) kwargs="kernel_size=5" ;;
-        agent) kwargs="num_cells=9" ;;
         *) kwargs="" ;;
     esac
     # shellcheck disable=SC2086  the arguments are words
