@@ -298,7 +298,9 @@ def routing(grid, P, N, C, h, clusters=8):
 
 def sinkhorn(grid, P, N, C, h, block=7):
     tiles, size = prod(ceil(side / block) for side in grid), block**2
-    sort = 2 * tiles * size * C + tiles**2 * C + tiles**2 * size * (2 * C + h)
+    # the weights of sorted tokens are 1 without partial tiles
+    mass = h if any(side % block for side in grid) else 0
+    sort = 2 * tiles * size * C + tiles**2 * C + tiles**2 * size * (2 * C + mass)
     return sort + attend(tiles * size, P + 2 * size, C) + attend(P, N, C)
 
 

@@ -106,23 +106,26 @@ def sinkhorn_attention(
     P = q.shape[2] - grid_size[0] * grid_size[1]
     window = (block_size, block_size)
     inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
-    q_tiles = tile(scale * q[:, :, P:], grid_size, window)  # (B, heads, T, b*b, d)
-    k_tiles, v_tiles = (tile(x[:, :, P:], grid_size, window).masked_fill(~inside.unsqueeze(-1), 0) for x in (k, v))
-    sort = block_sort(q_tiles, k_tiles, inside, noise, num_iterations, temperature)  # (B, heads, T, T)
-    mass = sort @ inside.to(sort.dtype)  # (B, heads, T, b*b)
-    present = mass > _MIN_MASS
-    mass = mass.masked_fill(~present, 1)
-    k_sorted, v_sorted = (_sorted_tiles(sort, x, mass, present) for x in (k_tiles, v_tiles))
-
-    scores = [
-        (q_tiles @ k[:, :, None, :P].mT).to(mass.dtype),
-        (q_tiles @ k_tiles.mT).to(mass.dtype).masked_fill(~inside.unsqueeze(1), float('-inf')),
-        ((q_tiles @ k_sorted.mT) + mass.log().unsqueeze(3)).masked_fill(~present.unsqueeze(3), float('-inf')),
-    ]
-    sizes = [part.shape[-1] for part in scores]
-    attn = F.dropout(torch.cat(scores, dim=-1).softmax(dim=-1).to(v.dtype), dropout_p)
-    prefix, own, moved = attn.split(sizes, dim=-1)
-    out = untile(prefix @ v[:, :, None, :P] + own @ v_tiles + moved @ v_sorted, grid_size, window)
+    has_partial_tiles = any(size % block_size for size in grid_size)
+    q_tiles, k_tiles, v_tiles = (tile(x[:, :, P:], grid_size, window) for x in (q, k, v))  # (B, heads, T, b*b, d)
+    if has_partial_tiles:
+        k_tiles, v_tiles = (x.masked_fill(~inside.unsqueeze(-1), 0) for x in (k_tiles, v_tiles))
+    sort = block_sort(scale * q_tiles, k_tiles, inside, noise, num_iterations, temperature)  # (B, heads, T, T)
+    # without partial tiles M is 1
+    mass = sort @ inside.to(sort.dtype) if has_partial_tiles else None  # (B, heads, T, b*b)
+    keys, values = (
+        torch.cat(
+            [x[:, :, None, :P].expand(-1, -1, len(inside), -1, -1), tiles, _sorted_tiles(sort, tiles, mass)], dim=3
+        )
+        for x, tiles in ((k, k_tiles), (v, v_tiles))
+    )
+    if mass is None:
+        tiles = (x.flatten(1, 2) for x in (q_tiles, keys, values))
+        out = softmax_attention(*tiles, scale, None, dropout_p).unflatten(1, (-1, len(inside)))
+    else:
+        scores = (scale * q_tiles) @ keys.mT + _log_weights(inside, mass, P).unsqueeze(3)
+        out = F.dropout(scores.softmax(dim=-1).to(v.dtype), dropout_p) @ values
+    out = untile(out, grid_size, window)
     if P == 0:
         return out
     return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
@@ -141,7 +144,6 @@ def block_sort(
     with no_autocast(q_tiles):
         share = inside.to(dtype).unsqueeze(1)  # (T, 1, b*b)
         share = share / share.sum(dim=-1, keepdim=True)
-        q_tiles = q_tiles.masked_fill(~inside.unsqueeze(-1), 0)
         means_q, means_k = ((share @ x.to(dtype)).squeeze(3) for x in (q_tiles, k_tiles))
         logits = means_q @ means_k.mT
         if noise is not None:
@@ -149,12 +151,23 @@ def block_sort(
         return log_sinkhorn(logits / temperature, num_iterations).exp()
 
 
-def _sorted_tiles(sort: torch.Tensor, tiles: torch.Tensor, mass: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """K' or V' of the formula, (B, heads, T, b*b, d); zero where M is too small."""
+def _sorted_tiles(sort: torch.Tensor, tiles: torch.Tensor, mass: torch.Tensor | None) -> torch.Tensor:
+    """K' or V' of the formula, (B, heads, T, b*b, d); zero where M is too small, M is 1 if `mass` is None."""
     # gradients divided by a small mass exceed the range of float16
     with no_autocast(tiles):
         moved = (sort @ tiles.to(sort.dtype).flatten(3)).unflatten(3, tiles.shape[3:])
-        return (moved / mass.unsqueeze(-1)).masked_fill(~present.unsqueeze(-1), 0).to(tiles.dtype)
+        if mass is not None:
+            absent = mass <= _MIN_MASS
+            moved = (moved / mass.masked_fill(absent, 1).unsqueeze(-1)).masked_fill(absent.unsqueeze(-1), 0)
+        return moved.to(tiles.dtype)
+
+
+def _log_weights(inside: torch.Tensor, mass: torch.Tensor, num_prefix_tokens: int) -> torch.Tensor:
+    """[0 ; 0 or minus infinity outside the grid ; log M] of the keys of a tile, (B, heads, T, P + 2 b*b)."""
+    own = torch.zeros_like(mass).masked_fill(~inside, float('-inf'))
+    absent = mass <= _MIN_MASS
+    moved = mass.masked_fill(absent, 1).log().masked_fill(absent, float('-inf'))
+    return torch.cat([mass.new_zeros(*mass.shape[:3], num_prefix_tokens), own, moved], dim=-1)
 
 
 @register_mixer('sinkhorn')
