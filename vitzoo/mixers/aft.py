@@ -78,16 +78,22 @@ def aft_conv_naive(
 def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """q, v (B, heads, N, d), k (B, heads, N, d or 1), bias (N, N) or (heads, N, N) -> (B, heads, N, d)."""
     with no_autocast(q):
-        terms = _terms(k, v)
         # a factor per row cancels in the ratio and keeps exp in range
-        weights = (bias - bias.detach().amax(dim=-1, keepdim=True)).to(terms.dtype).exp()
-        return _gated_ratio(q, _weighted_sum(weights, terms))
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        weights = (bias - bias.detach().amax(dim=-1, keepdim=True)).to(dtype).exp()
+        if bias.ndim == 3:
+            return _gated_ratio(q, _weighted_sum(weights, _terms(k, v)))
+        # one matrix product for all samples and heads, with the tokens first in memory
+        terms = _terms(*(x.permute(2, 0, 1, 3) for x in (k, v)), dim=0)
+        return _gated_ratio(q, (weights @ terms.flatten(1)).view_as(terms).permute(1, 2, 0, 3))
 
 
 def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, v (B, heads, N, d), k (B, heads, N, d or 1) -> (B, heads, N, d)."""
     with no_autocast(q):
-        return _gated_ratio(q, _terms(k, v).sum(dim=2, keepdim=True))
+        weights = _key_weights(k, v)
+        mean = (weights * v.to(weights.dtype)).sum(dim=2, keepdim=True) / weights.sum(dim=2, keepdim=True)
+        return q.sigmoid() * mean.to(q.dtype)
 
 
 def aft_local(
@@ -156,16 +162,20 @@ def aft_conv(
         return _gated_ratio(q, out)
 
 
-def _terms(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Terms exp(k) * v of the numerator and exp(k) of the denominator, concatenated: (B, heads, N, d + d or d + 1).
+def _key_weights(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor:
+    """exp(k) in float32 or wider.
 
-    Computed in float32 or wider. Keys are shifted by their maximum over the tokens, per sample, head and channel; the
-    factor cancels in the ratio.
+    Keys are shifted by their maximum over the tokens, per sample, head and channel; the factor cancels in the ratio.
+    The tokens are in dimension `dim`.
     """
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    k = k.to(dtype)
-    k = (k - k.detach().amax(dim=2, keepdim=True)).exp()
-    return torch.cat([k * v.to(dtype), k], dim=-1)
+    k = k.to(torch.promote_types(v.dtype, torch.float32))
+    return (k - k.detach().amax(dim=dim, keepdim=True)).exp()
+
+
+def _terms(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor:
+    """Terms exp(k) * v of the numerator and exp(k) of the denominator, concatenated: (B, heads, N, d + d or d + 1)."""
+    weights = _key_weights(k, v, dim)
+    return torch.cat([weights * v.to(weights.dtype), weights], dim=-1)
 
 
 def _weighted_sum(weights: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
