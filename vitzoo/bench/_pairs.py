@@ -18,6 +18,7 @@ from torch import nn
 
 import vitzoo  # noqa: F401  registers the models
 from vitzoo.mixers import create_mixer
+from vitzoo.mixers._qkv import split_heads
 from vitzoo.mixers.performer import orthogonal_features, performer_attention
 from vitzoo.mixers.reformer import reformer_attention
 from vitzoo.models.cvt import checkpoint_filter_fn
@@ -191,7 +192,7 @@ def _reformer_difference(shape: Shape) -> float:
 
 
 def _sinkhorn(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """Blocks of 64 tokens (49 at 14 x 14), 8 iterations; the peer sorts sequence segments, and uses keys as values."""
+    """Blocks of 64 tokens (49 at 14 x 14), 8 iterations; the peer sorts segments of the sequence."""
     from sinkhorn_transformer import SinkhornSelfAttention
 
     block = shape.block_size()
@@ -267,6 +268,13 @@ def _ls(shape: Shape) -> tuple[nn.Module, nn.Module]:
     return Layer('ls', shape, window_size=7, rank=8, qkv_bias=False), theirs
 
 
+def _ls_keys_as_values(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """As `_ls`, with keys for values on our side too."""
+    ours, theirs = _ls(shape)
+    ours.mixer.qkv = _KeysAsValues(shape)
+    return ours, theirs
+
+
 def _cvt_13(shape: Shape) -> tuple[nn.Module, nn.Module]:
     """CvT-13 at 224 x 224; the peer has GELU in place of the paper's QuickGELU."""
     from transformers import CvtConfig, CvtForImageClassification
@@ -286,6 +294,21 @@ def _cvt_13_difference(shape: Shape) -> float:
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         return relative_difference(ours.eval()(images), theirs.eval()(images))
+
+
+class _KeysAsValues(nn.Linear):
+    """A projection to queries and to keys, which are the values too."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape.dim, 2 * shape.dim, bias=False)
+        self.num_heads = shape.heads
+
+    # other arguments than nn.Linear's
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, grid_size: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k = (split_heads(part, self.num_heads) for part in super().forward(x).chunk(2, dim=-1))
+        return q, k, k
 
 
 class _First(nn.Module):
@@ -338,5 +361,6 @@ PAIRS = (
     Pair('aft_full', 'aft-pytorch', _aft_full, output_difference(_aft_full)),
     Pair('local', 'local-attention', _local, output_difference(_local)),
     Pair('ls', 'long-short-transformer', _ls),
+    Pair('ls', 'long-short-transformer', _ls_keys_as_values, note='keys as values'),
     Pair('cvt_13', 'transformers', _cvt_13, _cvt_13_difference, is_layer=False),
 )
