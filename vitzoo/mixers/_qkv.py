@@ -12,13 +12,24 @@ from timm.layers import ConvNormAct
 from torch import nn
 from torch.types import Device
 
-__all__ = ['ConvQKV', 'LinearQKV', 'split_heads', 'split_qkv']
+__all__ = ['ConvQKV', 'LinearQKV', 'split_heads', 'split_prefix', 'split_qkv']
 
 
 def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """(B, N, heads * d) -> (B, heads, N, d)."""
     B, N, C = x.shape
     return x.reshape(B, N, num_heads, C // num_heads).transpose(1, 2)
+
+
+def split_prefix(x: torch.Tensor, num_prefix_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prefix and grid tokens of (B, heads, P + H*W, d).
+
+    Their gradients are concatenated once, those of two slices are each padded with zeros and then added.
+    """
+    if num_prefix_tokens == 0:
+        return x[:, :, :0].detach(), x
+    prefix, grid = x.split([num_prefix_tokens, x.shape[2] - num_prefix_tokens], dim=2)
+    return prefix, grid
 
 
 def split_qkv(

@@ -84,7 +84,7 @@ def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tens
         if bias.ndim == 3:
             return _gated_ratio(q, _weighted_sum(weights, _terms(k, v)))
         # one matrix product for all samples and heads, with the tokens first in memory
-        terms = _terms(*(x.permute(2, 0, 1, 3) for x in (k, v)), dim=0)
+        terms = _terms(k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3), dim=0)
         return _gated_ratio(q, (weights @ terms.flatten(1)).view_as(terms).permute(1, 2, 0, 3))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from ._qkv import split_heads, split_qkv
+from ._qkv import split_heads, split_prefix, split_qkv
 from ._random_shift import draw_neighbour, shifted_attention
 from ._rel_bias import OffsetBias, PrefixBias
 from ._rope import Rope
@@ -98,7 +98,8 @@ def longformer_attention(
     `draw_neighbour`. Prefix tokens use `q_global` (B, heads, P, d), `k_global` and `v_global` if given.
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
-    local = q[:, :, P:], k[:, :, P:], v[:, :, P:], k[:, :, :P], v[:, :, :P], grid_size, window_size
+    (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
+    local = q_grid, k_grid, v_grid, k_prefix, v_prefix, grid_size, window_size
     if neighbour is not None:
         grid = shifted_attention(*local, neighbour, scale, bias, bias_keys, dropout_p)
     else:
@@ -107,7 +108,7 @@ def longformer_attention(
     if P == 0:
         return grid
     if q_global is None or k_global is None or v_global is None:
-        q_global, k_global, v_global = q[:, :, :P], k, v
+        q_global, k_global, v_global = q_prefix, k, v
     return torch.cat([softmax_attention(q_global, k_global, v_global, scale, bias_queries, dropout_p), grid], dim=2)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from ._qkv import split_heads
+from ._qkv import split_heads, split_prefix
 from ._rel_bias import OffsetBias
 from ._rope import Rope
 from ._window import window_attention, window_attention_naive
@@ -88,20 +88,20 @@ def long_short_attention(
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     k, v = _norm_tokens(norm_full, k), _norm_tokens(norm_full, v)
-    k_shared, v_shared = k[:, :, :P], v[:, :, :P]
+    (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
+    k_shared, v_shared = k_prefix, v_prefix
     if dynamic_proj is not None:
         proj = split_heads(dynamic_proj(x[:, P:]), q.shape[1])  # (B, heads, H*W, r)
         proj = proj.softmax(dim=2, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype).mT
-        k_shared = torch.cat([_norm_tokens(norm_landmarks, proj @ k[:, :, P:]), k_shared], dim=2)
-        v_shared = torch.cat([_norm_tokens(norm_landmarks, proj @ v[:, :, P:]), v_shared], dim=2)
+        k_shared = torch.cat([_norm_tokens(norm_landmarks, proj @ k_grid), k_prefix], dim=2)
+        v_shared = torch.cat([_norm_tokens(norm_landmarks, proj @ v_grid), v_prefix], dim=2)
     grid = window_attention(
-        q[:, :, P:], k[:, :, P:], v[:, :, P:], k_shared, v_shared,
-        grid_size, window_size, halo, scale, bias, None, dropout_p,
-    )  # fmt: skip
+        q_grid, k_grid, v_grid, k_shared, v_shared, grid_size, window_size, halo, scale, bias, None, dropout_p
+    )
     if P == 0:
         return grid
-    k_prefix, v_prefix = (torch.cat([x[:, :, :P], grid.to(x.dtype)], dim=2) for x in (k, v))
-    prefix = softmax_attention(q[:, :, :P], k_prefix, v_prefix, scale)
+    keys, values = (torch.cat([x, grid.to(x.dtype)], dim=2) for x in (k_prefix, v_prefix))
+    prefix = softmax_attention(q_prefix, keys, values, scale)
     return torch.cat([prefix, grid.to(prefix.dtype)], dim=2)
 
 

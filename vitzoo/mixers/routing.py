@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._numerics import LOG2_E
+from ._qkv import split_prefix
 from ._random import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -85,13 +86,14 @@ def routing_attention(
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d), the first P tokens global, centroids (heads, c, d) -> (B, heads, P + H*W, d)."""
     P, dtype = q.shape[2] - grid_size[0] * grid_size[1], torch.promote_types(q.dtype, torch.float32)
-    q_grid, k_grid, v_grid = LOG2_E * scale * q[:, :, P:], k[:, :, P:], v[:, :, P:]
+    (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
+    q_grid = LOG2_E * scale * q_grid
     in_q, in_k = (cluster_members(x, centroids, cluster_size) for x in (q_grid, k_grid))  # (B, heads, c, w)
     rows_q, rows_k = _row_index(in_q, q_grid), _row_index(in_k, k_grid)
     # in place, because the scores of all clusters are by far the largest tensor
     scores = (_take(q_grid, rows_q) @ _take(k_grid, rows_k).mT).to(dtype)  # (B, heads, c, w, w)
     scores.masked_fill_(in_q.int().unsqueeze(-1) == in_k.int().unsqueeze(-2), float('-inf'))
-    always = torch.cat([(q_grid * k_grid).sum(dim=-1, keepdim=True), q_grid @ k[:, :, :P].mT], dim=-1).to(dtype)
+    always = torch.cat([(q_grid * k_grid).sum(dim=-1, keepdim=True), q_grid @ k_prefix.mT], dim=-1).to(dtype)
 
     # subtract the largest score of each row over all clusters; it is finite because a token attends itself
     place = in_q.flatten(2)
@@ -102,13 +104,13 @@ def routing_attention(
     normalizer = always.sum(dim=-1).scatter_add(2, place, weights.sum(dim=-1).flatten(2))
 
     weights, always = F.dropout(weights, dropout_p).to(v.dtype), F.dropout(always, dropout_p).to(v.dtype)
-    out = (always[..., :1] * v_grid + always[..., 1:] @ v[:, :, :P]).to(dtype)
+    out = (always[..., :1] * v_grid + always[..., 1:] @ v_prefix).to(dtype)
     routed = (weights @ _take(v_grid, rows_k)).to(dtype).flatten(0, 3)
     out = out.flatten(0, 2).scatter_add(0, rows_q.view(-1, 1).expand_as(routed), routed).view_as(out)
     out = (out / normalizer.unsqueeze(-1)).to(v.dtype)
     if P == 0:
         return out
-    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
+    return torch.cat([softmax_attention(q_prefix, k, v, scale, None, dropout_p), out], dim=2)
 
 
 def _row_index(members: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ._qkv import split_prefix
 from ._window import halo_mask, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -107,7 +108,8 @@ def sinkhorn_attention(
     window = (block_size, block_size)
     inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
     has_partial_tiles = any(size % block_size for size in grid_size)
-    q_tiles, k_tiles, v_tiles = (tile(x[:, :, P:], grid_size, window) for x in (q, k, v))  # (B, heads, T, b*b, d)
+    (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
+    q_tiles, k_tiles, v_tiles = (tile(x, grid_size, window) for x in (q_grid, k_grid, v_grid))  # (B, heads, T, b*b, d)
     if has_partial_tiles:
         k_tiles, v_tiles = (x.masked_fill(~inside.unsqueeze(-1), 0) for x in (k_tiles, v_tiles))
     sort = block_sort(scale * q_tiles, k_tiles, inside, noise, num_iterations, temperature)  # (B, heads, T, T)
@@ -115,20 +117,20 @@ def sinkhorn_attention(
     mass = sort @ inside.to(sort.dtype) if has_partial_tiles else None  # (B, heads, T, b*b)
     keys, values = (
         torch.cat(
-            [x[:, :, None, :P].expand(-1, -1, len(inside), -1, -1), tiles, _sorted_tiles(sort, tiles, mass)], dim=3
+            [prefix.unsqueeze(2).expand(-1, -1, len(inside), -1, -1), tiles, _sorted_tiles(sort, tiles, mass)], dim=3
         )
-        for x, tiles in ((k, k_tiles), (v, v_tiles))
+        for prefix, tiles in ((k_prefix, k_tiles), (v_prefix, v_tiles))
     )
     if mass is None:
-        tiles = (x.flatten(1, 2) for x in (q_tiles, keys, values))
-        out = softmax_attention(*tiles, scale, None, dropout_p).unflatten(1, (-1, len(inside)))
+        q_flat, k_flat, v_flat = (x.flatten(1, 2) for x in (q_tiles, keys, values))
+        out = softmax_attention(q_flat, k_flat, v_flat, scale, None, dropout_p).unflatten(1, (-1, len(inside)))
     else:
         scores = (scale * q_tiles) @ keys.mT + _log_weights(inside, mass, P).unsqueeze(3)
         out = F.dropout(scores.softmax(dim=-1).to(v.dtype), dropout_p) @ values
     out = untile(out, grid_size, window)
     if P == 0:
         return out
-    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
+    return torch.cat([softmax_attention(q_prefix, k, v, scale, None, dropout_p), out], dim=2)
 
 
 def block_sort(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ._qkv import split_prefix
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -64,14 +65,15 @@ def sparse_attention(
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d)."""
     N = grid_size[0] * grid_size[1]
     P, l = q.shape[2] - N, min(stride or grid_size[1], N)
-    q_blocks, k_blocks, v_blocks = (_blocks(x[:, :, P:], l) for x in (scale * q, k, v))  # (B, heads, T, l, d)
+    (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
+    q_blocks, k_blocks, v_blocks = (_blocks(x, l) for x in (scale * q_grid, k_grid, v_grid))  # (B, heads, T, l, d)
     # the neighbourhood is the token's block, or a band that extends into the blocks before and after it
     num_neighbours = int(pattern == 'strided' and stride is not None)
     far_scores, far_values = (_column_scores, _column_values) if pattern == 'strided' else (_last_scores, _last_values)
     c = min(num_summaries, l)
     near_mask, far_mask = _masks(N, l, num_neighbours, pattern, c, q.device)
     scores = [
-        q_blocks @ k[:, :, None, :P].mT,
+        q_blocks @ k_prefix.unsqueeze(2).mT,
         (q_blocks @ _with_neighbours(k_blocks, num_neighbours).mT).masked_fill(~near_mask, float('-inf')),
         far_scores(q_blocks, k_blocks, c).masked_fill(~far_mask, float('-inf')),
     ]
@@ -79,11 +81,15 @@ def sparse_attention(
     scores = torch.cat(scores, dim=-1)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     prefix, near, far = F.dropout(attn, dropout_p).split(sizes, dim=-1)
-    out = prefix @ v[:, :, None, :P] + near @ _with_neighbours(v_blocks, num_neighbours) + far_values(far, v_blocks, c)
+    out = (
+        prefix @ v_prefix.unsqueeze(2)
+        + near @ _with_neighbours(v_blocks, num_neighbours)
+        + far_values(far, v_blocks, c)
+    )
     out = out.flatten(2, 3)[:, :, :N]
     if P == 0:
         return out
-    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
+    return torch.cat([softmax_attention(q_prefix, k, v, scale, None, dropout_p), out], dim=2)
 
 
 def _blocks(x: torch.Tensor, l: int) -> torch.Tensor:
