@@ -82,7 +82,7 @@ SETTINGS = {
     'rmt': [{}, {'decay': 'weights'}, {'decomposed': False, 'rope': False}, {'decomposed': False, 'decay': 'weights'}],
     'routing': [{'num_clusters': 3}, {'num_clusters': 4, 'cluster_size': 7}, {'num_clusters': 2, 'cluster_size': 1}],
     'set': [{'num_inducing': 5}, {'num_inducing': 1}],
-    'sinkhorn': [{'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
+    'sinkhorn': [{'block_size': 1}, {'block_size': 2}, {'block_size': 3, 'num_iterations': 2, 'temperature': 0.5}],
     'soft': [{'ratio': 2}, {'ratio': 3, 'conv_size': 5}],
     'softmax': [{}, {'talking_heads': True}, {'rel_bias': 'table'}, {'rel_bias': 'decomposed'}],
     'sparse': [

@@ -81,9 +81,9 @@ makes no difference to softmax attention but does to most kernels; `agent` and `
 take it.
 
 Some fast forms cannot be differentiated twice: `linear`, `performer` and `reformer`, and on a CPU `local`, `longformer`
-and `ls`, have a backward pass of their own, and `biformer`, `global`, `linformer`, `nystrom`, `set`, `softmax` and
-`srformer` use PyTorch's fused attention. A second derivative raises an error; the `op_naive` of
-each mixer has one.
+and `ls`, have a backward pass of their own, and `biformer`, `global`, `linformer`, `nystrom`, `set`, `softmax`,
+`srformer` and, without partial tiles, `sinkhorn` use PyTorch's fused attention. A second derivative raises an error;
+the `op_naive` of each mixer has one.
 
 {cheaper}
 """

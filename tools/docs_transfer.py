@@ -32,8 +32,8 @@ def main(argv: list[str]) -> None:
     for path in argv:
         found = json.loads(Path(path).read_text())
         for result in found.get('students', [found]):
-            kept = {key: result[key] for key in _KEPT}
-            results = [other for other in results if other['settings'] != kept['settings']] + [kept]
+            kept = {key: result[key] for key in _KEPT if key in result}
+            results = [other for other in results if _identity(other) != _identity(kept)] + [kept]
     if argv:
         RESULTS.write_text(json.dumps(results, indent=1) + '\n')
     draw_stages(PICTURE, largest_group(results))
@@ -58,9 +58,9 @@ def results_table(results: list[dict]) -> str:
 
 
 def largest_group(results: list[dict]) -> list[dict]:
-    """The students of one teacher and budget of which there are most, without softmax blocks, one for each mixer."""
+    """The last student of each mixer, without softmax blocks, of the teacher and budget that have most of them."""
     groups: dict[str, dict[str, dict]] = {}
-    for result in sorted(results, key=lambda result: result['student']['score']):
+    for result in results:
         if not result['settings']['keep_softmax']:
             groups.setdefault(_caption(result), {})[result['settings']['mixer']] = result
     return [*max(groups.values(), key=len, default={}).values()]
@@ -89,6 +89,13 @@ def draw_stages(path: Path, results: list[dict]) -> None:
     figure.savefig(path, dpi=130)
 
 
+def _identity(result: dict) -> tuple:
+    """A new result replaces an older one of the same mixer, teacher, budget, images and rate."""
+    settings = result['settings']
+    keys = ('mixer', 'steps', 'network_steps', 'keep_softmax', 'network_lr', 'validation_images')
+    return Path(settings['teacher']).name, *(settings[key] for key in keys)
+
+
 def _order(result: dict) -> tuple:
     settings = result['settings']
     return (
@@ -112,7 +119,7 @@ def _cells(result: dict) -> list[str]:
     scores += [result['controls'].get(name) for name in CONTROLS]
     return [
         f'`{settings["mixer"]}`' + (f' and {settings["keep_softmax"]} softmax' if settings['keep_softmax'] else ''),
-        f'{result["network_rates"]["lr"]:.2g}',
+        f'{result["network_rates"]["lr"]:.2g}' if 'network_rates' in result else '',
         *('' if score is None else f'{score["score"]:.2f}' for score in scores),
         f'{minutes(result):.1f}',
     ]

@@ -112,9 +112,10 @@ def explain_images(
 
 
 def _find_class(text: str, names: list[str]) -> int:
-    """The index of a class, given its name, or its index if no class has that name."""
-    if text in names:
-        return names.index(text)
+    """The index of a class, given its name, also in words, or its index if no class has that name."""
+    for known in (names, readable(names)):
+        if text in known:
+            return known.index(text)
     if text.isdecimal() and int(text) < len(names):
         return int(text)
     hint = did_you_mean(text, names) or f': there are {len(names)}, from {names[0]} to {names[-1]}'

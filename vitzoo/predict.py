@@ -56,7 +56,12 @@ def predict(argv: list[str] | None = None) -> list[str]:
         top_k = min(args.top_k, model.num_classes)
         unreadable: list[str] = []
         records = predict_images(model, loader, top_k, is_multi_label=read_about(name).get('multi_label', False))
-        _write_predictions(_report_unreadable(records, len(files), unreadable), top_k, args.out)
+        records = _report_unreadable(records, len(files), unreadable)
+        if args.out is None and sys.stdout.isatty():
+            names = class_names(model)
+            _print_table(list(records), dict(zip(names, readable(names))))
+        else:
+            _write_predictions(records, top_k, args.out)
     return unreadable
 
 
@@ -100,10 +105,7 @@ def predict_images(model: nn.Module, loader: DataLoader, top_k: int, is_multi_la
 
 
 def _write_predictions(records: Iterable[dict], top_k: int, path: str | None) -> None:
-    """Write records as they arrive, to a .csv or .json file, or to stdout as a table on a terminal and else as CSV."""
-    if path is None and sys.stdout.isatty():
-        _print_table(list(records))
-        return
+    """Write records as they arrive, to a .csv or .json file, or to stdout as CSV."""
     with open(path, 'w', newline='', encoding='utf-8') if path else nullcontext(sys.stdout) as file:
         if path and path.lower().endswith('.json'):
             json.dump(list(records), file, indent=2, ensure_ascii=False)
@@ -121,8 +123,8 @@ def _write_csv(records: Iterable[dict], top_k: int, file: TextIO) -> None:
         writer.writerow([record['file'], *chain(*best)])
 
 
-def _print_table(records: list[dict]) -> None:
-    """Print the most likely class of each image, and the others in a last column; WordNet ids become words."""
+def _print_table(records: list[dict], words: dict[str, str]) -> None:
+    """Print the most likely class of each image, and the others in a last column, all in words."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -132,13 +134,11 @@ def _print_table(records: list[dict]) -> None:
     table.add_column('label')
     table.add_column('%', justify='right', no_wrap=True)
     table.add_column('other classes', style='dim')
-    labels = sorted({item['label'] for record in records for item in record['predictions']})
-    names = dict(zip(labels, readable(labels)))
     for record in records:
         first, *others = record['predictions']
-        rest = ', '.join(f'{names[item["label"]]} {100 * item["probability"]:.1f}' for item in others)
+        rest = ', '.join(f'{words[item["label"]]} {100 * item["probability"]:.1f}' for item in others)
         table.add_row(
-            Text(record['file']), Text(names[first['label']]), f'{100 * first["probability"]:.1f}', Text(rest)
+            Text(record['file']), Text(words[first['label']]), f'{100 * first["probability"]:.1f}', Text(rest)
         )
     Console().print(table)
 

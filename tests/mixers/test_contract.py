@@ -37,7 +37,7 @@ def test_every_parameter_gets_a_gradient(name, kwargs):
 
 # docs/mixers.md has these lists: a backward pass of their own, and PyTorch's fused attention
 OWN_BACKWARD = ['linear', 'local', 'longformer', 'ls', 'performer', 'reformer']
-FUSED = ['biformer', 'global', 'linformer', 'nystrom', 'set', 'softmax', 'srformer']
+FUSED = ['biformer', 'global', 'linformer', 'nystrom', 'set', 'sinkhorn', 'softmax', 'srformer']
 
 
 @pytest.mark.parametrize('name', list_mixers())

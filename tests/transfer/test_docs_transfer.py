@@ -30,9 +30,9 @@ def test_the_picture_has_the_mixers_of_the_budget_with_most_students(tmp_path):
         scores = {key: dict(score=score) for key in ('teacher', *docs_transfer.STAGES)}
         return scores | dict(settings=dict(settings, validation_images=100), kind='top1')
 
-    results = [result('ls', 8, 70.0), result('xca', 8, 50.0), result('pool', 2, 90.0), result('ls', 8, 80.0)]
+    results = [result('ls', 8, 85.0), result('xca', 8, 50.0), result('pool', 2, 90.0), result('ls', 8, 80.0)]
     drawn = docs_transfer.largest_group([*results, result('xca', 8, 95.0, kept=2)])
-    # of two students with the same mixer the better one
-    assert [(found['settings']['mixer'], found['student']['score']) for found in drawn] == [('xca', 50.0), ('ls', 80.0)]
+    # of two students with the same mixer the later one
+    assert {found['settings']['mixer']: found['student']['score'] for found in drawn} == {'ls': 80.0, 'xca': 50.0}
     docs_transfer.draw_stages(tmp_path / 'transfer.png', drawn)
     assert (tmp_path / 'transfer.png').read_bytes().startswith(b'\x89PNG')

@@ -16,6 +16,8 @@ from vitzoo.transfer.pictures import IntervalBatches
 
 TRAIN, HELD_OUT = batches(3), batches(2, seed=1)
 STAGES = {'matching': match_blocks, 'distillation': distil}
+# the automatic rate of a student without an error is 0
+RATES = {'matching': {}, 'distillation': dict(lr=3e-5, new_lr=3e-4)}
 
 
 def test_the_attention_output_of_a_student_is_that_of_its_own_forward_pass():
@@ -37,7 +39,7 @@ def test_softmax_by_softmax_starts_and_stays_at_zero(stage):
     teacher = make_teacher()
     student = make_student(teacher, 'softmax')
     before = deepcopy(student.state_dict())
-    history = STAGES[stage](teacher, student, TRAIN, HELD_OUT, steps=4, eval_every=2)
+    history = STAGES[stage](teacher, student, TRAIN, HELD_OUT, steps=4, eval_every=2, **RATES[stage])
     assert history[0]['output_error'] == 0
     assert max(history[0].get('errors', {'': 0}).values()) == 0
     assert [row['best'] for row in history] == [True, False, False]
@@ -144,15 +146,24 @@ def test_given_learning_rates_need_no_error():
     assert choose_rates(2e-4, 1e-4, fail) == dict(lr=2e-4, new_lr=1e-4)
 
 
+def test_a_rate_in_words_is_refused():
+    teacher = make_teacher()
+    with pytest.raises(ValueError, match="new_lr is a number or 'auto', not 'high'"):
+        distil(teacher, make_student(teacher, 'linear'), TRAIN, HELD_OUT, steps=1, new_lr='high')
+
+
 def test_distillation_begins_with_the_rates_of_the_students_error():
     teacher = make_teacher()
     # close to the teacher: a window that covers nearly the whole grid
-    automatic, explicit, fixed = (make_student(teacher, 'neighborhood', kernel_size=3) for _ in range(3))
+    automatic, explicit, fixed = (make_student(teacher, 'neighborhood', kernel_size=3).train() for _ in range(3))
     error = output_error(teacher, automatic, HELD_OUT)
     assert error < 0.3
+    automatic.train()
     options = dict(steps=4, eval_every=2)
     history = distil(teacher, automatic, TRAIN, HELD_OUT, **options)
-    assert history == distil(teacher, explicit, TRAIN, HELD_OUT, lr=1e-4 * error, new_lr=1e-3 * error, **options)
+    assert automatic.training
+    rates = choose_rates('auto', 'auto', lambda: error)
+    assert history == distil(teacher, explicit, TRAIN, HELD_OUT, **rates, **options)
     assert history != distil(teacher, fixed, TRAIN, HELD_OUT, lr=3e-5, new_lr=3e-4, **options)
 
 

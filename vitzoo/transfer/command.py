@@ -166,10 +166,13 @@ def keep(task: Transfer, student: nn.Module, ledger: Ledger) -> None:
 def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: FolderLock) -> None:
     """Distillation of the whole network, by the trainer."""
     options = task.options
-    rates = ledger.once('network_rates', lambda: _network_rates(task, student))
-    task.console.print(f'network        all parameters, learning rates {rates["lr"]:.2g} and {rates["new_lr"]:.2g}')
-    settings: dict[str, Any] = dict(steps=options.network_steps, log_with=options.recipe.log_with, **rates)
-    rows = ledger.once('network', lambda: train_network(task, student, lock, progress=ledger.write_time, **settings))
+    settings: dict[str, Any] = dict(steps=options.network_steps, log_with=options.recipe.log_with)
+    settings |= dict(progress=ledger.write_time)
+    if options.network_steps:
+        rates = ledger.once('network_rates', lambda: _network_rates(task, student))
+        task.console.print(f'network        all parameters, learning rates {rates["lr"]:.2g} and {rates["new_lr"]:.2g}')
+        settings |= rates
+    rows = ledger.once('network', lambda: train_network(task, student, lock, **settings))
     load_best(student, ledger.folder, rows)
 
 

@@ -66,7 +66,7 @@ def distil(
         For each evaluation its `step`, `output_error` and whether it is the `best` so far.
 
     Raises:
-        ValueError: The student has no mixers, or a loader no images.
+        ValueError: The student has no mixers, a loader no images, or a rate is neither a number nor 'auto'.
         UserError: The learning rate is too high: the error is not finite. The student is in its best state.
     """
 
@@ -80,8 +80,10 @@ def distil(
                 teacher(images)
             loss().backward()
 
+    was_training = student.training
     with nullcontext() if accelerator is None else accelerator.autocast():
         rates = choose_rates(lr, new_lr, error)
+    student.train(was_training)
     return descend(
         student,
         parameter_groups(student, **rates),
@@ -97,9 +99,16 @@ def distil(
 
 
 def choose_rates(lr: float | str, new_lr: float | str, error: Callable[[], float]) -> dict[str, float]:
-    """The arguments `lr` and `new_lr` of `distil` as numbers; `error` measures that of the student's outputs."""
+    """The arguments `lr` and `new_lr` of `distil` as numbers; `error` measures that of the student's outputs.
+
+    Raises:
+        ValueError: One is a string other than 'auto'.
+    """
+    for name, rate in (('lr', lr), ('new_lr', new_lr)):
+        if isinstance(rate, str) and rate != 'auto':
+            raise ValueError(f"{name} is a number or 'auto', not {rate!r}.")
     if isinstance(lr, str):
-        # in this order nan, which the first evaluation reports, gives a number
+        # in this order nan gives a number
         lr = min(_MAX_LR, _LR_PER_ERROR * error())
     return dict(lr=lr, new_lr=_NEW_OVER_INHERITED * lr if isinstance(new_lr, str) else new_lr)
 

@@ -45,8 +45,8 @@ def train_network(
     lock: FolderLock,
     *,
     steps: int,
-    lr: float,
-    new_lr: float,
+    lr: float = 0.0,
+    new_lr: float = 0.0,
     progress: Callable[[], None],
     log_with: str | None = None,
 ) -> list[dict]:
@@ -54,7 +54,7 @@ def train_network(
 
     Args:
         lock: Of the run folder. `load_best` loads the best state from there.
-        lr: Learning rate of inherited parameters.
+        lr: Learning rate of inherited parameters, needed if there are steps.
         new_lr: Learning rate of the mixers' own parameters.
         progress: Called after each evaluation.
         log_with: Trackers.
@@ -122,7 +122,7 @@ def _open_run(task: Transfer, student: nn.Module, lock: FolderLock, steps: int, 
     interval = max(1, steps // options.evals)
     plan = replace(task.plan, steps_per_epoch=interval, epochs=math.ceil(steps / interval), max_steps=steps, lr=lr)
     # not a metric of recipes, because other trainings do not measure it
-    recipe = replace(options.recipe, model=task.name, kd_model_name=task.name, eval_metric='output_error')
+    recipe = replace(options.recipe, lr=lr, model=task.name, kd_model_name=task.name, eval_metric='output_error')
     raw_model = deepcopy(student)
     _freeze_unused(task, raw_model)
     ema = build_ema(recipe, raw_model)
