@@ -13,7 +13,7 @@ from vitzoo.data import eval_loader, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import UserError
-from vitzoo.explain import explain_files, explain_images, main
+from vitzoo.explain import _find_class, explain_files, explain_images, main
 from vitzoo.load import load_model
 
 NAMES = ['blue', 'green', 'red']
@@ -102,6 +102,11 @@ def test_a_mistake_gets_one_sentence(images, trained, tmp_path, argv, message, c
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert message in error and error.count('\n') == 1
+
+
+@pytest.mark.parametrize(('text', 'index'), [('n02102040', 1), ('English springer', 1), ('crane', 2), ('2', 2)])
+def test_a_class_is_found_by_its_name_by_words_and_by_its_index(text, index):
+    assert _find_class(text, ['n01440764', 'n02102040', 'n02012849']) == index
 
 
 def test_random_weights_have_nothing_to_explain(images, tmp_path, capsys):
