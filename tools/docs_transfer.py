@@ -58,12 +58,17 @@ def results_table(results: list[dict]) -> str:
 
 
 def largest_group(results: list[dict]) -> list[dict]:
-    """The last student of each mixer, without softmax blocks, of the teacher and budget that have most of them."""
+    """The last student of each mixer, without softmax blocks, of the teacher and budget with the most steps in all."""
     groups: dict[str, dict[str, dict]] = {}
     for result in results:
         if not result['settings']['keep_softmax']:
             groups.setdefault(_caption(result), {})[result['settings']['mixer']] = result
-    return [*max(groups.values(), key=len, default={}).values()]
+
+    def num_steps(group: dict[str, dict]) -> int:
+        settings = [result['settings'] for result in group.values()]
+        return sum(each['steps'] + each['network_steps'] for each in settings)
+
+    return [*max(groups.values(), key=num_steps, default={}).values()]
 
 
 def draw_stages(path: Path, results: list[dict]) -> None:
