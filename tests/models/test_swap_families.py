@@ -99,10 +99,12 @@ def assert_equal(ours, theirs, rounding=0.0):
 @pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_softmax_leaves_logits_and_features_as_they_are_at_every_size(family, fused):
-    # the fused attention of torch 2.6 rounds biases of another memory layout in another way; and a sigmoid of the table
-    # of offsets, as here, or of the biases of all pairs, as in timm, differs in the last bit on some processors
-    rounds = (fused and torch.__version__.startswith('2.6')) or family == 'relative mlp of Swin'
-    rounding = 3e-6 if rounds else 0.0
+    # a sigmoid of the table of offsets, as here, and one of the biases of all pairs, as in timm, differ in the last bit
+    # on some processors
+    rounding = 3e-7 if family == 'relative mlp of Swin' else 0.0
+    # the fused attention of torch 2.6 rounds biases of another memory layout in another way
+    if fused and torch.__version__.startswith('2.6'):
+        rounding = 3e-6
     timm.layers.set_fused_attn(fused)
     try:
         model = build(family)
