@@ -2,13 +2,17 @@
 
 vitzoo study report study/imagenette.yaml
 python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells and the report
+
+Cells that were finished on another machine, and are not in the study's folder here, are kept.
 """
 
 import csv
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from docs_models import fill, measure, read_rows, versions, write_rows
 
@@ -32,7 +36,7 @@ def main(argv: list[str]) -> None:
     """Copy the results of a study, and write the page."""
     for path in argv:
         study = read_study(path)
-        write_cells(CELLS, study)
+        merge_cells(study)
         write_results(study)
         shutil.copy(study.folder / 'report' / 'index.html', REPORT)
     PAGE.write_text(fill(PAGE.read_text(), {'imagenette': study_tables()}))
@@ -51,21 +55,41 @@ def study_tables() -> str:
 
 def read_cells() -> dict[tuple[str, ...], dict]:
     """The committed records by way, model, seed and evaluation."""
-    if not CELLS.exists():
-        return {}
-    with CELLS.open(newline='') as file:
-        lines = list(csv.DictReader(file))
-    keys = ('way', 'model', 'seed', 'evaluation')
-    return {tuple(line[key] for key in keys): {name: line[name] or None for name in SHOWN} for line in lines}
+    return {_line_key(line): {name: line[name] or None for name in SHOWN} for line in _read_lines(CELLS)}
+
+
+def merge_cells(study: Study) -> None:
+    """Replace the lines of the finished cells in study.csv, or add them, in the order of the study."""
+    with TemporaryDirectory() as folder:
+        new = Path(folder, CELLS.name)
+        write_cells(new, study)
+        lines = {_line_key(line): line for path in (CELLS, new) for line in _read_lines(path)}
+    names = [(cell.way, cell.model, str(cell.seed)) for cell in study.cells]
+    order = {(*name, evaluation): None for name in names for evaluation in study.evaluations}
+    with CELLS.open('w', newline='', encoding='utf-8') as file:
+        writer = csv.DictWriter(file, next(iter(lines.values())))
+        writer.writeheader()
+        writer.writerows(lines[key] for key in order if key in lines)
 
 
 def write_results(study: Study) -> None:
-    """Replace the rows of a study in results.csv by those of its finished cells."""
-    rows = read_rows()
-    origin = f'`vitzoo study run study/{STUDY.name}`, '
-    kept = [row for row in rows if not row['reference'].startswith(origin)]
-    found = [_result(cell, origin) for cell in study.cells if cell.record.results(MAIN)]
-    write_rows([*kept, *found])
+    """Replace the rows of the finished cells in results.csv, or add them, in the order of the study."""
+    rows, origin = read_rows(), f'`vitzoo study run study/{STUDY.name}`, '
+    others = [row for row in rows if not row['reference'].startswith(origin)]
+    cells = {found[1]: row for row in rows if (found := re.match(f'{re.escape(origin)}cell ([^,]+)', row['reference']))}
+    cells |= {cell.name: _result(cell, origin) for cell in study.cells if cell.record.results(MAIN)}
+    write_rows([*others, *(cells[cell.name] for cell in study.cells if cell.name in cells)])
+
+
+def _read_lines(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline='', encoding='utf-8') as file:
+        return list(csv.DictReader(file))
+
+
+def _line_key(line: dict[str, str]) -> tuple[str, ...]:
+    return line['way'], line['model'], line['seed'], line['evaluation']
 
 
 def _result(cell: StudyCell, origin: str) -> dict:

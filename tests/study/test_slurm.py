@@ -51,7 +51,18 @@ def test_settings_become_parameters_of_submitit(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setitem(sys.modules, 'submitit', SimpleNamespace(AutoExecutor=Executor))
     path = write_study(tmp_path)
-    run_study(['run', path, '--launch', 'accelerate launch', '--slurm', 'partition=gpu,gpus=2,minutes=60,jobs=3'])
+    run_study(
+        [
+            'run',
+            path,
+            '--launch',
+            'accelerate launch',
+            '--slurm',
+            'partition=gpu,gpus=2,minutes=60,jobs=3',
+            '--cells',
+            '*/seed-0',
+        ]
+    )
     jobs = seen.pop('jobs')
     assert seen == dict(
         folder=tmp_path / 'out' / 'slurm',
@@ -61,7 +72,9 @@ def test_settings_become_parameters_of_submitit(tmp_path, monkeypatch, capsys):
         gpus_per_node=2,
         timeout_min=60,
     )
-    assert {(job.path, *job.launch) for job in jobs} == {(path, 'accelerate', 'launch')} and len(jobs) == 3
+    assert {(job.path, *job.launch, *job.cells) for job in jobs} == {
+        (path, 'accelerate', 'launch', '*/seed-0')
+    } and len(jobs) == 3
     assert 'submitted 7_1, 7_2, 7_3' in capsys.readouterr().out
 
 

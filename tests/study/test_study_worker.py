@@ -110,6 +110,24 @@ def test_retry_computes_failed_cells_again(tmp_path, monkeypatch):
     assert set(states(study)) == {'finished'}
 
 
+def test_only_chosen_cells_and_their_teachers_are_computed(tmp_path, monkeypatch, capsys):
+    path = write_study(tmp_path)
+    executor = Executor()
+    monkeypatch.setattr(worker_module, 'run_process', executor)
+    run_study(['run', path, '--cells', 'converted/*_to_ls/seed-1'])
+    teacher, student = 'teacher/vit_tiny_patch16_224/seed-1', 'converted/vit_tiny_patch16_224_to_ls/seed-1'
+    cells = read_study(path).cells
+    assert {cell.name for cell in cells if find_state(cell) is CellState.FINISHED} == {teacher, student}
+    assert '2 cells: 2 finished' in capsys.readouterr().out
+    with pytest.raises(
+        UserError, match=r"no cell matches 'converted/\*_to_lss/\*'; their names are <way>/<model>/seed-"
+    ):
+        run_study(['run', path, '--cells', 'converted/*', 'converted/*_to_lss/*'])
+    # of another process's cells, only those that failed here are an error
+    cells[0].record.fail('train', 1, 'no memory')
+    run_study(['run', path, '--cells', student])
+
+
 def test_a_new_evaluation_is_computed_for_finished_cells(tmp_path):
     Worker(read_study(write_study(tmp_path)), execute=Executor()).run()
     evaluations = {**STUDY['evaluations'], 'small': dict(img_size=96)}

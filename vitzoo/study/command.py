@@ -39,6 +39,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     report = actions.add_parser('report', help='write the tables (Markdown, LaTeX, CSV) and the HTML page')
     for action in (run, status, report):
         action.add_argument('file', metavar='FILE.yaml', help='the study, see docs/study.md')
+    cells_help = (
+        "compute only these cells and their teachers; wildcards of names such as 'deit/*/seed-0' (default: all)"
+    )
+    run.add_argument('--cells', nargs='+', default=['*'], metavar='NAME', help=cells_help)
     launch_help = "command that starts a cell's processes, such as 'accelerate launch --num_processes 4'"
     run.add_argument('--launch', type=shlex.split, default=[sys.executable], metavar='COMMAND', help=launch_help)
     slurm_help = 'submit Slurm jobs as workers, by the package submitit: partition=gpu,gpus=1,minutes=240,jobs=4'
@@ -53,6 +57,7 @@ def _run(study: Study, args: argparse.Namespace) -> None:
         raise UserError(
             "--launch is empty; give a command such as 'accelerate launch --num_processes 4', or leave it out"
         )
+    study = study.choose(args.cells)
     if args.retry:
         for cell in study.cells:
             cell.record.forget_failure()
@@ -72,7 +77,7 @@ def _run(study: Study, args: argparse.Namespace) -> None:
 
 def _submit(study: Study, args: argparse.Namespace) -> None:
     folder = study.folder / 'slurm'
-    jobs = submit_workers(args.file, args.launch, args.slurm, folder)
+    jobs = submit_workers(args.file, args.launch, args.slurm, folder, args.cells)
     print(f'submitted {", ".join(job.job_id for job in jobs)}, with logs in {folder}')
     print(f'vitzoo study status {args.file} shows the progress')
 

@@ -1,8 +1,8 @@
 """The file of a study, and the cells that it consists of."""
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -97,6 +97,22 @@ class Study:
     cells: tuple[StudyCell, ...]
     baselines: dict[str, str]
     evaluations: dict[str, dict[str, Any]]
+
+    def choose(self, patterns: Sequence[str]) -> 'Study':
+        """The study of those cells only whose names match one of the wildcards, and of their teachers.
+
+        Raises:
+            UserError: A wildcard matches no cell.
+        """
+        for pattern in patterns:
+            if not any(fnmatchcase(cell.name, pattern) for cell in self.cells):
+                raise UserError(
+                    f"--cells: no cell matches '{pattern}'; their names are <way>/<model>/seed-<seed>, the first is"
+                    f' {self.cells[0].name}'
+                )
+        chosen = [cell for cell in self.cells if any(fnmatchcase(cell.name, pattern) for pattern in patterns)]
+        names = {cell.name for cell in chosen} | {cell.teacher.name for cell in chosen if cell.teacher is not None}
+        return replace(self, cells=tuple(cell for cell in self.cells if cell.name in names))
 
     def evaluations_of(self, way: str) -> list[str]:
         """The names of the evaluations of a way."""

@@ -1,6 +1,7 @@
 """Workers of a study as Slurm jobs, which submitit submits."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ class WorkerJob:
     Args:
         path: The study's file.
         launch: The command that starts the processes of a cell.
+        cells: Wildcards of the cells to compute.
     """
 
-    def __init__(self, path: str, launch: list[str]) -> None:
-        self.path, self.launch = path, launch
+    def __init__(self, path: str, launch: list[str], cells: Sequence[str] = ('*',)) -> None:
+        self.path, self.launch, self.cells = path, launch, cells
 
     def __call__(self) -> None:
         with StopSignal() as stop:
-            Worker(read_study(self.path), launch=self.launch, should_stop=lambda: stop.received).run()
+            study = read_study(self.path).choose(self.cells)
+            Worker(study, launch=self.launch, should_stop=lambda: stop.received).run()
 
     def checkpoint(self) -> Any:
         """Queue the job again, which submitit asks for before a time limit and on preemption.
@@ -38,7 +41,9 @@ class WorkerJob:
         return DelayedSubmission(self)
 
 
-def submit_workers(path: str, launch: list[str], settings: dict[str, Any], folder: Path) -> list[Any]:
+def submit_workers(
+    path: str, launch: list[str], settings: dict[str, Any], folder: Path, cells: Sequence[str] = ('*',)
+) -> list[Any]:
     """Submit the jobs of `settings`, which write their logs to a folder, and return them.
 
     Args:
@@ -58,7 +63,7 @@ def submit_workers(path: str, launch: list[str], settings: dict[str, Any], folde
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
         executor.update_parameters(name='vitzoo', **common, **{f'slurm_{key}': settings[key] for key in settings})
         with executor.batch():
-            return [executor.submit(WorkerJob(path, launch)) for _ in range(jobs)]
+            return [executor.submit(WorkerJob(path, launch, cells)) for _ in range(jobs)]
     except (NameError, RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise UserError(f'--slurm cannot submit the jobs: {error}') from error
 
