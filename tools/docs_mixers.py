@@ -85,6 +85,10 @@ and `ls`, have a backward pass of their own, and `biformer`, `global`, `linforme
 `srformer` and, without partial tiles, `sinkhorn` use PyTorch's fused attention. A second derivative raises an error;
 the `op_naive` of each mixer has one.
 
+On long sequences, from 16 MB of intermediate results per image on, most mixers of kernels and feature maps, and
+`aft_conv`, `neighborhood`, `reformer`, `swin`, `ttt`, `vssd` and `xca`, keep only their arguments, and compute a few heads
+at a time again in the backward pass. On shorter ones nothing is computed twice, whatever the batch size.
+
 {cheaper}
 """
 

@@ -1,21 +1,40 @@
 """Functions of heads that are recomputed in the backward pass."""
 
+import sys
+
 import pytest
 import torch
 from helpers import build, tokens
 from torch.nn import functional as F
 
 from vitzoo.bench._harness import call_peak_megabytes
-from vitzoo.mixers import _gated_scan, _recompute, gated_linear
-from vitzoo.mixers._recompute import apply_to_heads
+from vitzoo.mixers import _gated_scan, _recompute, gated_linear, list_mixers
+from vitzoo.mixers._recompute import apply_to_heads, recompute_heads
+from vitzoo.mixers.base import mixer_class
 
 MIXERS = ['aft_local', 'bigbird']
+# those that keep only queries, keys and values of long sequences
+LONG = [
+    *('aft_conv', 'cosformer', 'flowformer', 'focused', 'hedgehog', 'inline', 'mala', 'mhla', 'neighborhood'),
+    *('polaformer', 'reformer', 'relu_linear', 'rfa', 'swin', 'ttt', 'vssd', 'xca'),
+]
 
 
 @pytest.fixture
 def store_little(monkeypatch):
     """Recompute from this many elements on."""
     return lambda num_elements: monkeypatch.setattr(_recompute, '_STORED', num_elements)
+
+
+@pytest.fixture
+def group_heads(monkeypatch):
+    """Recompute sequences of any length, this many elements at a time."""
+
+    def set_sizes(group, stored=0):
+        monkeypatch.setattr(_recompute, '_GROUP', group)
+        monkeypatch.setattr(_recompute, '_STORED_SAMPLE', stored)
+
+    return set_sizes
 
 
 def output_and_gradients(mixer, x, grid_size):
@@ -79,3 +98,91 @@ def test_a_training_step_of_gated_linear_needs_less_memory_than_its_plain_form(m
     monkeypatch.setattr(gated_linear, 'gated_scan', _gated_scan._plain)
     megabytes.append(call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device))
     assert megabytes[0] < 0.5 * megabytes[1]
+
+
+def test_every_mixer_that_recomputes_long_sequences_is_tested():
+    modules = {name: sys.modules[mixer_class(name).__module__] for name in list_mixers()}
+    found = {name for name, module in modules.items() if hasattr(module, 'recompute_heads')}
+    assert found == {*LONG, 'aft_full', 'aft_local', 'aft_simple'}
+
+
+@pytest.mark.parametrize('group', [1, 10**5])
+@pytest.mark.parametrize('name', LONG)
+def test_recomputed_sequences_give_the_same_outputs_and_gradients(name, group, group_heads):
+    # the rotations of reformer are random in training
+    mixer = build(name, (5, 7), 1).eval()
+    x = tokens(mixer, batch_size=3)
+    whole = output_and_gradients(mixer, x, (5, 7))
+    group_heads(group)
+    for one, other in zip(output_and_gradients(mixer, x, (5, 7)), whole, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 5, 6, 12, 13])
+def test_all_samples_and_heads_are_recomputed_once_and_share_arguments(size, group_heads):
+    group_heads(12 * size)
+    torch.manual_seed(0)
+    x, of_heads, of_samples, of_all = (torch.randn(*shape, 2, 5) for shape in ((4, 3), (1, 3), (4, 1), (1, 1)))
+    leaves = [leaf.double().requires_grad_() for leaf in (x, of_heads, of_samples, of_all)]
+
+    def product(*factors):
+        return factors[0].exp() * factors[1].sin() * factors[2].cos() * factors[3]
+
+    direct, recomputed = product(*leaves), recompute_heads(product, tuple(leaves), 12)
+    assert torch.equal(recomputed, direct)
+    weight = torch.randn_like(direct)
+    for one, other in zip(*(torch.autograd.grad(out, leaves, weight) for out in (direct, recomputed))):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize('name', LONG)
+def test_recomputed_sequences_are_the_same_under_autocast(name, group_heads):
+    mixer = build(name, (5, 7), 1, dtype=torch.float32).eval()
+    x = tokens(mixer, batch_size=3, dtype=torch.float32)
+    found = []
+    for stored in (2**40, 0):
+        group_heads(1, stored)
+        with torch.autocast('cpu', torch.bfloat16):
+            out = mixer(x, (5, 7))
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), [*mixer.parameters()])])
+    for whole, recomputed in zip(*found, strict=True):
+        assert recomputed.dtype == whole.dtype
+        # PyTorch rounds products of other shapes, and attention without gradients, in another way
+        assert (recomputed - whole).norm() <= 0.02 * whole.norm()
+
+
+def test_second_derivatives_are_those_of_the_function(group_heads):
+    group_heads(1)
+    q, k, v = (torch.randn(2, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    w = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+
+    def attend(q, k, v, w):
+        return (q @ w).sigmoid() @ (k.exp().mT @ v)
+
+    assert torch.autograd.gradgradcheck(lambda *x: recompute_heads(attend, x, 12), (q, k, v, w))
+
+
+def test_arguments_without_a_gradient_get_none(group_heads):
+    group_heads(1)
+    x, y = torch.randn(2, 2, 3, 4, requires_grad=True), torch.randn(1, 2, 3, 4)
+    recompute_heads(torch.mul, (x, y), 12).sum().backward()
+    assert torch.equal(x.grad, y.expand_as(x)) and y.grad is None
+
+
+def test_short_sequences_are_stored_at_any_batch_size(monkeypatch):
+    monkeypatch.setattr(_recompute, '_STORED_SAMPLE', 24)
+    x = torch.randn(64, 2, 3, 4, requires_grad=True)
+    assert 'RecomputedHeads' not in recompute_heads(torch.mul, (x, x), 12).grad_fn.name()
+    assert 'RecomputedHeads' in recompute_heads(torch.mul, (x, x), 13).grad_fn.name()
+
+
+@pytest.mark.parametrize('name', LONG)
+def test_memory_of_a_training_step_on_a_long_sequence_falls(name, group_heads):
+    mixer = build(name, (16, 16), dtype=torch.float32)
+    x = tokens(mixer, batch_size=2, dtype=torch.float32)
+    megabytes = []
+    for stored in (2**40, 0):
+        group_heads(1, stored)
+        megabytes.append(call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device))
+    # with two heads only, and convolutions and gates are kept
+    assert megabytes[1] < 0.9 * megabytes[0]

@@ -43,8 +43,8 @@ FREE_OP_NAMES = frozenset(name for names in FREE_OPS.values() for name in names.
 
 
 def _product_macs(out: torch.Tensor, *factors: Any) -> int:
-    """Element-wise product; a product with a scalar is free."""
-    is_mixing = all(isinstance(factor, torch.Tensor) and factor.numel() > 1 for factor in factors)
+    """Element-wise product; a product with a scalar is free, but not that with a number per head of a single head."""
+    is_mixing = all(isinstance(factor, torch.Tensor) and factor.ndim > 0 for factor in factors)
     return out.numel() if is_mixing else 0
 
 

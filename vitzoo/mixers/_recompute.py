@@ -1,16 +1,112 @@
-"""Functions of heads that are computed again in the backward pass, where keeping their results takes much memory."""
+"""Functions of heads that are computed again in the backward pass, where keeping their results takes much memory.
+
+`recompute_heads` is for mixers of linear cost, whose results grow with the length of the sequence: it keeps nothing but
+the arguments. `apply_to_heads` is for results that are large at any length; its function may have dropout, and may use
+tensors other than its arguments.
+"""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import is_exporting
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ['apply_to_heads']
+__all__ = ['apply_to_heads', 'recompute_heads']
 
 # intermediate results of up to 64 MB in float32 are stored
 _STORED = 2**24
+# the same of one sample, 16 MB: those of 1,024 tokens of width 384 in most mixers
+_STORED_SAMPLE = 2**22
+# intermediate results of the heads that are computed at once
+_GROUP = 2**20
+
+
+def recompute_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], num_elements: int) -> Tensor:
+    """Apply a function of tensors (B or 1, heads or 1, ...) to a few heads at a time -> (B, heads, ...).
+
+    Beyond 16 MB of intermediate results in a sample, the backward pass computes the function again. The size of the
+    batch does not count, so that short sequences are always stored.
+
+    Args:
+        function: Treats samples and heads separately, and has no dropout.
+        tensors: All tensors that it depends on; the first is (B, heads, ...).
+        num_elements: Elements of the intermediate results of one head of one sample.
+    """
+    B, heads = tensors[0].shape[:2]
+    if heads * num_elements <= _STORED_SAMPLE or torch.compiler.is_compiling() or is_exporting():
+        return function(*tensors)
+    # a GPU is fastest with all heads at once
+    size = max(1, _GROUP // num_elements) if tensors[0].device.type == 'cpu' else B * heads
+    return _RecomputedHeads.apply(function, size, *tensors)
+
+
+class _RecomputedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Callable[..., Tensor], size: int, *tensors: Tensor) -> Tensor:
+        B, heads = tensors[0].shape[:2]
+        first, *others = _groups(B, heads, size)
+        part = function(*(_cut(x, first) for x in tensors))
+        # (B, N, heads, d) in memory, so that merging the heads is free
+        out = part.new_empty(B, part.shape[2], heads, *part.shape[3:]).transpose(1, 2)
+        out[first] = part
+        for group in others:
+            out[group] = function(*(_cut(x, group) for x in tensors))
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.function, ctx.size, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        device = tensors[0].device.type
+        # the backward pass runs outside of autocast; meta tensors have none
+        ctx.autocast = nullcontext
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            ctx.autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():
+            # for second derivatives
+            inputs = [x.view_as(x) for x in tensors]
+            with ctx.autocast():
+                out = ctx.function(*inputs)
+            return None, None, *_gradients(out, inputs, needed, grad, create_graph=True)
+        (B, heads), grads = (
+            tensors[0].shape[:2],
+            [torch.zeros_like(x) if need else None for x, need in zip(tensors, needed)],
+        )
+        for group in _groups(B, heads, ctx.size):
+            with torch.enable_grad(), ctx.autocast():
+                inputs = [_cut(x, group).detach().requires_grad_(need) for x, need in zip(tensors, needed)]
+                out = ctx.function(*inputs)
+            for total, part in zip(grads, _gradients(out, inputs, needed, grad[group])):
+                if total is not None:
+                    _cut(total, group).add_(part)
+        return None, None, *grads
+
+
+def _groups(B: int, heads: int, size: int) -> list[tuple[slice, slice]]:
+    """Slices of samples and heads, `size` heads in all."""
+    num_samples, num_heads = max(1, size // heads), min(size, heads)
+    samples = [slice(start, start + num_samples) for start in range(0, B, num_samples)]
+    return [(part, slice(start, start + num_heads)) for part in samples for start in range(0, heads, num_heads)]
+
+
+def _cut(x: Tensor, group: tuple[slice, slice]) -> Tensor:
+    """The samples and heads of a group; a dimension of 1 belongs to all of them."""
+    return x[tuple(slice(None) if n == 1 else part for n, part in zip(x.shape, group))]
+
+
+def _gradients(out: Tensor, inputs: list[Tensor], needed: tuple[bool, ...], grad: Tensor, **kwargs: Any) -> list:
+    """The gradient of each input, None where it is not needed."""
+    wanted = [x for x, need in zip(inputs, needed) if need]
+    found = iter(torch.autograd.grad(out, wanted, grad, **kwargs))
+    return [next(found) if need else None for need in needed]
 
 
 def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], num_elements: int) -> Tensor:

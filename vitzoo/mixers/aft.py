@@ -13,6 +13,7 @@ have their own factors and no position, so they are within the window of every t
 An Attention Free Transformer, equations 2, 3, 5 and section 3, https://arxiv.org/abs/2105.14103
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.types import Device
 
 from vitzoo.kernels import use_kernel
 
-from ._recompute import apply_to_heads
+from ._recompute import apply_to_heads, recompute_heads
 from ._window import halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -141,10 +142,19 @@ def aft_conv(
 
         if kernels.fits(q, k, v):
             return kernels.aft_conv_triton(q, k, v, kernel, grid_size)
+    # terms, their image, three sums of them and the ratio
+    num_elements = 6 * v.shape[2] * (v.shape[3] + 1)
+    return recompute_heads(partial(_convolve, grid_size=grid_size), (q, k, v, kernel.unsqueeze(0)), num_elements)
+
+
+def _convolve(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
+) -> torch.Tensor:
+    """AFT-conv with a kernel (1, heads, size, size)."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
     with no_autocast(q):
         terms = _terms(k, v)  # (B, heads, P + H*W, d + 1)
-        kernel = kernel.to(terms.dtype)
+        kernel = kernel[0].to(terms.dtype)
         # a factor per head cancels in the ratio
         shift = (kernel.detach().amax(dim=(1, 2)).clamp(min=0) - _HEADROOM)[:, None, None]
         channels = terms.shape[-1]

@@ -10,11 +10,13 @@ https://arxiv.org/abs/2202.08791
 """
 
 import math
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from ._kernel import KernelMixer
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['CosFormer', 'cosformer_attention', 'cosformer_naive']
@@ -34,6 +36,12 @@ def cosformer_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size
 
 def cosformer_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider; the last H*W tokens are the grid."""
+    # features without and with their angles, values and sums
+    num_elements = 8 * q.shape[2] * q.shape[3]
+    return recompute_heads(partial(_attend, grid_size=grid_size), (q, k, v), num_elements)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype).relu(), k.to(dtype).relu()

@@ -12,11 +12,13 @@ to each factor of a flow and to the flow; `clamp=False` leaves out the clamp, wh
 https://arxiv.org/abs/2202.06258
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from ._kernel import KernelMixer
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['Flowformer', 'flow_attention', 'flow_naive']
@@ -40,6 +42,12 @@ def flow_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clamp: bool = 
 
 def flow_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clamp: bool = True) -> torch.Tensor:
     """q (B, heads, N, d), k and v (B, heads, M, d) -> (B, heads, N, d), in float32 or wider."""
+    # features, weighted values and the output before it is weighted
+    num_elements = 2 * (q.shape[2] + k.shape[2]) * q.shape[3]
+    return recompute_heads(partial(_attend, clamp=clamp), (q, k, v), num_elements)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clamp: bool) -> torch.Tensor:
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype).sigmoid(), k.to(dtype).sigmoid()

@@ -11,6 +11,7 @@ strided convolution, which no published configuration that we read does, and whi
 scale. FLatten Transformer, sections 4.1 and 4.2, https://arxiv.org/abs/2308.00442
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['Focused', 'focused_attention', 'focused_naive']
@@ -63,15 +65,24 @@ def focused_attention(
 
     Features and sums are in float32 or wider; the last H*W tokens are the grid.
     """
+    heads, N, d = q.shape[1:]
+    # norms are over all heads, which are therefore one
+    tensors = (q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), divisor.expand(1, 1, -1, -1, -1))
+    # five forms of queries and of keys, and the output before it is divided
+    out = recompute_heads(partial(_attend, power=power), tensors, 11 * heads * N * d).squeeze(1)
+    return out.to(v.dtype) if conv is None else (out + conv(v, grid_size)).to(v.dtype)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, divisor: torch.Tensor, power: float) -> torch.Tensor:
+    """The weighted sums (B, 1, heads, N, d), in float32 or wider, for arguments with the same dimension of 1."""
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        width = F.softplus(divisor.to(dtype))
+        q, k, v, width = q.squeeze(1), k.squeeze(1), v.squeeze(1), F.softplus(divisor[0, 0].to(dtype))
         (q, q_scale), (k, k_scale) = (_focus(x.to(dtype), width, power) for x in (q, k))
         k = k * k_scale
         context = k.mT @ v.to(dtype)  # (B, heads, d, d)
         # the scale of a query only changes the weight of the constant
-        out = q @ context / (q @ k.sum(dim=2).unsqueeze(-1) + _EPS * k.shape[2] / q_scale)
-    return out.to(v.dtype) if conv is None else (out + conv(v, grid_size)).to(v.dtype)
+        return (q @ context / (q @ k.sum(dim=2).unsqueeze(-1) + _EPS * k.shape[2] / q_scale)).unsqueeze(1)
 
 
 def _focus(x: torch.Tensor, width: torch.Tensor, power: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.types import Device
 
 from ._kernel import KernelMixer
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['Hedgehog', 'hedgehog_attention', 'hedgehog_naive']
@@ -43,6 +44,14 @@ def hedgehog_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_map: torch.Tensor, k_map: torch.Tensor
 ) -> torch.Tensor:
     """q, k, v (B, heads, N, d) and maps W (heads, d, f) -> (B, heads, N, d), in float32 or wider."""
+    # softmaxes and features, both of either sign, of queries and keys
+    num_elements = 8 * q.shape[2] * q_map.shape[-1]
+    return recompute_heads(_attend, (q, k, v, q_map.unsqueeze(0), k_map.unsqueeze(0)), num_elements)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_map: torch.Tensor, k_map: torch.Tensor
+) -> torch.Tensor:
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = _features(q.to(dtype), q_map.to(dtype)), _features(k.to(dtype), k_map.to(dtype))

@@ -10,6 +10,7 @@ the paper does not divide them, which `mean_scores=False` reproduces. Bridging t
 Linear Attention, sections 4.1 and 4.2, https://arxiv.org/abs/2412.06590
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.types import Device
 
 from ._grid_conv import convolve_samples
 from ._kernel import KernelMixer
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['InLine', 'inline_attention', 'inline_naive']
@@ -57,6 +59,21 @@ def inline_attention(
 
     The last H*W tokens are the grid.
     """
+    # keys without their mean, the output before its mean is added, and the nine neighbours of the local term
+    num_elements = (3 if kernels is None else 12) * q.shape[2] * q.shape[3]
+    tensors = (q, k, v) if kernels is None else (q, k, v, kernels)
+    return recompute_heads(partial(_attend, grid_size=grid_size, scale=scale), tensors, num_elements)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kernels: torch.Tensor | None = None,
+    *,
+    grid_size: tuple[int, int],
+    scale: float,
+) -> torch.Tensor:
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v_wide, N = q.to(dtype), k.to(dtype), v.to(dtype), q.shape[2]

@@ -13,6 +13,7 @@ ordinary tokens in the sums, without rotation and without convolution. Rectifyin
 https://arxiv.org/abs/2507.00698
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.types import Device
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
 from ._qkv import split_heads
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['MALA', 'mala_attention', 'mala_naive']
@@ -73,6 +75,17 @@ def mala_attention(
 
     Features and sums are in float32 or wider.
     """
+    # features before and after the rotation, and two forms of the output
+    attend, num_elements = partial(_attend, grid_size=grid_size, scale=scale, rope=rope), 8 * q.shape[2] * q.shape[3]
+    out = recompute_heads(attend, (q, k, v), num_elements)
+    out = out if conv is None else out + conv(v, grid_size)
+    return out.to(v.dtype) if gate is None else (out * gate).to(v.dtype)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int], scale: float, rope: bool
+) -> torch.Tensor:
+    """The weighted sums, in float32 or wider."""
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v_wide = F.elu(q.to(dtype)) + 1, F.elu(k.to(dtype)) + 1, v.to(dtype)
@@ -81,9 +94,7 @@ def mala_attention(
         if rope:
             q, k = _rotate(q, grid_size), _rotate(k, grid_size)
         context = scale * (k.mT @ v_wide)  # (B, heads, d, d)
-        out = q @ context * (1 + 1 / (gamma + _EPS)) - gamma @ mean
-    out = out if conv is None else out + conv(v, grid_size)
-    return out.to(v.dtype) if gate is None else (out * gate).to(v.dtype)
+        return q @ context * (1 + 1 / (gamma + _EPS)) - gamma @ mean
 
 
 def _rotate(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ Expressivity of Linear Attention via Token-Level Multi-Head, https://arxiv.org/a
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['MHLA', 'block_mixing_weights', 'mhla_attention', 'mhla_naive']
@@ -101,6 +103,23 @@ def mhla_attention(
     `mixing` (M, M) are the weights m for M = `num_blocks`^2 blocks in raster order, then for the prefix tokens, if any.
     Features and sums are in float32 or wider.
     """
+    attend = partial(_attend, grid_size=grid_size, num_blocks=num_blocks, normalizer=normalizer)
+    # features; queries, keys and values in blocks; sums in blocks and on the grid
+    num_elements = 10 * q.shape[2] * q.shape[3]
+    out = recompute_heads(attend, (q, k, v, mixing.expand(1, 1, -1, -1)), num_elements)
+    return out.to(v.dtype) if conv is None else (out + conv(v, grid_size)).to(v.dtype)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    grid_size: tuple[int, int],
+    num_blocks: int,
+    normalizer: str,
+) -> torch.Tensor:
+    """The weighted means, in float32 or wider, for `mixing` (1, 1, M, M)."""
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype).relu() + _EPS, k.to(dtype).relu() + _EPS
@@ -108,7 +127,7 @@ def mhla_attention(
         values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)
         P = q.shape[2] - grid_size[0] * grid_size[1]
         block_size = -(-grid_size[0] // num_blocks), -(-grid_size[1] // num_blocks)
-        mixing = _used_weights(mixing.to(dtype).relu(), grid_size, block_size, num_blocks)
+        mixing = _used_weights(mixing[0, 0].to(dtype).relu(), grid_size, block_size, num_blocks)
         q_blocks, k_blocks, v_blocks = (_to_blocks(x[:, :, P:], grid_size, block_size) for x in (q, k, values))
         sums = k_blocks.mT @ v_blocks  # (B, heads, M, d, d + 1)
         if P:
@@ -126,8 +145,7 @@ def mhla_attention(
         out = _from_blocks(out, grid_size, block_size)
         if P:
             out = torch.cat([q[:, :, :P] @ mixed[:, :, T], out], dim=2)
-        out = out[..., :-1] / (out[..., -1:] + _EPS)
-    return out.to(v.dtype) if conv is None else (out + conv(v, grid_size)).to(v.dtype)
+        return out[..., :-1] / (out[..., -1:] + _EPS)
 
 
 def _used_weights(

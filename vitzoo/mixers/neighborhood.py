@@ -11,6 +11,8 @@ dim), in tiles of k // 2 + 1 queries per side whose scores with all keys of the 
 Attention Transformer, section 3.1, https://arxiv.org/abs/2204.07143; dilation: https://arxiv.org/abs/2209.15001
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._recompute import recompute_heads
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -73,8 +76,38 @@ def neighborhood_attention(
 
     `bias` (heads, 2k - 1, 2k - 1) has the offset of a key from its query, in steps of the dilation, counted from k - 1.
     """
-    heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
+    P = q.shape[2] - grid_size[0] * grid_size[1]
     axes = [_tile_axis(size, kernel_size, dilation, q.device) for size in grid_size]
+    attend = partial(
+        _attend_tiles, axes=axes, grid_size=grid_size, kernel_size=kernel_size, scale=scale, dropout_p=dropout_p
+    )
+    tensors = (q, k, v) if bias is None else (q, k, v, bias.unsqueeze(0))
+    if dropout_p:
+        grid = attend(*tensors)
+    else:
+        # the gathered queries and outputs, keys and values
+        tokens = [axes[0][part].numel() * axes[1][part].numel() for part in (0, 1)]
+        grid = recompute_heads(attend, tensors, 2 * sum(tokens) * q.shape[3])
+    if P == 0:
+        return grid
+    prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)
+    return torch.cat([prefix, grid], dim=2)
+
+
+def _attend_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    axes: Sequence[tuple[torch.Tensor, ...]],
+    grid_size: tuple[int, int],
+    kernel_size: int,
+    scale: float,
+    dropout_p: float,
+) -> torch.Tensor:
+    """The outputs of grid tokens, (B, heads, H*W, d), for two axes of `_tile_axis` and a bias (1, heads, ...)."""
+    heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
     queries, keys = (_tile_index(axes[0][part], axes[1][part], grid_size[1]) for part in (0, 1))
     grid_q = _gather_tiles(q[:, :, P:], queries)  # (B, heads, T, s, d)
     grid_k, grid_v = (_gather_tiles(x[:, :, P:], keys) for x in (k, v))  # (B, heads, T, m, d)
@@ -84,6 +117,7 @@ def neighborhood_attention(
             torch.cat([x[:, :, None, :P].expand(-1, -1, T, -1, -1), grid], dim=3)
             for x, grid in ((k, grid_k), (v, grid_v))
         )
+    bias = None if bias is None else bias[0]
     mask = F.pad(_tile_mask([axis[2] for axis in axes], bias, kernel_size, q.dtype), (P, 0))
     mask = mask.expand(heads, -1, -1, -1).flatten(0, 1)
     grid_q, grid_k, grid_v = (x.flatten(1, 2) for x in (grid_q, grid_k, grid_v))
@@ -91,11 +125,7 @@ def neighborhood_attention(
     (tile_y, inside_y), (tile_x, inside_x) = (axis[3:] for axis in axes)
     (_, side_y), (tiles_x, side_x) = (axis[0].shape for axis in axes)
     place = (tile_y[:, None] * tiles_x + tile_x) * side_y * side_x + inside_y[:, None] * side_x + inside_x
-    grid = out.unflatten(1, (heads, T)).flatten(2, 3).index_select(2, place.flatten())
-    if P == 0:
-        return grid
-    prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)
-    return torch.cat([prefix, grid], dim=2)
+    return out.unflatten(1, (heads, T)).flatten(2, 3).index_select(2, place.flatten())
 
 
 def _tile_axis(

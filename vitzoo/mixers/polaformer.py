@@ -22,6 +22,7 @@ from torch.types import Device
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
 from ._qkv import split_heads
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['PolaFormer', 'pola_attention', 'pola_naive']
@@ -74,6 +75,19 @@ def pola_attention(
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         p, log_divisor = 1 + alpha * power.to(dtype).sigmoid(), F.softplus(divisor.to(dtype)).log2()
+    # the powers, in three forms, of queries and keys; sums
+    num_elements = 10 * q.shape[2] * q.shape[3]
+    out = recompute_heads(_attend, (q, k, v, p.unsqueeze(0), log_divisor.unsqueeze(0)), num_elements)
+    out = out if conv is None else out + conv(v, grid_size)
+    return out.to(v.dtype) if gate is None else (out * gate).to(v.dtype)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: torch.Tensor, log_divisor: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sums, in the dtype of p."""
+    with no_autocast(q):
+        dtype = p.dtype
         q, k = (_signed_powers(x.to(dtype), log_divisor, p) for x in (q, k))
         context, total = k.mT @ v.to(dtype), k.sum(dim=2).unsqueeze(-1)  # (B, heads, 2d, d), (B, heads, 2d, 1)
         d = v.shape[-1]
@@ -81,9 +95,7 @@ def pola_attention(
         same, opposite = context[..., : d // 2], context[..., d // 2 :].roll(d, dims=2)
         sums = q @ torch.cat([same, opposite], dim=-1)  # (B, heads, N, d)
         normalizers = q @ torch.cat([total, total.roll(d, dims=2)], dim=-1) + _EPS * k.shape[2]  # (B, heads, N, 2)
-        out = (sums.unflatten(-1, (2, -1)) / normalizers.unsqueeze(-1)).flatten(-2)
-    out = out if conv is None else out + conv(v, grid_size)
-    return out.to(v.dtype) if gate is None else (out * gate).to(v.dtype)
+        return (sums.unflatten(-1, (2, -1)) / normalizers.unsqueeze(-1)).flatten(-2)
 
 
 def _signed_powers(x: torch.Tensor, log_divisor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ queries. Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim), a
 at most 64. Reformer, section 2 and appendix A, https://arxiv.org/abs/2001.04451
 """
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.types import Device
 from ._chunked import chunk_attention, merge, softmax_with_lse
 from ._numerics import LOG2_E
 from ._random import draw_generator
+from ._recompute import recompute_heads
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -88,6 +89,25 @@ def reformer_attention(
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """q, v (B, heads, P + H*W, d), the first P tokens global, rotations (rounds, d, b/2) -> (B, heads, P + H*W, d)."""
+    attend = partial(
+        _attend, rotations=rotations, grid_size=grid_size, chunk_size=chunk_size, scale=scale, dropout_p=dropout_p
+    )
+    if dropout_p:
+        return attend(q, v)
+    # in each round queries, keys, values and outputs in sorted order, and the masks of pairs
+    num_elements = len(rotations) * q.shape[2] * (4 * q.shape[3] + 2 * chunk_size)
+    return recompute_heads(attend, (q, v), num_elements)
+
+
+def _attend(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    rotations: torch.Tensor,
+    grid_size: tuple[int, int],
+    chunk_size: int,
+    scale: float,
+    dropout_p: float,
+) -> torch.Tensor:
     P, dtype = q.shape[2] - grid_size[0] * grid_size[1], torch.promote_types(q.dtype, torch.float32)
     k = F.normalize(q.to(dtype), dim=-1).to(q.dtype)
     out, z = _hashed_rounds(q[:, :, P:], k[:, :, P:], v[:, :, P:], rotations, chunk_size, scale, dropout_p)

@@ -19,6 +19,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv
 from ._kernel import KernelMixer
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['ReluLinear', 'relu_linear_attention', 'relu_linear_naive']
@@ -34,6 +35,11 @@ def relu_linear_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
 
 def relu_linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
+    # features, and the output before it is divided
+    return recompute_heads(_attend, (q, k, v), 3 * q.shape[2] * q.shape[3])
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype).relu(), k.to(dtype).relu()

@@ -25,6 +25,7 @@ tokens before and after it. Prefix tokens have no position in the raster: there 
 g_j) or from them (w_ij = 1). Random Feature Attention, sections 3.1 and 3.2, https://arxiv.org/abs/2103.02143
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._random import RandomFeatureMixer
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 from .softmax import softmax_attention
 
@@ -74,9 +76,21 @@ def rfa(
     `directions` (heads, m, d) times `sigma` (heads, d) is W; `gate` (B, heads, H*W) are the logits of g for the last
     H*W tokens; `floor` replaces eps sum_j w_ij.
     """
+    # angles, their sines and cosines, and features of queries and keys; values and sums
+    num_elements = q.shape[2] * (12 * directions.shape[1] + 4 * q.shape[3])
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        directions = sigma.unsqueeze(1).to(dtype) * directions.to(dtype)
+        directions = (sigma.unsqueeze(1).to(dtype) * directions.to(dtype)).unsqueeze(0)
+    tensors = (q, k, v, directions) if gate is None else (q, k, v, directions, gate)
+    return recompute_heads(partial(_attend, floor=floor), tensors, num_elements)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    directions: torch.Tensor, gate: torch.Tensor | None = None, *, floor: float | None,
+) -> torch.Tensor:  # fmt: skip
+    with no_autocast(q):
+        dtype = directions.dtype
         q_features, k_features = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
         # the normalizer is one more channel
         values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)
@@ -92,7 +106,7 @@ def rfa(
 def _features(x: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
     """phi of the formula, (B, heads, N, 2m)."""
     projected = F.normalize(x, dim=-1) @ directions.mT
-    return torch.cat([projected.sin(), projected.cos()], dim=-1) / directions.shape[1] ** 0.5
+    return torch.cat([projected.sin(), projected.cos()], dim=-1) / directions.shape[-2] ** 0.5
 
 
 def _gated_sums(

@@ -11,12 +11,14 @@ attends them and they attend every token. If one window covers the grid and ther
 Linear in the number of tokens: O(N (w^2 + P) dim). Swin Transformer, section 3.2, https://arxiv.org/abs/2103.14030
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._recompute import recompute_heads
 from ._rel_bias import OffsetBias
 from ._window import tile, untile
 from .base import QKVMixer, register_mixer
@@ -65,6 +67,32 @@ def shifted_window_attention(
 
     `bias` (heads, w*w, w*w) is between the tokens of a window.
     """
+    P = q.shape[2] - grid_size[0] * grid_size[1]
+    attend = partial(
+        _attend_windows, grid_size=grid_size, window_size=window_size, shift=shift, scale=scale, dropout_p=dropout_p
+    )
+    tensors = (q, k, v) if bias is None else (q, k, v, bias.unsqueeze(0))
+    # queries, keys, values and outputs in windows
+    grid = attend(*tensors) if dropout_p else recompute_heads(attend, tensors, 4 * q.shape[2] * q.shape[3])
+    if P == 0:
+        return grid
+    prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)
+    return torch.cat([prefix, grid], dim=2)
+
+
+def _attend_windows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    grid_size: tuple[int, int],
+    window_size: int,
+    shift: int,
+    scale: float,
+    dropout_p: float,
+) -> torch.Tensor:
+    """The outputs of grid tokens, (B, heads, H*W, d), for a bias (1, heads, w*w, w*w)."""
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
     H, W = grid_size
     sizes = min(window_size, H), min(window_size, W)
@@ -77,14 +105,10 @@ def shifted_window_attention(
         grid_k, grid_v = (torch.cat(pair, dim=2) for pair in zip(shared, (grid_k, grid_v)))
     mask = F.pad(_window_mask(grid_size, sizes, shifts, q), (P, 0))
     if bias is not None:
-        mask = mask + F.pad(_crop(bias, window_size, sizes), (P, 0)).unsqueeze(1)
+        mask = mask + F.pad(_crop(bias[0], window_size, sizes), (P, 0)).unsqueeze(1)
     mask = mask.expand(heads, T, -1, -1).flatten(0, 1)
     grid = softmax_attention(grid_q, grid_k, grid_v, scale, mask, dropout_p)
-    grid = untile(grid.unflatten(1, (heads, T)), grid_size, sizes, shifts)
-    if P == 0:
-        return grid
-    prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)
-    return torch.cat([prefix, grid], dim=2)
+    return untile(grid.unflatten(1, (heads, T)), grid_size, sizes, shifts)
 
 
 def _window_mask(

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import convolve_samples, near_tokens
+from ._recompute import recompute_heads
 from ._rotary import rotate_pairs
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -87,18 +88,10 @@ def train_and_apply(
     P, out_dtype = q.shape[2] - num_grid, v.dtype
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q, k, v, q_conv, k_conv, v_conv, w1, w2, w3 = (
-            x.to(dtype) for x in (q, k, v, q_conv, k_conv, v_conv, w1, w2, w3)
-        )
-        linear, logit = k @ w1, k @ w2
-        gate, silu = logit.sigmoid(), F.silu(logit)
-        # the derivative of silu is gate + silu * (1 - gate)
-        slope = torch.addcmul(gate + silu, gate, silu, value=-1)
-        rate = _LOSS_SCALE / k.shape[2]
-        gradient1 = -rate * (k.mT @ (v * silu))
-        gradient2 = -rate * (k.mT @ (v * linear * slope))
-        w1, w2 = w1 - _clip(gradient1), w2 - _clip(gradient2)  # (B, heads, d, d)
-        mixed = ((q @ w1) * F.silu(q @ w2)).transpose(1, 2).flatten(2)
+        q_conv, k_conv, v_conv, w1, w2, w3 = (x.to(dtype) for x in (q_conv, k_conv, v_conv, w1, w2, w3))
+        # two layers of keys and of queries, and the derivatives of the former
+        tensors, num_elements = (q, k, v, w1.unsqueeze(0), w2.unsqueeze(0)), 12 * q.shape[2] * q.shape[3]
+        mixed = recompute_heads(_train_heads, tensors, num_elements).transpose(1, 2).flatten(2)
         target = v_conv[:, P:].unflatten(1, grid_size)
         sums = [(near * target).sum(dim=(1, 2)) for near in near_tokens(k_conv[:, P:], grid_size)]
         w3 = w3.flatten(1).T - _clip(-_LOSS_SCALE / num_grid * torch.stack(sums, dim=1))  # (B, 9, d)
@@ -107,6 +100,21 @@ def train_and_apply(
             # a prefix token is an image of one pixel
             local = torch.cat([q_conv[:, :P] * w3[:, 4].unsqueeze(1), local], dim=1)
         return torch.cat([mixed, local], dim=2).to(out_dtype)
+
+
+def _train_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """f of the queries after the step, (B, heads, N, d), in the dtype of the weights (1, heads, d, d)."""
+    with no_autocast(q):
+        q, k, v = q.to(w1.dtype), k.to(w1.dtype), v.to(w1.dtype)
+        linear, logit = k @ w1, k @ w2
+        gate, silu = logit.sigmoid(), F.silu(logit)
+        # the derivative of silu is gate + silu * (1 - gate)
+        slope = torch.addcmul(gate + silu, gate, silu, value=-1)
+        rate = _LOSS_SCALE / k.shape[2]
+        gradient1 = -rate * (k.mT @ (v * silu))
+        gradient2 = -rate * (k.mT @ (v * linear * slope))
+        w1, w2 = w1 - _clip(gradient1), w2 - _clip(gradient2)  # (B, heads, d, d)
+        return (q @ w1) * F.silu(q @ w2)
 
 
 def _clip(gradient: torch.Tensor) -> torch.Tensor:

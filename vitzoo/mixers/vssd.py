@@ -20,6 +20,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv
 from ._qkv import split_heads
+from ._recompute import recompute_heads
 from .base import TokenMixer, no_autocast, register_mixer
 
 __all__ = ['VSSD', 'state_space_duality', 'state_space_duality_naive']
@@ -58,12 +59,23 @@ def state_space_duality(
     """
     with no_autocast(v):
         dtype = torch.promote_types(v.dtype, torch.float32)
-        wide, key, query, dt, log_a, skip = (x.to(dtype) for x in (v, key, query, dt, log_a, skip))
+        key, query, dt, log_a, skip = (x.to(dtype) for x in (key, query, dt, log_a, skip))
         weight, bias = norm.weight.to(dtype), norm.bias.to(dtype)
-        step = F.softplus(dt) * log_a.exp()[:, None]
-        state = key.unsqueeze(1).mT @ (wide * step.unsqueeze(3))  # (B, heads, d_state, d)
-        y = (query.unsqueeze(1) @ state + skip[:, None, None] * wide).transpose(1, 2).flatten(2)
+        step = (F.softplus(dt) * log_a.exp()[:, None]).unsqueeze(3)
+        tensors = v, key.unsqueeze(1), query.unsqueeze(1), step, skip[:, None, None].unsqueeze(0)
+        # weighted values, and two terms of y
+        y = recompute_heads(_apply_state, tensors, 3 * v.shape[2] * v.shape[3]).transpose(1, 2).flatten(2)
         return (F.layer_norm(y, norm.normalized_shape, weight, bias, norm.eps) * z.to(dtype)).to(v.dtype)
+
+
+def _apply_state(
+    v: torch.Tensor, key: torch.Tensor, query: torch.Tensor, step: torch.Tensor, skip: torch.Tensor
+) -> torch.Tensor:
+    """y of the formula, for B and C (B, 1, N, d_state), dt A (B, heads, N, 1) and D (1, heads, 1, 1)."""
+    with no_autocast(v):
+        wide = v.to(step.dtype)
+        state = key.mT @ (wide * step)  # (B, heads, d_state, d)
+        return query @ state + skip * wide
 
 
 @register_mixer('vssd')

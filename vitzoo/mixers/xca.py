@@ -9,6 +9,7 @@ separate convolution, is not part of it. The paper divides by tau; this multipli
 XCiT, section 3.2, https://arxiv.org/abs/2106.09681
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._recompute import recompute_heads
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['XCA', 'xca', 'xca_naive']
@@ -38,6 +40,16 @@ def xca(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, temperature: torch.Tensor, dropout_p: float = 0.0
 ) -> torch.Tensor:
     """q, k, v (B, heads, N, d) and temperature (heads, 1, 1) -> (B, heads, N, d), in float32 or wider."""
+    attend, tensors = partial(_attend, dropout_p=dropout_p), (q, k, v, temperature.unsqueeze(0))
+    if dropout_p:
+        return attend(*tensors)
+    # unit queries and keys, and the output
+    return recompute_heads(attend, tensors, 3 * q.shape[2] * q.shape[3])
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, temperature: torch.Tensor, dropout_p: float
+) -> torch.Tensor:
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = F.normalize(q.to(dtype), dim=2), F.normalize(k.to(dtype), dim=2)
