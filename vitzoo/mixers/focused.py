@@ -68,8 +68,8 @@ def focused_attention(
     heads, N, d = q.shape[1:]
     # norms are over all heads, which are therefore one
     tensors = (q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), divisor.expand(1, 1, -1, -1, -1))
-    # five forms of queries and of keys, and the output before it is divided
-    out = recompute_heads(partial(_attend, power=power), tensors, 11 * heads * N * d).squeeze(1)
+    # five forms of queries and of keys
+    out = recompute_heads(partial(_attend, power=power), tensors, 10 * heads * N * d).squeeze(1)
     return out.to(v.dtype) if conv is None else (out + conv(v, grid_size)).to(v.dtype)
 
 

@@ -60,7 +60,7 @@ def inline_attention(
     The last H*W tokens are the grid.
     """
     # keys without their mean, the output before its mean is added, and the nine neighbours of the local term
-    num_elements = (3 if kernels is None else 12) * q.shape[2] * q.shape[3]
+    num_elements = (3 if kernels is None else 10) * q.shape[2] * q.shape[3]
     tensors = (q, k, v) if kernels is None else (q, k, v, kernels)
     return recompute_heads(partial(_attend, grid_size=grid_size, scale=scale), tensors, num_elements)
 

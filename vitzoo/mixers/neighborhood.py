@@ -85,9 +85,9 @@ def neighborhood_attention(
     if dropout_p:
         grid = attend(*tensors)
     else:
-        # the gathered queries and outputs, keys and values
+        # a quarter of the gathered queries and outputs, keys and values, because gathering them again is slow
         tokens = [axes[0][part].numel() * axes[1][part].numel() for part in (0, 1)]
-        grid = recompute_heads(attend, tensors, 2 * sum(tokens) * q.shape[3])
+        grid = recompute_heads(attend, tensors, sum(tokens) * q.shape[3] // 2)
     if P == 0:
         return grid
     prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)

@@ -76,8 +76,8 @@ def rfa(
     `directions` (heads, m, d) times `sigma` (heads, d) is W; `gate` (B, heads, H*W) are the logits of g for the last
     H*W tokens; `floor` replaces eps sum_j w_ij.
     """
-    # angles, their sines and cosines, and features of queries and keys; values and sums
-    num_elements = q.shape[2] * (12 * directions.shape[1] + 4 * q.shape[3])
+    # angles and features of queries and keys, their units, values and sums
+    num_elements = q.shape[2] * (6 * directions.shape[1] + 4 * q.shape[3])
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         directions = (sigma.unsqueeze(1).to(dtype) * directions.to(dtype)).unsqueeze(0)

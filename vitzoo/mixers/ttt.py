@@ -90,7 +90,7 @@ def train_and_apply(
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_conv, k_conv, v_conv, w1, w2, w3 = (x.to(dtype) for x in (q_conv, k_conv, v_conv, w1, w2, w3))
         # two layers of keys and of queries, and the derivatives of the former
-        tensors, num_elements = (q, k, v, w1.unsqueeze(0), w2.unsqueeze(0)), 12 * q.shape[2] * q.shape[3]
+        tensors, num_elements = (q, k, v, w1.unsqueeze(0), w2.unsqueeze(0)), 10 * q.shape[2] * q.shape[3]
         mixed = recompute_heads(_train_heads, tensors, num_elements).transpose(1, 2).flatten(2)
         target = v_conv[:, P:].unflatten(1, grid_size)
         sums = [(near * target).sum(dim=(1, 2)) for near in near_tokens(k_conv[:, P:], grid_size)]
