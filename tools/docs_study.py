@@ -1,7 +1,7 @@
 """Writes the tables of docs/study.md from weights/study.csv. Run by `make docs`.
 
 vitzoo study report study/imagenette.yaml
-python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells and the report
+python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells, and the report if there is one
 
 Cells that were finished on another machine, and are not in the study's folder here, are kept.
 """
@@ -38,7 +38,10 @@ def main(argv: list[str]) -> None:
         study = read_study(path)
         merge_cells(study)
         write_results(study)
-        shutil.copy(study.folder / 'report' / 'index.html', REPORT)
+        report = study.folder / 'report' / 'index.html'
+        # a folder with a part of the cells only may have none
+        if report.is_file():
+            shutil.copy(report, REPORT)
     PAGE.write_text(fill(PAGE.read_text(), {'imagenette': study_tables()}))
     print(f'wrote {PAGE}', file=sys.stderr)
 
