@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from helpers import build, tokens
+from helpers import build, build_model, images, tokens
 from torch.nn import functional as F
 
 from vitzoo.bench._harness import call_peak_megabytes
@@ -149,6 +149,19 @@ def test_recomputed_sequences_are_the_same_under_autocast(name, group_heads):
         assert recomputed.dtype == whole.dtype
         # PyTorch rounds products of other shapes, and attention without gradients, in another way
         assert (recomputed - whole).norm() <= 0.02 * whole.norm()
+
+
+@pytest.mark.parametrize('name', ['deit_hedgehog_nano', 'vil_swin_nano', 'cvt_rfa_nano'])
+def test_long_sequences_train_with_gradient_checkpointing(name, group_heads):
+    model, x = build_model(name).train(), images()
+    group_heads(1)
+    gradients = []
+    for is_checkpointing in (False, True):
+        model.set_grad_checkpointing(is_checkpointing)
+        gradients.append(torch.autograd.grad(model(x).square().sum(), [*model.parameters()], allow_unused=True))
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        torch.testing.assert_close(one, other)
 
 
 def test_second_derivatives_are_those_of_the_function(group_heads):

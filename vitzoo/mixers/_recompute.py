@@ -76,10 +76,8 @@ class _RecomputedHeads(torch.autograd.Function):
             with ctx.autocast():
                 out = ctx.function(*inputs)
             return None, None, *_gradients(out, inputs, needed, grad, create_graph=True)
-        (B, heads), grads = (
-            tensors[0].shape[:2],
-            [torch.zeros_like(x) if need else None for x, need in zip(tensors, needed)],
-        )
+        grads = [torch.zeros_like(x) if need else None for x, need in zip(tensors, needed)]
+        B, heads = tensors[0].shape[:2]
         for group in _groups(B, heads, ctx.size):
             with torch.enable_grad(), ctx.autocast():
                 inputs = [_cut(x, group).detach().requires_grad_(need) for x, need in zip(tensors, needed)]
