@@ -86,8 +86,8 @@ and `ls`, have a backward pass of their own, and `biformer`, `global`, `linforme
 the `op_naive` of each mixer has one.
 
 On long sequences, from 16 MB of intermediate results per image on, most mixers of kernels and feature maps, and
-`aft_conv`, `neighborhood`, `reformer`, `swin`, `ttt`, `vssd` and `xca`, keep only their arguments, and compute a few heads
-at a time again in the backward pass. On shorter ones nothing is computed twice, whatever the batch size.
+`aft_conv`, `neighborhood`, `reformer`, `swin`, `ttt`, `vssd` and `xca`, store only their arguments, and recompute a few
+heads at a time in the backward pass. Intermediate results of shorter sequences are stored at any batch size.
 
 {cheaper}
 """

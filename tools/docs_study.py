@@ -67,8 +67,7 @@ def merge_cells(study: Study) -> None:
         new = Path(folder, CELLS.name)
         write_cells(new, study)
         lines = {_line_key(line): line for path in (CELLS, new) for line in _read_lines(path)}
-    names = [(cell.way, cell.model, str(cell.seed)) for cell in study.cells]
-    order = {(*name, evaluation): None for name in names for evaluation in study.evaluations}
+    order = [(*_key(cell), evaluation) for cell in study.cells for evaluation in study.evaluations]
     with CELLS.open('w', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, next(iter(lines.values())))
         writer.writeheader()

@@ -43,15 +43,19 @@ def output_and_gradients(mixer, x, grid_size):
     return out, *torch.autograd.grad(out.square().sum(), [x, *mixer.parameters()])
 
 
+def assert_same_after(change, mixer):
+    """The change of a limit leaves the output and the gradients of a mixer on a grid of 5 x 7 tokens as they are."""
+    x = tokens(mixer, batch_size=3)
+    whole = output_and_gradients(mixer, x, (5, 7))
+    change()
+    for one, other in zip(output_and_gradients(mixer, x, (5, 7)), whole, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize('stored', [1, 10**5])
 @pytest.mark.parametrize('name', MIXERS)
 def test_recomputed_heads_give_the_same_outputs_and_gradients(name, stored, store_little):
-    mixer = build(name, (5, 7), 1)
-    x = tokens(mixer, batch_size=3)
-    whole = output_and_gradients(mixer, x, (5, 7))
-    store_little(stored)
-    for one, other in zip(output_and_gradients(mixer, x, (5, 7)), whole, strict=True):
-        torch.testing.assert_close(one, other)
+    assert_same_after(lambda: store_little(stored), build(name, (5, 7), 1))
 
 
 @pytest.mark.parametrize('size', [1, 2, 3, 5, 6, 12, 13])
@@ -110,12 +114,7 @@ def test_every_mixer_that_recomputes_long_sequences_is_tested():
 @pytest.mark.parametrize('name', LONG)
 def test_recomputed_sequences_give_the_same_outputs_and_gradients(name, group, group_heads):
     # the rotations of reformer are random in training
-    mixer = build(name, (5, 7), 1).eval()
-    x = tokens(mixer, batch_size=3)
-    whole = output_and_gradients(mixer, x, (5, 7))
-    group_heads(group)
-    for one, other in zip(output_and_gradients(mixer, x, (5, 7)), whole, strict=True):
-        torch.testing.assert_close(one, other)
+    assert_same_after(lambda: group_heads(group), build(name, (5, 7), 1).eval())
 
 
 @pytest.mark.parametrize('size', [1, 2, 3, 5, 6, 12, 13])
@@ -173,6 +172,12 @@ def test_second_derivatives_are_those_of_the_function(group_heads):
         return (q @ w).sigmoid() @ (k.exp().mT @ v)
 
     assert torch.autograd.gradgradcheck(lambda *x: recompute_heads(attend, x, 12), (q, k, v, w))
+
+
+def test_results_are_stored_if_there_is_dropout(group_heads):
+    group_heads(1)
+    x = torch.randn(2, 2, 3, 4, requires_grad=True)
+    assert 'RecomputedHeads' not in recompute_heads(torch.mul, (x, x), 12, 0.1).grad_fn.name()
 
 
 def test_arguments_without_a_gradient_get_none(group_heads):

@@ -1,8 +1,8 @@
 """Functions of heads that are computed again in the backward pass, where keeping their results takes much memory.
 
 `recompute_heads` is for mixers of linear cost, whose results grow with the length of the sequence: it keeps nothing but
-the arguments. `apply_to_heads` is for results that are large at any length; its function may have dropout, and may use
-tensors other than its arguments.
+the arguments. `apply_to_heads` is for results that are large at any length; it recomputes dropout, too, and its
+function may use tensors other than its arguments.
 """
 
 from collections.abc import Callable
@@ -25,23 +25,23 @@ _STORED_SAMPLE = 2**22
 _GROUP = 2**20
 
 
-def recompute_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], num_elements: int) -> Tensor:
+def recompute_heads(
+    function: Callable[..., Tensor], tensors: tuple[Tensor, ...], num_elements: int, dropout_p: float = 0.0
+) -> Tensor:
     """Apply a function of tensors (B or 1, heads or 1, ...) to a few heads at a time -> (B, heads, ...).
 
     Beyond 16 MB of intermediate results in a sample, the backward pass computes the function again. The size of the
     batch does not count, so that short sequences are always stored.
 
     Args:
-        function: Treats samples and heads separately, and has no dropout.
+        function: Treats samples and heads separately.
         tensors: All tensors that it depends on; the first is (B, heads, ...).
         num_elements: Elements of the intermediate results of one head of one sample.
+        dropout_p: Dropout of the function; all results are stored if it is not 0.
     """
-    B, heads = tensors[0].shape[:2]
-    if heads * num_elements <= _STORED_SAMPLE or torch.compiler.is_compiling() or is_exporting():
+    if tensors[0].shape[1] * num_elements <= _STORED_SAMPLE or dropout_p or _is_compiled():
         return function(*tensors)
-    # a GPU is fastest with all heads at once
-    size = max(1, _GROUP // num_elements) if tensors[0].device.type == 'cpu' else B * heads
-    return _RecomputedHeads.apply(function, size, *tensors)
+    return _RecomputedHeads.apply(function, _heads_at_once(tensors[0], _GROUP, num_elements), *tensors)
 
 
 class _RecomputedHeads(torch.autograd.Function):
@@ -117,16 +117,26 @@ def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
         num_elements: Elements of the intermediate results of one head of one sample.
     """
     B, heads = tensors[0].shape[:2]
-    if B * heads * num_elements <= _STORED or torch.compiler.is_compiling() or is_exporting():
+    if B * heads * num_elements <= _STORED or _is_compiled():
         return function(*tensors)
-    # a GPU is fastest with all heads at once
-    size = max(1, _STORED // num_elements) if tensors[0].device.type == 'cpu' else B * heads
+    size = _heads_at_once(tensors[0], _STORED, num_elements)
     outs = []
     # splitting, unlike slicing, has a backward pass that is linear in the number of parts
     for samples in zip(*(x.expand(B, *x.shape[1:]).split(max(1, size // heads)) for x in tensors)):
         parts = zip(*(x.split(min(size, heads), dim=1) for x in samples))
         outs.append(_join([_recomputed(function, part) for part in parts], dim=1))
     return _join(outs, dim=0)
+
+
+def _is_compiled() -> bool:
+    """True if the compiler or an exporter traces the function, and decides itself what to store."""
+    return torch.compiler.is_compiling() or is_exporting()
+
+
+def _heads_at_once(x: Tensor, limit: int, num_elements: int) -> int:
+    """The number of heads of x (B, heads, ...) whose intermediate results have at most `limit` elements, at least 1."""
+    # a GPU is fastest with all heads at once
+    return max(1, limit // num_elements) if x.device.type == 'cpu' else x.shape[0] * x.shape[1]
 
 
 def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:

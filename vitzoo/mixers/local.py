@@ -15,7 +15,7 @@ import torch
 
 from ._window import window_attention
 from .base import QKVMixer, register_mixer
-from .softmax import softmax_attention, softmax_naive
+from .softmax import prepend_global_tokens, softmax_naive
 
 __all__ = ['Local', 'local_attention', 'local_naive']
 
@@ -59,10 +59,7 @@ def local_attention(
         q[:, :, P:], k[:, :, P:], v[:, :, P:], k[:, :, :P], v[:, :, :P],
         grid_size, block_size, memory_halo, scale, None, None, dropout_p,
     )  # fmt: skip
-    if P == 0:
-        return grid
-    prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)
-    return torch.cat([prefix, grid], dim=2)
+    return prepend_global_tokens(grid, q, k, v, scale, dropout_p)
 
 
 @register_mixer('local')

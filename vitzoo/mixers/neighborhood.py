@@ -23,7 +23,7 @@ from torch.types import Device
 
 from ._recompute import recompute_heads
 from .base import QKVMixer, register_mixer
-from .softmax import softmax_attention, softmax_naive
+from .softmax import prepend_global_tokens, softmax_attention, softmax_naive
 
 __all__ = ['Neighborhood', 'neighborhood_attention', 'neighborhood_naive']
 
@@ -76,22 +76,15 @@ def neighborhood_attention(
 
     `bias` (heads, 2k - 1, 2k - 1) has the offset of a key from its query, in steps of the dilation, counted from k - 1.
     """
-    P = q.shape[2] - grid_size[0] * grid_size[1]
     axes = [_tile_axis(size, kernel_size, dilation, q.device) for size in grid_size]
     attend = partial(
         _attend_tiles, axes=axes, grid_size=grid_size, kernel_size=kernel_size, scale=scale, dropout_p=dropout_p
     )
     tensors = (q, k, v) if bias is None else (q, k, v, bias.unsqueeze(0))
-    if dropout_p:
-        grid = attend(*tensors)
-    else:
-        # a quarter of the gathered queries and outputs, keys and values, because gathering them again is slow
-        tokens = [axes[0][part].numel() * axes[1][part].numel() for part in (0, 1)]
-        grid = recompute_heads(attend, tensors, sum(tokens) * q.shape[3] // 2)
-    if P == 0:
-        return grid
-    prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)
-    return torch.cat([prefix, grid], dim=2)
+    # a quarter of the gathered queries and outputs, keys and values, because gathering them again is slow
+    num_tokens = sum(axes[0][part].numel() * axes[1][part].numel() for part in (0, 1))
+    grid = recompute_heads(attend, tensors, num_tokens * q.shape[3] // 2, dropout_p)
+    return prepend_global_tokens(grid, q, k, v, scale, dropout_p)
 
 
 def _attend_tiles(

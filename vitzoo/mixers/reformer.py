@@ -92,11 +92,9 @@ def reformer_attention(
     attend = partial(
         _attend, rotations=rotations, grid_size=grid_size, chunk_size=chunk_size, scale=scale, dropout_p=dropout_p
     )
-    if dropout_p:
-        return attend(q, v)
     # in each round queries, keys, values and outputs in sorted order, and the masks of pairs
     num_elements = len(rotations) * q.shape[2] * (4 * q.shape[3] + 2 * chunk_size)
-    return recompute_heads(attend, (q, v), num_elements)
+    return recompute_heads(attend, (q, v), num_elements, dropout_p)
 
 
 def _attend(

@@ -19,7 +19,7 @@ from torch.types import Device
 from ._rel_bias import DecomposedBias, OffsetBias, PrefixBias
 from .base import QKVMixer, register_mixer
 
-__all__ = ['Softmax', 'softmax_attention', 'softmax_naive']
+__all__ = ['Softmax', 'prepend_global_tokens', 'softmax_attention', 'softmax_naive']
 
 # scores of a head, beyond which their memory counts for more than the time
 _MOST_SCORES = 2**19
@@ -76,6 +76,16 @@ def softmax_attention(
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     attn = _mix_heads(attn, proj_w)
     return F.dropout(attn, dropout_p) @ v
+
+
+def prepend_global_tokens(
+    grid: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, dropout_p: float = 0.0
+) -> torch.Tensor:
+    """Outputs of grid tokens (B, heads, H*W, d) after those of the prefix tokens of q, which attend all tokens."""
+    P = q.shape[2] - grid.shape[2]
+    if P == 0:
+        return grid
+    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), grid], dim=2)
 
 
 def _is_fused_backward_slower(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

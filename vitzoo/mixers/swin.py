@@ -22,7 +22,7 @@ from ._recompute import recompute_heads
 from ._rel_bias import OffsetBias
 from ._window import tile, untile
 from .base import QKVMixer, register_mixer
-from .softmax import softmax_attention, softmax_naive
+from .softmax import prepend_global_tokens, softmax_attention, softmax_naive
 
 __all__ = ['Swin', 'shifted_window_attention', 'shifted_window_naive']
 
@@ -67,17 +67,13 @@ def shifted_window_attention(
 
     `bias` (heads, w*w, w*w) is between the tokens of a window.
     """
-    P = q.shape[2] - grid_size[0] * grid_size[1]
     attend = partial(
         _attend_windows, grid_size=grid_size, window_size=window_size, shift=shift, scale=scale, dropout_p=dropout_p
     )
     tensors = (q, k, v) if bias is None else (q, k, v, bias.unsqueeze(0))
     # queries, keys, values and outputs in windows
-    grid = attend(*tensors) if dropout_p else recompute_heads(attend, tensors, 4 * q.shape[2] * q.shape[3])
-    if P == 0:
-        return grid
-    prefix = softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p)
-    return torch.cat([prefix, grid], dim=2)
+    grid = recompute_heads(attend, tensors, 4 * q.shape[2] * q.shape[3], dropout_p)
+    return prepend_global_tokens(grid, q, k, v, scale, dropout_p)
 
 
 def _attend_windows(

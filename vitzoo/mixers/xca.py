@@ -41,10 +41,8 @@ def xca(
 ) -> torch.Tensor:
     """q, k, v (B, heads, N, d) and temperature (heads, 1, 1) -> (B, heads, N, d), in float32 or wider."""
     attend, tensors = partial(_attend, dropout_p=dropout_p), (q, k, v, temperature.unsqueeze(0))
-    if dropout_p:
-        return attend(*tensors)
     # unit queries and keys, and the output
-    return recompute_heads(attend, tensors, 3 * q.shape[2] * q.shape[3])
+    return recompute_heads(attend, tensors, 3 * q.shape[2] * q.shape[3], dropout_p)
 
 
 def _attend(
