@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from teachers import batches, make_student, make_teacher, save_teacher
+from timm.task.distillation import DistillationTeacher
 from torch.nn import functional as F
 
 from vitzoo.errors import UserError
@@ -80,6 +81,23 @@ def test_the_trainer_distils_a_swapped_teacher(teacher, images, tmp_path):
     # better than the swap alone, on other images
     untrained = make_student(original, 'linear')
     assert output_error(original, loaded, batches(1, size=32)) < output_error(original, untrained, batches(1, size=32))
+
+
+@pytest.mark.parametrize('kind', ['logit', 'hard', 'transfer'])
+@pytest.mark.parametrize('amp', ['', '--amp'])
+def test_the_teacher_runs_in_the_precision_of_the_student(amp, kind, teacher, images, tmp_path, monkeypatch):
+    dtypes = set()
+    forward = DistillationTeacher.forward
+
+    def record(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        dtypes.add(output.dtype)
+        return output
+
+    monkeypatch.setattr(DistillationTeacher, 'forward', record)
+    arguments = ['--model', teacher, '--mixer', 'linear', '--kd-model-name', teacher, '--data-dir', images]
+    train([*TINY, *arguments, *split(amp), '--kd-distill-type', kind, '--output', str(tmp_path)])
+    assert dtypes == {torch.bfloat16 if amp else torch.float32}
 
 
 @pytest.mark.parametrize(
