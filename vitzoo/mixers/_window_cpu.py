@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from ._numerics import CACHED, LOG2_E
 
@@ -46,8 +47,8 @@ def window_attention_cpu(
 class _TileRows:
     """The rows of tiles of a grid: reads the tiles of a row from a token map, and writes them back.
 
-    Token maps are (B, heads, H, W, d). The tiles of queries hold s = h*w tokens, those of keys M = (h + 2 halo_h) *
-    (w + 2 halo_w) tokens and the S shared ones.
+    Token maps are (B, heads, H, W, d). The tiles of queries hold up to s = h*w tokens, those of keys up to M = (h + 2
+    halo_h) * (w + 2 halo_w) tokens and the S shared ones: rows beyond the grid are left out, columns are padded.
     """
 
     def __init__(
@@ -69,47 +70,48 @@ class _TileRows:
         return [x.unflatten(2, self.grid_size) for x in tokens]
 
     def read_queries(self, x: Tensor, row: int) -> Tensor:
-        """The tiles of a row, (b, heads, tiles, s, d), zero-padded."""
-        padded = self._pad_row(x, row, self.window_size, (0, 0)).unflatten(3, (-1, self.window_size[1]))
+        """The tiles of a row, (b, heads, tiles, s, d)."""
+        rows, _ = self._rows(row, self.window_size, (0, 0))
+        padded = self._pad_columns(x[:, :, rows], self.window_size[1], 0).unflatten(3, (-1, self.window_size[1]))
         return padded.transpose(2, 3).flatten(3, 4)
 
     def write_queries(self, x: Tensor, row: int, tiles: Tensor) -> None:
         """The inverse of `read_queries`."""
-        padded = tiles.unflatten(3, self.window_size).transpose(2, 3).flatten(3, 4)
-        grid_rows, padded_rows = self._rows_on_grid(row, self.window_size, (0, 0))
-        x[:, :, grid_rows] = padded[:, :, padded_rows, : self.grid_size[1]]
+        rows, _ = self._rows(row, self.window_size, (0, 0))
+        padded = tiles.unflatten(3, (-1, self.window_size[1])).transpose(2, 3).flatten(3, 4)
+        x[:, :, rows] = padded[:, :, :, : self.grid_size[1]]
 
     def read_keys(self, x: Tensor, shared: Tensor, row: int) -> Tensor:
-        """The tiles of a row with their halos and the shared tokens, (b, heads, tiles, M + S, d), zero-padded."""
-        padded = self._pad_row(x, row, self.key_size, self.halo)
-        M = math.prod(self.key_size)
+        """The tiles of a row with their halos and the shared tokens, (b, heads, tiles, M + S, d)."""
+        rows, _ = self._rows(row, self.key_size, self.halo)
+        padded = self._pad_columns(x[:, :, rows], self.key_size[1], self.halo[1])
+        M = padded.shape[2] * self.key_size[1]
         tiles = padded.new_empty(*x.shape[:2], self.num_columns, M + shared.shape[2], x.shape[-1])
         windows = padded.unfold(3, self.key_size[1], self.window_size[1])  # (b, heads, key h, tiles, d, key w)
-        tiles[:, :, :, :M].unflatten(3, self.key_size).copy_(windows.permute(0, 1, 3, 2, 5, 4))
+        tiles[:, :, :, :M].unflatten(3, (-1, self.key_size[1])).copy_(windows.permute(0, 1, 3, 2, 5, 4))
         tiles[:, :, :, M:] = shared.unsqueeze(2)
         return tiles
 
     def add_to_keys(self, x: Tensor, shared: Tensor, row: int, tiles: Tensor) -> None:
         """Add tiles (b, heads, tiles, M + S, d) to the tokens that `read_keys` reads, its gradient."""
-        M = math.prod(self.key_size)
-        shared += tiles[:, :, :, M:].sum(dim=2)
-        tiles = tiles[:, :, :, :M].unflatten(3, self.key_size).transpose(2, 3)  # (b, heads, key h, tiles, key w, d)
-        (key_h, key_w), step = self.key_size, self.window_size[1]
-        padded = x.new_zeros(*x.shape[:2], key_h, (self.num_columns - 1) * step + key_w, x.shape[-1])
+        tiles, shared_tiles = tiles.split([tiles.shape[3] - shared.shape[2], shared.shape[2]], dim=3)
+        shared += shared_tiles.sum(dim=2)
+        key_w, step = self.key_size[1], self.window_size[1]
+        tiles = tiles.unflatten(3, (-1, key_w)).transpose(2, 3)  # (b, heads, key h, tiles, key w, d)
+        padded = x.new_zeros(*tiles.shape[:3], (self.num_columns - 1) * step + key_w, x.shape[-1])
         # at most one window width at a time, so that no two tiles add to the same token
         for start in range(0, key_w, step):
             part = tiles[..., start : start + step, :]
             target = padded[:, :, :, start : start + (self.num_columns - 1) * step + part.shape[4]]
             target.unfold(3, part.shape[4], step).add_(part.transpose(4, 5))
-        grid_rows, padded_rows = self._rows_on_grid(row, self.key_size, self.halo)
-        x[:, :, grid_rows] += padded[:, :, padded_rows, self.halo[1] :][:, :, :, : self.grid_size[1]]
+        rows, _ = self._rows(row, self.key_size, self.halo)
+        x[:, :, rows] += padded[:, :, :, self.halo[1] :][:, :, :, : self.grid_size[1]]
 
     def mask_padding_(self, scores: Tensor, row: int) -> Tensor:
         """Set the scores (b, heads, tiles, s, M + S) of padded keys to minus infinity, in place."""
-        in_window = scores[..., : math.prod(self.key_size)].unflatten(4, self.key_size)
-        _, rows = self._rows_on_grid(row, self.key_size, self.halo)
-        in_window[..., : rows.start, :] = float('-inf')
-        in_window[..., rows.stop :, :] = float('-inf')
+        rows, _ = self._rows(row, self.key_size, self.halo)
+        height = rows.stop - rows.start
+        in_window = scores[..., : height * self.key_size[1]].unflatten(4, (height, self.key_size[1]))
         for column in range(self.num_columns):
             # with a halo wider than a tile, more than the outermost tiles have padding
             left = self.halo[1] - column * self.window_size[1]
@@ -120,19 +122,36 @@ class _TileRows:
                 in_window[:, :, column, ..., right:] = float('-inf')
         return scores
 
-    def _rows_on_grid(self, row: int, tile_size: tuple[int, int], halo: tuple[int, int]) -> tuple[slice, slice]:
-        """The grid rows that a row of tiles overlaps, as indices into the grid and into the padded row of tiles."""
-        top = row * self.window_size[0] - halo[0]
-        grid_rows = slice(max(top, 0), min(top + tile_size[0], self.grid_size[0]))
-        return grid_rows, slice(grid_rows.start - top, grid_rows.stop - top)
+    def read_bias(self, bias: Tensor, row: int) -> Tensor:
+        """The bias of the queries and keys of a row of tiles, (heads, s, M + S)."""
+        window, shared = self._split_bias(bias, row)
+        return torch.cat([window.flatten(3).flatten(1, 2), shared.flatten(1, 2)], dim=2)
 
-    def _pad_row(self, x: Tensor, row: int, tile_size: tuple[int, int], halo: tuple[int, int]) -> Tensor:
-        """The tokens under a row of tiles, (b, heads, tile height, width, d), zero-padded."""
-        grid_rows, padded_rows = self._rows_on_grid(row, tile_size, halo)
-        width = (self.num_columns - 1) * self.window_size[1] + tile_size[1]
-        padded = x.new_zeros(*x.shape[:2], tile_size[0], width, x.shape[-1])
-        padded[:, :, padded_rows, halo[1] : halo[1] + self.grid_size[1]] = x[:, :, grid_rows]
-        return padded
+    def add_to_bias(self, bias: Tensor, row: int, row_bias: Tensor) -> None:
+        """Add (heads, s, M + S) to the part of the bias that `read_bias` reads, its gradient."""
+        window, shared = self._split_bias(bias, row)
+        num_keys = window.shape[3] * window.shape[4]
+        window += row_bias[..., :num_keys].reshape(window.shape)
+        shared += row_bias[..., num_keys:].reshape(shared.shape)
+
+    def _split_bias(self, bias: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        """Views of the bias of a row of tiles, (heads, h, w, key h, key w) and (heads, h, w, S)."""
+        _, rows = self._rows(row, self.window_size, (0, 0))
+        _, key_rows = self._rows(row, self.key_size, self.halo)
+        M = math.prod(self.key_size)
+        window, shared = bias.unflatten(1, self.window_size)[:, rows].split([M, bias.shape[2] - M], dim=3)
+        return window.unflatten(3, self.key_size)[:, :, :, key_rows], shared
+
+    def _rows(self, row: int, tile_size: tuple[int, int], halo: tuple[int, int]) -> tuple[slice, slice]:
+        """The grid rows that a row of tiles overlaps, as indices into the grid and into the row of tiles."""
+        top = row * self.window_size[0] - halo[0]
+        rows = slice(max(top, 0), min(top + tile_size[0], self.grid_size[0]))
+        return rows, slice(rows.start - top, rows.stop - top)
+
+    def _pad_columns(self, x: Tensor, tile_width: int, halo: int) -> Tensor:
+        """Zero-pad (b, heads, rows, W, d) to the width of all tiles."""
+        right = (self.num_columns - 1) * self.window_size[1] + tile_width - self.grid_size[1] - halo
+        return F.pad(x, (0, 0, halo, right)) if halo or right else x
 
 
 def _slices(length: int, step: int) -> list[slice]:
@@ -146,7 +165,7 @@ def _scores(
     scores = (LOG2_E * scale * q) @ k.mT
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if bias is not None:
-        scores.add_(bias[block[1]].unsqueeze(1), alpha=LOG2_E)
+        scores.add_(tile_rows.read_bias(bias[block[1]], row).unsqueeze(1), alpha=LOG2_E)
     return tile_rows.mask_padding_(scores, row)
 
 
@@ -202,7 +221,7 @@ class _WindowAttention(torch.autograd.Function):
             delta = (do_tiles * tile_rows.read_queries(out_map[block], row)).sum(dim=-1, keepdim=True)
             ds = (do_tiles @ v_tiles.mT).to(p.dtype).sub_(delta).mul_(p)
             if dbias is not None:
-                dbias[block[1]] += ds.sum(dim=(0, 2))
+                tile_rows.add_to_bias(dbias[block[1]], row, ds.sum(dim=(0, 2)))
             ds = ds.mul_(scale).to(q.dtype)
             tile_rows.write_queries(dq_map[block], row, ds @ k_tiles)
             tile_rows.add_to_keys(dk_map[block], dk_shared[block], row, ds.mT @ q_tiles)
