@@ -216,7 +216,8 @@ def model_call(
     run: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Callable[[int], object]:
     """A function of the round number that runs a pass of the model on one of the batches, by `run` if given."""
-    run = run or model
+    # the truth value of a compiled model is its length, which it does not have
+    run = model if run is None else run
     device = batches[0].device
 
     @torch.no_grad()
