@@ -363,7 +363,7 @@ def test_a_swapped_model_is_exported(family):
 @pytest.mark.parametrize('family', ['dinov3', 'rope mixed', 'beit', 'relative table', 'cait', 'naflex', *PYRAMIDS])
 def test_a_swapped_model_trains_compiled(family):
     model = vitzoo.swap_mixer(build(family), ['linear'], blocks=[0])
-    assert_trains_compiled(model, (64, 64) if family in PYRAMIDS else (64, 96))
+    assert_trains_compiled(model, size_of(family))
 
 
 def test_a_second_swap_keeps_the_scale_of_the_first():

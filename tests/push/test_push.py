@@ -91,8 +91,8 @@ def test_a_pushed_run_loads_from_the_hub_with_its_card(run, hub, half):
     (hub.folder / 'README.md').write_text('an older card')
     push(arguments(run, 'hf-hub:me/photos', '--private', *half))
     assert hub.created == [('me/photos', True)]
-    dtypes = {tensor.dtype for tensor in load_file(hub.folder / 'model.safetensors').values()}
-    assert (torch.float16 in dtypes) == bool(half)
+    for tensor in load_file(hub.folder / 'model.safetensors').values():
+        assert tensor.dtype == (torch.float16 if half and tensor.ndim > 1 else torch.float32)
     model = timm.create_model('hf-hub:me/photos', pretrained=True).eval()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     expected = load_model(str(run))[0](images)
@@ -255,10 +255,12 @@ def test_weights_that_half_precision_would_change_stay_as_they_are(run, tmp_path
 
 
 def test_a_weight_beyond_the_range_of_half_precision_is_found(tmp_path):
-    save_file(dict(a=torch.tensor([1e5]), n=torch.tensor([100_000])), tmp_path / 'model.safetensors')
+    others = dict(norm=torch.tensor([1e5]), n=torch.tensor([[100_000]]))
+    save_file(others | dict(matrix=torch.tensor([[1e5]])), tmp_path / 'model.safetensors')
     assert halve(tmp_path) is None
-    save_file(dict(a=torch.tensor([1.0]), n=torch.tensor([100_000])), tmp_path / 'model.safetensors')
-    assert {name: tensor.dtype for name, tensor in halve(tmp_path).items()} == dict(a=torch.float16, n=torch.int64)
+    save_file(others | dict(matrix=torch.tensor([[1.0]])), tmp_path / 'model.safetensors')
+    dtypes = dict(matrix=torch.float16, norm=torch.float32, n=torch.int64)
+    assert {name: tensor.dtype for name, tensor in halve(tmp_path).items()} == dtypes
 
 
 def test_paths_of_this_machine_are_shortened():

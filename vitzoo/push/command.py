@@ -18,7 +18,7 @@ from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import is_trained_folder, load_model, read_about
 from vitzoo.options import default_device, natural
 from vitzoo.push.card import make_card, read_facts
-from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, write_folder
+from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, to_half, write_folder
 from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions
 
@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--to', required=True, metavar='TARGET', help='hf-hub:ORG/NAME, or a new folder weights/MODEL.TAG')
     add('--license', required=True, metavar='NAME',
         help="licence of the weights, which depends on their images: 'apache-2.0', or in words")  # fmt: skip
-    add('--half', action='store_true', help='half precision, if the accuracies stay the same to the image')
+    add('--half', action='store_true', help='matrices in half precision, if the accuracies stay the same to the image')
     add('--data-dir', metavar='DIR', help='the data of the run, if it has been moved')
     add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='data loading processes')
     add('--private', action='store_true', help='create a private repository on the hub')
@@ -120,11 +120,14 @@ def _evaluate(args: argparse.Namespace, folder: Path) -> tuple[dict, bool]:
 def _upload(args: argparse.Namespace, folder: Path, card: dict, is_half: bool) -> None:
     """Upload the model of a folder by timm's own function, with the card also if the repository has another."""
     model, _ = load_model(str(folder))
+    if is_half:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = to_half(tensor.data)
     config = read_json(folder / CONFIG)
     repo_id = args.to.removeprefix(HUB)
     try:
         push_to_hf_hub(
-            model.half() if is_half else model,
+            model,
             repo_id,
             private=args.private,
             model_config={key: config[key] for key in ('label_names', 'vitzoo') if key in config},

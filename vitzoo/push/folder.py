@@ -80,10 +80,15 @@ def find_file(run: Path, name: str) -> Path | None:
 
 
 def halve(folder: Path) -> dict[str, Tensor] | None:
-    """The weights of a folder in half precision; None if one of them would not be finite."""
-    weights = {name: _to_half(tensor) for name, tensor in load_file(folder / WEIGHTS).items()}
+    """The weights of a folder as `to_half` returns them; None if one of them would not be finite."""
+    weights = {name: to_half(tensor) for name, tensor in load_file(folder / WEIGHTS).items()}
     is_finite = all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point())
     return weights if is_finite else None
+
+
+def to_half(tensor: Tensor) -> Tensor:
+    """Matrices and kernels in half precision; norms and biases, which are small and matter more, as they are."""
+    return tensor.half() if tensor.dtype == torch.float32 and tensor.ndim > 1 else tensor
 
 
 def without_paths(value: Any) -> Any:
@@ -131,7 +136,3 @@ def _transfer_options(settings: dict) -> dict:
     if 'img_size' in options:
         options['img_size'] = 'x'.join(map(str, options['img_size']))
     return options | dict(no_random_control=not settings['random_control'])
-
-
-def _to_half(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.dtype == torch.float32 else tensor
