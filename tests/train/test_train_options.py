@@ -6,6 +6,7 @@ from shlex import split
 import pytest
 import timm
 import torch
+from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
 from safetensors.torch import load_file
@@ -165,8 +166,8 @@ def test_the_distillation_loss_is_a_weighted_sum(teacher, kind):
     recipe = make_recipe(values | dict(task_loss_weight=0.2, kd_token_distill_type=token or None))
     name = 'deit_tiny_distilled_patch16_224' if token else 'deit_softmax_tiny'
     student = timm.create_model(name, **DEIT)
-    data_config = resolve_data_config(student)
-    task = build_task(recipe, student, nn.CrossEntropyLoss(), ['blue', 'green', 'red'], data_config, 'cpu').train()
+    data_config, classes = resolve_data_config(student), ['blue', 'green', 'red']
+    task = build_task(recipe, student, nn.CrossEntropyLoss(), classes, data_config, Accelerator(cpu=True)).train()
     images, target = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 1])
     loss = task(images, target)['loss']
     own, from_teacher = student(images) if token else [student(images)] * 2

@@ -6,11 +6,10 @@ import pytest
 import timm
 import torch
 from teachers import batches, make_student, make_teacher, save_teacher
-from timm.task.distillation import DistillationTeacher
 from torch.nn import functional as F
 
 from vitzoo.errors import UserError
-from vitzoo.train.distill import NetworkLoss, TransferTask
+from vitzoo.train.distill import NetworkLoss, Teacher, TransferTask
 from vitzoo.train.loop import train
 from vitzoo.transfer.outputs import output_error
 
@@ -18,6 +17,8 @@ pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 TINY = split(
     '--img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --epochs 1 --kd-distill-type transfer'
 )
+# of the teacher
+SHAPE = ['depth=2', 'patch_size=8', 'embed_dim=24', 'num_heads=2']
 
 
 @pytest.fixture(scope='module')
@@ -86,18 +87,29 @@ def test_the_trainer_distils_a_swapped_teacher(teacher, images, tmp_path):
 @pytest.mark.parametrize('kind', ['logit', 'hard', 'transfer'])
 @pytest.mark.parametrize('amp', ['', '--amp'])
 def test_the_teacher_runs_in_the_precision_of_the_student(amp, kind, teacher, images, tmp_path, monkeypatch):
-    dtypes = set()
-    forward = DistillationTeacher.forward
+    seen, forward, linear = set(), Teacher.forward, F.linear
+
+    def see(what, x):
+        seen.add((what, x.dtype))
+        return x
 
     def record(self, *args, **kwargs):
-        output = forward(self, *args, **kwargs)
-        dtypes.add(output.dtype)
-        return output
+        with monkeypatch.context() as patch:
+            patch.setattr(F, 'linear', lambda *args: see('product', linear(*args)))
+            return see('output', forward(self, *args, **kwargs))
 
-    monkeypatch.setattr(DistillationTeacher, 'forward', record)
+    monkeypatch.setattr(Teacher, 'forward', record)
     arguments = ['--model', teacher, '--mixer', 'linear', '--kd-model-name', teacher, '--data-dir', images]
     train([*TINY, *arguments, *split(amp), '--kd-distill-type', kind, '--output', str(tmp_path)])
-    assert dtypes == {torch.bfloat16 if amp else torch.float32}
+    assert seen == {('product', torch.bfloat16 if amp else torch.float32), ('output', torch.float32)}
+
+
+@pytest.mark.parametrize('options', ['depth=1', 'embed_dim=48', 'patch_size=16'])
+def test_a_student_of_another_shape_is_refused(options, teacher, images, tmp_path):
+    shape = {name: option for option in [*SHAPE, options] for name in [option.partition('=')[0]]}
+    arguments = ['--model', 'deit_linear_tiny', '--model-kwargs', *shape.values()]
+    with pytest.raises(UserError, match='has another .*needs a student that is the teacher with another --mixer'):
+        train([*arguments, *TINY, '--kd-model-name', teacher, '--data-dir', images, '--output', str(tmp_path / 'run')])
 
 
 @pytest.mark.parametrize(

@@ -398,7 +398,12 @@ def build_loss(recipe: Recipe, mixup: Mixup | None, train_set: Images, num_class
 
 
 def build_task(
-    recipe: Recipe, model: nn.Module, loss: nn.Module, class_names: list[str], data_config: dict, device: torch.device
+    recipe: Recipe,
+    model: nn.Module,
+    loss: nn.Module,
+    class_names: list[str],
+    data_config: dict,
+    accelerator: Accelerator,
 ) -> TrainingTask:
     """The timm task that maps images and targets to the loss, with a teacher if the recipe has one.
 
@@ -406,5 +411,7 @@ def build_task(
         UserError: The teacher does not suit the data or the model.
     """
     if recipe.kd_model_name is not None:
-        return distillation_task(recipe, model, loss, class_names, data_config, device).to(device)
-    return ClassificationTask(model, loss, device=device, verbose=False).to(device)
+        task = distillation_task(recipe, model, loss, class_names, data_config, accelerator)
+    else:
+        task = ClassificationTask(model, loss, device=accelerator.device, verbose=False)
+    return task.to(accelerator.device)

@@ -4,7 +4,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from timm.task import LogitDistillationTask, TokenDistillationTask, TrainingTask
+from timm.task.distillation import DistillationTeacher
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +16,19 @@ from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, label_names, load_model
 from vitzoo.mixers import TokenMixer
 from vitzoo.train.recipe import Recipe
+
+
+class Teacher(DistillationTeacher):
+    """A teacher that computes in the precision of the training and returns float32, as Accelerate lets its student."""
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
+        super().__init__(model, device=accelerator.device)
+        self.autocast = accelerator.autocast
+
+    def forward(self, input: Tensor, return_features: bool = False) -> Tensor:
+        with self.autocast():
+            output = super().forward(input, return_features)
+        return output.float()
 
 
 class HardDistillationTask(LogitDistillationTask):
@@ -149,7 +164,12 @@ def _relative_error(output: Tensor, target: Tensor) -> Tensor:
 
 
 def distillation_task(
-    recipe: Recipe, model: nn.Module, loss: nn.Module, class_names: list[str], data_config: dict, device: torch.device
+    recipe: Recipe,
+    model: nn.Module,
+    loss: nn.Module,
+    class_names: list[str],
+    data_config: dict,
+    accelerator: Accelerator,
 ) -> TrainingTask:
     """The recipe's distillation task, with its teacher at the student's image size.
 
@@ -160,8 +180,8 @@ def distillation_task(
         UserError: The teacher has no weights, other classes or another number of channels, cannot take the student's
             images, or the student has no distillation token.
     """
-    teacher = _load_teacher(recipe, class_names, data_config)
-    task: Any = _create_task(recipe, model, teacher, loss, device)
+    teacher, device = _load_teacher(recipe, class_names, data_config), accelerator.device
+    task: Any = _create_task(recipe, model, Teacher(teacher, accelerator), loss, device)
     # timm's buffers have three channels, also for grey images
     task.student_mean, task.student_std = _mean_and_std(data_config, device)
     task.teacher.mean_kd, task.teacher.std_kd = _mean_and_std(resolve_data_config(teacher), device)
@@ -169,7 +189,7 @@ def distillation_task(
 
 
 def _create_task(
-    recipe: Recipe, model: nn.Module, teacher: nn.Module, loss: nn.Module, device: torch.device
+    recipe: Recipe, model: nn.Module, teacher: Teacher, loss: nn.Module, device: torch.device
 ) -> TrainingTask:
     options: dict[str, Any] = dict(
         student_model=model,
@@ -198,12 +218,16 @@ def _create_task(
 
 def _transfer_task(recipe: Recipe, options: dict) -> TransferTask:
     """The task of `vitzoo transfer`; without weights in the recipe, labels are not used."""
-    student, teacher = unwrap_model(options['student_model']), options['teacher_model']
+    student, teacher = unwrap_model(options['student_model']), options['teacher_model'].model
     modules = dict(teacher.named_modules())
     paths = [name for name, module in student.named_modules() if isinstance(module, TokenMixer)]
     missing = next((path for path in paths if path not in modules), None)
-    if not paths or missing:
-        reason = f'the teacher {recipe.kd_model_name} has no {missing}' if paths else f'{recipe.model} has no mixers'
+    of_student, of_teacher = (_shapes_outside(paths, model) for model in (student, teacher))
+    other = next((name for name, shape in of_teacher.items() if of_student.get(name) != shape), None)
+    if not paths or missing or other:
+        reason = f'{recipe.model} has no mixers'
+        if paths:
+            reason = f'the teacher {recipe.kd_model_name} has {f"no {missing}" if missing else f"another {other}"}'
         raise UserError(
             f'{reason}; --kd-distill-type transfer needs a student that is the teacher with another --mixer'
         )
@@ -213,6 +237,12 @@ def _transfer_task(recipe: Recipe, options: dict) -> TransferTask:
     defaults = dict(distill_loss_weight=1.0, task_loss_weight=0.0)
     given = {name: weight for name, weight in weights.items() if weight is not None}
     return TransferTask(**options | defaults | given, block_weight=recipe.kd_block_weight)
+
+
+def _shapes_outside(paths: list[str], model: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of the parameters outside of some layers."""
+    inside = tuple(f'{path}.' for path in paths)
+    return {name: parameter.shape for name, parameter in model.named_parameters() if not name.startswith(inside)}
 
 
 def _mean_and_std(data_config: dict, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -215,7 +215,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
     full_model = FullModel(accelerator, raw_model)
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     with raise_together(accelerator):
-        task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator.device)
+        task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator)
     return Run(
         recipe=recipe,
         plan=plan,

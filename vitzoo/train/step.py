@@ -53,9 +53,7 @@ def train_step(run: Run, micro_batches: Iterator, stop: bool = False, save: bool
         is_last = micro_step == accum_steps - 1
         # gradients are all-reduced once per step
         with nullcontext() if is_last else accelerator.no_sync(run.model):
-            # prepare() wraps only the student's forward; a teacher has the same precision, as in timm
-            with accelerator.autocast():
-                loss = run.task(images, target)['loss'] / accum_steps
+            loss = run.task(images, target)['loss'] / accum_steps
             total += loss.detach()
             if is_last:
                 reduce = StatusReduce(accelerator, total, stop, save)

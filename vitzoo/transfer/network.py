@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from timm.task.distillation import DistillationTeacher
 from torch import nn
 
 from vitzoo.data import Normalize, train_loader
@@ -21,7 +20,7 @@ from vitzoo.data.loader import stop_workers
 from vitzoo.errors import UserError
 from vitzoo.train.build import build_ema
 from vitzoo.train.checkpoint import find_checkpoints
-from vitzoo.train.distill import NetworkLoss, TransferTask
+from vitzoo.train.distill import NetworkLoss, Teacher, TransferTask
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.loop import StopSignal, raise_together, train_one_epoch
@@ -175,7 +174,7 @@ def _distillation(task: Transfer, model: nn.Module) -> TransferTask:
     device = task.accelerator.device
     distillation = TransferTask(
         student_model=model,
-        teacher_model=DistillationTeacher(task.teacher, device=device),
+        teacher_model=Teacher(task.teacher, task.accelerator),
         criterion=nn.CrossEntropyLoss(),
         distill_loss_weight=1.0,
         task_loss_weight=float(task.options.labels),
