@@ -31,6 +31,10 @@ class RankError(UserError):
     """A user error on one rank only, which prints it itself."""
 
 
+class NoClassesError(UserError):
+    """Data whose images are not in class folders."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser of a command line whose errors are user errors: one sentence, without the usage."""
 

@@ -52,6 +52,15 @@ def test_rows_of_tiles_all_tiles_and_the_naive_form_agree(case, num_scores, monk
         torch.testing.assert_close(b, c, rtol=1e-9, atol=1e-9)
 
 
+def test_one_bias_serves_all_heads():
+    inputs = make_inputs((7, 11), 3, 1, 2, True, True)
+    inputs[5] = inputs[5].detach()[:1].requires_grad_()
+    for a, b in zip(
+        *(run(op, inputs, (7, 11), 3, 1) for op in (window_attention, window_attention_naive)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
 def test_no_scores_are_saved_for_the_backward_pass():
     inputs = make_inputs((12, 12), 3, 1, 2, True, True)
     kept = []

@@ -477,6 +477,25 @@ def test_a_report_of_a_trained_model(out, tmp_path):
     assert len(page.charts['Multiply-accumulates against image size']) == 2 * 6
 
 
+def test_a_report_without_labels_needs_no_classes(out, tmp_path):
+    data, trained = make_ten_images(tmp_path / 'data'), save_classifier(tmp_path / 'deit')
+    make_report(
+        [
+            str(trained),
+            '--ignore-labels',
+            '--data-dir',
+            str(next(data.rglob('blue'))),
+            '--workers',
+            '0',
+            '--out',
+            str(out),
+        ]
+    )
+    (record,) = json.loads((out / 'report.json').read_text())['records']
+    assert (record['n'], record['top1']) == (5, None) and 0 < record['oversmoothing'][-1] <= 1
+    assert 'explanations' not in record
+
+
 def test_a_report_is_made_again_from_its_data(out, tmp_path):
     out.mkdir()
     (out / 'report.json').write_text(json.dumps(make_data(make_record(0), make_record(1))))

@@ -89,6 +89,7 @@ DURING = {
     'matching': 'vitzoo.transfer.descent._save_state',
     'softmax blocks': 'vitzoo.transfer.hybrid._most_useful',
     'network': 'vitzoo.train.loop.train_step',
+    'last evaluation': 'vitzoo.train.loop.end_epoch',
     'controls': 'vitzoo.transfer.command.randomize',
     'export': 'vitzoo.transfer.command.export_model',
 }
@@ -104,7 +105,8 @@ def test_sigterm_ends_a_transfer_with_a_sentence_and_it_continues_to_the_same_by
     call = pkgutil.resolve_name(DURING[stage])
 
     def call_after_signal(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGTERM)
+        if stage != 'last evaluation' or args[0].step == args[0].plan.max_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
         return call(*args, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -306,6 +308,20 @@ def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path
         assert config['label_names'][pictures.train[index][1]] == Path(pictures.train.filename(index)).parts[0]
 
 
+def test_images_without_classes_are_validated_on_their_val_split(images, tmp_path):
+    name = save_teacher(tmp_path / 'teacher')
+    files = sorted(Path(images).rglob('*.jpg'))
+    for part, number in dict(train=8, val=2).items():
+        (tmp_path / 'flat' / part).mkdir(parents=True)
+        for index in range(number):
+            shutil.copy(files.pop(), tmp_path / 'flat' / part / f'{index}.jpg')
+    teacher, _ = load_model(name)
+    data_config = fit_data_config(name, teacher)
+    pictures = open_pictures(name, teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
+    assert (pictures.kind, len(pictures.train), len(pictures.val)) == ('cosine', 8, 2)
+    assert {Path(pictures.val.filename(index)).parts[-2] for index in range(2)} == {'val'}
+
+
 def test_probing_alone_writes_nothing(teacher, images, tmp_path, capsys):
     (found,) = transfer([teacher, '--mixer', 'performer', *QUICK, '--data-dir', images, '--probe-only'])
     assert [cost['path'] for cost in found['probe']] == ['blocks.0.attn', 'blocks.1.attn']
@@ -320,6 +336,20 @@ WRONG = {
     'not swappable': ('{resnet} --mixer ls --data-dir {images} --output {out}', 'cannot replace the attention'),
     'no images': ('{teacher} --mixer ls --data-dir {out}/none --output {out}', 'does not exist'),
     'empty': ('{teacher} --mixer ls --data-dir {empty} --output {out}', 'no images'),
+    'split': ('{teacher} --mixer ls --data-dir {images} --train-split trian --output {out}', 'did you mean train'),
+    'split of images without classes': (
+        '{teacher} --mixer ls --data-dir {flat} --train-split . --output {out}',
+        'no class folders',
+    ),
+    'class map': (
+        '{teacher} --mixer ls --data-dir {images} --class-map no.txt --output {out}',
+        'cannot read the class',
+    ),
+    'key': ('{teacher} --mixer ls --data-dir {images} --input-key img --output {out}', 'no input key'),
+    'tolerance': (
+        '{teacher} --mixer ls --data-dir {images} --tolerance nan --output {out}',
+        '--tolerance must be a number from 0, not nan',
+    ),
     'channels': ('{two} --mixer ls --data-dir {images} --output {out}', 'in_chans is 2'),
     'grid': ('{teacher} --mixer ls --data-dir {images} --img-size 8 --output {out}', 'single row or column'),
     'positions': ('{rope} --mixer pool --data-dir {images} --output {out}', 'would lose its rotary positions'),

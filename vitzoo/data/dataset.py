@@ -30,7 +30,7 @@ from vitzoo.data.layout import (
 from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
 from vitzoo.data.reader import LabelledReader
 from vitzoo.data.third_party import check_options, find_third_party
-from vitzoo.errors import UserError, did_you_mean
+from vitzoo.errors import NoClassesError, UserError, did_you_mean
 
 SAMPLE = Path(__file__).parent / 'sample'
 SCHEMES = ('torch', 'hfds', 'hfids', 'wds', 'tfds')
@@ -259,7 +259,7 @@ class FolderReader(ArchiveReader):
         names = [name.removeprefix(prefix) for name in archive.names if name.startswith(prefix)]
         classes = group_by_class(names)
         if not classes:
-            raise UserError(_explain_no_images(archive.root / prefix, names))
+            raise NoClassesError(_explain_no_images(archive.root / prefix, names))
         labels = {name: label for label, names in enumerate(classes.values()) for name in names}
         super().__init__(archive, prefix, labels, list(classes))
 

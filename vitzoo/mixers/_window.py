@@ -223,5 +223,5 @@ def _join_bias(
         return None if bias is None else F.pad(bias, (0, num_shared))
     s, M = math.prod(window_size), math.prod(w + 2 * h for w, h in zip(window_size, halo))
     if bias is None:
-        bias = bias_shared.new_zeros(len(bias_shared), s, M)
-    return torch.cat([bias, bias_shared.unsqueeze(1).expand(-1, s, -1)], dim=2)
+        bias = bias_shared.new_zeros(1, s, M)
+    return torch.cat([bias.expand(len(bias_shared), -1, -1), bias_shared.unsqueeze(1).expand(-1, s, -1)], dim=2)

@@ -85,7 +85,7 @@ def describe_model(name: str, options: EvalOptions) -> dict:
     )
     config = resolve_data_config(model, options.img_size)
     about = find_origin(name) | read_transfer(name)
-    if options.has_data:
+    if options.has_data and not options.ignore_labels:
         images = open_validation_data(options.data, model, eval_transform(config), name, options.data_options)
         if not images.is_multi_label:
             about['explanations'] = explain_some(model.to(options.device), images, config)

@@ -106,8 +106,11 @@ def _train(run: Run, progress: Callable[[], None]) -> None:
         with StopSignal() as stop, Display(run) as display:
             while len(run.history) < run.plan.epochs:
                 if not train_one_epoch(run, display, stop):
-                    raise Stopped(f'{stop.reason} after step {run.step} of {run.plan.steps}')
+                    break
                 progress()
+            # the signal may have come after the last step
+            if len(run.history) < run.plan.epochs or stop.received or stop.is_orphan:
+                raise Stopped(f'{stop.reason} after step {run.step} of {run.plan.steps}')
     finally:
         stop_workers(run.train_loader)
         for tracker in run.accelerator.trackers:

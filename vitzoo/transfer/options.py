@@ -199,10 +199,10 @@ def _check_options(options: TransferOptions) -> None:
         raise UserError('--output is missing: name a folder for the result, or use --probe-only')
     if options.resume and options.overwrite:
         raise UserError('--resume continues a transfer and --overwrite deletes it; choose one')
-    if options.block_weight < 0 or options.tolerance < 0:
-        raise UserError(
-            f'--block-weight and --tolerance must not be negative, as {min(options.block_weight, options.tolerance)} is'
-        )
+    for name, value in (('--block-weight', options.block_weight), ('--tolerance', options.tolerance)):
+        # not true of nan
+        if not value >= 0:
+            raise UserError(f'{name} must be a number from 0, not {value:g}')
     if options.keep_softmax == 'auto' and options.tolerance >= 100:
         raise UserError(f'--tolerance {options.tolerance} is in percentage points and must be below 100')
 

@@ -14,11 +14,12 @@ from torch.utils.data import Subset as TorchSubset
 
 from vitzoo.data import DataOptions, Images, eval_transform, open_dataset, train_transform
 from vitzoo.data.held_out import Subset
+from vitzoo.data.layout import split_names
 from vitzoo.data.loader import TrainBatches
 from vitzoo.data.options import NO_OPTIONS
 from vitzoo.data.reader import LabelledReader
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
-from vitzoo.errors import UserError
+from vitzoo.errors import NoClassesError, UserError
 from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.transfer.outputs import has_head
 from vitzoo.validate.evaluation import open_validation_data
@@ -109,15 +110,18 @@ def open_pictures(
 ) -> Pictures:
     """Open the images of a transfer.
 
-    The validation images are the data's, or those that the teacher's run held out, or a fifth.
+    The validation images are the data's, or those that the teacher's run held out, or a fifth. Options of the data are
+    for images with classes.
 
     Raises:
-        UserError: There are no images, or too few to hold some out.
+        UserError: There are no images, or too few to hold some out, or an option does not suit them.
     """
     recipe, evaluation = make_recipe(_AUGMENTATION), eval_transform(data_config)
     try:
         labelled = open_dataset(data_dir, 'train', options=options)
-    except UserError as error:
+    except NoClassesError as error:
+        if options != NO_OPTIONS:
+            raise
         return _open_unlabelled(data_dir, recipe, data_config, str(error))
     settings: dict[str, Any] = dict(options=options, val_fraction=_VAL_FRACTION, seed=seed)
     val = open_dataset(data_dir, 'val', evaluation, class_to_idx=labelled.class_to_idx, **settings)
@@ -143,13 +147,13 @@ def open_pictures(
 
 
 def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, reason: str) -> Pictures:
-    if not Path(data_dir).expanduser().exists():
-        raise UserError(reason)
     files = find_files([data_dir])
     if len(files) < 2:
         raise UserError(f"'{data_dir}' has only one image; a transfer needs some to learn from and others to measure")
     names = sorted(files, key=lambda name: hashlib.sha256(Path(name).name.encode(errors='surrogateescape')).digest())
-    held_out = set(names[: max(1, round(_VAL_FRACTION * len(names)))])
+    held_out = {name for name in names if _is_of_val_split(name, data_dir)}
+    if not held_out or len(held_out) == len(names):
+        held_out = set(names[: max(1, round(_VAL_FRACTION * len(names)))])
     train = {name: read for name, read in files.items() if name not in held_out}
     val = {name: read for name, read in files.items() if name in held_out}
     evaluation = eval_transform(data_config)
@@ -161,6 +165,11 @@ def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, reason: s
         [],
         reason,
     )
+
+
+def _is_of_val_split(name: str, data_dir: str) -> bool:
+    folders = Path(name).relative_to(Path(data_dir).expanduser()).parts[:-1]
+    return any(folder.lower() in split_names('val') for folder in folders)
 
 
 def divide(num_images: int, limit: int) -> tuple[list[int], list[int]]:

@@ -131,6 +131,8 @@ def open_validation_data(
     Raises:
         UserError: The classes of the data are not the model's.
     """
+    if not model.num_classes:
+        raise UserError(f'{run or "the model"} has no classifier to be scored; use --ignore-labels')
     about = {} if run is None else read_about(run)
     settings = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
     options = merge_options(options, about, data_dir)
