@@ -209,6 +209,23 @@ def test_list_shows_trained_weights_with_their_tags(capsys):
 def test_list_shows_the_mixers(capsys):
     main(['list', '--mixers'])
     assert capsys.readouterr().out.split() == vitzoo.list_mixers()
+    main(['list', '--mixers', 'aft_s*'])
+    assert capsys.readouterr().out.split() == ['aft_simple']
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['nystrm'], "no mixer matches 'nystrm', did you mean nystrom?"),
+        (['--pretrained'], 'leave out --pretrained and --all'),
+        (['--all'], 'leave out --pretrained and --all'),
+    ],
+)
+def test_mixers_that_cannot_be_listed_are_one_sentence(options, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(['list', '--mixers', *options])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch import nn
 from vitzoo.errors import CommandParser, run_command
 from vitzoo.load import create_model, find_models, is_trained_folder
 from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
+from vitzoo.models._shipped import shipped_folders
 from vitzoo.train.recipe import read_recipe_file
 
 __all__ = ['Paper', 'cite', 'find_papers', 'read_papers']
@@ -31,7 +32,8 @@ _IMAGENET, _WHOLE_IMAGENET = '1409.0575', 'deng2009imagenet'
 # by the name of the folder, in lower case without separators
 _DATASETS = {
     **dict.fromkeys(('sample', 'cifar10', 'cifar100'), _CIFAR),
-    **dict.fromkeys(('imagenet', 'imagenet1k', 'imagenet2012', 'ilsvrc2012'), _IMAGENET),
+    # Imagenette is a part of ImageNet
+    **dict.fromkeys(('imagenet', 'imagenet1k', 'imagenet2012', 'ilsvrc2012', 'imagenette'), _IMAGENET),
 }
 
 
@@ -76,10 +78,14 @@ def find_papers(name: str) -> Iterator[tuple[str, str]]:
     mixers = {mixer_class(mixer): mixer for mixer in list_mixers()}
     for cls in dict.fromkeys(type(module) for module in model.modules() if isinstance(module, TokenMixer)):
         yield _paper_of_mixer(cls), f'mixer {mixers.get(cls, cls.__name__)} of {name}'
+    config = model.pretrained_cfg
+    shipped = shipped_folders().get(f'{config.get("architecture")}.{config.get("tag")}')
     if is_trained_folder(name):
-        yield from _papers_of_run(Path(name))
+        yield from _papers_of_run(Path(name), name)
+    elif shipped is not None:
+        yield from _papers_of_run(shipped, name)
     else:
-        yield from _papers_of_weights(name, model.pretrained_cfg)
+        yield from _papers_of_weights(name, config)
 
 
 @cache
@@ -135,7 +141,7 @@ def _papers_of_weights(name: str, config: dict) -> Iterator[tuple[str, str]]:
         yield _IMAGENET, f'ImageNet-1k, training data of the published weights of {name}'
 
 
-def _papers_of_run(folder: Path) -> Iterator[tuple[str, str]]:
+def _papers_of_run(folder: Path, name: str) -> Iterator[tuple[str, str]]:
     """The papers of a run's training data, and of the published weights that it began with."""
     # the best epoch has a folder inside that of the run
     recipes = [path for path in (folder / 'recipe.yaml', folder.resolve().parent / 'recipe.yaml') if path.is_file()]
@@ -145,7 +151,7 @@ def _papers_of_run(folder: Path) -> Iterator[tuple[str, str]]:
     data = recipe.get('data_dir')
     if data:
         dataset = re.sub('[-_]', '', Path(data).name.lower())
-        yield _DATASETS.get(dataset, f'cite the source of {data}'), f'training data of {folder}'
+        yield _DATASETS.get(dataset, f'cite the source of {data}'), f'training data of {name}'
     model = recipe.get('model') or ''
     config = timm.get_pretrained_cfg(model) if recipe.get('pretrained') and timm.is_model(model) else None
     if config is not None:

@@ -7,6 +7,9 @@ Examples:
     vitzoo list --mixers
 """
 
+import argparse
+import fnmatch
+
 import timm
 
 import vitzoo
@@ -22,17 +25,29 @@ def list_names(argv: list[str] | None = None) -> None:
     """Print the names that match the command line.
 
     Raises:
-        UserError: The pattern matches nothing.
+        UserError: The pattern matches nothing, or an option is not for mixers.
     """
     parser = CommandParser('vitzoo list', description=__doc__.partition('\n')[0])
     parser.add_argument('pattern', nargs='?', default='*', help='wildcard in quotes, such as "cvt_*"')
     parser.add_argument('--all', action='store_true', help="include timm's own models")
     parser.add_argument('--pretrained', action='store_true', help='list the trained weights of models, as model.tag')
-    parser.add_argument('--mixers', action='store_true', help='list token mixers instead of models')
+    parser.add_argument(
+        '--mixers', action='store_true', help='list token mixers instead of models, those that match the pattern'
+    )
     args = parser.parse_args(argv)
-    if args.mixers:
-        print('\n'.join(vitzoo.list_mixers()))
-        return
+    print('\n'.join(_find_mixers(args) if args.mixers else _find_models(args)))
+
+
+def _find_mixers(args: argparse.Namespace) -> list[str]:
+    if args.pretrained or args.all:
+        raise UserError('--mixers lists all mixers, which have no weights; leave out --pretrained and --all')
+    names = fnmatch.filter(vitzoo.list_mixers(), args.pattern)
+    if not names:
+        raise UserError(f"no mixer matches '{args.pattern}'{did_you_mean(args.pattern, vitzoo.list_mixers())}")
+    return names
+
+
+def _find_models(args: argparse.Namespace) -> list[str]:
     if args.pretrained:
         # a model of several trainings is also listed under its name alone
         names = [name for name in timm.list_pretrained(args.pattern) if '.' in name]
@@ -43,7 +58,7 @@ def list_names(argv: list[str] | None = None) -> None:
     if not names:
         kind = 'model with trained weights' if args.pretrained else 'model'
         raise UserError(f"no {kind} matches '{args.pattern}'{did_you_mean(args.pattern, timm.list_models())}")
-    print('\n'.join(names))
+    return names
 
 
 def _is_of_vitzoo(name: str) -> bool:

@@ -254,9 +254,10 @@ def load_weights(model: nn.Module, path: str) -> None:
 
 
 def _expand(pattern: str) -> list[str]:
-    if pattern.startswith(SOURCES):
+    # timm's name of a folder
+    path = Path(pattern.removeprefix('local-dir:')).expanduser()
+    if pattern.startswith(SOURCES) and not is_trained_folder(path):
         return [pattern]
-    path = Path(pattern).expanduser()
     if path.name in ('config.json', 'model.safetensors') and path.is_file():
         path = path.parent
     if is_trained_folder(path):

@@ -30,6 +30,8 @@ def keys(bibtex: str) -> list[str]:
             'cvt_21.msft_in22k_ft_in1k_384',
             ['wu2021cvt', 'vaswani2017attention', 'deng2009imagenet', 'russakovsky2015imagenet'],
         ),
+        ('cvt_softmax_nano.vz_cifar10', ['wu2021cvt', 'vaswani2017attention', 'krizhevsky2009cifar']),
+        ('vil_softmax_nano.vz_imagenette', ['zhang2021vil', 'vaswani2017attention', 'russakovsky2015imagenet']),
         ('resnet50.tv_in1k', ['wightman2019timm', 'russakovsky2015imagenet']),
     ],
 )

@@ -11,7 +11,8 @@ import vitzoo
 from vitzoo.errors import UserError
 from vitzoo.export import command, main
 from vitzoo.export.command import export_to_file
-from vitzoo.export.formats import FILE_FORMATS, Format
+from vitzoo.export.formats import FILE_FORMATS, Format, write_file
+from vitzoo.load import find_model
 
 NAMES = ['blue', 'grün', 'red']
 # the import of OpenVINO, and its compiler, take seconds
@@ -32,7 +33,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-TEXTS = ('model', 'weights', 'vitzoo', 'interpolation', 'crop_mode')
+TEXTS = ('model', 'weights', 'license', 'vitzoo', 'interpolation', 'crop_mode')
 FACTS = (*TEXTS, 'class_names', 'multi_label', 'input_size', 'mean', 'std', 'crop_pct')
 
 
@@ -77,7 +78,7 @@ def test_the_file_gives_the_logits_of_the_model_and_what_preprocessing_needs(to,
     assert facts['class_names'] == NAMES and facts['input_size'] == [3, 32, 32] and facts['multi_label'] is True
     assert facts['weights'] == 'trained' and facts['vitzoo'] == vitzoo.__version__
     config = model.pretrained_cfg
-    for key in ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode'):
+    for key in ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode', 'license'):
         expected = config[key]
         assert facts[key] == (list(expected) if isinstance(expected, tuple) else expected)
 
@@ -92,6 +93,23 @@ def test_a_rectangular_size_and_a_checkpoint_are_exported(trained, tmp_path):
     facts = read_facts('torch', out)
     assert facts['input_size'] == [3, 32, 48] and facts['weights'] == 'checkpoint'
     assert FILE_FORMATS['torch'].open(out)(torch.zeros(1, 3, 32, 48)).shape == (1, 3)
+
+
+def test_a_folder_is_the_same_run_by_timms_name_for_it(trained):
+    assert find_model(f'local-dir:{trained}') == find_model(str(trained)) == str(trained)
+
+
+def test_the_reason_of_a_failed_export_is_its_cause(monkeypatch, tmp_path):
+    def fail(*args):
+        try:
+            raise TypeError('\x1b[96mno such operator\x1b[0m\nand more')
+        except TypeError as error:
+            raise RuntimeError('step 2 of 3\nfailed') from error
+
+    monkeypatch.setitem(FILE_FORMATS, 'torch', Format('.pt2', (), fail, None))
+    model = timm.create_model('deit_linear_nano').eval()
+    with pytest.raises(UserError, match='^DeiT cannot be exported to torch: no such operator$'):
+        write_file('torch', model, torch.randn(2, 3, 128, 128), tmp_path / 'a.pt2', {})
 
 
 @pytest.mark.parametrize('wrong', [2.0, float('nan')])
@@ -112,6 +130,11 @@ def test_a_file_whose_logits_differ_is_not_kept(wrong, trained, tmp_path, monkey
         ('nothing --to onnx --out a.onnx', "unknown model 'nothing'"),
         ('deit_linear_nano --to onnx --out a.xml', "cannot tell the format of 'a.xml': its name must end in .onnx"),
         ('deit_linear_nano --to torch --img-size 7 --out a.pt2', 'deit_linear_nano cannot'),
+        ('deit_linear_nano --to onnx --out a.ONNX', "the name of the file 'a.ONNX' must end in .onnx in lower case"),
+        (
+            'deit_linear_nano --to onnx --num-classes 3 --out a.onnx',
+            '--num-classes 3 is for the weights of a --checkpoint',
+        ),
         ('deit_linear_nano --to openvino --out a.xml', 'needs packages that are not installed: pip install nowhere'),
     ],
 )

@@ -155,6 +155,13 @@ def test_the_error_for_an_unknown_keyword_suggests_the_closest_one():
         create_mixer('ls', 24, 2, grid_size=(4, 4), windowsize=3)
 
 
+@pytest.mark.parametrize('value', [2.5, True, 'two', None])
+def test_an_argument_that_must_be_whole_is_refused_if_it_is_not(value):
+    for mixer, key in dict(nystrom='num_landmarks', ls='window_size', routing='num_clusters').items():
+        with pytest.raises(ValueError, match=f'{key} of {mixer} must be a whole number, not {value!r}'):
+            create_mixer(mixer, DIM, HEADS, grid_size=GRID, **{key: value})
+
+
 def test_the_error_for_an_unknown_mixer_suggests_the_closest_name():
     with pytest.raises(ValueError, match='did you mean performer'):
         create_mixer('perfomer', DIM, HEADS, grid_size=GRID)

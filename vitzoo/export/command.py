@@ -31,6 +31,11 @@ def export_to_file(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     file_format = FILE_FORMATS[args.to]
     check_output(args.out, (file_format.suffix,))
+    if Path(args.out).suffix != file_format.suffix:
+        # OpenVINO's writer takes no other
+        raise UserError(f"the name of the file '{args.out}' must end in {file_format.suffix} in lower case")
+    if args.num_classes is not None and args.checkpoint is None:
+        raise UserError(f'--num-classes {args.num_classes} is for the weights of a --checkpoint, which is missing')
     check_packages(f'--to {args.to}', args.to)
     name = find_model(args.model)
     model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
@@ -84,7 +89,8 @@ def describe_export(name: str, model: nn.Module, data_config: dict, weights: str
     facts: dict[str, Any] = dict(model=name, weights=weights, vitzoo=vitzoo.__version__)
     facts['class_names'] = class_names(model)
     config: Any = model.pretrained_cfg
-    if weights == 'published' and config.get('license'):
+    # that of a trained model is of the published weights that it began with
+    if weights in ('trained', 'published') and config.get('license'):
         facts['license'] = config['license']
     # logits of several labels need a sigmoid each
     facts['multi_label'] = read_about(name).get('multi_label', False)

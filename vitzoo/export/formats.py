@@ -5,6 +5,7 @@ All compute in float32, on as many threads as PyTorch.
 
 import importlib.util
 import json
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,8 +71,14 @@ def write_file(file_format: str, model: nn.Module, images: torch.Tensor, path: P
             warnings.simplefilter('ignore')
             FILE_FORMATS[file_format].write(trace(model, images), path, facts)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition('\n')[0]
-        raise UserError(f'{type(model).__name__} cannot be exported to {file_format}: {reason}') from error
+        raise UserError(f'{type(model).__name__} cannot be exported to {file_format}: {_reason(error)}') from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what caused an error, without colours; PyTorch's exporter explains its steps around it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return re.sub('\x1b\\[[0-9;]*m', '', str(error)).strip().partition('\n')[0]
 
 
 def _write_onnx(program: ExportedProgram, path: Path, facts: dict) -> None:

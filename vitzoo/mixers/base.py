@@ -83,6 +83,7 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
     Raises ValueError for an unknown name or an invalid value, TypeError for a keyword that the mixer does not take.
     """
     cls = mixer_class(name)
+    _check_whole_numbers(name, cls, kwargs)
     try:
         return cls(dim, num_heads, grid_size=grid_size, **kwargs)
     except TypeError as error:
@@ -92,6 +93,15 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
             raise
         known = constructor_arguments(cls) - {'grid_size'}
         raise TypeError(f"{name} does not take the argument '{unknown[1]}'{did_you_mean(unknown[1], known)}") from error
+
+
+def _check_whole_numbers(name: str, cls: type, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for another value of an argument that a mixer declares as int."""
+    for base in cls.__mro__:
+        for key, hint in getattr(base.__init__, '__annotations__', {}).items():
+            value = kwargs.get(key, 0)
+            if hint is int and (isinstance(value, bool) or not hasattr(value, '__index__')):
+                raise ValueError(f'{key} of {name} must be a whole number, not {value!r}.')
 
 
 def set_step(model: nn.Module, step: int) -> None:
