@@ -98,7 +98,7 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
 def _check_whole_numbers(name: str, cls: type, kwargs: dict[str, Any]) -> None:
     """Raise ValueError for another value of an argument that a mixer declares as int."""
     for base in cls.__mro__:
-        for key, hint in getattr(base.__init__, '__annotations__', {}).items():
+        for key, hint in getattr(vars(base).get('__init__'), '__annotations__', {}).items():
             value = kwargs.get(key, 0)
             if hint is int and (isinstance(value, bool) or not hasattr(value, '__index__')):
                 raise ValueError(f'{key} of {name} must be a whole number, not {value!r}.')
