@@ -262,8 +262,8 @@ def test_where_softmax_exceeds_the_memory_limit_no_mixer_is_measured(quick, monk
     assert {n for _, _, n in cells} == {64}
     printed = capsys.readouterr().out
     for what in LAYER_PASSES:
-        assert printed.count(f'skipped: softmax {what} at ') == 2
-    assert printed.count('and the mixers compared with it') == 4 and 'skipped: pool' not in printed
+        for tokens in 256, 400:
+            assert f'skipped: all others {what} at {tokens} tokens, as they are compared with softmax' in printed
 
 
 @pytest.mark.parametrize(

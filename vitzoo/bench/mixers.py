@@ -175,16 +175,16 @@ def affordable(
         seconds = extrapolate({n: cell.times.median for n, cell in known.items()}, tokens)
         gigabytes = extrapolate({n: cell.peak_mb for n, cell in known.items()}, tokens) / 1e3
         if gigabytes > args.max_memory:
-            others = ', and the mixers compared with it' if name == BASELINE else ''
-            print(f'skipped: {name} {measured_pass} at {tokens} tokens, about {gigabytes:.1f} GB{others}')
-            if name == BASELINE:
-                return []
+            print(f'skipped: {name} {measured_pass} at {tokens} tokens, about {gigabytes:.1f} GB')
         elif seconds > args.max_seconds and name != BASELINE:
             print(f'skipped: {name} {measured_pass} at {tokens} tokens, about {seconds:.0f} seconds per call')
         elif not known and any(kind == measured_pass for _, kind, _ in cells):
             print(f'skipped: {name} {measured_pass} at {tokens} tokens, as at fewer tokens')
         else:
             fitting.append(name)
+    if fitting and BASELINE not in fitting:
+        print(f'skipped: all others {measured_pass} at {tokens} tokens, as they are compared with {BASELINE}')
+        return []
     return fitting
 
 
