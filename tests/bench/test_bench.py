@@ -8,9 +8,12 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from itertools import groupby
+from pathlib import Path
 
 import pytest
+import timm
 import torch
+from timm.models import save_for_hf
 from torch import nn
 
 import vitzoo
@@ -252,6 +255,14 @@ def test_mixers_that_exceed_the_memory_limit_are_reported_as_skipped(quick, monk
     assert 'skipped: aft_full forward at 100 tokens' in capsys.readouterr().out
 
 
+def test_where_softmax_exceeds_the_memory_limit_no_mixer_is_measured(quick, monkeypatch, capsys):
+    monkeypatch.setattr(mixers, 'plot_scaling', lambda *args: None)
+    small = ['--mixers', 'pool', '--tokens', '64', '256', '400', '--dim', '32', '--heads', '2', '--batch', '2']
+    cells = mixers.main([*quick, *small, '--max-memory', '0.001'])
+    assert {n for _, _, n in cells} == {64}
+    assert 'skipped: all others forward at 256 tokens, as they are compared with softmax' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ('argv', 'message'),
     [
@@ -260,10 +271,26 @@ def test_mixers_that_exceed_the_memory_limit_are_reported_as_skipped(quick, monk
         (['peers', '--pairs', 'nystorm'], 'did you mean nystrom'),
         (['models', 'resnet5000'], 'unknown model'),
         (['mixer'], 'did you mean mixers'),
+        (['mixers', '--mixers', 'ls', '--dim', '30', '--heads', '4'], '--dim 30 is not divisible by --heads 4'),
+        (['peers', '--pairs', 'linear', '--dim', '30', '--heads', '4'], '--dim 30 is not divisible by --heads 4'),
+        (['kernels', '--dim', '30', '--heads', '4'], '--dim 30 is not divisible by --heads 4'),
+        (['mixers', '--dim', '30', '--heads', '2'], 'mala cannot be made with --dim 30 --heads 2: .* multiple of 4'),
+        (['mixers', '--max-seconds', '-1'], "'-1' is not a number of 0 or more"),
+        (['mixers', '--max-memory', 'nan'], "'nan' is not a number of 0 or more"),
+        (['mixers', '--plots', 'file/nope/p'], "cannot create the folder of 'file/nope/p_time.png'"),
+        (['mixers', '--dtype', 'float16', '--device', 'cpu'], 'float16 needs a GPU'),
+        (['models', 'resnet10t', '--dtype', 'float32', 'float16', '--device', 'cpu'], 'float16 needs a GPU'),
+        (['models', 'resnet10t', '--against', 'resnet5000'], "unknown model 'resnet5000'"),
+        (['startup', '--model', 'run'], "'run' is a folder of a trained model"),
     ],
 )
-def test_a_user_error_names_the_mistake(argv, message, tmp_path, monkeypatch):
+def test_a_user_error_names_the_mistake_before_anything_is_measured(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path('file').touch()
+    Path('run').mkdir()
+    Path('run', 'config.json').write_text('{}')
+    for module in mixers, models, peers, startup:
+        monkeypatch.setattr(module, 'start_run', pytest.fail)
     with pytest.raises(UserError, match=message):
         run_benchmark(argv)
 
@@ -364,6 +391,11 @@ def test_a_backend_that_cannot_run_is_refused_with_a_sentence(options, message, 
     assert message in capsys.readouterr().err
 
 
+def test_a_training_step_of_backends_that_cannot_train_is_refused():
+    with pytest.raises(UserError, match='onnxruntime and openvino cannot train; add --backend eager'):
+        models.parse_args(['resnet10t', '--backend', 'onnxruntime,openvino', '--what', 'training step'])
+
+
 class Linear(nn.Module):
     """A layer with weights of the given size, for pairs."""
 
@@ -436,6 +468,11 @@ def test_a_peer_gives_the_outputs_of_our_layer_where_it_is_installed(pair):
     assert peers.parity_failure(pair, pairs.Shape(256, 48, 3)) == ''
 
 
+@pytest.mark.parametrize(('tokens', 'clusters'), [(1, 1), (9, 3), (25, 5), (121, 11), (196, 7), (225, 5), (1024, 8)])
+def test_clusters_of_equal_size_exist_for_every_square(tokens, clusters):
+    assert pairs.Shape(tokens, 24, 3).num_clusters() == clusters
+
+
 def test_without_any_package_the_error_names_the_extra(monkeypatch, quick):
     monkeypatch.setattr(peers, 'installed_version', lambda package: None)
     with pytest.raises(UserError, match=r'vitzoo-models\[bench\]'):
@@ -445,6 +482,21 @@ def test_without_any_package_the_error_names_the_extra(monkeypatch, quick):
 def test_a_step_of_the_trainer_is_timed_against_a_plain_loop(quick):
     (fields,) = trainer.main([*quick, '--models', 'deit_linear_tiny', '--img-size', '32', '--batch', '2'])
     assert fields['ratio'] > 0 and fields['against'] == 'bare loop'
+
+
+def test_a_step_of_a_trained_model_or_of_one_for_any_image_size_is_timed(quick):
+    model = timm.create_model('deit_linear_nano', img_size=32, num_classes=10)
+    save_for_hf(model, 'run')
+    rows = trainer.main([*quick, '--models', 'run', 'resnet10t', '--img-size', '32', '--batch', '2'])
+    assert [fields['name'] for fields in rows] == ['run', 'resnet10t']
+
+
+@pytest.mark.parametrize(
+    'argv', [('trainer', '--models', 'cvt_nano'), ('models', 'cvt_nano', '--what', 'training step')], ids=' '.join
+)
+def test_a_batch_that_a_model_cannot_be_trained_on_is_a_user_error(argv, quick):
+    with pytest.raises(UserError, match='cvt_nano cannot be trained on --batch 1, choose a larger one: Expected more'):
+        run_benchmark([*argv, '--img-size', '32', '--batch', '1', *quick])
 
 
 def test_both_loops_train_the_same_weights(quick):

@@ -1,10 +1,21 @@
 """`vitzoo bench loader` on a few small images; speeds are not tested."""
 
+from pathlib import Path
+
 import pytest
 from PIL import Image
 
 from vitzoo import bench
-from vitzoo.bench.loader import main, make_photos
+from vitzoo.bench.loader import (
+    copy_images,
+    main,
+    make_photos,
+    parse_args,
+    timm_loader,
+    torchvision_loader,
+    vitzoo_loader,
+)
+from vitzoo.errors import UserError
 
 QUICK = ['--img-size', '32', '--batch-size', '8', '--workers', '0', '--rounds', '2']
 
@@ -23,6 +34,32 @@ def test_all_loaders_pass_over_the_images_in_every_round(options, capsys):
         expected = f'times the images/s of {name} ({min(faster):.2f} – {max(faster):.2f}'
         assert f'vitzoo loads {sum(faster) / 2:.2f} {expected}' in printed
     assert f'{options[-1]} images' in printed
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    """Eight images of four formats in class folders, of which timm's reader takes two by default."""
+    for number, suffix in enumerate(('.bmp', '.webp', '.gif', '.JPG') * 2):
+        path = tmp_path / 'photos' / f'class{number // 4}' / f'{number}{suffix}'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new('RGB', (40, 40), (number, 0, 0)).save(path)
+    return tmp_path / 'photos'
+
+
+def test_every_loader_loads_the_images_of_all_formats(photos, tmp_path):
+    folder = tmp_path / 'copies'
+    folder.mkdir()
+    args = parse_args([*QUICK, '--batch-size', '4'])
+    assert copy_images(str(photos), folder, 100) == 8
+    for make in torchvision_loader, timm_loader, vitzoo_loader:
+        assert sum(len(images) for images, _ in make(str(folder), args)) == 8
+
+
+def test_a_damaged_image_is_named(photos):
+    file = photos / 'class0' / '3.JPG'
+    file.write_bytes(file.read_bytes()[:300])
+    with pytest.raises(UserError, match=f'cannot read the image class0/3.JPG of {photos}'):
+        main([*QUICK, '--data-dir', str(photos)])
 
 
 def test_generated_images_are_as_large_as_those_of_imagenet(tmp_path):

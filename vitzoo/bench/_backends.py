@@ -30,8 +30,10 @@ def check_backends(args: argparse.Namespace) -> None:
     """Check that all backends can run with the other options.
 
     Raises:
-        UserError: A package is missing, or a backend is for other devices or precisions.
+        UserError: A package is missing, a backend is for other devices or precisions, or none can run the passes.
     """
+    if set(args.passes) == {'training step'} and not any(map(can_train, args.backend)):
+        raise UserError(f'{" and ".join(args.backend)} cannot train; add --backend eager, or leave out --what')
     if 'compile' in args.backend:
         _check_compiler(args.device)
     for name in args.backend:

@@ -61,6 +61,18 @@ def check_squares(tokens: Iterable[int]) -> None:
             raise UserError(f'--tokens {number} is not a square number; the nearest below is {side**2}')
 
 
+def check_heads(args: argparse.Namespace) -> None:
+    """Raise UserError unless the heads divide the width."""
+    if args.dim % args.heads:
+        raise UserError(f'--dim {args.dim} is not divisible by --heads {args.heads}; choose another number of either')
+
+
+def check_dtypes(dtypes: Iterable[str], device: torch.device) -> None:
+    """Raise UserError for float16 on a CPU, where a product of the reference takes minutes."""
+    if 'float16' in dtypes and device.type == 'cpu':
+        raise UserError('--dtype float16 needs a GPU; on a CPU, use --dtype bfloat16 or float32')
+
+
 def _command_line(program: str, argv: list[str]) -> str:
     """The command as typed in a shell, without --results-file, which does not affect the results."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -50,6 +50,10 @@ class Shape:
         """Largest square number of consecutive tokens, up to 64, that divides the sequence evenly."""
         return next(size for size in (64, 49, 36, 25, 16, 9, 4, 1) if self.tokens % size == 0)
 
+    def num_clusters(self) -> int:
+        """Number of clusters of equal size: 8 or near, or the side if there is none."""
+        return next(number for number in (8, 7, 4, 5, 3, self.side) if self.tokens % number == 0)
+
 
 class Layer(nn.Module):
     """A mixer with a fixed grid, called with the tokens only."""
@@ -203,10 +207,10 @@ def _sinkhorn(shape: Shape) -> tuple[nn.Module, nn.Module]:
 
 
 def _routing(shape: Shape) -> tuple[nn.Module, nn.Module]:
-    """Clusters of 1/8 of the tokens (1/7 at 14 x 14); the peer averages over clusters, ours has one softmax."""
+    """Clusters of about 1/8 of the tokens (1/7 at 14 x 14); the peer averages over clusters, ours has one softmax."""
     from routing_transformer.routing_transformer import SelfAttention
 
-    clusters = next(number for number in (8, 7, 4) if shape.tokens % number == 0)
+    clusters = shape.num_clusters()
     size = shape.tokens // clusters
     theirs = _First(SelfAttention(shape.dim, 1, shape.tokens, shape.heads, 0, size))
     return Layer('routing', shape, num_clusters=clusters, cluster_size=size, qkv_bias=False), theirs

@@ -38,7 +38,7 @@ from vitzoo.bench._harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench._options import DEFAULT_TOKENS, add_layer_shape, check_squares, parse_common
+from vitzoo.bench._options import DEFAULT_TOKENS, add_layer_shape, check_heads, check_squares, parse_common
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
 from vitzoo.errors import CommandParser, UserError
 
@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Measure what the command line asks for; return a row per contender, number of tokens and pass.
 
     Raises:
-        UserError: The device is not a CUDA device, or a number of tokens is not a square.
+        UserError: The device is not a CUDA device, a number of tokens is not a square, or the heads do not divide the
+            width.
     """
     args = parse_args(argv)
     if args.device.type != 'cuda':
@@ -83,6 +84,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add('--dtype', choices=PRECISIONS, default='bfloat16', help='dtype of the inputs (default: bfloat16)')
     args = parse_common(parser, argv)
     check_squares(args.tokens)
+    check_heads(args)
     return args
 
 

@@ -29,6 +29,7 @@ from torchvision.datasets import ImageFolder
 
 from vitzoo.bench._harness import Spread, describe_machine, find_doubt, format_machine, make_row
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
+from vitzoo.data.layout import SUFFIXES
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.metrics.speed import synchronize
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
     """Measure what the command line asks for; return the speed of every pass, by loader.
 
     Raises:
-        UserError: The images cannot be found, or are fewer than a batch.
+        UserError: The images cannot be found or read, or are fewer than a batch.
     """
     args = parse_args(argv)
     with TemporaryDirectory() as folder:
@@ -102,7 +103,8 @@ def torchvision_loader(folder: str, args: argparse.Namespace) -> DataLoader:
         ]
     )
     return DataLoader(
-        ImageFolder(folder, transform),
+        # of any format, as the others
+        ImageFolder(folder, transform, is_valid_file=os.path.isfile),
         args.batch_size,
         shuffle=True,
         drop_last=True,
@@ -116,7 +118,8 @@ def timm_loader(folder: str, args: argparse.Namespace) -> Iterable:
     """The same augmentation by timm's loader, which also normalizes on the device."""
     config = _data_config(args.img_size)
     return create_loader(
-        create_dataset('folder', root=folder),
+        # by default PNG and JPEG only
+        create_dataset('folder', root=folder, input_key=';'.join(SUFFIXES)),
         batch_size=args.batch_size,
         is_training=True,
         # None leaves it out, although the annotation of timm has numbers only
@@ -152,13 +155,19 @@ def cpu_seconds() -> float:
 
 
 def copy_images(data_dir: str, folder: Path, count: int) -> int:
-    """Copy at most `count` images, the same random ones in every run, into class folders; return how many."""
+    """Copy at most `count` images, the same random ones in every run, into class folders; return how many.
+
+    Raises:
+        UserError: The images cannot be found or read, or are not files.
+    """
     dataset = open_dataset(data_dir, 'train')
     chosen = np.random.default_rng(0).permutation(len(dataset))[:count]
     for index in chosen.tolist():
         file, label = dataset.reader[index]
         if isinstance(file, Image.Image):
             raise UserError(f"the images of '{data_dir}' are already decoded; use a folder or a tar file of images")
+        # decoded once, so that the error of a damaged image names the user's file
+        dataset[index]
         path = folder / str(label) / f'{index}{Path(dataset.filename(index)).suffix}'
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(file.read())

@@ -16,6 +16,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import psutil
 import torch
@@ -36,14 +37,22 @@ from vitzoo.bench._harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench._options import DEFAULT_TOKENS, add_dtype, add_layer_shape, check_squares, parse_common
+from vitzoo.bench._options import (
+    DEFAULT_TOKENS,
+    add_dtype,
+    add_layer_shape,
+    check_dtypes,
+    check_heads,
+    check_squares,
+    parse_common,
+)
 from vitzoo.bench._plot import plot_scaling
 from vitzoo.bench._roofline import Work, measure_rates, roofline
 from vitzoo.bench._show import format_time, print_table, show_rounds
 from vitzoo.errors import CommandParser, UserError, did_you_mean
 from vitzoo.metrics.macs import count_call_macs
 from vitzoo.mixers import create_mixer, list_mixers
-from vitzoo.options import autocast
+from vitzoo.options import autocast, check_output, nonnegative
 
 BASELINE = 'softmax'
 # the textbook form, which stores the N x N weights
@@ -65,16 +74,20 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str, int], Cell]:
     """Measure what the command line asks for; return the cells by mixer, pass and number of tokens.
 
     Raises:
-        UserError: A mixer is unknown, or a number of tokens is not a square.
+        UserError: A mixer is unknown or cannot be made with the width and heads, a number of tokens is not a square, or
+            the plots cannot be written.
     """
     args = parse_args(argv)
     names = select_mixers(args.mixers)
+    check_mixers(names, args)
     run, machine = start_run(), describe_machine(args.device)
     print(format_machine(machine))
     cells: dict[tuple[str, str, int], Cell] = {}
     for tokens in sorted(args.tokens):
         for measured_pass in LAYER_PASSES:
             fitting = affordable(names, measured_pass, tokens, cells, args)
+            if not fitting:
+                continue
             new = measure_mixers(fitting, measured_pass, tokens, args)
             cells |= new
             # written now, so that an interrupted run keeps its results
@@ -93,11 +106,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add('--mixers', nargs='+', default=[], metavar='NAME', help='mixers to compare with softmax (default: all)')
     add_layer_shape(parser, DEFAULT_TOKENS, batch_size=2)
     add_dtype(parser, default='float32')
-    add('--max-seconds', type=float, default=15.0, metavar='S', help='skip slower calls except softmax (default: 15)')
-    add('--max-memory', type=float, metavar='GB', help='skip calls that need more (default: half of the free memory)')
+    add(
+        '--max-seconds',
+        type=nonnegative,
+        default=15.0,
+        metavar='S',
+        help='skip slower calls except softmax (default: 15)',
+    )
+    add(
+        '--max-memory',
+        type=nonnegative,
+        metavar='GB',
+        help='skip calls that need more (default: half of the free memory)',
+    )
     add('--plots', default='mixers', metavar='PATH', help='path prefix of the two plots (default: mixers)')
     args = parse_common(parser, argv, min_rounds=3)
     check_squares(args.tokens)
+    check_heads(args)
+    check_dtypes([args.dtype], args.device)
+    check_output(f'{args.plots}_time.png', ('.png',))
     if args.max_memory is None:
         args.max_memory = _free_gigabytes(args.device) / 2
     return args
@@ -123,12 +150,24 @@ def select_mixers(names: list[str]) -> list[str]:
     return [BASELINE, UNFUSED] + sorted({*(names or list_mixers())} - {BASELINE})
 
 
+def check_mixers(names: list[str], args: argparse.Namespace) -> None:
+    """Raise UserError unless all mixers can be made with the width and heads, for every number of tokens."""
+    for name, tokens in product(names, args.tokens):
+        side = math.isqrt(tokens)
+        try:
+            create_mixer(name.partition(',')[0], args.dim, args.heads, grid_size=(side, side), device='meta')
+        except ValueError as error:
+            reason = str(error).rstrip('.')
+            raise UserError(f'{name} cannot be made with --dim {args.dim} --heads {args.heads}: {reason}') from error
+
+
 def affordable(
     names: list[str], measured_pass: str, tokens: int, cells: dict[tuple[str, str, int], Cell], args: argparse.Namespace
 ) -> list[str]:
     """The mixers predicted to stay within the limits of time and memory; prints the others.
 
-    Softmax, the baseline, may exceed the limit of time.
+    Softmax, the baseline, may exceed the limit of time. Where it exceeds that of memory there are none, because the
+    others are measured against it.
     """
     fitting = []
     for name in names:
@@ -143,6 +182,9 @@ def affordable(
             print(f'skipped: {name} {measured_pass} at {tokens} tokens, as at fewer tokens')
         else:
             fitting.append(name)
+    if fitting and BASELINE not in fitting:
+        print(f'skipped: all others {measured_pass} at {tokens} tokens, as they are compared with {BASELINE}')
+        return []
     return fitting
 
 

@@ -12,7 +12,8 @@ Examples:
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -35,10 +36,10 @@ from vitzoo.bench._harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench._options import add_dtype, parse_common
+from vitzoo.bench._options import add_dtype, check_dtypes, parse_common
 from vitzoo.bench._show import format_time, print_table, show_rounds
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.load import find_models, load_model
+from vitzoo.load import find_model, find_models, load_model
 from vitzoo.metrics import count_macs
 from vitzoo.options import autocast, positive
 
@@ -55,10 +56,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Measure what the command line asks for; return a row per model, image size, precision and pass.
 
     Raises:
-        UserError: A model is unknown or cannot take an image size.
+        UserError: A model is unknown, cannot take an image size or cannot be trained on the batch.
     """
     args = parse_args(argv)
     names = find_models(args.models)
+    if args.against is not None:
+        args.against = find_model(args.against)
     run, machine = start_run(), describe_machine(args.device)
     print(format_machine(machine))
     rows = []
@@ -84,6 +87,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add('--backend', type=backends, default=['eager'], metavar='NAMES', help=f'of {known}, in turn (default: eager)')
     add_dtype(parser, nargs='+', default=['float32'])
     args = parse_common(parser, argv)
+    check_dtypes(args.dtype, args.device)
     check_backends(args)
     return args
 
@@ -138,7 +142,9 @@ def _measure_pass(
             work[key] = 2e9 * gmacs[model_name] * batch_size * forward_passes
             if backend != 'eager' and measured_pass != 'training step':
                 differences[key] = largest_difference(run, model, batches[0], dtype)
-    times, peaks = _time_and_peaks(f'{next(iter(models))}, {img_size} px, {measured_pass}', calls, models, args)
+    title = f'{next(iter(models))}, {img_size} px, {measured_pass}'
+    with batch_errors(' or '.join(models), batch_size) if measured_pass == 'training step' else nullcontext():
+        times, peaks = _time_and_peaks(title, calls, models, args)
     about = dict(what=measured_pass, img_size=img_size, batch_size=batch_size, device=args.device.type)
     return [
         _make_backend_row(key, _baseline(key, models, timed, args), times, work, args)
@@ -201,6 +207,17 @@ def random_model(name: str, img_size: int, device: torch.device) -> nn.Module:
     except (AssertionError, RuntimeError, ValueError) as error:
         raise UserError(f'{name} cannot take images of {img_size} x {img_size}: {error}') from error
     return model.to(device)
+
+
+@contextmanager
+def batch_errors(name: str, batch_size: int) -> Iterator[None]:
+    """Report a batch that a model cannot be trained on as a UserError; BatchNorm needs several values per channel."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f'{name} cannot be trained on --batch {batch_size}, choose a larger one: {error}') from error
 
 
 def random_images(batch_size: int, img_size: int, device: torch.device) -> list[torch.Tensor]:

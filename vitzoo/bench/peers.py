@@ -35,7 +35,7 @@ from vitzoo.bench._harness import (
     start_run,
     time_in_turn,
 )
-from vitzoo.bench._options import add_layer_shape, check_squares, parse_common
+from vitzoo.bench._options import add_layer_shape, check_heads, check_squares, parse_common
 from vitzoo.bench._pairs import PAIRS, Pair, Shape
 from vitzoo.bench._roofline import Work, measure_rates, roofline
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Measure what the command line asks for; return two rows per pair, number of tokens and pass.
 
     Raises:
-        UserError: A pair is unknown, a number of tokens is not a square, or none of the packages is installed.
+        UserError: A pair is unknown, a number of tokens is not a square, the heads do not divide the width, or none of
+            the packages is installed.
     """
     args = parse_args(argv)
     pairs = [pair for pair in PAIRS if not args.pairs or pair.name in args.pairs]
@@ -86,6 +87,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if name not in names:
             raise UserError(f"unknown pair '{name}'{did_you_mean(name, names)}; the pairs are {', '.join(names)}")
     check_squares(args.tokens)
+    check_heads(args)
     return args
 
 

@@ -29,8 +29,8 @@ from vitzoo.bench._harness import (
 )
 from vitzoo.bench._options import parse_common
 from vitzoo.bench._show import format_time, print_table
-from vitzoo.errors import CommandParser
-from vitzoo.load import find_models
+from vitzoo.errors import CommandParser, UserError
+from vitzoo.load import find_models, is_trained_folder
 
 _CPU = torch.device('cpu')
 
@@ -39,13 +39,14 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Measure what the command line asks for; return a row per import and model.
 
     Raises:
-        UserError: A model is unknown.
+        UserError: A model is unknown, or is a folder.
     """
     args = parse_args(argv)
+    names = find_architectures([args.against, args.model])
     run, machine = start_run(), describe_machine(_CPU)
     print(format_machine(machine))
     imports = {f'import {name}': import_in_new_process(name) for name in ('timm', 'vitzoo')}
-    models = {f'create {name}': create_call(name) for name in find_models([args.against, args.model])}
+    models = {f'create {name}': create_call(name) for name in names}
     rows = []
     for calls in imports, models:
         times = time_in_turn(calls, _CPU, seconds=args.seconds, min_rounds=args.min_rounds)
@@ -66,6 +67,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add('--model', default='cvt_ls_13', help='model of vitzoo to create (default: cvt_ls_13, 20.3 M parameters)')
     add('--against', default='deit_small_patch16_224', help='model of timm (default: deit_small_patch16_224, 22.1 M)')
     return parse_common(parser, argv)
+
+
+def find_architectures(patterns: list[str]) -> list[str]:
+    """Expand names and wildcards.
+
+    Raises:
+        UserError: A name is unknown, or that of a folder, which `timm.create_model` does not take.
+    """
+    names = find_models(patterns)
+    for name in names:
+        if is_trained_folder(name):
+            raise UserError(f"'{name}' is a folder of a trained model; give the name of its architecture")
+    return names
 
 
 def import_in_new_process(name: str) -> Callable[[int], object]:

@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from accelerate.state import AcceleratorState
 from timm.loss import LabelSmoothingCrossEntropy
@@ -36,8 +35,9 @@ from vitzoo.bench._harness import (
 )
 from vitzoo.bench._options import parse_common
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
+from vitzoo.bench.models import batch_errors
 from vitzoo.errors import CommandParser
-from vitzoo.load import find_models
+from vitzoo.load import create_model, find_models
 from vitzoo.options import positive
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.loop import create_accelerator, set_up
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Measure what the command line asks for; return a row per model.
 
     Raises:
-        UserError: A model is unknown, or cannot take the image size.
+        UserError: A model is unknown, or cannot take the image size or the batch.
     """
     args = parse_args(argv)
     run, machine = start_run(), describe_machine(args.device)
@@ -95,9 +95,9 @@ def measure_step(name: str, args: argparse.Namespace) -> dict:
         for _ in range(INPUT_SETS)
     ]
     run = make_run(recipe)
-    model = timm.create_model(name, num_classes=10, img_size=args.img_size).to(args.device)
+    model = create_model(name, num_classes=10, img_size=args.img_size).to(args.device)
     calls = {'plain': plain_step(recipe, model, run.plan.steps_per_epoch, batches), 'vitzoo': vitzoo_step(run, batches)}
-    with show_rounds(name) as on_round:
+    with batch_errors(name, args.batch), show_rounds(name) as on_round:
         times = time_in_turn(calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=on_round)
     ratio = ratios(times['plain'], times['vitzoo'])
     # the name of the plain loop in results files
