@@ -66,7 +66,7 @@ def convert(argv: list[str] | None = None) -> None:
         data_config=data_config,
         model_config=about,
     )
-    held_out = read_about(args.parent).get('held_out') if args.swap else None
+    held_out = read_about(find_model(args.parent)).get('held_out') if args.parent else None
     if held_out:
         # `vitzoo validate` must not evaluate the images that the parent was trained on
         shutil.copyfile(held_out, folder / HELD_OUT)
@@ -187,7 +187,7 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
             'of the same backbone and size'
         )
     print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
-    about = {'parent': args.parent, 'weights': source, 'inherited': round(inheritance.share, 4)}
+    about = _describe_origin(args.parent, source, inheritance.share)
     model.pretrained_cfg['license'] = parent.pretrained_cfg.get('license')
     return model, data_config, {'label_names': parent.pretrained_cfg.get('label_names'), 'vitzoo': about}
 
@@ -201,9 +201,15 @@ def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
     new = ', '.join(dict.fromkeys(name for report in reports for name in report.initialized)) or 'none'
     print(f"{args.parent} ({source}) with {swapped}\ninherited {share:.2%} of the attention's parameters")
     print(f'initialized in the mixers: {new}')
-    about = {key: value for key, value in read_about(args.parent).items() if key in ('multi_label', *DATA_OPTIONS)}
-    about |= {'parent': args.parent, 'weights': source, 'inherited': round(share, 4)}
+    about = _describe_origin(args.parent, source, share)
     return model, _given_size(args), {'label_names': model.pretrained_cfg.get('label_names'), 'vitzoo': about}
+
+
+def _describe_origin(parent: str, source: str, share: float) -> dict:
+    """What config.json tells about the parent, the inherited share of its weights, and the data of its training."""
+    kept = ('multi_label', 'data_dir', *DATA_OPTIONS)
+    about = {key: value for key, value in read_about(find_model(parent)).items() if key in kept}
+    return about | {'parent': parent, 'weights': source, 'inherited': round(share, 4)}
 
 
 def _given_size(args: argparse.Namespace) -> dict:

@@ -17,6 +17,7 @@ from timm.models import save_for_hf
 import vitzoo
 from vitzoo.convert import convert, main, trace_names
 from vitzoo.errors import UserError
+from vitzoo.load import read_about
 from vitzoo.models import cvt, vil
 from vitzoo.models._official import read_checkpoint
 from vitzoo.models.inherit import summarize_names
@@ -427,6 +428,19 @@ def test_a_parents_preprocessing_and_labels_are_inherited(tmp_path):
     assert (config['mean'], config['crop_pct'], config['label_names']) == ([0.5, 0.5, 0.5], 1.0, ['cat', 'dog'])
 
 
+@pytest.mark.parametrize('file', ['', 'config.json'])
+@pytest.mark.parametrize('options', ['--to deit_softmax_tiny', '--swap softmax'])
+def test_what_a_run_knows_of_its_data_is_kept(options, file, tmp_path):
+    vit(tmp_path / 'parent', about=dict(multi_label=True, data_dir='photos', val_split='night', epochs=3))
+    (tmp_path / 'parent' / 'held_out.csv').write_text('file,sha256\n')
+    out, kwargs = tmp_path / 'out', words(SMALL['deit'])
+    convert(['--from', str(tmp_path / 'parent' / file), *options.split(), '--model-kwargs', *kwargs, '--out', str(out)])
+    about = read_about(str(out))
+    assert (about['multi_label'], about['data_dir'], about['val_split']) == (True, 'photos', 'night')
+    assert 'epochs' not in about
+    assert about['held_out'] == out / 'held_out.csv'
+
+
 def test_an_official_checkpoint_can_be_the_parent(tmp_path):
     parent = timm.create_model('deit_tiny_patch16_224')
     file, out = tmp_path / 'deit.pth', tmp_path / 'out'
@@ -477,11 +491,12 @@ def test_a_model_is_built_for_the_image_size_of_its_config(name, size):
     assert model.img_size == (size, size) == tuple(model.pretrained_cfg['input_size'][1:])
 
 
-def vit(folder, **kwargs):
+def vit(folder, about=None, **kwargs):
     """The folder of a plain vision transformer with two labels, and its kind of data."""
     torch.manual_seed(0)
     model = timm.create_model('vit_tiny_patch16_224', **{**SMALL['deit'], 'num_classes': 2, **kwargs})
-    model_config = dict(label_names=['cat', 'dog'], vitzoo=dict(multi_label=True, val_split='night', epochs=3))
+    about = about or dict(multi_label=True, val_split='night', epochs=3)
+    model_config = dict(label_names=['cat', 'dog'], vitzoo=about)
     data_config = dict(mean=(0.3, 0.4, 0.5), crop_pct=1.0)
     save_for_hf(model, str(folder), safe_serialization=True, model_config=model_config, data_config=data_config)
     return model
