@@ -195,6 +195,12 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
 def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
     """The parent with other mixers, the data config that is given, and further entries of config.json."""
     model, source = _load_parent(args)
+    num_classes = model.pretrained_cfg.get('num_classes', model.num_classes)
+    if source in ('published', 'trained') and model.num_classes != num_classes:
+        raise UserError(
+            f'num_classes={model.num_classes} does not fit the weights of {args.parent}, which are for {num_classes} '
+            'classes; leave it out, `vitzoo train` makes a head for the classes of its data'
+        )
     swapped = swap_in(args.parent, model, args.swap, args.mixer_kwargs, args.blocks)
     reports = list(model.inheritance.values())
     share = sum(report.share for report in reports) / len(reports)

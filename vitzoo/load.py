@@ -114,6 +114,10 @@ def create_model(
     source = f'local-dir:{name}' if is_trained_folder(name) else name
     chosen = {'img_size': tuple(img_size) if isinstance(img_size, list) else img_size, **(model_kwargs or {})}
     chosen = {key: value for key, value in chosen.items() if value is not None}
+    num_classes = chosen.get('num_classes')
+    if isinstance(num_classes, int) and num_classes < 0:
+        # timm would leave out the classifier, as with 0
+        raise UserError(f'{name} cannot be made with num_classes={num_classes}; give a number of 0 or more')
     try:
         return timm.create_model(source, **{**kwargs, **chosen})
     except TypeError as error:
@@ -190,6 +194,16 @@ def label_names(model: nn.Module) -> list[str]:
     names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
     # fewer are fine: training may have been given a larger num_classes than the dataset has
     return names if len(names) <= model.num_classes else []
+
+
+def check_classifier(name: str, model: Any) -> None:
+    """Check that a model has classes to predict.
+
+    Raises:
+        UserError: It was made without a classifier.
+    """
+    if model.num_classes < 1:
+        raise UserError(f'{name} has no classifier, so it predicts no classes; give a model that was trained on some')
 
 
 def class_names(model: nn.Module) -> list[str]:

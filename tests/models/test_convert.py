@@ -542,9 +542,16 @@ def test_a_checkpoint_is_swapped_too(tmp_path):
         ('--swap ls --blocks 1-0', "'1-0' in the blocks '1-0' is not a number or a range"),
         ('--swap ls --mixer-kwargs ranc=2', 'ranc'),
         ('--swap ls:0,pool:1 --mixer-kwargs rank=2', 'must be those of one of them'),
+        (
+            '--swap ls --model-kwargs num_classes=7',
+            'num_classes=7 does not fit .* for 2 classes',
+        ),
+        ('--swap ls --model-kwargs num_classes=0', 'num_classes=0 does not fit'),
+        ('--swap ls --model-kwargs num_classes=-1', 'num_classes=-1; give a number of 0 or more'),
+        ('--to deit_ls_tiny --model-kwargs num_classes=-1', 'num_classes=-1; give a number of 0 or more'),
     ],
 )
-def test_a_wrong_swap_is_one_sentence(options, message, tmp_path, capsys):
+def test_wrong_options_of_an_inheritance_are_one_sentence(options, message, tmp_path, capsys):
     vit(tmp_path / 'parent')
     error = fails(capsys, '--from', tmp_path / 'parent', *options.split(), '--out', tmp_path / 'out')
     assert re.search(message, error)
