@@ -291,6 +291,13 @@ def test_a_mistake_is_one_sentence(run, tmp_path, words, message):
     assert [path.name for path in tmp_path.iterdir()] == ['taken.vz']
 
 
+@pytest.mark.parametrize('name', ['vit_tiny.vz_test', 'vitzoo_swapped.vz_test'])
+def test_a_swapped_model_is_for_the_hub_only(name, tmp_path):
+    folder = make_model('swapped', ('blue', 'green', 'red'), 3, False, tmp_path / 'run')
+    with pytest.raises(UserError, match='mixers were swapped.* push it to hf-hub:ORG/NAME'):
+        push(arguments(folder, str(tmp_path / 'weights' / name)))
+
+
 def test_an_upload_that_fails_is_one_sentence(run, hub):
     hub.fail = PermissionError('401 Unauthorized')
     with pytest.raises(UserError, match='cannot upload to hf-hub:me/photos: 401 .* hf auth login'):

@@ -19,6 +19,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
 from vitzoo.load import load_model
+from vitzoo.models._swap_record import ARCHITECTURE
 from vitzoo.options import read_yaml
 from vitzoo.study.worker import OPTIONS_FILE
 from vitzoo.transfer.record import RECORD
@@ -111,6 +112,11 @@ def check_name(folder: Path) -> None:
     """
     name = folder.name.partition('.')[0]
     config, architecture, arguments = load_model_config_from_path(folder)
+    if architecture == ARCHITECTURE:
+        raise UserError(
+            f"'{folder.name}' cannot be a model whose mixers were swapped, because its name does not tell them; push it"
+            ' to hf-hub:ORG/NAME, which keeps them'
+        )
     if architecture != name:
         raise UserError(f"the folder of {architecture} must be called {architecture}.TAG, not '{folder.name}'")
     model, _ = load_model(str(folder))
