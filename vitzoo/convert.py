@@ -8,6 +8,7 @@ Examples:
 """
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models.inherit import inherit_weights, summarize_names
-from vitzoo.options import keyword
+from vitzoo.options import check_output, keyword
 
 # a model that inherits less than this fraction was given the wrong parent
 LEAST_SHARE = 0.5
@@ -48,7 +49,8 @@ def convert(argv: list[str] | None = None) -> None:
     """
     args = parse_args(argv)
     folder = Path(args.out)
-    if folder.is_file() or any((folder / name).exists() for name in ('config.json', 'model.safetensors')):
+    _check_folder(folder)
+    if any((folder / name).exists() for name in ('config.json', 'model.safetensors')):
         raise UserError(f"'{folder}' already contains a model; choose another --out")
     if args.swap:
         model, data_config, about = _swap_parent(args)
@@ -99,6 +101,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error('--blocks and --mixer-kwargs need --swap')
     args.model_kwargs, args.mixer_kwargs = dict(args.model_kwargs), dict(args.mixer_kwargs)
     return args
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that files can be written to a folder, which may not exist yet."""
+    if os.path.isfile(folder):
+        raise UserError(f"--out '{folder}' is a file; choose a folder")
+    is_new = not os.path.exists(folder)
+    check_output(f'{folder}/config.json', ('.json',))
+    if is_new:
+        # a conversion that fails leaves none
+        folder.rmdir()
 
 
 def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:

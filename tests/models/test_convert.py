@@ -265,6 +265,20 @@ def test_wrong_arguments_are_one_sentence(tmp_path, capsys):
         assert end.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ('out', 'message'),
+    [
+        ('file.jpg', 'is a file; choose a folder'),
+        ('file.jpg/out', 'cannot create the folder of .*: Not a directory'),
+        # where not even root may create one
+        ('/proc/out', 'cannot create the folder of '),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_first(out, message, tmp_path, capsys):
+    (tmp_path / 'file.jpg').write_text('')
+    assert re.search(message, fails(capsys, 'missing.pth', '--model', 'cvt_13', '--out', tmp_path / out))
+
+
 def test_the_mapping_names_what_each_tensor_is_made_of():
     model = small('vil_tiny')
     official = {
