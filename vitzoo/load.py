@@ -11,6 +11,7 @@ from typing import Any
 
 import timm
 import torch
+from safetensors import SafetensorError
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
@@ -140,6 +141,15 @@ def create_model(
         if not chosen and not is_trained_folder(name) and name != ARCHITECTURE:
             raise
         raise UserError(_cannot_be_made(name, chosen, error)) from error
+    except KeyError as error:
+        if error.args != ('architecture',):
+            raise
+        raise UserError(
+            f"the config.json of {name} does not name an 'architecture' of timm; give a folder of `vitzoo train`, "
+            '`vitzoo convert` or timm'
+        ) from error
+    except SafetensorError as error:
+        raise UserError(f'the weights of {name} are damaged ({error}); copy or fetch them again') from error
     except OSError as error:
         raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a checkpoint file') from error
 
