@@ -24,7 +24,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import create_model, find_model, load_model, read_about, swap_in
+from vitzoo.load import create_model, find_model, load_model, num_classes_in, read_about, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -114,8 +114,14 @@ def _check_folder(folder: Path) -> None:
         folder.rmdir()
 
 
-def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
+def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = False) -> nn.Module:
     """Create a model with the weights of a checkpoint in the official layout or ours, and print the mapping of tensors.
+
+    Args:
+        path: The checkpoint.
+        name: A timm name, or a folder.
+        model_kwargs: Arguments of the model.
+        any_classes: Give the model a head for the number of classes of the checkpoint's.
 
     Raises:
         UserError: The file cannot be read, the model cannot be created, or the checkpoint lacks some of its tensors.
@@ -131,6 +137,9 @@ def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
     except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
         # given the weights of another model, a filter does not find the tensors that it expects
         raise UserError(f"the checkpoint '{path}' is not of a {type(model).__name__}: {error!r}") from error
+    num_classes = num_classes_in(model, ours)
+    if any_classes and num_classes is not None and num_classes != model.num_classes:
+        model.reset_classifier(num_classes)
     own = model.state_dict()
     missing = [name for name in own if name not in ours]
     if missing:
@@ -241,7 +250,9 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     # those of the model that inherits are not the parent's
     kwargs = args.model_kwargs if args.swap else {}
     if args.checkpoint:
-        parent, source = load_official(args.checkpoint, args.parent, kwargs), args.checkpoint
+        # a parent only gives its weights, so its head may be for any classes
+        parent = load_official(args.checkpoint, args.parent, kwargs, any_classes=not args.swap)
+        source = args.checkpoint
     else:
         parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)
     if source == 'random weights' and not args.random_weights:

@@ -277,6 +277,18 @@ def load_weights(model: nn.Module, path: str) -> None:
         raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}')
 
 
+def num_classes_in(model: nn.Module, weights: dict[str, Tensor]) -> int | None:
+    """The number of classes of a checkpoint's head; None if it has no head of the model's name."""
+    heads = [weights.get(f'{name}.weight') for name in head_names(model)]
+    return None if not heads or heads[0] is None else len(heads[0])
+
+
+def head_names(model: Any) -> list[str]:
+    """Names of the layers that classify; distilled models have one for each token."""
+    names = model.pretrained_cfg.get('classifier') or []
+    return [names] if isinstance(names, str) else list(names)
+
+
 def _expand(pattern: str) -> list[str]:
     if pattern.startswith(SOURCES):
         return [pattern]

@@ -464,6 +464,21 @@ def test_an_official_checkpoint_can_be_the_parent(tmp_path):
     assert torch.equal(loaded(out).state_dict()['blocks.11.attn.qkv.weight'], parent.blocks[11].attn.qkv.weight)
 
 
+@pytest.mark.parametrize('num_classes', [None, 3, 7])
+def test_the_command_that_a_misfit_recommends_works(num_classes, tmp_path, capsys):
+    parent = timm.create_model('cvt_softmax_nano', num_classes=3)
+    file, out = tmp_path / 'model.safetensors', tmp_path / 'out'
+    save_file(parent.state_dict(), file)
+    error = fails(capsys, file, '--model', 'cvt_ls_nano', '--model-kwargs', 'num_classes=3', '--out', out)
+    (command,) = re.findall(r'--from NAME .* --to NAME', error)
+    argv = command.replace('NAME', 'cvt_softmax_nano', 1).replace('NAME', 'cvt_ls_nano').split()
+    kwargs = [] if num_classes is None else ['--model-kwargs', f'num_classes={num_classes}']
+    convert([*argv, *kwargs, '--out', str(out)])
+    model = loaded(out)
+    assert model.num_classes == (num_classes or 3)
+    assert torch.equal(model.head.weight, parent.head.weight) == (num_classes != 7)
+
+
 def test_a_parent_of_another_size_is_refused(tmp_path, capsys):
     source = folder_of(small('deit_tiny_patch16_224'), tmp_path / 'parent')
     error = fails(capsys, '--from', source, '--to', 'deit_ls_tiny', '--out', tmp_path / 'out')
