@@ -304,6 +304,13 @@ def test_an_upload_that_fails_is_one_sentence(run, hub):
         push(arguments(run, 'hf-hub:me/photos'))
 
 
+@pytest.mark.parametrize('target', ['hf-hub:me/photos', 'TMP/weights/deit_tiny.vz'])
+def test_a_folder_of_another_library_is_refused(target, tmp_path):
+    (tmp_path / 'config.json').write_text('{"model_type": "vit"}')
+    with pytest.raises(UserError, match='config.json. is not of `vitzoo train`'):
+        push(arguments(tmp_path, target.replace('TMP', str(tmp_path))))
+
+
 def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path):
     folder = tmp_path / 'converted'
     shutil.copytree(run, folder)

@@ -33,10 +33,12 @@ def write_folder(run: Path, folder: Path, license: str) -> None:
     """Write the folder, with the licence in its config.
 
     Raises:
-        UserError: A file of the run cannot be read.
+        UserError: A file of the run cannot be read, or the run is of another library.
     """
     folder.mkdir()
     config = read_json(run / CONFIG)
+    if 'pretrained_cfg' not in config or 'architecture' not in config:
+        raise UserError(f"'{run / CONFIG}' is not of `vitzoo train` or `vitzoo convert`; give a folder that is")
     config['pretrained_cfg']['license'] = license
     config['vitzoo'] = without_paths(config.get('vitzoo', {}))
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding='utf-8')
