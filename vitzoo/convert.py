@@ -234,7 +234,7 @@ def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
 
 
 def _describe_origin(parent: str, source: str, share: float) -> dict:
-    """What config.json tells about the parent, the inherited share of its weights, and the data of its training."""
+    """Facts for config.json about the parent, the inherited share of its weights, and the data of its training."""
     kept = ('multi_label', 'data_dir', *DATA_OPTIONS)
     about = {key: value for key, value in read_about(find_model(parent)).items() if key in kept}
     return about | {'parent': parent, 'weights': source, 'inherited': round(share, 4)}

@@ -444,7 +444,7 @@ def test_a_parents_preprocessing_and_labels_are_inherited(tmp_path):
 
 @pytest.mark.parametrize('file', ['', 'config.json'])
 @pytest.mark.parametrize('options', ['--to deit_softmax_tiny', '--swap softmax'])
-def test_what_a_run_knows_of_its_data_is_kept(options, file, tmp_path):
+def test_facts_about_the_data_of_a_run_are_kept(options, file, tmp_path):
     vit(tmp_path / 'parent', about=dict(multi_label=True, data_dir='photos', val_split='night', epochs=3))
     (tmp_path / 'parent' / 'held_out.csv').write_text('file,sha256\n')
     out, kwargs = tmp_path / 'out', words(SMALL['deit'])
