@@ -8,6 +8,7 @@ Examples:
 """
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -23,12 +24,12 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import create_model, find_model, load_model, read_about, swap_in
+from vitzoo.load import create_model, find_model, load_model, num_classes_in, read_about, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models.inherit import inherit_weights, summarize_names
-from vitzoo.options import keyword
+from vitzoo.options import check_output, keyword
 
 # a model that inherits less than this fraction was given the wrong parent
 LEAST_SHARE = 0.5
@@ -48,7 +49,8 @@ def convert(argv: list[str] | None = None) -> None:
     """
     args = parse_args(argv)
     folder = Path(args.out)
-    if folder.is_file() or any((folder / name).exists() for name in ('config.json', 'model.safetensors')):
+    _check_folder(folder)
+    if any((folder / name).exists() for name in ('config.json', 'model.safetensors')):
         raise UserError(f"'{folder}' already contains a model; choose another --out")
     if args.swap:
         model, data_config, about = _swap_parent(args)
@@ -66,7 +68,7 @@ def convert(argv: list[str] | None = None) -> None:
         data_config=data_config,
         model_config=about,
     )
-    held_out = read_about(args.parent).get('held_out') if args.swap else None
+    held_out = read_about(find_model(args.parent)).get('held_out') if args.parent else None
     if held_out:
         # `vitzoo validate` must not evaluate the images that the parent was trained on
         shutil.copyfile(held_out, folder / HELD_OUT)
@@ -101,8 +103,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
+def _check_folder(folder: Path) -> None:
+    """Check that files can be written to a folder, which may not exist yet."""
+    if os.path.isfile(folder):
+        raise UserError(f"--out '{folder}' is a file; choose a folder")
+    is_new = not os.path.exists(folder)
+    check_output(f'{folder}/config.json', ('.json',))
+    if is_new:
+        # a conversion that fails leaves none
+        folder.rmdir()
+
+
+def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = False) -> nn.Module:
     """Create a model with the weights of a checkpoint in the official layout or ours, and print the mapping of tensors.
+
+    Args:
+        path: The checkpoint.
+        name: A timm name, or a folder.
+        model_kwargs: Arguments of the model.
+        any_classes: Give the model a head for the number of classes of the checkpoint's.
 
     Raises:
         UserError: The file cannot be read, the model cannot be created, or the checkpoint lacks some of its tensors.
@@ -118,6 +137,9 @@ def load_official(path: str, name: str, model_kwargs: dict) -> nn.Module:
     except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
         # given the weights of another model, a filter does not find the tensors that it expects
         raise UserError(f"the checkpoint '{path}' is not of a {type(model).__name__}: {error!r}") from error
+    num_classes = num_classes_in(model, ours)
+    if any_classes and num_classes is not None and num_classes != model.num_classes:
+        model.reset_classifier(num_classes)
     own = model.state_dict()
     missing = [name for name in own if name not in ours]
     if missing:
@@ -187,7 +209,7 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
             'of the same backbone and size'
         )
     print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
-    about = {'parent': args.parent, 'weights': source, 'inherited': round(inheritance.share, 4)}
+    about = _describe_origin(args.parent, source, inheritance.share)
     model.pretrained_cfg['license'] = parent.pretrained_cfg.get('license')
     return model, data_config, {'label_names': parent.pretrained_cfg.get('label_names'), 'vitzoo': about}
 
@@ -195,15 +217,27 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
 def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
     """The parent with other mixers, the data config that is given, and further entries of config.json."""
     model, source = _load_parent(args)
+    num_classes = model.pretrained_cfg.get('num_classes', model.num_classes)
+    if source in ('published', 'trained') and model.num_classes != num_classes:
+        raise UserError(
+            f'num_classes={model.num_classes} does not fit the weights of {args.parent}, which are for {num_classes} '
+            'classes; leave it out, `vitzoo train` makes a head for the classes of its data'
+        )
     swapped = swap_in(args.parent, model, args.swap, args.mixer_kwargs, args.blocks)
     reports = list(model.inheritance.values())
     share = sum(report.share for report in reports) / len(reports)
     new = ', '.join(dict.fromkeys(name for report in reports for name in report.initialized)) or 'none'
     print(f"{args.parent} ({source}) with {swapped}\ninherited {share:.2%} of the attention's parameters")
     print(f'initialized in the mixers: {new}')
-    about = {key: value for key, value in read_about(args.parent).items() if key in ('multi_label', *DATA_OPTIONS)}
-    about |= {'parent': args.parent, 'weights': source, 'inherited': round(share, 4)}
+    about = _describe_origin(args.parent, source, share)
     return model, _given_size(args), {'label_names': model.pretrained_cfg.get('label_names'), 'vitzoo': about}
+
+
+def _describe_origin(parent: str, source: str, share: float) -> dict:
+    """Facts for config.json about the parent, the inherited share of its weights, and the data of its training."""
+    kept = ('multi_label', 'data_dir', *DATA_OPTIONS)
+    about = {key: value for key, value in read_about(find_model(parent)).items() if key in kept}
+    return about | {'parent': parent, 'weights': source, 'inherited': round(share, 4)}
 
 
 def _given_size(args: argparse.Namespace) -> dict:
@@ -216,7 +250,9 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     # those of the model that inherits are not the parent's
     kwargs = args.model_kwargs if args.swap else {}
     if args.checkpoint:
-        parent, source = load_official(args.checkpoint, args.parent, kwargs), args.checkpoint
+        # a parent only gives its weights, so its head may be for any classes
+        parent = load_official(args.checkpoint, args.parent, kwargs, any_classes=not args.swap)
+        source = args.checkpoint
     else:
         parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)
     if source == 'random weights' and not args.random_weights:

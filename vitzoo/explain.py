@@ -23,7 +23,7 @@ from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import CommandParser, UserError, did_you_mean, run_command
-from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about, readable
+from vitzoo.load import check_classifier, class_names, find_model, fit_data_config, load_model, read_about, readable
 from vitzoo.metrics.explanation import METHODS, explain
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output
@@ -50,6 +50,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
     model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
     if weights == 'random weights':
         raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a trained model')
+    check_classifier(name, model)
     model, names = model.to(args.device), class_names(model)
     target = None if args.target is None else _find_class(args.target, names)
     titles, paths, unreadable = readable(names), _choose_paths(args.out, list(files)), []

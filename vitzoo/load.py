@@ -11,6 +11,7 @@ from typing import Any
 
 import timm
 import torch
+from safetensors import SafetensorError
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
@@ -114,6 +115,10 @@ def create_model(
     source = f'local-dir:{name}' if is_trained_folder(name) else name
     chosen = {'img_size': tuple(img_size) if isinstance(img_size, list) else img_size, **(model_kwargs or {})}
     chosen = {key: value for key, value in chosen.items() if value is not None}
+    num_classes = chosen.get('num_classes')
+    if isinstance(num_classes, int) and num_classes < 0:
+        # timm would leave out the classifier, as with 0
+        raise UserError(f'{name} cannot be made with num_classes={num_classes}; give a number of 0 or more')
     try:
         return timm.create_model(source, **{**kwargs, **chosen})
     except TypeError as error:
@@ -136,6 +141,15 @@ def create_model(
         if not chosen and not is_trained_folder(name) and name != ARCHITECTURE:
             raise
         raise UserError(_cannot_be_made(name, chosen, error)) from error
+    except KeyError as error:
+        if error.args != ('architecture',):
+            raise
+        raise UserError(
+            f"the config.json of {name} does not name an 'architecture' of timm; give a folder of `vitzoo train`, "
+            '`vitzoo convert` or timm'
+        ) from error
+    except SafetensorError as error:
+        raise UserError(f'the weights of {name} are damaged ({error}); copy or fetch them again') from error
     except OSError as error:
         raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a checkpoint file') from error
 
@@ -190,6 +204,16 @@ def label_names(model: nn.Module) -> list[str]:
     names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
     # fewer are fine: training may have been given a larger num_classes than the dataset has
     return names if len(names) <= model.num_classes else []
+
+
+def check_classifier(name: str, model: Any) -> None:
+    """Check that a model has classes to predict.
+
+    Raises:
+        UserError: It was made without a classifier.
+    """
+    if model.num_classes < 1:
+        raise UserError(f'{name} has no classifier, so it predicts no classes; give a model that was trained on some')
 
 
 def class_names(model: nn.Module) -> list[str]:
@@ -251,6 +275,18 @@ def load_weights(model: nn.Module, path: str) -> None:
             misfit = _load_if_fits(model, convert(state_dict, model)) and misfit
     if misfit:
         raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}')
+
+
+def num_classes_in(model: nn.Module, weights: dict[str, Tensor]) -> int | None:
+    """The number of classes of a checkpoint's head; None if it has no head of the model's name."""
+    heads = [weights.get(f'{name}.weight') for name in head_names(model)]
+    return None if not heads or heads[0] is None else len(heads[0])
+
+
+def head_names(model: Any) -> list[str]:
+    """Names of the layers that classify; distilled models have one for each token."""
+    names = model.pretrained_cfg.get('classifier') or []
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _expand(pattern: str) -> list[str]:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about, readable
+from vitzoo.load import check_classifier, class_names, find_model, fit_data_config, load_model, read_about, readable
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output, positive
 
@@ -48,6 +48,7 @@ def predict(argv: list[str] | None = None) -> list[str]:
     model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
     if weights == 'random weights':
         raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a trained model')
+    check_classifier(name, model)
     model = model.to(args.device)
     with autocast(args.device, args.amp_dtype):
         dataset = ImageFiles(files, eval_transform(fit_data_config(name, model, args.img_size)))

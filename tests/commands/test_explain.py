@@ -115,6 +115,15 @@ def test_random_weights_have_nothing_to_explain(images, tmp_path, capsys):
     assert 'there are no weights of deit_ls_tiny' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('target', [(), ('--target', '0')])
+def test_a_model_without_a_classifier_has_nothing_to_explain(images, tmp_path, capsys, target):
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2, num_classes=0)
+    save_for_hf(model, tmp_path / 'run', safe_serialization=True)
+    with pytest.raises(SystemExit):
+        main([str(images), '--model', str(tmp_path / 'run'), '--out', str(tmp_path / 'maps'), *target])
+    assert 'run has no classifier' in capsys.readouterr().err
+
+
 def test_a_model_that_computes_nan_has_no_map(images, trained):
     model = load_model(str(trained))[0]
     model.head.bias.data[1] = torch.nan

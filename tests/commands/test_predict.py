@@ -281,6 +281,14 @@ def test_an_answer_that_is_not_finite_is_refused(images, tmp_path, capsys):
     assert '9.png are not finite: the weights head.bias are not finite' in error
 
 
+@pytest.mark.parametrize('out', ['out.csv', 'out.json'])
+def test_a_model_without_a_classifier_predicts_nothing(images, tmp_path, capsys, out):
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2, num_classes=0)
+    save_for_hf(model, tmp_path / 'run', safe_serialization=True)
+    error = fails(capsys, images, '--model', tmp_path / 'run', '--out', tmp_path / out)
+    assert f'{tmp_path}/run has no classifier' in error and not (tmp_path / out).exists()
+
+
 @pytest.mark.parametrize(
     ('images', 'options', 'message'),
     [

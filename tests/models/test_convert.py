@@ -17,6 +17,7 @@ from timm.models import save_for_hf
 import vitzoo
 from vitzoo.convert import convert, main, trace_names
 from vitzoo.errors import UserError
+from vitzoo.load import read_about
 from vitzoo.models import cvt, vil
 from vitzoo.models._official import read_checkpoint
 from vitzoo.models.inherit import summarize_names
@@ -264,6 +265,20 @@ def test_wrong_arguments_are_one_sentence(tmp_path, capsys):
         assert end.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ('out', 'message'),
+    [
+        ('file.jpg', 'is a file; choose a folder'),
+        ('file.jpg/out', 'cannot create the folder of .*: Not a directory'),
+        # where not even root may create one
+        ('/proc/out', 'cannot create the folder of '),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_first(out, message, tmp_path, capsys):
+    (tmp_path / 'file.jpg').write_text('')
+    assert re.search(message, fails(capsys, 'missing.pth', '--model', 'cvt_13', '--out', tmp_path / out))
+
+
 def test_the_mapping_names_what_each_tensor_is_made_of():
     model = small('vil_tiny')
     official = {
@@ -427,6 +442,19 @@ def test_a_parents_preprocessing_and_labels_are_inherited(tmp_path):
     assert (config['mean'], config['crop_pct'], config['label_names']) == ([0.5, 0.5, 0.5], 1.0, ['cat', 'dog'])
 
 
+@pytest.mark.parametrize('file', ['', 'config.json'])
+@pytest.mark.parametrize('options', ['--to deit_softmax_tiny', '--swap softmax'])
+def test_facts_about_the_data_of_a_run_are_kept(options, file, tmp_path):
+    vit(tmp_path / 'parent', about=dict(multi_label=True, data_dir='photos', val_split='night', epochs=3))
+    (tmp_path / 'parent' / 'held_out.csv').write_text('file,sha256\n')
+    out, kwargs = tmp_path / 'out', words(SMALL['deit'])
+    convert(['--from', str(tmp_path / 'parent' / file), *options.split(), '--model-kwargs', *kwargs, '--out', str(out)])
+    about = read_about(str(out))
+    assert (about['multi_label'], about['data_dir'], about['val_split']) == (True, 'photos', 'night')
+    assert 'epochs' not in about
+    assert about['held_out'] == out / 'held_out.csv'
+
+
 def test_an_official_checkpoint_can_be_the_parent(tmp_path):
     parent = timm.create_model('deit_tiny_patch16_224')
     file, out = tmp_path / 'deit.pth', tmp_path / 'out'
@@ -434,6 +462,21 @@ def test_an_official_checkpoint_can_be_the_parent(tmp_path):
     argv = ['--to', 'deit_performer_tiny', '--out', str(out)]
     convert(['--from', 'deit_tiny_patch16_224', '--checkpoint', str(file), *argv])
     assert torch.equal(loaded(out).state_dict()['blocks.11.attn.qkv.weight'], parent.blocks[11].attn.qkv.weight)
+
+
+@pytest.mark.parametrize('num_classes', [None, 3, 7])
+def test_the_command_that_a_misfit_recommends_works(num_classes, tmp_path, capsys):
+    parent = timm.create_model('cvt_softmax_nano', num_classes=3)
+    file, out = tmp_path / 'model.safetensors', tmp_path / 'out'
+    save_file(parent.state_dict(), file)
+    error = fails(capsys, file, '--model', 'cvt_ls_nano', '--model-kwargs', 'num_classes=3', '--out', out)
+    (command,) = re.findall(r'--from NAME .* --to NAME', error)
+    argv = command.replace('NAME', 'cvt_softmax_nano', 1).replace('NAME', 'cvt_ls_nano').split()
+    kwargs = [] if num_classes is None else ['--model-kwargs', f'num_classes={num_classes}']
+    convert([*argv, *kwargs, '--out', str(out)])
+    model = loaded(out)
+    assert model.num_classes == (num_classes or 3)
+    assert torch.equal(model.head.weight, parent.head.weight) == (num_classes != 7)
 
 
 def test_a_parent_of_another_size_is_refused(tmp_path, capsys):
@@ -477,11 +520,12 @@ def test_a_model_is_built_for_the_image_size_of_its_config(name, size):
     assert model.img_size == (size, size) == tuple(model.pretrained_cfg['input_size'][1:])
 
 
-def vit(folder, **kwargs):
+def vit(folder, about=None, **kwargs):
     """The folder of a plain vision transformer with two labels, and its kind of data."""
     torch.manual_seed(0)
     model = timm.create_model('vit_tiny_patch16_224', **{**SMALL['deit'], 'num_classes': 2, **kwargs})
-    model_config = dict(label_names=['cat', 'dog'], vitzoo=dict(multi_label=True, val_split='night', epochs=3))
+    about = about or dict(multi_label=True, val_split='night', epochs=3)
+    model_config = dict(label_names=['cat', 'dog'], vitzoo=about)
     data_config = dict(mean=(0.3, 0.4, 0.5), crop_pct=1.0)
     save_for_hf(model, str(folder), safe_serialization=True, model_config=model_config, data_config=data_config)
     return model
@@ -527,9 +571,16 @@ def test_a_checkpoint_is_swapped_too(tmp_path):
         ('--swap ls --blocks 1-0', "'1-0' in the blocks '1-0' is not a number or a range"),
         ('--swap ls --mixer-kwargs ranc=2', 'ranc'),
         ('--swap ls:0,pool:1 --mixer-kwargs rank=2', 'must be those of one of them'),
+        (
+            '--swap ls --model-kwargs num_classes=7',
+            'num_classes=7 does not fit .* for 2 classes',
+        ),
+        ('--swap ls --model-kwargs num_classes=0', 'num_classes=0 does not fit'),
+        ('--swap ls --model-kwargs num_classes=-1', 'num_classes=-1; give a number of 0 or more'),
+        ('--to deit_ls_tiny --model-kwargs num_classes=-1', 'num_classes=-1; give a number of 0 or more'),
     ],
 )
-def test_a_wrong_swap_is_one_sentence(options, message, tmp_path, capsys):
+def test_wrong_options_of_an_inheritance_are_one_sentence(options, message, tmp_path, capsys):
     vit(tmp_path / 'parent')
     error = fails(capsys, '--from', tmp_path / 'parent', *options.split(), '--out', tmp_path / 'out')
     assert re.search(message, error)

@@ -1,5 +1,7 @@
 """Creating models by name, and the messages for wrong arguments."""
 
+import json
+
 import pytest
 import timm
 import torch
@@ -43,6 +45,24 @@ def test_a_folder_is_created_with_its_own_arguments_and_weights(tmp_path):
 def test_a_wrong_argument_is_named(name, kwargs, message):
     with pytest.raises(UserError, match=message):
         create_model(name, **kwargs)
+
+
+@pytest.mark.parametrize('config', [{'model_type': 'vit'}, {'pretrained_cfg': {}, 'num_classes': 3}])
+@pytest.mark.parametrize('source', ['', 'local-dir:'])
+def test_a_folder_of_another_library_is_refused(config, source, tmp_path):
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    with pytest.raises(UserError, match="does not name an 'architecture' of timm"):
+        create_model(f'{source}{tmp_path}')
+
+
+@pytest.mark.parametrize('size', [0, 100, -100])
+def test_truncated_weights_of_a_folder_are_reported(size, tmp_path):
+    model = timm.create_model('deit_ls_tiny', depth=1, img_size=32, num_classes=3)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    file = tmp_path / 'model.safetensors'
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(UserError, match=f'the weights of {tmp_path} are damaged'):
+        create_model(str(tmp_path), pretrained=True)
 
 
 def test_weights_that_cannot_be_fetched_are_reported(monkeypatch):

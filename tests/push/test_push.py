@@ -291,10 +291,24 @@ def test_a_mistake_is_one_sentence(run, tmp_path, words, message):
     assert [path.name for path in tmp_path.iterdir()] == ['taken.vz']
 
 
+@pytest.mark.parametrize('name', ['vit_tiny.vz_test', 'vitzoo_swapped.vz_test'])
+def test_a_swapped_model_is_for_the_hub_only(name, tmp_path):
+    folder = make_model('swapped', ('blue', 'green', 'red'), 3, False, tmp_path / 'run')
+    with pytest.raises(UserError, match='mixers were swapped.* push it to hf-hub:ORG/NAME'):
+        push(arguments(folder, str(tmp_path / 'weights' / name)))
+
+
 def test_an_upload_that_fails_is_one_sentence(run, hub):
     hub.fail = PermissionError('401 Unauthorized')
     with pytest.raises(UserError, match='cannot upload to hf-hub:me/photos: 401 .* hf auth login'):
         push(arguments(run, 'hf-hub:me/photos'))
+
+
+@pytest.mark.parametrize('target', ['hf-hub:me/photos', 'TMP/weights/deit_tiny.vz'])
+def test_a_folder_of_another_library_is_refused(target, tmp_path):
+    (tmp_path / 'config.json').write_text('{"model_type": "vit"}')
+    with pytest.raises(UserError, match='config.json. is not of `vitzoo train`'):
+        push(arguments(tmp_path, target.replace('TMP', str(tmp_path))))
 
 
 def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path):

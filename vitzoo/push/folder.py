@@ -19,6 +19,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
 from vitzoo.load import load_model
+from vitzoo.models._swap_record import ARCHITECTURE
 from vitzoo.options import read_yaml
 from vitzoo.study.worker import OPTIONS_FILE
 from vitzoo.transfer.record import RECORD
@@ -32,10 +33,12 @@ def write_folder(run: Path, folder: Path, license: str) -> None:
     """Write the folder, with the licence in its config.
 
     Raises:
-        UserError: A file of the run cannot be read.
+        UserError: A file of the run cannot be read, or the run is of another library.
     """
     folder.mkdir()
     config = read_json(run / CONFIG)
+    if 'pretrained_cfg' not in config or 'architecture' not in config:
+        raise UserError(f"'{run / CONFIG}' is not of `vitzoo train` or `vitzoo convert`; give a folder that is")
     config['pretrained_cfg']['license'] = license
     config['vitzoo'] = without_paths(config.get('vitzoo', {}))
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding='utf-8')
@@ -111,6 +114,11 @@ def check_name(folder: Path) -> None:
     """
     name = folder.name.partition('.')[0]
     config, architecture, arguments = load_model_config_from_path(folder)
+    if architecture == ARCHITECTURE:
+        raise UserError(
+            f"'{folder.name}' cannot be a model whose mixers were swapped, because its name does not tell them; push it"
+            ' to hf-hub:ORG/NAME, which keeps them'
+        )
     if architecture != name:
         raise UserError(f"the folder of {architecture} must be called {architecture}.TAG, not '{folder.name}'")
     model, _ = load_model(str(folder))

@@ -25,9 +25,11 @@ from vitzoo.load import (
     create_model,
     find_model,
     fit_data_config,
+    head_names,
     is_trained_folder,
     label_names,
     load_weights,
+    num_classes_in,
     swap_in,
 )
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -137,7 +139,7 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
 def _start_from(model: nn.Module, path: str) -> None:
     """Load a checkpoint; where its head is for another number of classes, or it has none, all but the head."""
     num_classes, weights = model.num_classes, unwrap(read_checkpoint(path))
-    checkpoint_classes = _num_classes_in(model, weights)
+    checkpoint_classes = num_classes_in(model, weights)
     if checkpoint_classes == num_classes or (checkpoint_classes is None and not _lacks_only_the_head(model, weights)):
         load_weights(model, path)
         return
@@ -152,21 +154,9 @@ def _note_new_head(source: str, old: int | None, new: int) -> None:
     PartialState().print(f'note   {source} has {has}; using a new head for {new} classes')
 
 
-def _num_classes_in(model: nn.Module, weights: dict[str, torch.Tensor]) -> int | None:
-    """The number of classes of a checkpoint's head; None if it has no head of the model's name."""
-    heads = [weights.get(f'{name}.weight') for name in _head_names(model)]
-    return None if not heads or heads[0] is None else len(heads[0])
-
-
 def _lacks_only_the_head(model: nn.Module, weights: dict[str, torch.Tensor]) -> bool:
     missing = model.state_dict().keys() - weights.keys()
-    return bool(missing) and all(name.rpartition('.')[0] in _head_names(model) for name in missing)
-
-
-def _head_names(model: nn.Module) -> list[str]:
-    """Names of the layers that classify; distilled models have one for each token."""
-    names = model.pretrained_cfg.get('classifier') or []
-    return [names] if isinstance(names, str) else list(names)
+    return bool(missing) and all(name.rpartition('.')[0] in head_names(model) for name in missing)
 
 
 def synchronize_batch_norm(model: nn.Module, accelerator: Accelerator) -> nn.Module:
