@@ -71,7 +71,8 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
     """Count the multiply-accumulates for one image; the model itself is neither run nor changed.
 
     An operation without a formula that may multiply (a decomposition, a custom op) is an error. Add its formula, in
-    FLOPs, with `torch.utils.flop_counter.register_flop_formula`.
+    FLOPs, with `torch.utils.flop_counter.register_flop_formula`. Windows are counted whole, also if they reach
+    beyond the grid, where a CPU computes only the rows on it.
 
     Args:
         img_size: Height and width of the image; by default the model's own.
