@@ -202,7 +202,7 @@ def test_the_check_of_signatures_finds_a_missing_annotation():
 # names that modules define by convention, and the folder in which they may
 PROTOCOL_NAMES = {
     '.': {'main', 'parse_args'},
-    'models': {'checkpoint_filter_fn', 'SIZES', 'VARIANTS', 'WEIGHTS'},
+    'models': {'checkpoint_filter_fn', 'default_cfgs', 'SIZES', 'VARIANTS', 'WEIGHTS'},
     'kernels': {'forward_op', 'backward_op', 'fits'},
 }
 

@@ -79,7 +79,7 @@ def find_papers(name: str) -> Iterator[tuple[str, str]]:
     for cls in dict.fromkeys(type(module) for module in model.modules() if isinstance(module, TokenMixer)):
         yield _paper_of_mixer(cls), f'mixer {mixers.get(cls, cls.__name__)} of {name}'
     config = model.pretrained_cfg
-    shipped = shipped_folders().get(f'{config.get("architecture")}.{config.get("tag")}')
+    shipped = shipped_folders().get(f'{name.partition(".")[0]}.{config.get("tag")}')
     if is_trained_folder(name):
         yield from _papers_of_run(Path(name), name)
     elif shipped is not None:

@@ -291,11 +291,26 @@ def test_a_mistake_is_one_sentence(run, tmp_path, words, message):
     assert [path.name for path in tmp_path.iterdir()] == ['taken.vz']
 
 
-@pytest.mark.parametrize('name', ['vit_tiny.vz_test', 'vitzoo_swapped.vz_test'])
-def test_a_swapped_model_is_for_the_hub_only(name, tmp_path):
+def swapped_run(run: Path, tmp_path: Path) -> Path:
+    """A run of a model whose mixers were swapped, on the data of another run."""
     folder = make_model('swapped', ('blue', 'green', 'red'), 3, False, tmp_path / 'run')
-    with pytest.raises(UserError, match='mixers were swapped.* push it to hf-hub:ORG/NAME'):
-        push(arguments(folder, str(tmp_path / 'weights' / name)))
+    config = json.loads((folder / 'config.json').read_text())
+    config['vitzoo'] = json.loads((run / 'config.json').read_text())['vitzoo']
+    (folder / 'config.json').write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize('name', ['vit_tiny', 'vitzoo_swapped', 'BASE_to_'])
+def test_the_folder_of_a_swapped_model_has_the_name_of_its_base(name, run, tmp_path):
+    folder = swapped_run(run, tmp_path)
+    config = json.loads((folder / 'config.json').read_text())
+    base, mixer = config['model_args']['base_model'], config['model_args']['swap_mixer'][0]['mixer']
+    target = tmp_path / 'weights' / f'{name.replace("BASE", base)}.vz_test'
+    with pytest.raises(UserError, match=f'must be called such as {base}_to_{mixer}.TAG'):
+        push(arguments(folder, str(target)))
+    right = tmp_path / 'weights' / f'{base}_to_{mixer}.vz_test'
+    push(arguments(folder, str(right), '--half'))
+    assert f"timm.create_model('{right.name}', pretrained=True)" in (right / 'README.md').read_text()
 
 
 def test_an_upload_that_fails_is_one_sentence(run, hub):

@@ -1,6 +1,6 @@
 """Backbones; importing this package registers all models with timm."""
 
-from . import swapped
+from . import converted, swapped
 from .aft import AFT
 from .cvt import CvT
 from .deit import DeiT

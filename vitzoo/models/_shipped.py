@@ -13,7 +13,9 @@ from timm.models._hub import load_model_config_from_path
 
 from vitzoo._resources import resource_folder
 
-__all__ = ['shipped_configs']
+from ._swap_record import ARCHITECTURE
+
+__all__ = ['shipped_configs', 'shipped_folders', 'shipped_swaps']
 
 
 def shipped_configs(names: Iterable[str]) -> dict[str, dict]:
@@ -28,6 +30,16 @@ def shipped_configs(names: Iterable[str]) -> dict[str, dict]:
         if full_name.partition('.')[0] in known
     }
     return dict(sorted(configs.items(), key=lambda item: -math.prod(item[1]['input_size'])))
+
+
+def shipped_swaps() -> dict[str, dict]:
+    """The arguments of `vitzoo_swapped` of the shipped models whose mixers were swapped, by `name.tag`."""
+    found = {}
+    for full_name, folder in shipped_folders().items():
+        _, architecture, args = load_model_config_from_path(folder)
+        if architecture == ARCHITECTURE:
+            found[full_name] = args
+    return found
 
 
 @cache

@@ -60,7 +60,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add('run', metavar='RUN', help='folder of a training run, a transfer, or a cell of a study')
-    add('--to', required=True, metavar='TARGET', help='hf-hub:ORG/NAME, or a new folder weights/MODEL.TAG')
+    add('--to', required=True, metavar='TARGET',
+        help='hf-hub:ORG/NAME, or a new folder weights/MODEL.TAG, of a conversion BASE_to_MIXER.TAG')  # fmt: skip
     add('--license', required=True, metavar='NAME',
         help="licence of the weights, which depends on their images: 'apache-2.0', or in words")  # fmt: skip
     add('--half', action='store_true', help='matrices in half precision, if the accuracies stay the same to the image')

@@ -115,10 +115,15 @@ def check_name(folder: Path) -> None:
     name = folder.name.partition('.')[0]
     config, architecture, arguments = load_model_config_from_path(folder)
     if architecture == ARCHITECTURE:
-        raise UserError(
-            f"'{folder.name}' cannot be a model whose mixers were swapped, because its name does not tell them; push it"
-            ' to hf-hub:ORG/NAME, which keeps them'
-        )
+        # its name stands for the arguments in its config
+        base = arguments['base_model'].partition('.')[0]
+        if not name.startswith(f'{base}_to_') or name == f'{base}_to_':
+            mixer = arguments['swap_mixer'][-1]['mixer']
+            example = f'{base}_to_{mixer if isinstance(mixer, str) else "mixers"}'
+            raise UserError(
+                f"the folder of {base} with other mixers must be called such as {example}.TAG, not '{folder.name}'"
+            )
+        return
     if architecture != name:
         raise UserError(f"the folder of {architecture} must be called {architecture}.TAG, not '{folder.name}'")
     model, _ = load_model(str(folder))
