@@ -34,7 +34,13 @@ SETTINGS = {
     'global': [{'num_global': 3}, {'num_global': 1}],
     'hedgehog': [{}, {'num_features': 3}],
     'inline': [{}, {'residual': False, 'mean_scores': False}],
-    'linformer': [{'rank': 5}, {'rank': 4, 'share_kv': True}, {'rank': 3, 'share_heads': False}],
+    'linformer': [
+        {'rank': 5},
+        {'rank': 4, 'share_kv': True},
+        {'rank': 3, 'share_heads': False},
+        {'rank': 5, 'sum_first': False},
+        {'rank': 4, 'share_kv': True, 'sum_first': False},
+    ],
     'local': [{'block_size': 2, 'memory_halo': 1}, {'block_size': 3, 'memory_halo': 0}],
     'longformer': [
         {'window_size': 2},

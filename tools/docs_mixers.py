@@ -29,6 +29,8 @@ DIM, NUM_HEADS, GRID = 384, 6, (14, 14)
 STDS = (1, 3)
 # other settings than the default ones whose error is measured too
 ALSO_MEASURED = {'performer': {'with_the_published_eps': {'eps': 1e-4}}}
+# mixers whose products are not in the order of the paper, and the setting in which they are
+PAPERS_ORDER = {'linformer': {'sum_first': False}}
 
 INTRO = """
 # Token mixers
@@ -68,7 +70,8 @@ measurements are for a layer of DeiT-Small ({dim} wide, {heads} heads) with defa
 
 * **exponent**: the multiply-accumulates (MACs) of the attention grow as N^exponent from 28 × 28 to 56 × 56 tokens,
   without the linear layers before and after it (`qkv`, `proj`).
-* **MMACs**: these MACs in millions, at 14 × 14 and 56 × 56 tokens. The linear layers add {projections}.
+* **MMACs**: these MACs in millions, at 14 × 14 and 56 × 56 tokens. The linear layers add {projections}. Those of
+  `linformer` are for the paper's order of products; as it runs, the whole layer has fewer ([below](#linformer)).
 * **parameters**: difference from the {parameters} of softmax attention, at 14 × 14 tokens.
 * **error**: |out − softmax| / |softmax| of a mixer that approximates softmax attention, on 14 × 14 random tokens whose
   q and k have standard deviation 1 and 3. Random tokens are a hard case: their values average to almost zero, and
@@ -113,9 +116,13 @@ class Costs:
     attention: dict[int, int]
     projections: dict[int, int]
 
+    def layer(self, side: int) -> int:
+        """MACs of the whole layer on a square grid."""
+        return self.attention[side] + self.projections[side]
+
     def exponent(self, with_projections: bool = False) -> str:
         """Exponent of the growth of the MACs with the number of tokens, from 28 x 28 to 56 x 56."""
-        small, large = (self.attention[side] + (self.projections[side] if with_projections else 0) for side in (28, 56))
+        small, large = (self.layer(side) if with_projections else self.attention[side] for side in (28, 56))
         return f'{math.log(large / small, 4):.2f}'
 
 
@@ -180,10 +187,12 @@ def section(name: str, text: Text, costs: Costs, more: int, health: dict | None,
     cls = mixer_class(name)
     keywords = ', '.join(f'{key}={value!r}' for key, value in options(cls).items())
     compared = f', {abs(more):,} {"more" if more > 0 else "fewer"} than softmax attention' if more else ''
-    exponents = f' Measured: N^{costs.exponent()}, and N^{costs.exponent(True)} with the linear layers.'
+    measured = f' Measured: N^{costs.exponent()}, and N^{costs.exponent(True)} with the linear layers.'
+    if name in PAPERS_ORDER:
+        measured += describe_order(costs, measure_costs(name, papers_order=False))
     facts = {
         'Paper': text.paper,
-        'Cost': ' '.join(text.costs) + exponents,
+        'Cost': ' '.join(text.costs) + measured,
         'Parameters': f'{costs.parameters:,}{compared}.',
         'Limit': ' '.join(text.limits),
         'On random tokens': signs(health) if health else '',
@@ -264,13 +273,23 @@ def build(name: str, grid_size: tuple[int, int], **kwargs) -> TokenMixer:
     return create_mixer(name, DIM, NUM_HEADS, grid_size=grid_size, **kwargs).eval()
 
 
+def describe_order(papers: Costs, ours: Costs) -> str:
+    """MACs of the layer in the order of the paper's products, and in that in which they run."""
+    counts = [' and '.join(millions(costs.layer(side)) for side in (14, 56)) for costs in (papers, ours)]
+    return (
+        f' In the order of the paper the layer has {counts[0]} million MACs at 14 × 14 and 56 × 56 tokens, as it runs'
+        f' {counts[1]}.'
+    )
+
+
 @cache
-def measure_costs(name: str) -> Costs:
+def measure_costs(name: str, papers_order: bool = True) -> Costs:
     """Count parameters and MACs on the meta device."""
     parameters = sum(parameter.numel() for parameter in build(name, GRID, device='meta').parameters())
     attention, projections = {}, {}
+    kwargs = PAPERS_ORDER.get(name, {}) if papers_order else {}
     for side in (14, 28, 56):
-        mixer, grid_size = build(name, (side, side), device='meta'), (side, side)
+        mixer, grid_size = build(name, (side, side), device='meta', **kwargs), (side, side)
         x = torch.empty(1, side * side, DIM, device='meta')
         projections[side] = count_projections(mixer, x, grid_size)
         attention[side] = count_call_macs(mixer, x, grid_size) - projections[side]

@@ -38,22 +38,30 @@ folder=$out/$steps+$network_steps
 test "$every" = 1 || folder=${folder}_val$every
 test "$keep" = 0 || folder=${folder}_softmax$keep
 test "$rate" = auto || folder=${folder}_$rate
-for mixer in $mixers; do
+# shellcheck disable=SC2086  the mixers are words
+set -- $mixers
+names= kwargs=
+for mixer; do
     case $mixer in
-        ls | longformer | swin) kwargs="window_size=3" ;;
-        bigbird | sinkhorn) kwargs="block_size=3" ;;
-        local) kwargs="block_size=3 memory_halo=1" ;;
-        nystrom) kwargs="num_landmarks=9" ;;
-        linformer) kwargs="rank=9" ;;
-        set) kwargs="num_inducing=9" ;;
-        global) kwargs="num_global=9" ;;
-        agent) kwargs="num_cells=3" ;;
-        neighborhood) kwargs="kernel_size=5" ;;
-        *) kwargs="" ;;
+        ls | longformer | swin) own="window_size=3" ;;
+        bigbird | sinkhorn) own="block_size=3" ;;
+        local) own="block_size=3 memory_halo=1" ;;
+        nystrom) own="num_landmarks=9" ;;
+        linformer) own="rank=9" ;;
+        set) own="num_inducing=9" ;;
+        global) own="num_global=9" ;;
+        agent) own="num_cells=3" ;;
+        neighborhood) own="kernel_size=5" ;;
+        *) own= ;;
     esac
-    # shellcheck disable=SC2086  the arguments are words
-    vitzoo transfer "$out/teacher" --mixer "$mixer" ${kwargs:+--mixer-kwargs $kwargs} --data-dir "$data" --resume \
-        --output "$folder/$mixer" --keep-softmax "$keep" --steps "$steps" --network-steps "$network_steps" \
-        --network-lr "$rate" --batch-size 32 --eval-images 256 --evals 3 $control \
-        --amp-dtype bfloat16 --workers 1 --sizes
+    names=${names:+$names,}$mixer
+    for word in $own; do kwargs="$kwargs $mixer.$word"; done
 done
+test $# -gt 0 || exit 0
+# of one mixer, the folder is that of the mixer itself
+test $# -gt 1 || folder=$folder/$names
+# shellcheck disable=SC2086  the arguments are words
+vitzoo transfer "$out/teacher" --mixer "$names" ${kwargs:+--mixer-kwargs $kwargs} --data-dir "$data" --resume \
+    --output "$folder" --keep-softmax "$keep" --steps "$steps" --network-steps "$network_steps" \
+    --network-lr "$rate" --batch-size 32 --eval-images 256 --evals 3 $control \
+    --amp-dtype bfloat16 --workers 1 --sizes

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from vitzoo.errors import CommandParser, run_command
-from vitzoo.load import create_model, find_models, is_trained_folder
+from vitzoo.load import create_model, find_models, is_trained_folder, read_about
 from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
 from vitzoo.models._shipped import shipped_folders
-from vitzoo.train.recipe import read_recipe_file
+from vitzoo.options import read_yaml
 
 __all__ = ['Paper', 'cite', 'find_papers', 'read_papers']
 
@@ -142,20 +142,22 @@ def _papers_of_weights(name: str, config: dict) -> Iterator[tuple[str, str]]:
 
 
 def _papers_of_run(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """The papers of a run's training data, and of the published weights that it began with."""
+    """The papers of the data of a run or a converted model, and of the published weights that it began with."""
     # the best epoch has a folder inside that of the run
     recipes = [path for path in (folder / 'recipe.yaml', folder.resolve().parent / 'recipe.yaml') if path.is_file()]
-    if not recipes:
-        return
-    recipe = read_recipe_file(recipes[0])
-    data = recipe.get('data_dir')
+    # of a training or of a transfer
+    recipe = (read_yaml(recipes[0], 'the recipe ') if recipes else None) or {}
+    about = read_about(str(folder))
+    data = recipe.get('data_dir') or about.get('data_dir')
     if data:
         dataset = re.sub('[-_]', '', Path(data).name.lower())
         yield _DATASETS.get(dataset, f'cite the source of {data}'), f'training data of {name}'
-    model = recipe.get('model') or ''
-    config = timm.get_pretrained_cfg(model) if recipe.get('pretrained') and timm.is_model(model) else None
-    if config is not None:
-        yield from _papers_of_weights(model, config.to_dict())
+    parents = [recipe.get('model') if recipe.get('pretrained') else None]
+    parents += [about.get('parent') if about.get('weights') == 'published' else None, about.get('teacher')]
+    for parent in filter(timm.is_model, filter(None, parents)):
+        config = timm.get_pretrained_cfg(parent)
+        if config is not None:
+            yield from _papers_of_weights(parent, config.to_dict())
 
 
 if __name__ == '__main__':

@@ -211,7 +211,9 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
     print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
     about = _describe_origin(args.parent, source, inheritance.share)
     model.pretrained_cfg['license'] = parent.pretrained_cfg.get('license')
-    return model, data_config, {'label_names': parent.pretrained_cfg.get('label_names'), 'vitzoo': about}
+    # another number of classes has other names
+    names = parent.pretrained_cfg.get('label_names') if model.num_classes == parent.num_classes else None
+    return model, data_config, {'label_names': names, 'vitzoo': about}
 
 
 def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:

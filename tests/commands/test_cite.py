@@ -68,6 +68,15 @@ def test_a_run_has_the_papers_of_its_data_and_of_the_weights_it_began_with(recip
     assert found[2:] == expected
 
 
+@pytest.mark.parametrize('origin', [dict(parent='cvt_13', weights='published'), dict(teacher='cvt_13')], ids=str)
+def test_a_converted_model_has_the_papers_of_the_data_and_the_weights_of_its_parent(origin, tmp_path):
+    model = timm.create_model('cvt_ls_13', num_classes=3)
+    about = dict(data_dir='sample', **origin)
+    timm.models.save_for_hf(model, str(tmp_path), safe_serialization=True, model_config=dict(vitzoo=about))
+    found = keys(cite([str(tmp_path)]))
+    assert found == ['wu2021cvt', 'zhu2021longshort', 'krizhevsky2009cifar', 'russakovsky2015imagenet']
+
+
 def test_the_source_of_other_data_is_left_to_the_user(tmp_path):
     model = timm.create_model('cvt_ls_13', num_classes=3)
     timm.models.save_for_hf(model, str(tmp_path), safe_serialization=True)

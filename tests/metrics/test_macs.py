@@ -57,8 +57,12 @@ def softmax(grid, P, N, C, h):
     return attend(N, N, C)
 
 
-def linformer(grid, P, N, C, h, rank=64, share_kv=False, share_heads=True):
-    return 2 * N * rank * C + attend(N, rank, C)
+def linformer(grid, P, N, C, h, rank=64, share_kv=False, share_heads=True, sum_first=True):
+    """Keys and values of the sums, and their biases as often as the sums have them, instead of those of all tokens."""
+    if not (sum_first and share_heads and rank < N):
+        return 2 * N * rank * C + attend(N, rank, C)
+    sums = (1 if share_kv else 2) * N * rank * C
+    return sums - 2 * (N - rank) * C * C + 2 * rank * C + attend(N, rank, C)
 
 
 def longformer(grid, P, N, C, h, window_size=7, exact=False, global_proj=False):
@@ -450,6 +454,8 @@ def block_form(block, grid):
     if name == 'aft_conv':
         options['kernel'] = attn.kernel.shape[-1]
     conv = isinstance(getattr(attn, 'qkv', None), ConvQKV)
+    if name == 'linformer':
+        options['sum_first'] = not conv
     stride = 2 if conv and name == 'softmax' else 1
     mlp = 8 * (P + prod(grid)) * C * C
     return mlp + closed_form(name, grid, P, C, attn.num_heads, conv, stride, **options)

@@ -7,9 +7,12 @@ import pytest
 import torch
 from helpers import DIM, GRID, HEADS, assert_near, build, qkv, relative_error, tokens
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitzoo import create_mixer
+from vitzoo.metrics.macs import count_call_macs
+from vitzoo.mixers._qkv import ConvQKV
 from vitzoo.mixers.global_memory import global_memory_attention
 from vitzoo.mixers.hydra import hydra_attention
 from vitzoo.mixers.linear import linear_attention
@@ -189,6 +192,54 @@ def test_linformer_shares_projections_between_keys_and_values_and_between_heads(
     }  # fmt: skip
     one = 20 * 7
     assert count == {(True, True): one, (False, True): 2 * one, (True, False): 3 * one, (False, False): 6 * one}
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
+@pytest.mark.parametrize('kwargs', [{}, {'share_kv': True}, {'qkv_bias': False}], ids=str)
+def test_linformer_of_summed_tokens_is_that_of_summed_keys(kwargs, num_prefix_tokens):
+    mixer = build('linformer', num_prefix_tokens=num_prefix_tokens, rank=5, **kwargs)
+    if mixer.qkv.bias is not None:
+        torch.nn.init.normal_(mixer.qkv.bias)
+    found = []
+    for sum_first in (True, False):
+        mixer.sum_first = sum_first
+        x = tokens(mixer).requires_grad_()
+        out = mixer(x, GRID)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [x, *mixer.parameters()])])
+    for fast, papers in zip(*found, strict=True):
+        assert_near(fast, papers)
+
+
+@pytest.mark.parametrize(
+    'kwargs, is_cheaper',
+    [({}, True), ({'share_heads': False}, False), ({'qk_norm': True}, False), ({'rank': 20}, False),
+     ({'sum_first': False}, False), ({'qkv_layer': ConvQKV}, False)],
+    ids=str,
+)  # fmt: skip
+def test_linformer_sums_tokens_first_where_that_is_the_same_and_saves_products(kwargs, is_cheaper):
+    mixer = build('linformer', **{'rank': 3, **kwargs}).float()
+    x = torch.empty(1, 20, DIM, device='meta')
+    default = count_call_macs(mixer, x, GRID)
+    mixer.sum_first = False
+    assert (default < count_call_macs(mixer, x, GRID)) == is_cheaper
+
+
+def test_linformer_runs_a_layer_that_has_hooks():
+    mixer = build('linformer', rank=3)
+    x = tokens(mixer)
+    expected = mixer(x, GRID)
+    seen = []
+    handle = mixer.qkv.register_forward_hook(lambda *args: seen.append(1))
+    assert_near(mixer(x, GRID), expected)
+    handle.remove()
+    assert seen == [1]
+    # pruning computes the weight in a hook
+    prune.l1_unstructured(mixer.qkv, 'weight', amount=0.5)
+    with torch.no_grad():
+        mixer.qkv.weight_orig.mul_(2)
+    pruned = mixer(x, GRID)
+    prune.remove(mixer.qkv, 'weight')
+    assert_near(mixer(x, GRID), pruned)
 
 
 @pytest.mark.parametrize('share_heads', [True, False])

@@ -440,6 +440,10 @@ def test_a_parents_preprocessing_and_labels_are_inherited(tmp_path):
     convert(['--from', str(tmp_path / 'p'), *argv])
     config = loaded(tmp_path / 'out').pretrained_cfg
     assert (config['mean'], config['crop_pct'], config['label_names']) == ([0.5, 0.5, 0.5], 1.0, ['cat', 'dog'])
+    # not the names of other classes
+    argv[argv.index('--out') :] = ['num_classes=3', '--out', str(tmp_path / 'other')]
+    convert(['--from', str(tmp_path / 'p'), *argv])
+    assert not loaded(tmp_path / 'other').pretrained_cfg.get('label_names')
 
 
 @pytest.mark.parametrize('file', ['', 'config.json'])

@@ -102,6 +102,6 @@ def test_its_mixers_can_be_swapped_again(ship):
 
 def test_the_papers_of_its_backbone_and_mixer_are_cited(ship, tmp_path):
     ship(deit_softmax_nano_to_linear__vz_test=convert())
-    (tmp_path / 'weights' / f'{NAME}.vz_test' / 'recipe.yaml').write_text('data_dir: imagenette\n')
+    (tmp_path / 'weights' / f'{NAME}.vz_test' / 'recipe.yaml').write_text('data_dir: imagenette\nsteps: 3\n')
     text = cite([NAME])
     assert f'backbone of {NAME}' in text and f'mixer linear of {NAME}' in text and f'training data of {NAME}' in text

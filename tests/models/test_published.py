@@ -64,7 +64,8 @@ def partial(mixer):
 
 
 def linformer(mixer):
-    return {'mixer': mixer, 'mixer_kwargs': {'rank': 256, 'share_kv': True}}
+    """In the order of the paper's products."""
+    return {'mixer': mixer, 'mixer_kwargs': {'rank': 256, 'share_kv': True, 'sum_first': False}}
 
 
 def reduction(*ratios):

@@ -348,7 +348,7 @@ WRONG = {
     'key': ('{teacher} --mixer ls --data-dir {images} --input-key img --output {out}', 'no input key'),
     'tolerance': (
         '{teacher} --mixer ls --data-dir {images} --tolerance nan --output {out}',
-        '--tolerance must be a number from 0, not nan',
+        "'nan' is not a number of 0 or more",
     ),
     'channels': ('{two} --mixer ls --data-dir {images} --output {out}', 'in_chans is 2'),
     'grid': ('{teacher} --mixer ls --data-dir {images} --img-size 8 --output {out}', 'single row or column'),

@@ -169,7 +169,10 @@ def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: Fol
     settings: dict[str, Any] = dict(steps=options.network_steps, log_with=options.recipe.log_with)
     settings |= dict(progress=ledger.write_time)
     if options.network_steps:
-        rates = ledger.once('network_rates', lambda: _network_rates(task, student))
+        settings['start_error'] = error = ledger.once('network_start', lambda: _error(task, student))
+        rates = ledger.once(
+            'network_rates', lambda: choose_rates(options.network_lr, options.network_new_lr, lambda: error)
+        )
         task.console.print(f'network        all parameters, learning rates {rates["lr"]:.2g} and {rates["new_lr"]:.2g}')
         settings |= rates
     rows = ledger.once('network', lambda: train_network(task, student, lock, **settings))
@@ -277,14 +280,10 @@ def _measure_blocks(task: Transfer, student: nn.Module) -> list[dict]:
         return [asdict(cost) for cost in probe(task.teacher, student, task.held_out[:2])]
 
 
-def _network_rates(task: Transfer, student: nn.Module) -> dict[str, float]:
-    options = task.options
+def _error(task: Transfer, student: nn.Module) -> float:
+    """Error of the student's outputs on the held-out images."""
     with task.accelerator.autocast():
-        return choose_rates(
-            options.network_lr,
-            options.network_new_lr,
-            lambda: output_error(task.teacher, student, task.held_out, task.accelerator),
-        )
+        return output_error(task.teacher, student, task.held_out, task.accelerator)
 
 
 def _common(task: Transfer, ledger: Ledger, stage: str, steps: int) -> dict:

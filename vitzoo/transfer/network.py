@@ -46,6 +46,7 @@ def train_network(
     steps: int,
     lr: float = 0.0,
     new_lr: float = 0.0,
+    start_error: float | None = None,
     progress: Callable[[], None],
     log_with: str | None = None,
 ) -> list[dict]:
@@ -55,6 +56,7 @@ def train_network(
         lock: Of the run folder. `load_best` loads the best state from there.
         lr: Learning rate of inherited parameters, needed if there are steps.
         new_lr: Learning rate of the mixers' own parameters.
+        start_error: Error of the student's outputs, measured if it is not given.
         progress: Called after each evaluation.
         log_with: Trackers.
 
@@ -67,8 +69,10 @@ def train_network(
         Stopped: The process received SIGTERM. The current step is saved.
     """
     accelerator = task.accelerator
-    with accelerator.autocast():
-        start = dict(output_error=output_error(task.teacher, student, task.held_out, accelerator))
+    if start_error is None:
+        with accelerator.autocast():
+            start_error = output_error(task.teacher, student, task.held_out, accelerator)
+    start = dict(output_error=start_error)
     history = []
     if steps:
         run = _open_run(task, student, lock, steps, lr, new_lr)

@@ -11,7 +11,7 @@ import torch
 from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
-from vitzoo.options import add_data_options, keyword, natural, positive, read_yaml, size, to_words
+from vitzoo.options import add_data_options, keyword, natural, nonnegative, positive, read_yaml, size, to_words
 from vitzoo.train.progress import parse_trackers
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe
 
@@ -103,7 +103,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     add('--lr', type=_positive_number, metavar='X', default=defaults.lr, help='of inherited weights in it [1e-4]')
     add('--new-lr', type=_positive_number, metavar='X', default=defaults.new_lr, help='of other parameters [2e-3]')
     add('--keep-softmax', type=_count, metavar='K|auto', default=0, help='blocks that keep softmax attention [0]')
-    add('--tolerance', type=float, metavar='X', default=defaults.tolerance,
+    add('--tolerance', type=nonnegative, metavar='X', default=defaults.tolerance,
         help='percentage points below the teacher at which auto stops [0.5]')  # fmt: skip
     add('--network-steps', type=natural, metavar='N', default=defaults.network_steps,
         help='distillation of the whole network [1000]')  # fmt: skip
@@ -111,7 +111,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         help='of it; auto: 1e-4 times the error of the outputs at its start, at most 3e-5 [auto]')  # fmt: skip
     add('--network-new-lr', type=_rate, metavar='X|auto', default=defaults.network_new_lr,
         help='of parameters that are not inherited; auto: ten times --network-lr [auto]')  # fmt: skip
-    add('--block-weight', type=float, metavar='X', default=defaults.block_weight,
+    add('--block-weight', type=nonnegative, metavar='X', default=defaults.block_weight,
         help='weight of the attention outputs in it [0.1]')  # fmt: skip
     add('--labels', action='store_true', help="also learn the classes of the images in it, which must be the teacher's")
     for name in TRAINING_KEYS + NEUTRAL_TRAINING_KEYS:
@@ -199,10 +199,6 @@ def _check_options(options: TransferOptions) -> None:
         raise UserError('--output is missing: name a folder for the result, or use --probe-only')
     if options.resume and options.overwrite:
         raise UserError('--resume continues a transfer and --overwrite deletes it; choose one')
-    for name, value in (('--block-weight', options.block_weight), ('--tolerance', options.tolerance)):
-        # not true of nan
-        if not value >= 0:
-            raise UserError(f'{name} must be a number from 0, not {value:g}')
     if options.keep_softmax == 'auto' and options.tolerance >= 100:
         raise UserError(f'--tolerance {options.tolerance} is in percentage points and must be below 100')
 
