@@ -15,7 +15,7 @@ from vitzoo.mixers.base import mixer_class
 MIXERS = ['aft_local', 'bigbird']
 # those that keep only queries, keys and values of long sequences
 LONG = [
-    *('aft_conv', 'cosformer', 'flowformer', 'focused', 'hedgehog', 'inline', 'mala', 'mhla', 'neighborhood'),
+    *('aft_conv', 'cosformer', 'flowformer', 'focused', 'hedgehog', 'hydra', 'inline', 'mala', 'mhla', 'neighborhood'),
     *('polaformer', 'reformer', 'relu_linear', 'rfa', 'swin', 'ttt', 'vssd', 'xca'),
 ]
 

@@ -11,6 +11,7 @@ https://arxiv.org/abs/2209.07484
 import torch
 
 from ._kernel import KernelMixer
+from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
 __all__ = ['Hydra', 'hydra_attention', 'hydra_naive']
@@ -28,14 +29,24 @@ def hydra_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
 def hydra_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        context = (_normalize(k.to(dtype)) * v.to(dtype)).sum(dim=2, keepdim=True)  # (B, heads, 1, d)
-        return (_normalize(q.to(dtype)) * context).to(v.dtype)
+        norms = _norm(q, v.dtype), _norm(k, v.dtype)
+        # normalized queries and keys, their products, and as many gradients
+        num_elements = 6 * v.shape[2] * v.shape[3]
+        return recompute_heads(_mix_channels, (q, k, v, *norms), num_elements)
 
 
-def _normalize(x: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, heads, N, d) scaled to length 1 over all heads together."""
-    return x / torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True).clamp(min=1e-12)
+def _norm(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Lengths of tokens (B, heads, N, d) over all heads together, (B, 1, N, 1)."""
+    x = x.to(torch.promote_types(dtype, torch.float32))
+    return torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True).clamp(min=1e-12)
+
+
+def _mix_channels(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor
+) -> torch.Tensor:
+    with no_autocast(q):
+        context = (k / k_norm * v.to(k_norm.dtype)).sum(dim=2, keepdim=True)  # (B, heads, 1, d)
+        return (q / q_norm * context).to(v.dtype)
 
 
 @register_mixer('hydra')
