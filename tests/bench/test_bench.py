@@ -323,6 +323,18 @@ def test_models_are_measured_beside_their_arithmetic(quick, capsys):
     assert len(read_rows('benchmarks.csv')) == len(rows)
 
 
+def test_a_model_is_measured_at_its_own_size_by_default(quick):
+    (fields,) = models.main(['test_vit2', '--batch', '1', '--what', 'forward', *quick])
+    assert fields['img_size'] == timm.get_pretrained_cfg('test_vit2').input_size[-1] != 224
+
+
+def test_a_model_for_images_that_are_not_square_needs_a_size(tmp_path):
+    model = timm.create_model('test_vit', img_size=(32, 48))
+    timm.models.save_for_hf(model, str(tmp_path / 'run'), safe_serialization=True)
+    with pytest.raises(UserError, match='images of 32 x 48, which are not square; give --img-size'):
+        models.main([str(tmp_path / 'run')])
+
+
 def test_precisions_of_a_model_are_compared_in_turn(quick):
     rows = models.main(['resnet10t', '--dtype', 'float32', 'bfloat16', '--img-size', '32', '--what', 'forward', *quick])
     assert [(fields['dtype'], fields['against']) for fields in rows] == [

@@ -39,8 +39,8 @@ from vitzoo.bench._harness import (
 from vitzoo.bench._options import add_dtype, check_dtypes, parse_common
 from vitzoo.bench._show import format_time, print_table, show_rounds
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.load import find_model, find_models, load_model
-from vitzoo.metrics import count_macs
+from vitzoo.load import create_model, find_model, find_models, load_model
+from vitzoo.metrics.macs import count_macs, input_shape
 from vitzoo.options import autocast, positive
 
 # batch size (None for --batch) and the arithmetic relative to a forward pass
@@ -65,9 +65,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     run, machine = start_run(), describe_machine(args.device)
     print(format_machine(machine))
     rows = []
-    for img_size in args.img_size:
+    for size in args.img_size or [None]:
         for name in names:
-            new = measure_model(name, img_size, args)
+            new = measure_model(name, own_size(name) if size is None else size, args)
             append_rows(args.results_file, new, run=run, command=args.command, **machine)
             rows += new
     print_models(rows, args)
@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser('vitzoo bench models', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('models', nargs='+', metavar='MODEL', help='timm name, or a quoted wildcard')
-    add('--img-size', type=positive, nargs='+', default=[224], metavar='N', help='image sizes (default: 224)')
+    add('--img-size', type=positive, nargs='+', metavar='N', help="image sizes (default: the model's own)")
     add('--batch', type=positive, default=8, help='batch size (default: 8)')
     add('--what', dest='passes', choices=MODEL_PASSES, nargs='+', default=list(MODEL_PASSES), help='default: all')
     add('--against', metavar='MODEL', help='baseline, timed in turn with each model')
@@ -196,6 +196,19 @@ def _make_backend_row(
         | dict(dtype=dtype, backend=backend, matmul_share=rate / product_rate, matmul_gflops=product_rate / 1e9)
         | dict(ceiling=Spread.of(times[baseline]).median * product_rate / work[key])
     )
+
+
+def own_size(name: str) -> int:
+    """The side of the images that a model is for.
+
+    Raises:
+        UserError: They are not square.
+    """
+    with torch.device('meta'):
+        _, height, width = input_shape(create_model(name))
+    if height != width:
+        raise UserError(f'{name} is for images of {height} x {width}, which are not square; give --img-size')
+    return height
 
 
 def random_model(name: str, img_size: int, device: torch.device) -> nn.Module:
