@@ -19,6 +19,7 @@ from torch import nn
 import vitzoo  # noqa: F401  registers the models
 from vitzoo.mixers import create_mixer
 from vitzoo.mixers._qkv import split_heads
+from vitzoo.mixers.aft import AFTFull
 from vitzoo.mixers.performer import orthogonal_features, performer_attention
 from vitzoo.mixers.reformer import reformer_attention
 from vitzoo.models.cvt import checkpoint_filter_fn
@@ -158,6 +159,14 @@ def _linear(shape: Shape) -> tuple[nn.Module, nn.Module]:
     return Layer('linear', shape, qkv_bias=False), SelfAttention(shape.dim, shape.heads)
 
 
+def _linear_softmax(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """As `_linear`, with the peer's softmax of q and k on our side too."""
+    ours, theirs = _linear(shape)
+    _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, out=theirs.to_out)
+    ours.mixer.op = _softmax_features
+    return ours, theirs
+
+
 def _reformer(shape: Shape) -> tuple[nn.Module, nn.Module]:
     """Two hashing rounds with 64 keys per query; the peer is set to the paper's form.
 
@@ -232,6 +241,15 @@ def _aft_full(shape: Shape) -> tuple[nn.Module, nn.Module]:
     theirs, ours = AFTFull(shape.tokens, shape.dim, hidden_dim=shape.dim), Layer('aft_full', shape)
     _copy_qkv(ours.mixer, theirs.to_q, theirs.to_k, theirs.to_v, out=theirs.project)
     theirs.wbias.data.copy_(ours.mixer.u_query @ ours.mixer.u_key.T)
+    return ours, theirs
+
+
+def _aft_full_given_bias(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """As `_aft_full`, with a parameter for the bias on our side too, in place of the paper's factors."""
+    ours, theirs = _aft_full(shape)
+    del ours.mixer.u_query, ours.mixer.u_key
+    ours.mixer.__class__ = _GivenBias
+    ours.mixer.bias = nn.Parameter(theirs.wbias.detach().clone())
     return ours, theirs
 
 
@@ -315,6 +333,20 @@ class _KeysAsValues(nn.Linear):
         return q, k, k
 
 
+class _GivenBias(AFTFull):
+    """AFT-full with a bias for every pair of tokens."""
+
+    bias: nn.Parameter
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
+        return self.op(q, k, v, self.bias)
+
+
+def _softmax_features(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Linear attention with a softmax of each query over its channels, and of each channel of the keys over tokens."""
+    return (q.softmax(dim=-1) * q.shape[-1] ** -0.5) @ (k.softmax(dim=2).mT @ v)
+
+
 class _First(nn.Module):
     """Returns the first output of a module."""
 
@@ -357,12 +389,26 @@ PAIRS = (
     Pair('nystrom', 'nystrom-attention', _nystrom, output_difference(_nystrom, tokens=256), tolerance=0.02),
     Pair('linformer', 'linformer', _linformer, output_difference(_linformer)),
     Pair('linear', 'linear-attention-transformer', _linear),
+    Pair(
+        'linear',
+        'linear-attention-transformer',
+        _linear_softmax,
+        output_difference(_linear_softmax),
+        note='its softmax of q and k',
+    ),
     Pair('reformer', 'reformer-pytorch', _reformer, _reformer_difference),
     Pair('reformer', 'reformer-pytorch', _reformer_defaults, note='its defaults'),
     Pair('sinkhorn', 'sinkhorn-transformer', _sinkhorn),
     Pair('routing', 'routing-transformer', _routing),
     Pair('aft_simple', 'aft-pytorch', _aft_simple, output_difference(_aft_simple)),
     Pair('aft_full', 'aft-pytorch', _aft_full, output_difference(_aft_full)),
+    Pair(
+        'aft_full',
+        'aft-pytorch',
+        _aft_full_given_bias,
+        output_difference(_aft_full_given_bias),
+        note='its bias without factors',
+    ),
     Pair('local', 'local-attention', _local, output_difference(_local)),
     Pair('ls', 'long-short-transformer', _ls),
     Pair('ls', 'long-short-transformer', _ls_keys_as_values, note='keys as values'),

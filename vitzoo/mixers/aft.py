@@ -84,6 +84,12 @@ def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tens
         weights = (bias - bias.detach().amax(dim=-1, keepdim=True)).to(dtype).exp()
         if bias.ndim == 3:
             return _gated_ratio(q, _weighted_sum(weights, _terms(k, v)))
+        if not weights.requires_grad:
+            # a product for each sample, because its terms need no copy; its gradient would have one of N x N for each
+            keys = _key_weights(k.transpose(1, 2), v, dim=1)  # (B, N, heads, d or 1)
+            terms = keys * v.transpose(1, 2).to(keys.dtype), keys
+            sums = [(weights.expand(len(x), -1, -1) @ x.flatten(2)).view_as(x) for x in terms]
+            return q.sigmoid() * (sums[0] / sums[1]).transpose(1, 2).to(q.dtype)
         # one matrix product for all samples and heads, with the tokens first in memory
         terms = _terms(k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3), dim=0)
         return _gated_ratio(q, (weights @ terms.flatten(1)).view_as(terms).permute(1, 2, 0, 3))
@@ -92,8 +98,9 @@ def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tens
 def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q, v (B, heads, N, d), k (B, heads, N, d or 1) -> (B, heads, N, d)."""
     with no_autocast(q):
-        weights = _key_weights(k, v)
-        mean = (weights * v.to(weights.dtype)).sum(dim=2, keepdim=True) / weights.sum(dim=2, keepdim=True)
+        # (B, N, heads, d), as in memory
+        weights = k.transpose(1, 2).softmax(dim=1, dtype=torch.promote_types(v.dtype, torch.float32))
+        mean = (weights * v.transpose(1, 2).to(weights.dtype)).sum(dim=1).unsqueeze(2)
         return q.sigmoid() * mean.to(q.dtype)
 
 
