@@ -265,7 +265,8 @@ def planned_models(args) -> list[dict]:
     return [
         dict(zip(keys, values))
         | dict(table='models', against=f'{args.against or values[0]} {values[2] if args.against else args.dtype[0]}')
-        for values in product(models.find_models(args.models), args.img_size, args.dtype, args.passes)
+        for name in models.find_models(args.models)
+        for values in product([name], args.img_size or [models.own_size(name)], args.dtype, args.passes)
     ]
 
 
