@@ -229,6 +229,16 @@ def test_several_mixers_give_one_table(teacher, images, tmp_path, capsys):
     assert len(both[1]['matching']) == 1
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_a_student_is_the_same_after_another_mixer_and_alone(dtype, teacher, images, tmp_path):
+    command = [teacher, *QUICK, '--data-dir', images, '--no-random-control', '--amp-dtype', dtype]
+    transfer([*command, '--mixer', 'hedgehog,linear', '--output', str(tmp_path / 'both')])
+    transfer([*command, '--mixer', 'linear', '--output', str(tmp_path / 'alone')])
+    second, alone = tmp_path / 'both' / 'linear', tmp_path / 'alone'
+    assert read_results(second) == read_results(alone)
+    assert (second / 'model.safetensors').read_bytes() == (alone / 'model.safetensors').read_bytes()
+
+
 @pytest.mark.parametrize('kind', ['knn', 'cosine'])
 def test_a_teacher_without_a_head_is_measured_by_its_features(kind, images, tmp_path, capsys):
     teacher = save_teacher(tmp_path / 'teacher', num_classes=0)
