@@ -22,8 +22,8 @@ from vitzoo.study.tables import format_ways, write_cells
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CELLS = ROOT / 'docs' / 'study.md', ROOT / 'weights' / 'study.csv'
-# a page of the site, made by `vitzoo study report`
-REPORT = ROOT / 'docs' / 'imagenette.html'
+# pages of the site, made by `vitzoo study report`, by the backbones whose cells are in the study's folder
+REPORT = 'imagenette_{}.html'
 STUDY = ROOT / 'configs' / 'study' / 'imagenette.yaml'
 # other work ran beside some cells, so speed and memory are left to docs/performance.md
 SHOWN = [name for name in METRICS if name not in ('images_per_second', 'peak_memory_mb')]
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
         report = study.folder / 'report' / 'index.html'
         # a folder with a part of the cells only may have none
         if report.is_file():
-            shutil.copy(report, REPORT)
+            shutil.copy(report, PAGE.with_name(REPORT.format('_'.join(_backbones(study)))))
     PAGE.write_text(fill(PAGE.read_text(), {'imagenette': study_tables()}))
     print(f'wrote {PAGE}', file=sys.stderr)
 
@@ -81,6 +81,11 @@ def write_results(study: Study) -> None:
     cells = {found[1]: row for row in rows if (found := re.match(f'{re.escape(origin)}cell ([^,]+)', row['reference']))}
     cells |= {cell.name: _result(cell, origin) for cell in study.cells if cell.record.results(MAIN)}
     write_rows([*others, *(cells[cell.name] for cell in study.cells if cell.name in cells)])
+
+
+def _backbones(study: Study) -> list[str]:
+    """The backbones of the finished cells, which the names of the ways begin with."""
+    return list(dict.fromkeys(cell.way.partition('_')[0] for cell in study.cells if cell.record.results(MAIN)))
 
 
 def _read_lines(path: Path) -> list[dict[str, str]]:

@@ -10,6 +10,7 @@ Tokens are processed in blocks whose features fit in a CPU cache. Features are r
 stored, which saves memory and memory traffic.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +61,7 @@ def feature_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap) -> Tenso
     return (features @ context / (features @ k_sum)).to(v.dtype)
 
 
-def _sum_keys(blocks: list[tuple[Tensor, Tensor]], phi: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
+def _sum_keys(blocks: Iterable[Sequence[Tensor]], phi: FeatureMap) -> tuple[Tensor, Tensor, Tensor]:
     """sum_j phi(k_j) v_j^T (B, heads, m, d), sum_j phi(k_j) (B, heads, m, 1), their shift (B, heads, 1, m)."""
     before = None
     for k, v in blocks:
@@ -101,6 +102,11 @@ def _blocks(q: Tensor, num_features: int) -> list[tuple[slice, list[slice]]]:
     return [(slice(start, start + samples), token_slices) for start in range(0, B, samples)]
 
 
+def _read(x: Tensor, samples: slice, tokens: slice, dtype: torch.dtype) -> Tensor:
+    """A block of x (B, heads, N, d), contiguous, so that its features are, and no product has to copy them."""
+    return x[samples, :, tokens].to(dtype).contiguous()
+
+
 class _FeatureAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, phi: FeatureMap) -> Tensor:
@@ -110,11 +116,12 @@ class _FeatureAttention(torch.autograd.Function):
         den = v.new_empty(B, heads, N, 1, dtype=dtype)
         sums = []
         for samples, token_slices in _blocks(q, phi.num_features):
-            kv_blocks = [(k[samples, :, tokens].to(dtype), v[samples, :, tokens].to(dtype)) for tokens in token_slices]
+            kv_blocks = ((_read(k, samples, tokens, dtype), v[samples, :, tokens].to(dtype)) for tokens in token_slices)
             context, k_sum, shift = _sum_keys(kv_blocks, phi)
             for tokens in token_slices:
-                features = query_features(q[samples, :, tokens].to(dtype), shift, phi)
-                block_den = features @ k_sum
+                features = query_features(_read(q, samples, tokens, dtype), shift, phi)
+                # a product of a matrix and a vector is slower
+                block_den = (features * k_sum.mT).sum(dim=-1, keepdim=True)
                 out[samples, :, tokens] = (features @ context).div_(block_den)
                 den[samples, :, tokens] = block_den
             sums.append((context, k_sum, shift))
@@ -133,18 +140,18 @@ class _FeatureAttention(torch.autograd.Function):
             context, k_sum, shift = contexts[samples], k_sums[samples], shifts[samples]
             dcontext, dk_sum = torch.zeros_like(context), torch.zeros_like(k_sum)
             for tokens in token_slices:
-                q_block = q[samples, :, tokens].to(dtype)
+                q_block = _read(q, samples, tokens, dtype)
                 features = query_features(q_block, shift, phi)
-                dnum = do[samples, :, tokens] / den[samples, :, tokens]
+                dnum = _read(do, samples, tokens, dtype) / den[samples, :, tokens]
                 dden = -(dnum * out[samples, :, tokens]).sum(dim=-1, keepdim=True)
                 dcontext += features.mT @ dnum
-                dk_sum += features.mT @ dden
+                dk_sum += (features * dden).sum(dim=2, keepdim=True).mT
                 dfeatures = (dnum @ context.mT).addcmul_(dden, k_sum.mT)
                 dq[samples, :, tokens], dlog = phi.grad_queries(dfeatures, features, q_block)
                 if dweight is not None:
                     dweight += phi.grad_weight(dlog, q_block)
             for tokens in token_slices:
-                k_block = k[samples, :, tokens].to(dtype)
+                k_block = _read(k, samples, tokens, dtype)
                 features = _key_features(k_block, shift, phi)
                 dv[samples, :, tokens] = features @ dcontext
                 dfeatures = (v[samples, :, tokens].to(dtype) @ dcontext.mT).add_(dk_sum.mT)
