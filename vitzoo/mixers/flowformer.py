@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ._kernel import KernelMixer
+from ._numerics import dot, sum_products
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -52,18 +53,18 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clamp: bool) -> t
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype).sigmoid(), k.to(dtype).sigmoid()
         incoming, outgoing = _flow(q, k.sum(dim=2)), _flow(k, q.sum(dim=2))
-        sinks = _flow(q, (k.mT @ outgoing.reciprocal()).squeeze(-1))
-        sources = _flow(k, (q.mT @ incoming.reciprocal()).squeeze(-1))
+        sinks = _flow(q, (k * outgoing.reciprocal()).sum(dim=2))
+        sources = _flow(k, (q * incoming.reciprocal()).sum(dim=2))
         sources = sources.clamp(-1, 1) if clamp else sources
         N, M = q.shape[2], k.shape[2]
-        context = k.mT @ (v.to(dtype) * (M * sources.softmax(dim=2)))  # (B, heads, d, d)
+        context = sum_products(k, v.to(dtype) * (M * sources.softmax(dim=2)))  # (B, heads, d, d)
         return (q @ context * ((sinks * (N / M)).sigmoid() / incoming)).to(v.dtype)
 
 
 def _flow(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """The flow of each token (B, heads, N, 1), for x (B, heads, N, d) and sums (B, heads, d) over the other side."""
-    total = (total + _EPS).unsqueeze(-1)
-    return x @ total + (_EPS * total.sum(dim=2, keepdim=True) + _EPS)
+    total = (total + _EPS).unsqueeze(2)
+    return dot(x, total) + (_EPS * total.sum(dim=-1, keepdim=True) + _EPS)
 
 
 @register_mixer('flowformer')

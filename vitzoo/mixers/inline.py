@@ -20,6 +20,7 @@ from torch.types import Device
 
 from ._grid_conv import convolve_samples
 from ._kernel import KernelMixer
+from ._numerics import sum_products
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -79,7 +80,7 @@ def _attend(
         q, k, v_wide, N = q.to(dtype), k.to(dtype), v.to(dtype), q.shape[2]
         mean = v_wide.mean(dim=2, keepdim=True)
         # scores of keys without their mean sum to 0
-        context = (k - k.mean(dim=2, keepdim=True)).mT @ v_wide  # (B, heads, d, d)
+        context = sum_products(k - k.mean(dim=2, keepdim=True), v_wide)  # (B, heads, d, d)
         out = q @ (scale * context) + mean
         if kernels is not None:
             grid = v_wide[:, :, N - grid_size[0] * grid_size[1] :]

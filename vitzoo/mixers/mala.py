@@ -23,6 +23,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
+from ._numerics import dot, sum_products
 from ._qkv import split_heads
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
@@ -89,11 +90,11 @@ def _attend(
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v_wide = F.elu(q.to(dtype)) + 1, F.elu(k.to(dtype)) + 1, v.to(dtype)
-        gamma = q @ (scale * k.sum(dim=2)).unsqueeze(-1)  # (B, heads, N, 1)
+        gamma = dot(q, scale * k.sum(dim=2, keepdim=True))  # (B, heads, N, 1)
         mean = v_wide.mean(dim=2, keepdim=True)
         if rope:
             q, k = _rotate(q, grid_size), _rotate(k, grid_size)
-        context = scale * (k.mT @ v_wide)  # (B, heads, d, d)
+        context = scale * sum_products(k, v_wide)  # (B, heads, d, d)
         return q @ context * (1 + 1 / (gamma + _EPS)) - gamma @ mean
 
 

@@ -19,6 +19,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv
 from ._kernel import KernelMixer
+from ._numerics import dot, sum_products
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -43,8 +44,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype).relu(), k.to(dtype).relu()
-        context = k.mT @ v.to(dtype)  # (B, heads, d, d)
-        return (q @ context / (q @ k.sum(dim=2).unsqueeze(-1) + _EPS)).to(v.dtype)
+        context = sum_products(k, v.to(dtype))  # (B, heads, d, d)
+        return (q @ context / (dot(q, k.sum(dim=2, keepdim=True)) + _EPS)).to(v.dtype)
 
 
 class _Scale(nn.Module):

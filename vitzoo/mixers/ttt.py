@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import convolve_samples, near_tokens
+from ._numerics import sum_products
 from ._recompute import recompute_heads
 from ._rotary import rotate_pairs
 from .base import QKVMixer, no_autocast, register_mixer
@@ -105,14 +106,14 @@ def train_and_apply(
 def _train_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """f of the queries after the step, (B, heads, N, d), in the dtype of the weights (1, heads, d, d)."""
     with no_autocast(q):
-        q, k, v = q.to(w1.dtype), k.to(w1.dtype), v.to(w1.dtype)
+        q, k, v = q.to(w1.dtype), k.to(w1.dtype).contiguous(), v.to(w1.dtype)
         linear, logit = k @ w1, k @ w2
         gate, silu = logit.sigmoid(), F.silu(logit)
         # the derivative of silu is gate + silu * (1 - gate)
         slope = torch.addcmul(gate + silu, gate, silu, value=-1)
         rate = _LOSS_SCALE / k.shape[2]
-        gradient1 = -rate * (k.mT @ (v * silu))
-        gradient2 = -rate * (k.mT @ (v * linear * slope))
+        gradient1 = -rate * sum_products(k, v * silu)
+        gradient2 = -rate * sum_products(k, v * linear * slope)
         w1, w2 = w1 - _clip(gradient1), w2 - _clip(gradient2)  # (B, heads, d, d)
         return (q @ w1) * F.silu(q @ w2)
 

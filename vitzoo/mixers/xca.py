@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._numerics import sum_products
 from ._recompute import recompute_heads
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -51,7 +52,7 @@ def _attend(
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = F.normalize(q.to(dtype), dim=2), F.normalize(k.to(dtype), dim=2)
-        attn = (temperature.to(dtype) * (q.mT @ k)).softmax(dim=-1)  # (B, heads, d, d)
+        attn = (temperature.to(dtype) * sum_products(q, k)).softmax(dim=-1)  # (B, heads, d, d)
         attn = F.dropout(attn, dropout_p)
         return (v.to(dtype) @ attn.mT).to(v.dtype)
 
