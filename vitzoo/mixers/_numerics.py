@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ['CACHED', 'LOG2_E', 'dot', 'no_autocast', 'sum_products']
+__all__ = ['CACHED', 'LOG2_E', 'dot_tokens', 'no_autocast', 'sum_products']
 
 # exponentials are to base 2, which PyTorch computes several times faster on a CPU
 LOG2_E = math.log2(math.e)
@@ -28,7 +28,7 @@ def sum_products(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return k.contiguous().mT @ v
 
 
-def dot(q: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def dot_tokens(q: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """q_i . total of tokens q (..., N, m) and a vector (..., 1, m) -> (..., N, 1).
 
     A product of a matrix with one column takes three times as long on a CPU.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ._kernel import KernelMixer
-from ._numerics import dot, sum_products
+from ._numerics import dot_tokens, sum_products
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -64,7 +64,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clamp: bool) -> t
 def _flow(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """The flow of each token (B, heads, N, 1), for x (B, heads, N, d) and sums (B, heads, d) over the other side."""
     total = (total + _EPS).unsqueeze(2)
-    return dot(x, total) + (_EPS * total.sum(dim=-1, keepdim=True) + _EPS)
+    return dot_tokens(x, total) + (_EPS * total.sum(dim=-1, keepdim=True) + _EPS)
 
 
 @register_mixer('flowformer')

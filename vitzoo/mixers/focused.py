@@ -21,7 +21,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
-from ._numerics import dot, sum_products
+from ._numerics import dot_tokens, sum_products
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -83,7 +83,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, divisor: torch.Te
         k = k * k_scale
         context = sum_products(k, v.to(dtype))  # (B, heads, d, d)
         # the scale of a query only changes the weight of the constant
-        return (q @ context / (dot(q, k.sum(dim=2, keepdim=True)) + _EPS * k.shape[2] / q_scale)).unsqueeze(1)
+        return (q @ context / (dot_tokens(q, k.sum(dim=2, keepdim=True)) + _EPS * k.shape[2] / q_scale)).unsqueeze(1)
 
 
 def _focus(x: torch.Tensor, width: torch.Tensor, power: float) -> tuple[torch.Tensor, torch.Tensor]:

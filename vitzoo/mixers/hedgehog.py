@@ -17,7 +17,7 @@ from torch import nn
 from torch.types import Device
 
 from ._kernel import KernelMixer
-from ._numerics import dot
+from ._numerics import dot_tokens
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -57,7 +57,7 @@ def _attend(
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = _features(q.to(dtype), q_map.to(dtype)), _features(k.to(dtype), k_map.to(dtype))
         context = k.mT @ v.to(dtype)  # (B, heads, 2f, d)
-        return (q @ context / dot(q, k.sum(dim=2, keepdim=True))).to(v.dtype)
+        return (q @ context / dot_tokens(q, k.sum(dim=2, keepdim=True))).to(v.dtype)
 
 
 def _features(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

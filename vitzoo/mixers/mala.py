@@ -23,7 +23,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
-from ._numerics import dot, sum_products
+from ._numerics import dot_tokens, sum_products
 from ._qkv import split_heads
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
@@ -90,7 +90,7 @@ def _attend(
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v_wide = F.elu(q.to(dtype)) + 1, F.elu(k.to(dtype)) + 1, v.to(dtype)
-        gamma = dot(q, scale * k.sum(dim=2, keepdim=True))  # (B, heads, N, 1)
+        gamma = dot_tokens(q, scale * k.sum(dim=2, keepdim=True))  # (B, heads, N, 1)
         mean = v_wide.mean(dim=2, keepdim=True)
         if rope:
             q, k = _rotate(q, grid_size), _rotate(k, grid_size)
