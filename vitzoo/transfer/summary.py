@@ -25,7 +25,9 @@ def print_probe(console: Console, mixer: str, costs: list[dict]) -> None:
         table.add_column(head, justify='right')
     for cost in costs:
         values = (cost['error'], cost['shift_ratio'], cost['cosine'], cost['divergence'])
-        table.add_row(cost['path'], *('–' if value is None else f'{value:.4f}' for value in values))
+        # a divergence of nothing may be below 0 by rounding
+        cells = ('–' if value is None else f'{value:.4f}'.replace('-0.0000', '0.0000') for value in values)
+        table.add_row(cost['path'], *cells)
     console.print(table)
 
 
