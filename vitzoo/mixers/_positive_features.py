@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._numerics import CACHED
+from ._numerics import CACHED, dot_tokens
 
 __all__ = ['FeatureMap', 'feature_attention', 'query_features']
 
@@ -120,8 +120,7 @@ class _FeatureAttention(torch.autograd.Function):
             context, k_sum, shift = _sum_keys(kv_blocks, phi)
             for tokens in token_slices:
                 features = query_features(_read(q, samples, tokens, dtype), shift, phi)
-                # a product of a matrix and a vector is slower
-                block_den = (features * k_sum.mT).sum(dim=-1, keepdim=True)
+                block_den = dot_tokens(features, k_sum.mT)
                 out[samples, :, tokens] = (features @ context).div_(block_den)
                 den[samples, :, tokens] = block_den
             sums.append((context, k_sum, shift))

@@ -36,7 +36,7 @@ def shipped_swaps() -> dict[str, dict]:
     """The arguments of `vitzoo_swapped` of the shipped models whose mixers were swapped, by `name.tag`."""
     found = {}
     for full_name, folder in shipped_folders().items():
-        _, architecture, args = load_model_config_from_path(folder)
+        _, architecture, args = _read(folder)
         if architecture == ARCHITECTURE:
             found[full_name] = args
     return found
@@ -50,6 +50,12 @@ def shipped_folders() -> dict[str, Path]:
 
 
 def _read_config(folder: Path) -> dict:
-    config, _, _ = load_model_config_from_path(folder)
+    config, _, _ = _read(folder)
     # a file, not a folder as for local-dir, so that pretrained_cfg_overlay={'file': …} replaces it
     return {**config, 'source': None, 'file': str(folder / 'model.safetensors')}
+
+
+@cache
+def _read(folder: Path) -> tuple[dict, str, dict]:
+    """The pretrained config in a folder, the architecture, and its arguments, which several callers need on import."""
+    return load_model_config_from_path(folder)
