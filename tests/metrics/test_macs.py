@@ -120,28 +120,17 @@ def soft(grid, P, N, C, h, ratio=4, conv=9):
     return landmarks + kernels + newton + 2 * N * m * C + m * m * C + conv * prod(grid) * C
 
 
-def gated_linear(grid, P, N, C, h, rank=16, chunk=64, block=16, merges=2):
+def gated_linear(grid, P, N, C, h, rank=16):
     """Forth and back: sums of decays, scores within chunks, then keys into a state and queries out of it."""
     n, d = N - P, C // h
     layers = n * (rank * C + 2 * rank * C) + N * C * C + N * C
     prefix = (P > 0) * (n + P + P + N) * C * d
-    if n <= chunk // 2:
-        return layers + prefix + 2 * gated_scan_in_blocks(n, C, d, block, merges) + 2 * n * C
+    chunk = 32 if n > 16 else 16
     chunks = ceil(n / chunk)
     tokens = chunks * chunk
     # queries by decays, scores and their mask, states of all chunks, and the sums that pass from each to the next
     direction = tokens * (2 * chunk * C + C + chunk * h + 2 * C * d) + chunks * C * d + (chunks - 1) * C * d
     return layers + prefix + 2 * direction + tokens * chunk * C
-
-
-def gated_scan_in_blocks(n, C, d, block, merges):
-    """Scores within blocks and of pairs of blocks."""
-    size = min(block, n)
-    merges = merges if n > size else 0
-    chunks = ceil(n / (size * 2**merges))
-    tokens = chunks * size * 2**merges
-    pairs = sum(tokens // 2 * 2 * (size * 2**i + 1) * C + chunks * 2 ** (merges - 1 - i) * C for i in range(merges))
-    return tokens * 2 * (size + 2) * C + pairs + tokens * 2 * C * d + (chunks - 1) * C * d
 
 
 def monarch(grid, P, N, C, h, num_steps=2):

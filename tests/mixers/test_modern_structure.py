@@ -120,7 +120,7 @@ def test_monarch_converges_to_a_stationary_point_of_its_objective():
 
 
 @pytest.mark.parametrize('cached', [1, 1500, 10**6])
-@pytest.mark.parametrize('num_tokens', [15, 16, 17, 64, 65, 128, 150])
+@pytest.mark.parametrize('num_tokens', [1, 15, 16, 17, 32, 33, 64, 75, 150])
 def test_gated_linear_is_its_recurrence_for_any_number_of_chunks_and_heads_at_once(num_tokens, cached, monkeypatch):
     monkeypatch.setattr(_gated_scan, 'CACHED', cached)
     generator = torch.Generator().manual_seed(0)
@@ -137,10 +137,11 @@ def test_gated_linear_is_its_recurrence_for_any_number_of_chunks_and_heads_at_on
             assert_near(one, other)
 
 
-# products of 32 factors of which 1 / limit ** (1 / 3) is near exp(-236), in and out of range
-@pytest.mark.parametrize('shift', [105, 140])
+# 1 / limit ** (1 / 3) is near exp(-236): products of 16 factors in and out of range, and without chunks of any size
+@pytest.mark.parametrize(('shift', 'chunks'), [(220, (32, 16)), (260, (32, 16)), (440, (32, 16)), (140, ())])
 @pytest.mark.parametrize('num_tokens', [33, 128, 150])
-def test_gated_linear_is_its_recurrence_if_products_of_decays_are_near_or_out_of_range(num_tokens, shift, monkeypatch):
+def test_gated_linear_is_its_recurrence_if_decays_are_near_or_out_of_range(num_tokens, shift, chunks, monkeypatch):
+    monkeypatch.setattr(_gated_scan, '_CHUNKS', chunks)
     # a head at a time
     monkeypatch.setattr(_gated_scan, 'CACHED', 1)
     generator = torch.Generator().manual_seed(0)

@@ -3,12 +3,12 @@
     y_i = scale * sum_j (q_i * D_ij) . k_j v_j,  D_ij = product of a_t over the tokens t from j to i, without j,
     a_t = sigmoid(logit_t)^(1 / 16)
 
-with an a for j <= i and another for j >= i; the token itself counts once. Tokens are processed in chunks of 64: scores
+with an a for j <= i and another for j >= i; the token itself counts once. Tokens are processed in chunks of 32: scores
 within a chunk, and a state that passes from chunk to chunk. A few heads at a time are processed in place, so that they
 stay in a CPU cache. D is a product of two factors, from j to the middle of a chunk and from there to i. If they are out
-of range, as with a mean logit of -15 in half a chunk, scores are computed in blocks of 16 tokens, then between blocks.
-Whether they are is read from the device, so a CUDA graph of the eager form cannot be captured; the compiled form has
-blocks only.
+of range, as with a mean logit of -30 in half a chunk, chunks of 16 are tried; at last, scores are computed in blocks of
+16 tokens with a lower bound of a, then between blocks. Whether they are is read from the device, so a CUDA
+graph of the eager form cannot be captured; the compiled form has blocks only.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ __all__ = ['TEMPERATURE', 'gated_scan']
 
 # the power that brings the factors near 1
 TEMPERATURE = 16
-# tokens between which scores are computed
-_CHUNK = 64
+# tokens between which scores are computed, in the order in which they are tried
+_CHUNKS = (32, 16)
 # with logits of any size, scores are computed in blocks of this many tokens
 _BLOCK = 16
 # and pairs of blocks are merged this many times
@@ -37,7 +37,7 @@ def gated_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tenso
     """q, k, v and the logits of both directions (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):
         # the compiler does its own fusion
-        if torch.compiler.is_compiling() or q.shape[2] <= _CHUNK // 2:
+        if torch.compiler.is_compiling():
             return _plain(q, k, v, decay, decay_back, scale)
         return _GatedScan.apply(q, k, v, decay, decay_back, scale)
 
@@ -93,14 +93,13 @@ class _GatedScan(torch.autograd.Function):
         out = torch.empty_like(q.transpose(1, 2), dtype=_wide(q), memory_format=torch.contiguous_format).transpose(1, 2)
         kept: list[Tensor | None] = []
         for part in _parts(q):
-            both = _Decays.of(decay[part], False), _Decays.of(decay_back[part], True)
-            is_in_range = both[0].are_in_range() and both[1].are_in_range()
+            both = _decays_in_range(decay[part], decay_back[part])
             if any(ctx.needs_input_grad):
-                kept += [*both[0], *both[1]] if is_in_range else [None] * 4
-            if not is_in_range:
+                kept += [*both[0], *both[1]] if both else [None] * 4
+            if not both:
                 out[part] = _plain(q[part], k[part], v[part], decay[part], decay_back[part], scale)
                 continue
-            q_part, k_part, v_part = (_to_chunks(x[part]) for x in (q, k, v))
+            q_part, k_part, v_part = (_to_chunks(x[part], both[0].chunk) for x in (q, k, v))
             y, scores = torch.zeros_like(v_part), []
             for decays, reverse in zip(both, (False, True)):
                 scores.append(_read(q_part, k_part, v_part, decays, y, reverse))
@@ -146,15 +145,16 @@ def _grad_part(
     inputs: list[Tensor], both: tuple['_Decays', '_Decays'], dy: Tensor, scale: float, grads: list[Tensor]
 ) -> None:
     """Write the gradients of the scan in chunks."""
-    q, k, v, *logits = inputs
-    q, k, v, dy = _to_chunks(q), _to_chunks(k), _to_chunks(v), _to_chunks(dy).mul_(scale)
+    *_, logit, logit_back = inputs
+    q, k, v, dy, logit, logit_back = (_to_chunks(x, both[0].chunk) for x in (*inputs[:3], dy, logit, logit_back))
+    dy *= scale
     dv, dscores = torch.zeros_like(v), torch.bmm(dy, v.mT)
     scores, dq_and_dk = [], []
-    for decays, logit, grad, reverse in zip(both, logits, grads[3:], (False, True)):
+    for decays, logits, grad, reverse in zip(both, (logit, logit_back), grads[3:], (False, True)):
         own, dq, dk, dlog = _grad_read(q, k, v, decays, dy, dscores, dv, reverse)
         scores.append(own)
         dq_and_dk.append((dq, dk))
-        slope = _to_chunks(logit).neg_().sigmoid_()
+        slope = logits.neg_().sigmoid_()
         torch.mul(_to_tokens(dlog, grad), _to_tokens(slope, grad), out=grad)
     for grad, pair in zip(grads, zip(*dq_and_dk)):
         torch.add(*(_to_tokens(x, grad) for x in pair), out=grad)
@@ -180,14 +180,14 @@ def _parts(q: Tensor) -> list[tuple[slice, slice]]:
     ]
 
 
-def _to_chunks(x: Tensor) -> Tensor:
-    """(B, heads, N, d) -> a copy in chunks, the last one padded with zeros, (chunks, 64, d)."""
+def _to_chunks(x: Tensor, chunk: int) -> Tensor:
+    """(B, heads, N, d) -> a copy in chunks, the last one padded with zeros, (chunks, chunk, d)."""
     B, heads, N, d = x.shape
-    chunks = x.new_empty(B, heads, -(-N // _CHUNK) * _CHUNK, d, dtype=_wide(x))
+    chunks = x.new_empty(B, heads, -(-N // chunk) * chunk, d, dtype=_wide(x))
     chunks[:, :, :N] = x
     if chunks.shape[2] > N:
         chunks[:, :, N:] = 0
-    return chunks.view(-1, _CHUNK, d)
+    return chunks.view(-1, chunk, d)
 
 
 def _to_tokens(chunks: Tensor, like: Tensor) -> Tensor:
@@ -199,20 +199,20 @@ def _to_tokens(chunks: Tensor, like: Tensor) -> Tensor:
 class _Decays(NamedTuple):
     """Products of a from the middle of a chunk to its tokens, and to the middle of the next chunk.
 
-    Of shapes (chunks, 64, d) and (heads of all samples, chunks of a head, d). After the last chunk of a head it is 0.
+    Of shapes (chunks, chunk, d) and (heads of all samples, chunks of a head, d); 0 after the last chunk of a head.
     """
 
     to_token: Tensor
     to_next: Tensor
 
     @classmethod
-    def of(cls, logit: Tensor, reverse: bool) -> '_Decays':
+    def of(cls, logit: Tensor, chunk: int, reverse: bool) -> '_Decays':
         """From the logits (B, heads, N, d); `reverse` exchanges start and end."""
         B, heads, _, d = logit.shape
-        log = _to_chunks(logit).sigmoid_().log_()
+        log = _to_chunks(logit, chunk).sigmoid_().log_()
         sums = _sum_matrix(log, reverse)
         # from the middle, which is the first token of the second half
-        sums = torch.bmm((sums - sums[_CHUNK // 2 - reverse]).expand(len(log), -1, -1), log)
+        sums = torch.bmm((sums - sums[chunk // 2 - reverse]).expand(len(log), -1, -1), log)
         first, last = (-1, 0) if reverse else (0, -1)
         to_end, to_middle = (
             x.view(B * heads, -1, d) for x in (sums[:, last], log[:, first] / TEMPERATURE - sums[:, first])
@@ -224,24 +224,42 @@ class _Decays(NamedTuple):
             to_next[:, :-1] = (to_end[:, :-1] + to_middle[:, 1:]).exp_()
         return cls(sums.exp_(), to_next)
 
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return self.to_token.shape[1]
+
     def are_in_range(self) -> bool:
         """Return False for numbers whose products are too small or too large for their dtype, or not numbers."""
         # the meta device has no values
         if self.to_token.is_meta:
             return True
-        ends, limit = self.to_token[:, :: _CHUNK - 1], torch.finfo(self.to_token.dtype).max ** (1 / 3)
+        ends, limit = self.to_token[:, :: self.chunk - 1], torch.finfo(self.to_token.dtype).max ** (1 / 3)
         return bool((ends.amin() > 1 / limit) & (ends.amax() < limit))
+
+
+def _decays_in_range(logit: Tensor, logit_back: Tensor) -> tuple[_Decays, _Decays] | None:
+    """Of the largest chunks in which products of both directions are in range; None if there are none."""
+    for chunk in _CHUNKS:
+        # padding costs as much as tokens
+        if chunk > _CHUNKS[-1] and chunk >= 2 * logit.shape[2]:
+            continue
+        both = _Decays.of(logit, chunk, False), _Decays.of(logit_back, chunk, True)
+        if both[0].are_in_range() and both[1].are_in_range():
+            return both
+    return None
 
 
 def _sum_matrix(like: Tensor, reverse: bool) -> Tensor:
     """The matrix that sums log a, from log sigmoid, up to each token of a chunk, or with `reverse` from it on."""
-    factors = like.new_full((_CHUNK, _CHUNK), 1 / TEMPERATURE)
+    chunk = like.shape[1]
+    factors = like.new_full((chunk, chunk), 1 / TEMPERATURE)
     return factors.triu_() if reverse else factors.tril_()
 
 
 def _mask(like: Tensor, reverse: bool) -> Tensor:
     """1 for scores of tokens before or, with `reverse`, of tokens after and the token itself, 0 for others."""
-    ones = like.new_ones(_CHUNK, _CHUNK)
+    ones = like.new_ones(like.shape[1], like.shape[1])
     # products with it are faster than these functions of all scores
     return ones.triu_() if reverse else ones.tril_(-1)
 
