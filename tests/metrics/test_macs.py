@@ -288,7 +288,10 @@ def reformer(grid, P, N, C, h, rounds=2, bucket=16):
 def routing(grid, P, N, C, h, clusters=8):
     n = N - P
     size = ceil(n / clusters)
-    return 2 * n * clusters * C + clusters * attend(size, size, C) + 2 * n * C + attend(n, P, C) + attend(P, N, C)
+    # the outputs of all clusters of a token and their sums are weighted
+    merge = clusters * size * (C + h)
+    attention = clusters * attend(size, size, C) + attend(n, P, C) + attend(P, N, C)
+    return 2 * n * clusters * C + attention + merge + 2 * n * C
 
 
 def sinkhorn(grid, P, N, C, h, block=7):

@@ -8,7 +8,7 @@ from helpers import build, build_model, images, tokens
 from torch.nn import functional as F
 
 from vitzoo.bench._harness import call_peak_megabytes
-from vitzoo.mixers import _gated_scan, _recompute, gated_linear, list_mixers
+from vitzoo.mixers import _clustered, _gated_scan, _recompute, gated_linear, list_mixers
 from vitzoo.mixers._recompute import apply_to_heads, recompute_heads
 from vitzoo.mixers.base import mixer_class
 
@@ -100,6 +100,18 @@ def test_a_training_step_of_gated_linear_needs_less_memory_than_its_plain_form(m
     monkeypatch.setattr(_gated_scan, 'CACHED', 1)
     megabytes = [call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device)]
     monkeypatch.setattr(gated_linear, 'gated_scan', _gated_scan._plain)
+    megabytes.append(call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device))
+    assert megabytes[0] < 0.5 * megabytes[1]
+
+
+def test_a_training_step_of_routing_needs_less_memory_than_its_plain_form(monkeypatch):
+    mixer = build('routing', (16, 16), dtype=torch.float32)
+    x = tokens(mixer, batch_size=4, dtype=torch.float32)
+    # a cluster at a time
+    for name in ('CACHED', '_NUM_SCORES'):
+        monkeypatch.setattr(_clustered, name, 1)
+    megabytes = [call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device)]
+    monkeypatch.setattr(_clustered._ClusterAttention, 'apply', _clustered._plain)
     megabytes.append(call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device))
     assert megabytes[0] < 0.5 * megabytes[1]
 

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitzoo import create_mixer
+from vitzoo.mixers import _clustered
 from vitzoo.mixers.bigbird import draw_blocks
 from vitzoo.mixers.reformer import lsh_buckets, reformer_attention
-from vitzoo.mixers.routing import cluster_members
+from vitzoo.mixers.routing import cluster_members, routing_attention, routing_naive
 from vitzoo.mixers.sinkhorn import block_sort, log_sinkhorn
 from vitzoo.mixers.softmax import softmax_naive
 
@@ -306,6 +307,22 @@ def test_routing_clusters_are_balanced_and_hold_the_most_similar_tokens():
     inside = torch.zeros_like(cosine, dtype=torch.bool).scatter(-1, members, True)
     assert (inside.sum(dim=-1) == 9).all()
     assert (cosine.where(inside, 2).amin(dim=-1) >= cosine.where(~inside, -2).amax(dim=-1)).all()
+
+
+@pytest.mark.parametrize('cached', [1, 200, 10**6])
+@pytest.mark.parametrize('cluster_size', [1, 9, 20])
+def test_routing_is_its_formula_for_any_number_of_heads_and_clusters_at_once(cluster_size, cached, monkeypatch):
+    for name in ('CACHED', '_NUM_SCORES'):
+        monkeypatch.setattr(_clustered, name, cached)
+    generator = torch.Generator().manual_seed(0)
+    # two prefix tokens
+    q, k, v = (torch.randn(2, 3, 37, 4, generator=generator).double().requires_grad_() for _ in range(3))
+    args = q, k, v, torch.randn(3, 5, 4, generator=generator).double(), (5, 7), cluster_size, 0.7
+    fast, naive = routing_attention(*args), routing_naive(*args)
+    torch.testing.assert_close(fast, naive, rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (fast, naive)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize('use_reentrant', [False, True])

@@ -22,6 +22,7 @@ from torch import distributed
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._clustered import cluster_attention
 from ._numerics import LOG2_E
 from ._qkv import split_prefix
 from ._random import draw_generator
@@ -33,14 +34,28 @@ __all__ = ['Routing', 'cluster_members', 'routing_attention', 'routing_naive']
 
 def cluster_members(x: torch.Tensor, centroids: torch.Tensor, cluster_size: int) -> torch.Tensor:
     """The `cluster_size` tokens of (B, heads, N, d) most similar to each centroid (heads, c, d): (B, heads, c, w)."""
-    return _similarity(x, centroids).topk(cluster_size, dim=-1).indices
+    return _similarity(x, centroids).topk(cluster_size, dim=-1, sorted=False).indices
 
 
 def _similarity(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Cosines between centroids and tokens, (B, heads, c, N), float32 or wider."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     with torch.no_grad(), no_autocast(x):
-        return F.normalize(centroids.to(dtype), dim=-1) @ F.normalize(x.to(dtype), dim=-1).mT
+        # fewer numbers are divided than by normalizing the tokens
+        return (F.normalize(centroids.to(x.dtype), dim=-1) @ x.mT).div_(_norm(x).mT)
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-12)
+
+
+def _of_nearest(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Sum and count of the unit tokens that are nearest to each centroid, (B, heads, c, d + 1), float32 or wider."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    # argmax is several times as slow
+    nearest = _similarity(x, centroids).max(dim=2).indices  # (B, heads, N)
+    member = F.one_hot(nearest, centroids.shape[1]).to(x.dtype)
+    return torch.cat([(member / _norm(x)).mT @ x, member.sum(dim=2).unsqueeze(-1)], dim=-1)
 
 
 def routing_naive(
@@ -85,46 +100,14 @@ def routing_attention(
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d), the first P tokens global, centroids (heads, c, d) -> (B, heads, P + H*W, d)."""
-    P, dtype = q.shape[2] - grid_size[0] * grid_size[1], torch.promote_types(q.dtype, torch.float32)
+    P = q.shape[2] - grid_size[0] * grid_size[1]
     (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
     q_grid = LOG2_E * scale * q_grid
     in_q, in_k = (cluster_members(x, centroids, cluster_size) for x in (q_grid, k_grid))  # (B, heads, c, w)
-    rows_q, rows_k = _row_index(in_q, q_grid), _row_index(in_k, k_grid)
-    # in place, because the scores of all clusters are by far the largest tensor
-    scores = (_take(q_grid, rows_q) @ _take(k_grid, rows_k).mT).to(dtype)  # (B, heads, c, w, w)
-    scores.masked_fill_(in_q.int().unsqueeze(-1) == in_k.int().unsqueeze(-2), float('-inf'))
-    always = torch.cat([(q_grid * k_grid).sum(dim=-1, keepdim=True), q_grid @ k_prefix.mT], dim=-1).to(dtype)
-
-    # subtract the largest score of each row over all clusters; it is finite because a token attends itself
-    place = in_q.flatten(2)
-    largest = always.detach().amax(dim=-1)
-    largest = largest.scatter_reduce(2, place, scores.detach().amax(dim=-1).flatten(2), 'amax')
-    weights = scores.sub_(largest.gather(2, place).view_as(in_q).unsqueeze(-1)).exp2_()
-    always = (always - largest.unsqueeze(-1)).exp2()
-    normalizer = always.sum(dim=-1).scatter_add(2, place, weights.sum(dim=-1).flatten(2))
-
-    weights, always = F.dropout(weights, dropout_p).to(v.dtype), F.dropout(always, dropout_p).to(v.dtype)
-    out = (always[..., :1] * v_grid + always[..., 1:] @ v_prefix).to(dtype)
-    routed = (weights @ _take(v_grid, rows_k)).to(dtype).flatten(0, 3)
-    out = out.flatten(0, 2).scatter_add(0, rows_q.view(-1, 1).expand_as(routed), routed).view_as(out)
-    out = (out / normalizer.unsqueeze(-1)).to(v.dtype)
+    out = cluster_attention(q_grid, k_grid, v_grid, k_prefix, v_prefix, in_q, in_k, dropout_p)
     if P == 0:
         return out
     return torch.cat([softmax_attention(q_prefix, k, v, scale, None, dropout_p), out], dim=2)
-
-
-def _row_index(members: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Indices of members (B, heads, c, w) among the rows of all samples and heads of x (B, heads, N, d).
-
-    PyTorch reads and adds rows of a matrix several times as fast as elements of a wider tensor.
-    """
-    B, heads, N, _ = x.shape
-    return members + N * torch.arange(B * heads, device=x.device).view(B, heads, 1, 1)
-
-
-def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, heads, N, d) of the members of each cluster, (B, heads, c, w, d)."""
-    return x.flatten(0, 2).index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
 
 
 @register_mixer('routing')
@@ -184,11 +167,8 @@ class Routing(QKVMixer):
     def statistics(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Sum and count of the unit queries and keys nearest to each centroid, (heads, c, d + 1), float32 or wider."""
         with no_autocast(q):
-            x = torch.cat([q, k], dim=2)
-            x = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
-            nearest = _similarity(x, self.centroids).argmax(dim=2)  # (B, heads, 2N)
-            member = F.one_hot(nearest, self.centroids.shape[1]).to(x.dtype)
-            return (member.mT @ F.pad(x, (0, 1), value=1.0)).sum(dim=0)
+            both = [_of_nearest(x, self.centroids) for x in (q, k)]
+            return torch.stack(both).sum(dim=(0, 1))
 
     @torch.no_grad()
     def update_centroids(self, statistics: torch.Tensor) -> None:
