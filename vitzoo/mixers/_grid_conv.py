@@ -50,10 +50,10 @@ class GridConv(nn.Conv2d):
         B, heads, N, d = x.shape
         P = N - grid_size[0] * grid_size[1]
         x = x[:, :, P:]
-        # the channels stay last in memory, where the convolution takes half as long
-        image = x.mT.flatten(1, 2) if self.in_channels == heads * d else x.flatten(0, 1).mT  # (B or B * heads, C, H*W)
-        image = image.unflatten(2, grid_size)
-        grid = super().forward(image).reshape(B, heads, d, -1).mT
+        # the channels stay last in memory, where the convolution takes half as long, for one sample, too: a transpose
+        # before the grid is unflattened would leave it a stride that PyTorch takes for another order
+        image = x.transpose(1, 2).flatten(2) if self.in_channels == heads * d else x.flatten(0, 1).contiguous()
+        grid = super().forward(image.unflatten(1, grid_size).permute(0, 3, 1, 2)).reshape(B, heads, d, -1).mT
         return F.pad(grid, (0, 0, P, 0)) if P else grid
 
 

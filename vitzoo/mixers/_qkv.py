@@ -129,7 +129,7 @@ class ConvQKV(nn.Module):
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         prefix, grid = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
-        image = grid.transpose(1, 2).unflatten(2, grid_size)  # (B, dim, H, W)
+        image = grid.unflatten(1, grid_size).permute(0, 3, 1, 2)  # (B, dim, H, W)
         q = _project(self.proj_q, prefix, self.conv_q(image))
         k = q[..., :0]
         if self.proj_k is not None and self.conv_k is not None:

@@ -3,10 +3,10 @@
     out_i = sigmoid(q_i) * sum_j exp(k_j + w_ij) v_j / sum_j exp(k_j + w_ij)
 
 * full: w_ij = u_i . u'_j, learned factors per token; O(N^2 dim)
-* local: w_ij = u_i . u'_j as in full where |dy| < s and |dx| < s on the grid, and 0 elsewhere; O(N s^2 dim)
+* local: w_ij = u_i . u'_j as in full where |dy| < s and |dx| < s on the grid, and 0 elsewhere; O(N (s^2 + H + W) dim)
 * simple: w = 0; O(N dim)
 * conv: one key per head and token, w_ij from a k x k kernel per head where it covers j around i and 0 elsewhere; O(N
-  k^2 dim)
+  (k^2 + H + W) dim)
 
 The paper's 1-D distance |i - j| < s of AFT-local becomes a distance on the 2-D grid. In full and local, prefix tokens
 have their own factors and no position, so they are within the window of every token; in simple and conv their w is 0.
@@ -160,23 +160,25 @@ def _convolve(
     """AFT-conv with a kernel (1, heads, size, size)."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
     with no_autocast(q):
-        terms = _terms(k, v)  # (B, heads, P + H*W, d + 1)
+        # all heads of a token next to each other, the order in memory
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        terms = _terms(k, v, dim=1)  # (B, P + H*W, heads, d + 1)
         kernel = kernel[0].to(terms.dtype)
         # a factor per head cancels in the ratio
-        shift = (kernel.detach().amax(dim=(1, 2)).clamp(min=0) - _HEADROOM)[:, None, None]
-        channels = terms.shape[-1]
-        filters = (kernel - shift).exp().repeat_interleave(channels, dim=0).unsqueeze(1)
-        prefix, grid = terms.split([P, terms.shape[2] - P], dim=2)
-        image = grid.transpose(2, 3).flatten(1, 2).unflatten(2, grid_size)  # (B, heads * (d + 1), H, W)
+        shift = kernel.detach().amax(dim=(1, 2)).clamp(min=0) - _HEADROOM
+        filters = (kernel - shift[:, None, None]).exp().repeat_interleave(terms.shape[3], dim=0).unsqueeze(1)
+        factor = (-shift).exp().repeat_interleave(terms.shape[3])
+        prefix, grid = terms.flatten(2).split([P, terms.shape[1] - P], dim=1)
+        # the channels stay last in memory, where the gradient of the kernel takes a third of the time
+        image = grid.unflatten(1, grid_size).permute(0, 3, 1, 2)  # (B, heads * (d + 1), H, W)
         near = F.conv2d(image, filters, padding=kernel.shape[-1] // 2, groups=image.shape[1])
-        near = near.flatten(2).unflatten(1, (-1, channels)).mT
-        far = _sum_far(grid, grid_size, kernel.shape[-1] // 2 + 1)
-        prefix = prefix.sum(dim=2, keepdim=True)
-        out = near + (-shift).exp() * (far + prefix)
+        near = near.permute(0, 2, 3, 1).flatten(1, 2)
+        prefix = prefix.sum(dim=1, keepdim=True)
+        out = near + factor * (_sum_far(grid, grid_size, kernel.shape[-1] // 2 + 1) + prefix)
         if P:
-            everything = (-shift).exp() * (grid.sum(dim=2, keepdim=True) + prefix)
-            out = torch.cat([everything.expand(-1, -1, P, -1), out], dim=2)
-        return _gated_ratio(q, out)
+            everything = factor * (grid.sum(dim=1, keepdim=True) + prefix)
+            out = torch.cat([everything.expand(-1, P, -1), out], dim=1)
+        return _gated_ratio(q, out.view_as(terms)).transpose(1, 2)
 
 
 def _key_weights(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor:
@@ -223,26 +225,23 @@ def _window_bias(
 
 
 def _sum_far(x: torch.Tensor, grid_size: tuple[int, int], window_size: int) -> torch.Tensor:
-    """For each token of (B, heads, H*W, c), the sum of those outside its window.
+    """For each token of (..., H*W, c), the sum of those outside its window.
 
     Adds the rows above and below and the ends of the rows between. The total minus the window would cancel if the
-    window has most of the sum.
+    window has most of the sum. Products with matrices of 0 and 1 take less time than cumulative sums, also at 128 x 128
+    tokens.
     """
-    x = x.unflatten(2, grid_size)
-    ends = F.pad(_sum_beyond(x, 3, window_size), (0, 0, 0, 0, window_size - 1, window_size - 1))
-    between = ends.unfold(2, 2 * window_size - 1, 1).sum(dim=-1)
-    return (_sum_beyond(x.sum(dim=3), 2, window_size).unsqueeze(3) + between).flatten(2, 3)
+    beyond_rows, beyond_columns = (_is_beyond(size, window_size, x) for size in grid_size)
+    x = x.unflatten(-2, grid_size)
+    ends = beyond_columns @ x
+    between = ((1 - beyond_rows) @ ends.flatten(-2)).view_as(ends)
+    return (between + (beyond_rows @ x.sum(dim=-2)).unsqueeze(-2)).flatten(-3, -2)
 
 
-def _sum_beyond(x: torch.Tensor, dim: int, distance: int) -> torch.Tensor:
-    """For each position along `dim`, the sum of those at least `distance` before or after it."""
-    length = x.shape[dim]
-    if distance >= length:
-        return torch.zeros_like(x)
-    none = torch.zeros_like(x.narrow(dim, 0, distance))
-    before = x.narrow(dim, 0, length - distance).cumsum(dim)
-    after = x.narrow(dim, distance, length - distance).flip(dim).cumsum(dim).flip(dim)
-    return torch.cat([none, before], dim=dim) + torch.cat([after, none], dim=dim)
+def _is_beyond(size: int, distance: int, like: torch.Tensor) -> torch.Tensor:
+    """1 for pairs of rows, or of columns, that are at least `distance` apart, else 0: (size, size)."""
+    place = torch.arange(size, device=like.device)
+    return ((place[:, None] - place).abs() >= distance).to(like.dtype)
 
 
 def _tile_and_halo(window_size: int) -> tuple[tuple[int, int], tuple[int, int]]:

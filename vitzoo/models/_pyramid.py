@@ -80,7 +80,7 @@ class Stage(nn.Module):
 
     def to_map(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Tokens (B, P + H*W, C) -> map (B, C, H, W), prefix tokens dropped."""
-        return x[:, self.num_prefix_tokens :].transpose(1, 2).unflatten(2, grid_size)
+        return x[:, self.num_prefix_tokens :].unflatten(1, grid_size).permute(0, 3, 1, 2)
 
     def set_input_size(self, grid_size: tuple[int, int]) -> None:
         """Adapt the position embedding and the mixers to a new grid."""
