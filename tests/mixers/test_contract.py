@@ -1,5 +1,7 @@
 """The contract of every registered mixer: equal to its specification, independent of the batch, finite, resizable."""
 
+import math
+
 import pytest
 import torch
 from helpers import DIM, GRID, HEADS, SETTINGS, build, cast, recorded_call, run_with_gradients, tokens
@@ -64,6 +66,41 @@ def test_a_sample_does_not_depend_on_its_batch(name, kwargs, std):
     for i in range(B):
         alone = mixer.op(*(a[i : i + 1] if is_per_sample(a, B) else a for a in args))
         torch.testing.assert_close(batched[i : i + 1], alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize('value', [math.inf, math.nan])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_sample_that_is_not_finite_leaves_the_others_as_they_are(name, kwargs, value):
+    mixer = build(name, (5, 7), num_prefix_tokens=1, **kwargs)
+    # no other tensor has a first dimension of 11
+    B, others = 11, [0, 2, 10]
+    args = recorded_call(mixer, tokens(mixer, B))
+    expected = run_with_gradients(mixer.op, args)
+    for broken in (a for a in args if is_per_sample(a, B) and a.is_floating_point()):
+        broken_args = [a.clone() if a is broken else a for a in args]
+        next(b for a, b in zip(args, broken_args) if a is broken)[1] = value
+        out, grads = run_with_gradients(mixer.op, broken_args)
+        torch.testing.assert_close(out[others], expected[0][others], rtol=1e-9, atol=1e-12)
+        for grad, expected_grad in zip(grads, expected[1], strict=True):
+            if is_per_sample(grad, B):
+                torch.testing.assert_close(grad[others], expected_grad[others], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings('ignore:There is a performance drop')
+@pytest.mark.parametrize('name', list_mixers())
+def test_gradients_per_sample_by_torch_func_are_those_of_autograd(name):
+    mixer = build(name, num_prefix_tokens=1, **SETTINGS.get(name, [{}])[0]).eval()
+    x, weights = tokens(mixer), {key: p.detach() for key, p in mixer.named_parameters()}
+
+    def loss(weights, x):
+        return torch.func.functional_call(mixer, weights, (x[None], GRID)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), (None, 0))(weights, x)
+    for i in range(len(x)):
+        inputs = {key: p.clone().requires_grad_() for key, p in weights.items()}, x[i].clone().requires_grad_()
+        expected = torch.autograd.grad(loss(*inputs), [*inputs[0].values(), inputs[1]])
+        for one, other in zip([*(grad[i] for grad in found[0].values()), found[1][i]], expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
 def is_per_sample(arg, batch_size):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ._numerics import CACHED, LOG2_E
+from ._numerics import CACHED, LOG2_E, is_traced
 
 __all__ = ['chunk_attention', 'merge', 'softmax_with_lse']
 
@@ -26,7 +26,7 @@ def chunk_attention(
     The first chunk has no chunk before it and gets no output. Scores and lse are computed in float32 or wider. The
     bias gets no gradient.
     """
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         return _ChunkAttention.apply(q, k, v, bias, scale, dropout_p)
     k, v = (torch.cat([x[:-1], x[1:]], dim=1) for x in (k, v))
     return softmax_with_lse(_scores(q[1:], k, scale, bias), v, dropout_p)

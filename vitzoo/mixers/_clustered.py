@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._numerics import CACHED
+from ._numerics import CACHED, is_traced, no_autocast
 
 __all__ = ['cluster_attention']
 
@@ -39,9 +39,9 @@ def cluster_attention(
     wider.
     """
     args = [x.flatten(0, 1) for x in (q, k, v, k_shared, v_shared, in_q, in_k)]
-    if dropout_p or torch.compiler.is_compiling():
-        return _plain(*args, dropout_p=dropout_p).view(v.shape)
-    return _ClusterAttention.apply(*args).view(v.shape)
+    with no_autocast(q):
+        out = _plain(*args, dropout_p=dropout_p) if dropout_p or is_traced() else _ClusterAttention.apply(*args)
+    return out.view(v.shape)
 
 
 def _plain(
@@ -150,10 +150,11 @@ class _ClusterAttention(torch.autograd.Function):
             of_wanted = iter(torch.autograd.grad(_plain(*args), wanted, do, create_graph=True))
             return *(next(of_wanted) if is_needed else None for is_needed in ctx.needs_input_grad[:5]), None, None
         grads = [torch.empty_like(x) for x in inputs]
-        for block in _blocks(do):
-            found = _grad_attend(*(x[block] for x in (*args, out, lse, do)))
-            for grad, grad_of_block in zip(grads, found):
-                grad[block] = grad_of_block
+        with no_autocast(do):
+            for block in _blocks(do):
+                found = _grad_attend(*(x[block] for x in (*args, out, lse, do)))
+                for grad, grad_of_block in zip(grads, found):
+                    grad[block] = grad_of_block
         return *grads, None, None
 
 

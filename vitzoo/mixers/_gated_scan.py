@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._numerics import CACHED, no_autocast
+from ._numerics import CACHED, is_traced, no_autocast
 
 __all__ = ['TEMPERATURE', 'gated_scan']
 
@@ -37,7 +37,7 @@ def gated_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tenso
     """q, k, v and the logits of both directions (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):
         # the compiler does its own fusion
-        if torch.compiler.is_compiling():
+        if is_traced():
             return _plain(q, k, v, decay, decay_back, scale)
         return _GatedScan.apply(q, k, v, decay, decay_back, scale)
 
@@ -281,8 +281,9 @@ def _sum_states(k: Tensor, v: Tensor, to_next: Tensor, reverse: bool) -> tuple[T
 
 def _pass_on_(after: Tensor, before: Tensor, to_next: Tensor, reverse: bool) -> Tensor:
     """From the results of `_sum_states`, which are overwritten, the state before each chunk."""
-    # 0 after the last chunk of a head, hence before the first chunk of the next head
     after *= to_next.view(*after.shape[:2], 1)
+    # not by a factor of 0, which does not remove what is not finite
+    after.view(*to_next.shape, -1)[:, 0 if reverse else -1] = 0
     before[-1 if reverse else 0] = 0
     return before
 
@@ -311,7 +312,10 @@ def _grad_read(
     from_next = to_next.flatten(0, 1).roll(step, 0).view_as(to_next)
     dsums = _sum_states(q, dy, from_next, not reverse)
     # of the product of a that leads to a chunk, then of the one to the next
-    across = (states * dsums[0]).sum(dim=2).div_(TEMPERATURE).roll(-step, 0)
+    across = (states * dsums[0]).sum(dim=2).div_(TEMPERATURE)
+    # the first chunk of a head has none before it
+    across.view(to_next.shape)[:, -1 if reverse else 0] = 0
+    across = across.roll(-step, 0)
     dstates = _pass_on_(*dsums, from_next, not reverse)
     dq, dk = torch.bmm(dscores, k), torch.bmm(dscores.mT, q)
     torch.baddbmm(dq, dy, states.mT, out=dq)

@@ -1,11 +1,11 @@
-"""Numerical settings shared by the mixers: the base of exponentials, the size of a CPU cache, and autocast."""
+"""Numerical settings shared by the mixers: the base of exponentials, the size of a CPU cache, autocast, and tracing."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ['CACHED', 'LOG2_E', 'dot_tokens', 'no_autocast', 'sum_products']
+__all__ = ['CACHED', 'LOG2_E', 'dot_tokens', 'is_traced', 'no_autocast', 'sum_products']
 
 # exponentials are to base 2, which PyTorch computes several times faster on a CPU
 LOG2_E = math.log2(math.e)
@@ -17,6 +17,12 @@ def no_autocast(x: torch.Tensor) -> AbstractContextManager:
     """Disable autocast on the device of `x`, so that operations keep the dtype of their inputs."""
     # the meta device has no autocast and raises
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def is_traced() -> bool:
+    """Return True while torch.compile, torch.export or torch.func needs operations of PyTorch, with their gradients."""
+    # torch has no public name for the latter
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def sum_products(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._numerics import CACHED, dot_tokens
+from ._numerics import CACHED, dot_tokens, is_traced
 
 __all__ = ['FeatureMap', 'feature_attention', 'query_features']
 
@@ -52,7 +52,7 @@ class FeatureMap(Protocol):
 
 def feature_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap) -> Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         return _FeatureAttention.apply(q, k, v, phi.weight, phi)
     # the compiler does its own tiling and fusion
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -15,6 +15,8 @@ from timm.layers import is_exporting
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ._numerics import is_traced
+
 __all__ = ['apply_to_heads', 'recompute_heads']
 
 # intermediate results of up to 64 MB in float32 are stored
@@ -129,8 +131,8 @@ def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
 
 
 def _is_compiled() -> bool:
-    """True if the compiler or an exporter traces the function, and decides itself what to store."""
-    return torch.compiler.is_compiling() or is_exporting()
+    """True if the compiler, an exporter or torch.func traces the function, and decides itself what to store."""
+    return is_traced() or is_exporting()
 
 
 def _heads_at_once(x: Tensor, limit: int, num_elements: int) -> int:

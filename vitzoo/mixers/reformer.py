@@ -14,6 +14,7 @@ queries. Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim), a
 at most 64. Reformer, section 2 and appendix A, https://arxiv.org/abs/2001.04451
 """
 
+import math
 from functools import partial, reduce
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._chunked import chunk_attention, merge, softmax_with_lse
-from ._numerics import LOG2_E
+from ._numerics import LOG2_E, is_traced
 from ._random import draw_generator
 from ._recompute import recompute_heads
 from .base import QKVMixer, no_autocast, register_mixer
@@ -107,6 +108,9 @@ def _attend(
     dropout_p: float,
 ) -> torch.Tensor:
     P, dtype = q.shape[2] - grid_size[0] * grid_size[1], torch.promote_types(q.dtype, torch.float32)
+    # the chunks of different samples and heads are neighbours, and a weight of 0 does not remove what is not finite
+    broken = ~(_is_finite(q) & _is_finite(v))
+    q, v = q.masked_fill(broken, 0), v.masked_fill(broken, 0)
     k = F.normalize(q.to(dtype), dim=-1).to(q.dtype)
     out, z = _hashed_rounds(q[:, :, P:], k[:, :, P:], v[:, :, P:], rotations, chunk_size, scale, dropout_p)
     if P:
@@ -115,12 +119,17 @@ def _attend(
         prefix = softmax_with_lse(scores, v[:, :, :P], dropout_p)
         out, z = (torch.cat([found, x.unsqueeze(2)], dim=2) for found, x in zip((out, z), prefix))
     out = merge(out, z, dim=2).to(v.dtype)
-    if P == 0:
-        return out
-    # a prefix token always has another key, so its own needs no finite penalty
-    itself = torch.eye(P, q.shape[2], dtype=torch.bool, device=q.device)
-    bias = torch.zeros_like(itself, dtype=q.dtype).masked_fill(itself, float('-inf')).unsqueeze(0)
-    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, bias, dropout_p), out], dim=2)
+    if P:
+        # a prefix token always has another key, so its own needs no finite penalty
+        itself = torch.eye(P, q.shape[2], dtype=torch.bool, device=q.device)
+        bias = torch.zeros_like(itself, dtype=q.dtype).masked_fill(itself, float('-inf')).unsqueeze(0)
+        out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, bias, dropout_p), out], dim=2)
+    return out.masked_fill(broken, math.nan)
+
+
+def _is_finite(x: torch.Tensor) -> torch.Tensor:
+    """Whether all numbers of a head of a sample are finite, (B, heads, 1, 1)."""
+    return torch.linalg.vector_norm(x.detach(), ord=math.inf, dim=(2, 3), keepdim=True).isfinite()
 
 
 def _hashed_rounds(
@@ -196,7 +205,7 @@ def _pair_bias(codes: torch.Tensor, m: int) -> torch.Tensor:
 
 def _take(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Rows of x (n, d) by their index; `inverse` (times, n) has the positions of each row in the result."""
-    return x.index_select(0, index) if torch.compiler.is_compiling() else _Take.apply(x, index, inverse)
+    return x.index_select(0, index) if is_traced() else _Take.apply(x, index, inverse)
 
 
 class _Take(torch.autograd.Function):
