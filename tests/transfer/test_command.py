@@ -28,6 +28,7 @@ from vitzoo.transfer.command import transfer
 from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
 from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.pictures import open_pictures
+from vitzoo.transfer.record import Ledger
 from vitzoo.transfer.students import make_student
 from vitzoo.transfer.summary import explain_result
 
@@ -227,6 +228,20 @@ def test_several_mixers_give_one_table(teacher, images, tmp_path, capsys):
     assert (tmp_path / 'all' / 'pool' / 'model.safetensors').is_file()
     assert capsys.readouterr().out.count('one block at a time') == 2
     assert len(both[1]['matching']) == 1
+    with pytest.raises(UserError, match='has transfers to several mixers'):
+        transfer([*command, '--mixer', 'linear', '--overwrite'])
+    with pytest.raises(UserError, match='has a transfer to one mixer'):
+        transfer([*command[:-1], str(tmp_path / 'all' / 'pool'), '--mixer', 'linear,local', '--overwrite'])
+
+
+def test_the_summary_of_several_mixers_keeps_those_of_earlier_calls(tmp_path):
+    def write(**steps):
+        results = [dict(settings=dict(mixer=mixer), steps=number) for mixer, number in steps.items()]
+        Ledger(tmp_path, {}).write_students(results)
+        return {r['settings']['mixer']: r['steps'] for r in read_results(tmp_path)['students']}
+
+    assert write(linear=1, pool=1) == dict(linear=1, pool=1)
+    assert write(pool=2, local=2) == dict(linear=1, pool=2, local=2)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

@@ -297,6 +297,9 @@ def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
         raise UserError(f"unknown optimizer '{recipe.opt}'{did_you_mean(recipe.opt, names)}")
     if recipe.opt.lower() == 'adahessian':
         raise UserError('opt adahessian needs second derivatives, which training does not compute; choose another opt')
+    if recipe.opt.lower() == 'kron' and not torch.backends.opt_einsum.is_available():
+        # timm only warns, and torch.einsum needs gigabytes for a small model
+        raise UserError('opt kron needs its package: pip install opt_einsum')
     overrides: dict[str, Any] = {}
     if recipe.opt_eps is not None:
         overrides['eps'] = recipe.opt_eps

@@ -68,6 +68,10 @@ def _transfer(task: Transfer) -> list[dict]:
         _check_count(options.keep_softmax, student)
     if options.probe_only:
         return [dict(mixer=mixer, probe=_probe(task, mixer)) for mixer in options.mixers]
+    assert options.output is not None
+    summary = Ledger(Path(options.output), options.settings, task.accelerator.is_main_process)
+    if options.mixers[1:]:
+        summary.open_summary()
     with ExitStack() as stack:
         folders = {mixer: _folder(options, mixer) for mixer in options.mixers}
         locks = {
@@ -80,11 +84,8 @@ def _transfer(task: Transfer) -> list[dict]:
         if task.pictures.note:
             task.console.print(f'note   {task.name}: {task.pictures.note}')
         results = [transfer_to(task, mixer, ledgers[mixer], locks[mixer]) for mixer in options.mixers]
-    if results[1:]:
-        assert options.output is not None
-        summary = Ledger(Path(options.output), options.settings, task.accelerator.is_main_process)
-        summary.results['students'] = results
-        summary.write()
+    if options.mixers[1:]:
+        summary.write_students(results)
     print_scores(task.console, results, task.pictures.kind)
     return results
 

@@ -44,6 +44,11 @@ class Ledger:
             UserError: There is a transfer and `resume` and `overwrite` are false, or it has other settings, or the
                 folder has another run.
         """
+        if self._students() is not None:
+            raise UserError(
+                f"'{self.folder}' has transfers to several mixers, in folders of their names; give --output one of"
+                f' these, or choose another'
+            )
         if self.path.is_file() and resume:
             self._read()
         elif self.path.is_file() and not overwrite:
@@ -55,6 +60,22 @@ class Ledger:
             raise UserError(f"'{self.folder}' has a model or a run that is not of a transfer; choose another --output")
         elif overwrite and self.is_main:
             self._clear()
+
+    def open_summary(self) -> None:
+        """Check that the file can have the results of several mixers.
+
+        Raises:
+            UserError: The file is that of one mixer.
+        """
+        if self.path.is_file() and self._students() is None:
+            raise UserError(f"'{self.folder}' has a transfer to one mixer; choose another --output for several")
+
+    def write_students(self, results: list[dict]) -> None:
+        """Write the results of several mixers, and keep those of other mixers that the file has."""
+        mixers = {result['settings']['mixer'] for result in results}
+        earlier = [result for result in self._students() or [] if result['settings']['mixer'] not in mixers]
+        self.results['students'] = [*earlier, *results]
+        self.write()
 
     def once(self, key: str, compute: Callable[[], Any]) -> Any:
         """The result of a key, computed now if it is not in the file yet."""
@@ -100,6 +121,13 @@ class Ledger:
         if self.is_main:
             for name in (STATES, 'checkpoints', 'best'):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def _students(self) -> list[dict] | None:
+        """The results in the file of several mixers; None if there is none."""
+        try:
+            return json.loads(self.path.read_text(encoding='utf-8')).get('students')
+        except (OSError, ValueError, AttributeError):
+            return None
 
     def _read(self) -> None:
         try:
