@@ -176,10 +176,12 @@ def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks:
 
 
 def describe_architecture(config: dict) -> str:
-    """The architecture in a folder's config.json; for a swapped model that of its base, and its mixers."""
+    """The architecture in a folder's config.json, and mixers that are arguments; or a swapped model's base."""
     args = config.get('model_args', {})
     if config['architecture'] != ARCHITECTURE:
-        return config['architecture']
+        mixer = args.get('mixer', '')
+        mixers = mixer if isinstance(mixer, str) else f'{", ".join(mixer)} in its stages'
+        return f'{config["architecture"]} with {mixers}' if mixers else config['architecture']
     return f'{args["base_model"]} with {describe_swaps(args["swap_mixer"])}'
 
 

@@ -197,6 +197,10 @@ def test_the_name_of_the_model_remains_in_its_description(tmp_path):
     assert swap_in('vil_nano', model, 'ls:0,softmax:2', {}) == 'ls in block 0, softmax in block 2'
     config = dict(architecture=model.pretrained_cfg['architecture'], model_args=model._model_args)
     assert describe_architecture(config) == 'vil_nano with ls in block 0, softmax in block 2'
+    config = dict(architecture='cvt_nano', model_args=dict(mixer='performer'))
+    assert describe_architecture(config) == 'cvt_nano with performer'
+    config['model_args'] = dict(mixer=['ls', 'ls', 'softmax'])
+    assert describe_architecture(config) == 'cvt_nano with ls, ls, softmax in its stages'
     assert len(token_statistics(model, [images(model)])['blocks']) == 3
 
 

@@ -597,6 +597,15 @@ def test_times_at_several_sizes_come_from_benchmarks(out, benchmarks):
     assert conditions in (out / 'index.html').read_text()
 
 
+def test_a_model_with_other_mixers_does_not_get_the_times_of_its_base(out, benchmarks, capsys):
+    out.mkdir()
+    names = 'model_0 with ls', 'model_0.in1k with ls in all blocks'
+    others = [make_record(0) | dict(architecture=name) for name in names]
+    (out / 'report.json').write_text(json.dumps(make_data(*others)))
+    message = fails(capsys, '--results', out / 'report.json', '--out', out, '--benchmarks', benchmarks)
+    assert f'has none of {", ".join(sorted(names))} at two sizes' in message
+
+
 def test_benchmarks_of_other_models_are_refused(out, benchmarks, capsys):
     out.mkdir()
     (out / 'report.json').write_text(json.dumps(make_data(make_record(5))))

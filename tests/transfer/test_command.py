@@ -495,6 +495,12 @@ def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):
         assert f'{score["score"]:.2f} %' in text
     assert 'Score against speed at 224 pixels' in text and 'These speeds are unreliable: busy machine.' in text
     assert 'Tokens of ls and its teacher' in text
+    others = [
+        dict(name=name, index=index, transfer=results | dict(settings=dict(teacher=f'study/{name}/seed-0')))
+        for index, name in enumerate(('cvt', 'vil', 'vil'))
+    ]
+    text = to_html(tag('div', transfer_section(others)))
+    assert 'teacher cvt/seed-0: ' in text and 'teacher vil/seed-0: ' in text
     assert [cell.text for cell in section.iter('td')][11] == '2.0'
     assert transfer_section([dict(name='other', index=1)]) == []
     assert read_transfer(str(finished / 'none')) == {}

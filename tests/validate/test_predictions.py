@@ -91,6 +91,23 @@ def test_the_logits_of_each_image_are_kept(data, trained, tmp_path):
     assert predictions.class_names == dict(enumerate(NAMES))
 
 
+def test_classes_beyond_those_of_the_data_are_numbered(data, tmp_path):
+    # as a training with a larger num_classes leaves them; one of the classes is called like the number of another
+    names = [*NAMES[:6], '7']
+    torch.manual_seed(5)
+    model = timm.create_model('deit_softmax_tiny', img_size=32, depth=1, num_classes=12)
+    torch.nn.init.normal_(model.head.weight)
+    save_for_hf(model, tmp_path / 'run', model_config=dict(label_names=names), safe_serialization=True)
+    argv = [tmp_path / 'run', '--data-dir', data, '--workers', 0, '--errors', tmp_path / 'errors']
+    for name in ('predictions.csv', 'predictions.npz'):
+        validate([*map(str, argv), '--save-predictions', str(tmp_path / name)])
+    expected = dict(enumerate([*names, 'class 7', *map(str, range(8, 12))]))
+    assert read_predictions(str(tmp_path / 'predictions.npz')).class_names == expected
+    # only classes that occur
+    assert read_predictions(str(tmp_path / 'predictions.csv')).class_names.items() <= expected.items()
+    assert (tmp_path / 'errors').is_dir()
+
+
 def test_several_labels_for_an_image(data, trained, tmp_path, capsys):
     val, run = shutil.copytree(data, tmp_path / 'photos') / 'val', shutil.copytree(trained, tmp_path / 'run')
     names = sorted(path.relative_to(val).as_posix() for path in val.rglob('*.png'))

@@ -48,7 +48,9 @@ def add_timings(records: list[dict], path: str) -> None:
 
 
 def _base_name(record: dict) -> str:
-    return record.get('architecture', record['model']).partition('.')[0]
+    description = record.get('architecture', record['model'])
+    # of one with other mixers, only its own times
+    return description if ' ' in description else description.partition('.')[0]
 
 
 def _curves(sizes: dict[int, dict]) -> dict:

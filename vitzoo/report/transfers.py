@@ -6,6 +6,7 @@ from pathlib import Path
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, block_ticks, curves, scatter
 from vitzoo.report.markup import Element, tag
+from vitzoo.report.records import short_names
 from vitzoo.transfer.measures import SCORE_TITLES
 from vitzoo.transfer.record import RECORD
 from vitzoo.transfer.summary import CONTROLS, STAGES, find_doubts, minutes
@@ -67,10 +68,13 @@ def _scores(results: dict, measure: str, controls: list[str]) -> list[str]:
 def _speed_figure(records: list[dict], side: str) -> Element:
     """Score against speed at one image size; of each student and, once, of each teacher."""
     points: list[Point] = []
+    folders = list(dict.fromkeys(record['transfer']['settings']['teacher'] for record in records))
+    teachers = {
+        folder: name if name == 'teacher' else f'teacher {name}' for folder, name in zip(folders, short_names(folders))
+    }
     for record in records:
         results, speeds = record['transfer'], record['transfer']['images_per_second'].get(side, {})
-        folder = Path(results['settings']['teacher']).name
-        teacher = folder if folder == 'teacher' else f'teacher {folder}'
+        teacher = teachers[results['settings']['teacher']]
         for kind, name in (('student', record['name']), ('teacher', teacher)):
             if kind not in speeds or name in [point.name for point in points]:
                 continue

@@ -113,6 +113,11 @@ def validate_model(
     return record | scores
 
 
+def _number_class(label: int, class_to_idx: dict[str, int]) -> str:
+    """A name for a class without one: its number, which no other class has for a name."""
+    return f'class {label}' if str(label) in class_to_idx else str(label)
+
+
 def open_validation_data(
     data_dir: str,
     model: nn.Module,
@@ -144,12 +149,16 @@ def open_validation_data(
         if not set(dataset.class_names) <= set(class_names):
             class_names = []
     if class_names:
+        class_to_idx = {name: i for i, name in enumerate(class_names)}
         try:
-            return Images(dataset.reader, transform, {name: i for i, name in enumerate(class_names)})
+            images = Images(dataset.reader, transform, class_to_idx)
         except UserError as error:
             if data_dir != 'sample':
                 raise
             raise UserError(f'{error}; without --data-dir, a model is validated on the bundled sample') from error
+        # after the check, so that no class of the data is taken for one that has only a number
+        rest = {_number_class(i, class_to_idx): i for i in range(len(class_names), model.num_classes)}
+        return Images(dataset.reader, transform, class_to_idx | rest) if rest else images
     if len(dataset.class_names) != model.num_classes:
         raise UserError(
             f'the model has {model.num_classes} classes and {data_dir} has {len(dataset.class_names)}, which are not '
