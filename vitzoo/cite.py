@@ -152,8 +152,9 @@ def _papers_of_run(folder: Path, name: str) -> Iterator[tuple[str, str]]:
     if data:
         dataset = re.sub('[-_]', '', Path(data).name.lower())
         yield _DATASETS.get(dataset, f'cite the source of {data}'), f'training data of {name}'
-    parents = [recipe.get('model') if recipe.get('pretrained') else None]
-    parents += [about.get('parent') if about.get('weights') == 'published' else None, about.get('teacher')]
+    parents = [recipe.get('model') if recipe.get('pretrained') and not recipe.get('initial_checkpoint') else None]
+    parents += [about.get('parent') if about.get('weights') == 'published' else None]
+    parents += [about.get('teacher') if about.get('weights') != 'checkpoint' else None]
     for parent in filter(timm.is_model, filter(None, parents)):
         config = timm.get_pretrained_cfg(parent)
         if config is not None:

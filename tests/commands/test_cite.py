@@ -6,6 +6,7 @@ import sys
 import docs_citation
 import pytest
 import timm
+from timm.models import save_for_hf
 
 import vitzoo
 from vitzoo.cite import cite, find_papers, main, read_papers
@@ -61,7 +62,7 @@ def test_papers_of_weights_without_an_entry_are_links():
 def test_a_run_has_the_papers_of_its_data_and_of_the_weights_it_began_with(recipe, expected, folder, tmp_path):
     (tmp_path / folder).mkdir(exist_ok=True)
     model = timm.create_model('cvt_ls_13', num_classes=3)
-    timm.models.save_for_hf(model, str(tmp_path / folder), safe_serialization=True)
+    save_for_hf(model, str(tmp_path / folder), safe_serialization=True)
     (tmp_path / 'recipe.yaml').write_text(recipe)
     found = keys(cite([str(tmp_path / folder)]))
     assert found[:2] == ['wu2021cvt', 'zhu2021longshort']
@@ -72,14 +73,28 @@ def test_a_run_has_the_papers_of_its_data_and_of_the_weights_it_began_with(recip
 def test_a_converted_model_has_the_papers_of_the_data_and_the_weights_of_its_parent(origin, tmp_path):
     model = timm.create_model('cvt_ls_13', num_classes=3)
     about = dict(data_dir='sample', **origin)
-    timm.models.save_for_hf(model, str(tmp_path), safe_serialization=True, model_config=dict(vitzoo=about))
+    save_for_hf(model, str(tmp_path), safe_serialization=True, model_config=dict(vitzoo=about))
     found = keys(cite([str(tmp_path)]))
     assert found == ['wu2021cvt', 'zhu2021longshort', 'krizhevsky2009cifar', 'russakovsky2015imagenet']
 
 
+@pytest.mark.parametrize(
+    'origin', [dict(parent='cvt_13', weights='own.pth'), dict(teacher='cvt_13', weights='checkpoint')]
+)
+def test_a_model_that_began_with_a_checkpoint_does_not_have_the_papers_of_published_weights(origin, tmp_path):
+    save_for_hf(timm.create_model('cvt_ls_13', num_classes=3), str(tmp_path), model_config=dict(vitzoo=origin))
+    assert keys(cite([str(tmp_path)])) == ['wu2021cvt', 'zhu2021longshort']
+
+
+def test_a_run_that_began_with_a_checkpoint_does_not_have_the_papers_of_published_weights(tmp_path):
+    save_for_hf(timm.create_model('cvt_ls_13', num_classes=3), str(tmp_path))
+    (tmp_path / 'recipe.yaml').write_text('model: cvt_13\npretrained: true\ninitial_checkpoint: own.pth')
+    assert keys(cite([str(tmp_path)])) == ['wu2021cvt', 'zhu2021longshort']
+
+
 def test_the_source_of_other_data_is_left_to_the_user(tmp_path):
     model = timm.create_model('cvt_ls_13', num_classes=3)
-    timm.models.save_for_hf(model, str(tmp_path), safe_serialization=True)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
     (tmp_path / 'recipe.yaml').write_text('data_dir: my/photos')
     assert cite([str(tmp_path)]).endswith(f'% training data of {tmp_path}: cite the source of my/photos')
 
@@ -87,7 +102,7 @@ def test_the_source_of_other_data_is_left_to_the_user(tmp_path):
 def test_a_swapped_model_of_timm_has_the_papers_of_its_mixers(tmp_path):
     model = timm.create_model('vit_tiny_patch16_224', num_classes=3, depth=1)
     vitzoo.swap_mixer(model, 'hydra')
-    timm.models.save_for_hf(model, str(tmp_path), safe_serialization=True)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
     assert keys(cite([str(tmp_path)])) == ['wightman2019timm', 'bolya2022hydra']
 
 
