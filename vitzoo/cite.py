@@ -78,14 +78,10 @@ def find_papers(name: str) -> Iterator[tuple[str, str]]:
     mixers = {mixer_class(mixer): mixer for mixer in list_mixers()}
     for cls in dict.fromkeys(type(module) for module in model.modules() if isinstance(module, TokenMixer)):
         yield _paper_of_mixer(cls), f'mixer {mixers.get(cls, cls.__name__)} of {name}'
-    config = model.pretrained_cfg
-    shipped = shipped_folders().get(f'{name.partition(".")[0]}.{config.get("tag")}')
     if is_trained_folder(name):
         yield from _papers_of_run(Path(name), name)
-    elif shipped is not None:
-        yield from _papers_of_run(shipped, name)
     else:
-        yield from _papers_of_weights(name, config)
+        yield from _papers_of_published(name, model.pretrained_cfg)
 
 
 @cache
@@ -130,6 +126,15 @@ def _arxiv_ids(cls: type) -> list[str]:
     return re.findall(r'arxiv\.org/abs/(\d{4}\.\d{4,5})', sys.modules[cls.__module__].__doc__ or '')
 
 
+def _papers_of_published(name: str, config: dict) -> Iterator[tuple[str, str]]:
+    """The papers of the published weights of a name; `config` is for names that timm does not list."""
+    # models that are created without weights may lack the tag
+    listed = timm.get_pretrained_cfg(name)
+    config = config if listed is None else listed.to_dict()
+    shipped = shipped_folders().get(f'{name.partition(".")[0]}.{config.get("tag")}')
+    yield from _papers_of_weights(name, config) if shipped is None else _papers_of_run(shipped, name, None)
+
+
 def _papers_of_weights(name: str, config: dict) -> Iterator[tuple[str, str]]:
     """The papers of published weights, and of the data that they were trained on, by the tag."""
     ids, tag = config.get('paper_ids') or (), config.get('tag') or ''
@@ -141,8 +146,13 @@ def _papers_of_weights(name: str, config: dict) -> Iterator[tuple[str, str]]:
         yield _IMAGENET, f'ImageNet-1k, training data of the published weights of {name}'
 
 
-def _papers_of_run(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """The papers of the data of a run or a converted model, and of the published weights that it began with."""
+def _papers_of_run(folder: Path, name: str, before: frozenset[Path] | None = frozenset()) -> Iterator[tuple[str, str]]:
+    """The papers of the data of a run or a converted model, and those of the model that it began with.
+
+    Args:
+        before: The folders that began with this one, directly or not; None for weights that come with vitzoo, whose
+            folders are those of another machine.
+    """
     # the best epoch has a folder inside that of the run
     recipes = [path for path in (folder / 'recipe.yaml', folder.resolve().parent / 'recipe.yaml') if path.is_file()]
     # of a training or of a transfer
@@ -152,12 +162,24 @@ def _papers_of_run(folder: Path, name: str) -> Iterator[tuple[str, str]]:
     if data:
         dataset = re.sub('[-_]', '', Path(data).name.lower())
         yield _DATASETS.get(dataset, f'cite the source of {data}'), f'training data of {name}'
-    parents = [recipe.get('model') if recipe.get('pretrained') else None]
-    parents += [about.get('parent') if about.get('weights') == 'published' else None, about.get('teacher')]
-    for parent in filter(timm.is_model, filter(None, parents)):
-        config = timm.get_pretrained_cfg(parent)
-        if config is not None:
-            yield from _papers_of_weights(parent, config.to_dict())
+    for parent, is_published in _parents(recipe, about):
+        path = Path(parent.removeprefix('local-dir:')).expanduser()
+        # a run may be in a folder of the name of its model
+        if before is not None and is_trained_folder(path) and path.resolve() not in {*before, folder.resolve()}:
+            yield from _papers_of_run(path, parent, before | {folder.resolve()})
+        elif is_published and timm.is_model(parent):
+            yield from _papers_of_published(parent, {})
+
+
+def _parents(recipe: dict, about: dict) -> Iterator[tuple[str, bool]]:
+    """The models and folders that a model began with, and whether published weights of that name were used."""
+    weights = about.get('weights')
+    if recipe.get('model') and not recipe.get('initial_checkpoint'):
+        yield recipe['model'], bool(recipe.get('pretrained'))
+    if about.get('parent') and weights in ('published', 'trained'):
+        yield about['parent'], weights == 'published'
+    if about.get('teacher') and weights != 'checkpoint':
+        yield about['teacher'], True
 
 
 if __name__ == '__main__':

@@ -276,10 +276,11 @@ def _check_forward(model: nn.Module, data_config: dict) -> None:
 def _bias_index(model: nn.Module) -> dict:
     """The `rel_bias` argument of a long-short model, written out because its name may only imply it."""
     first = next((module for module in model.modules() if isinstance(module, TokenMixer)), None)
-    if hasattr(model, 'inheritance'):
-        # a swapped model, whose config has the arguments of its mixers
+    model_args = getattr(model, '_model_args', {})
+    if 'swap_mixer' in model_args:
+        # the config of a swapped model has the arguments of its mixers
         return {}
-    given = getattr(model, '_model_args', {}).get('mixer_kwargs') or {}
+    given = model_args.get('mixer_kwargs') or {}
     # a sequence is exported as given; a dict applies to the mixer of the first stage
     if not isinstance(first, LongShort) or not isinstance(given, dict):
         return {}

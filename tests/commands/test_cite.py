@@ -2,10 +2,12 @@
 
 import re
 import sys
+from pathlib import Path
 
 import docs_citation
 import pytest
 import timm
+from timm.models import save_for_hf
 
 import vitzoo
 from vitzoo.cite import cite, find_papers, main, read_papers
@@ -31,6 +33,7 @@ def keys(bibtex: str) -> list[str]:
             ['wu2021cvt', 'vaswani2017attention', 'deng2009imagenet', 'russakovsky2015imagenet'],
         ),
         ('cvt_softmax_nano.vz_cifar10', ['wu2021cvt', 'vaswani2017attention', 'krizhevsky2009cifar']),
+        ('cvt_softmax_nano', ['wu2021cvt', 'vaswani2017attention', 'russakovsky2015imagenet']),
         ('vil_softmax_nano.vz_imagenette', ['zhang2021vil', 'vaswani2017attention', 'russakovsky2015imagenet']),
         ('resnet50.tv_in1k', ['wightman2019timm', 'russakovsky2015imagenet']),
     ],
@@ -55,31 +58,93 @@ def test_papers_of_weights_without_an_entry_are_links():
         ('data_dir: sample', ['krizhevsky2009cifar']),
         ('data_dir: data/ImageNet-1k/', ['russakovsky2015imagenet']),
         ('data_dir: sample\nmodel: cvt_13\npretrained: true', ['krizhevsky2009cifar', 'russakovsky2015imagenet']),
+        (
+            'data_dir: sample\nmodel: cvt_softmax_nano\npretrained: true',
+            ['krizhevsky2009cifar', 'russakovsky2015imagenet'],
+        ),
     ],
 )
 @pytest.mark.parametrize('folder', ['.', 'best'])
 def test_a_run_has_the_papers_of_its_data_and_of_the_weights_it_began_with(recipe, expected, folder, tmp_path):
     (tmp_path / folder).mkdir(exist_ok=True)
     model = timm.create_model('cvt_ls_13', num_classes=3)
-    timm.models.save_for_hf(model, str(tmp_path / folder), safe_serialization=True)
+    save_for_hf(model, str(tmp_path / folder), safe_serialization=True)
     (tmp_path / 'recipe.yaml').write_text(recipe)
     found = keys(cite([str(tmp_path / folder)]))
     assert found[:2] == ['wu2021cvt', 'zhu2021longshort']
     assert found[2:] == expected
 
 
-@pytest.mark.parametrize('origin', [dict(parent='cvt_13', weights='published'), dict(teacher='cvt_13')], ids=str)
+@pytest.mark.parametrize(
+    'origin',
+    [
+        dict(parent='cvt_13', weights='published'),
+        dict(parent='cvt_softmax_nano.vz_imagenette', weights='published'),
+        dict(teacher='cvt_13'),
+        dict(teacher='cvt_13', weights='published'),
+    ],
+    ids=str,
+)
 def test_a_converted_model_has_the_papers_of_the_data_and_the_weights_of_its_parent(origin, tmp_path):
     model = timm.create_model('cvt_ls_13', num_classes=3)
     about = dict(data_dir='sample', **origin)
-    timm.models.save_for_hf(model, str(tmp_path), safe_serialization=True, model_config=dict(vitzoo=about))
+    save_for_hf(model, str(tmp_path), safe_serialization=True, model_config=dict(vitzoo=about))
     found = keys(cite([str(tmp_path)]))
     assert found == ['wu2021cvt', 'zhu2021longshort', 'krizhevsky2009cifar', 'russakovsky2015imagenet']
 
 
+@pytest.mark.parametrize(
+    'origin', [dict(parent='cvt_13', weights='own.pth'), dict(teacher='cvt_13', weights='checkpoint')]
+)
+def test_a_model_that_began_with_a_checkpoint_does_not_have_the_papers_of_published_weights(origin, tmp_path):
+    save_for_hf(timm.create_model('cvt_ls_13', num_classes=3), str(tmp_path), model_config=dict(vitzoo=origin))
+    assert keys(cite([str(tmp_path)])) == ['wu2021cvt', 'zhu2021longshort']
+
+
+@pytest.mark.parametrize(
+    ('origin', 'recipe'),
+    [
+        (dict(parent='{run}', weights='trained'), None),
+        (dict(teacher='{run}', weights='trained'), None),
+        ({}, 'model: {run}'),
+        ({}, 'model: local-dir:{run}'),
+    ],
+    ids=str,
+)
+def test_a_model_has_the_papers_of_the_run_that_it_began_with(origin, recipe, tmp_path):
+    model = timm.create_model('cvt_ls_13', num_classes=3)
+    run, derived = tmp_path / 'run', tmp_path / 'derived'
+    save_for_hf(model, str(run))
+    (run / 'recipe.yaml').write_text('data_dir: sample\nmodel: cvt_13\npretrained: true')
+    about = {key: text.format(run=run) for key, text in origin.items()}
+    save_for_hf(model, str(derived), model_config=dict(vitzoo=about))
+    if recipe is not None:
+        (derived / 'recipe.yaml').write_text(recipe.format(run=run))
+    found = keys(cite([str(derived)]))
+    assert found == ['wu2021cvt', 'zhu2021longshort', 'krizhevsky2009cifar', 'russakovsky2015imagenet']
+    if origin:
+        about['weights'] = 'checkpoint'
+        save_for_hf(model, str(derived), model_config=dict(vitzoo=about))
+        assert keys(cite([str(derived)])) == ['wu2021cvt', 'zhu2021longshort']
+
+
+@pytest.mark.parametrize(('pretrained', 'expected'), [('true', ['russakovsky2015imagenet']), ('false', [])])
+def test_a_run_in_a_folder_of_the_name_of_its_model_has_its_papers(pretrained, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_for_hf(timm.create_model('cvt_softmax_nano'), 'cvt_softmax_nano')
+    Path('cvt_softmax_nano/recipe.yaml').write_text(f'model: cvt_softmax_nano\npretrained: {pretrained}')
+    assert keys(cite(['cvt_softmax_nano']))[2:] == expected
+
+
+def test_a_run_that_began_with_a_checkpoint_does_not_have_the_papers_of_published_weights(tmp_path):
+    save_for_hf(timm.create_model('cvt_ls_13', num_classes=3), str(tmp_path))
+    (tmp_path / 'recipe.yaml').write_text('model: cvt_13\npretrained: true\ninitial_checkpoint: own.pth')
+    assert keys(cite([str(tmp_path)])) == ['wu2021cvt', 'zhu2021longshort']
+
+
 def test_the_source_of_other_data_is_left_to_the_user(tmp_path):
     model = timm.create_model('cvt_ls_13', num_classes=3)
-    timm.models.save_for_hf(model, str(tmp_path), safe_serialization=True)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
     (tmp_path / 'recipe.yaml').write_text('data_dir: my/photos')
     assert cite([str(tmp_path)]).endswith(f'% training data of {tmp_path}: cite the source of my/photos')
 
@@ -87,7 +152,7 @@ def test_the_source_of_other_data_is_left_to_the_user(tmp_path):
 def test_a_swapped_model_of_timm_has_the_papers_of_its_mixers(tmp_path):
     model = timm.create_model('vit_tiny_patch16_224', num_classes=3, depth=1)
     vitzoo.swap_mixer(model, 'hydra')
-    timm.models.save_for_hf(model, str(tmp_path), safe_serialization=True)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
     assert keys(cite([str(tmp_path)])) == ['wightman2019timm', 'bolya2022hydra']
 
 

@@ -557,6 +557,24 @@ def test_convert_swaps_the_mixers_of_a_folder(tmp_path, capsys):
     assert loaded(tmp_path / 'again')(torch.rand(1, 3, 96, 96)).isfinite().all()
 
 
+@pytest.mark.parametrize('options', ['{0}/model.safetensors --model {0}', '--from {0} --to {0}'])
+def test_a_swapped_folder_is_converted_again(options, tmp_path):
+    vit(tmp_path / 'parent')
+    swapped = tmp_path / 'swapped'
+    argv = ['--from', str(tmp_path / 'parent'), '--swap', 'ls', '--mixer-kwargs', 'window_size=3']
+    convert([*argv, '--out', str(swapped)])
+    convert([*options.format(swapped).split(), '--out', str(tmp_path / 'out')])
+    x = torch.rand(1, 3, 64, 64)
+    assert torch.equal(loaded(tmp_path / 'out')(x), loaded(swapped)(x))
+
+
+def test_weights_are_inherited_by_a_converted_model_that_comes_with_vitzoo(tmp_path):
+    convert(['--from', 'vil_softmax_nano', '--to', 'vil_softmax_nano_to_ls', '--out', str(tmp_path / 'out')])
+    config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    assert 'mixer_kwargs' not in config['model_args']
+    assert loaded(tmp_path / 'out')(torch.rand(1, 3, 128, 128)).isfinite().all()
+
+
 def test_a_checkpoint_is_swapped_too(tmp_path):
     model = vit(tmp_path / 'parent')
     argv = ['--checkpoint', str(tmp_path / 'parent' / 'model.safetensors'), '--swap', 'softmax', '--out']

@@ -40,6 +40,17 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(recip
     assert load_recipe(['--config', recipe_file(file), *arguments]).epochs == epochs
 
 
+@pytest.mark.parametrize('words', [['--img-size', '64x96'], ['--img-size=64X96'], ['--img-size', '64', '96']])
+def test_height_and_width_are_given_as_for_other_commands_or_as_two_words(words):
+    assert load_recipe(words).img_size == [64, 96]
+
+
+@pytest.mark.parametrize('text', ['64x', '64x96x3'])
+def test_what_is_not_a_size_is_refused(text):
+    with pytest.raises(UserError, match='img_size must'):
+        load_recipe(['--img-size', text])
+
+
 @pytest.mark.parametrize('spelling', [['--batch-size', '8'], ['--batch_size', '8'], ['--batch_size=8']])
 def test_an_option_is_spelled_with_hyphens_or_underscores(spelling):
     assert load_recipe(spelling).batch_size == 8

@@ -84,6 +84,24 @@ def test_the_folder_of_a_transfer_is_a_model_with_its_results(teacher, images, f
     assert (finished / 'metrics.csv').read_text().count('\n') == 7
 
 
+@pytest.mark.parametrize(
+    ('with_checkpoint', 'weights', 'licence'), [(False, 'trained', 'mit'), (True, 'checkpoint', None)]
+)
+def test_a_student_has_the_licence_of_its_teacher_unless_that_has_other_weights(
+    with_checkpoint, weights, licence, images, tmp_path
+):
+    teacher = save_teacher(tmp_path / 'teacher')
+    config = json.loads((tmp_path / 'teacher' / 'config.json').read_text())
+    config['pretrained_cfg']['license'] = 'mit'
+    (tmp_path / 'teacher' / 'config.json').write_text(json.dumps(config))
+    option = ['--checkpoint', f'{teacher}/model.safetensors'] if with_checkpoint else []
+    command = [teacher, *option, '--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', images, '--output']
+    transfer([*command, str(tmp_path / 'out')])
+    config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    assert config['pretrained_cfg'].get('license') == licence
+    assert config['vitzoo']['weights'] == weights
+
+
 # functions during which each stage is interrupted
 DURING = {
     'probe': 'vitzoo.transfer.command.probe',

@@ -158,11 +158,9 @@ def test_without_data_everything_else_is_reported(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ('weights', 'text'),
-    [('published', 'published, mit'), ('trained', 'trained from published weights (mit)'), ('checkpoint', None)],
+    [('published', 'published, mit'), ('trained', 'trained, mit'), ('checkpoint', None)],
 )
-def test_the_licence_of_published_weights_is_recorded_and_printed(
-    weights, text, tmp_path, capsys, monkeypatch, quick_timing
-):
+def test_the_licence_of_weights_is_recorded_and_printed(weights, text, tmp_path, capsys, monkeypatch, quick_timing):
     def load_published(name, **kwargs):
         model = timm.create_model('test_resnet').eval()
         model.pretrained_cfg |= dict(license='mit')

@@ -89,7 +89,7 @@ def describe_export(name: str, model: nn.Module, data_config: dict, weights: str
     facts: dict[str, Any] = dict(model=name, weights=weights, vitzoo=vitzoo.__version__)
     facts['class_names'] = class_names(model)
     config: Any = model.pretrained_cfg
-    # that of a trained model is of the published weights that it began with
+    # that of a trained model is of the published weights that it began with, or chosen by `vitzoo push`
     if weights in ('trained', 'published') and config.get('license'):
         facts['license'] = config['license']
     # logits of several labels need a sigmoid each

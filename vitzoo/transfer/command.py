@@ -230,7 +230,8 @@ def export_student(task: Transfer, student: nn.Module, ledger: Ledger, verdict: 
     if not task.accelerator.is_main_process:
         return verdict
     pictures, options = task.pictures, task.options
-    info = dict(teacher=task.name, data_dir=options.data_dir, seed=options.seed, transfer=verdict)
+    info: dict[str, Any] = dict(teacher=task.name, weights=task.weights, data_dir=options.data_dir)
+    info |= dict(seed=options.seed, transfer=verdict)
     info |= options.data_options.given()
     export_model(ledger.folder, student, label_names(task.teacher), task.data_config, info)
     if isinstance(pictures.val, Images) and pictures.val.is_held_out:

@@ -26,6 +26,7 @@ class Transfer:
     """A teacher and the images that its students learn from.
 
     Attributes:
+        weights: Origin of the teacher's weights, as in `load_model`.
         images: Training images as the student sees them, without those held out.
         held_out_images: Those that choose the best state of a stage.
         held_out: The share of this process of them, in batches.
@@ -36,6 +37,7 @@ class Transfer:
     accelerator: Accelerator
     name: str
     teacher: nn.Module
+    weights: str
     data_config: dict
     pictures: Pictures
     images: Chosen
@@ -98,6 +100,9 @@ def open_transfer(options: TransferOptions) -> Transfer:
     teacher, source = load_model(name, img_size=options.img_size, checkpoint=options.checkpoint)
     if source == 'random weights':
         raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a training run')
+    if source == 'checkpoint':
+        # it is that of other weights
+        teacher.pretrained_cfg.pop('license', None)
     teacher = teacher.to(accelerator.device)
     data_config = fit_data_config(name, teacher, options.img_size)
     pictures = open_pictures(name, teacher, options.data_dir, data_config, options.data_options, options.seed)
@@ -110,6 +115,7 @@ def open_transfer(options: TransferOptions) -> Transfer:
         accelerator,
         name,
         teacher,
+        source,
         {key: value for key, value in data_config.items() if value is not None},
         pictures,
         Chosen(pictures.train, train),

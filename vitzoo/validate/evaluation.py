@@ -96,7 +96,7 @@ def validate_model(
         # outside PeakMemory, because exact attention needs more memory than the model
         health = _measure_health(name, model, data_config, options, accelerator) if options.health else None
     height, width = data_config['input_size'][1:]
-    # that of a trained model is of the published weights that it began with
+    # that of a trained model is of the published weights that it began with, or chosen by `vitzoo push`
     terms = model.pretrained_cfg.get('license') if weights in ('published', 'trained') else None
     record = dict(model=name, weights=weights, license=terms)
     record |= dict.fromkeys((*ACCURACY_KEYS, 'oversmoothing', 'token_statistics'))

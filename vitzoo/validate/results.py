@@ -126,11 +126,8 @@ def print_records(records: list[dict], title: str) -> None:
 
 
 def format_weights(record: dict) -> str:
-    """The origin of a model's weights, with the licence of published ones, also of those that training began with."""
-    weights, terms = record.get('weights'), record.get('license')
-    if weights == 'trained' and terms:
-        return f'trained from published weights ({terms})'
-    return ', '.join(filter(None, [weights, terms]))
+    """The origin of a model's weights and, if it is known, their licence."""
+    return ', '.join(filter(None, [record.get('weights'), record.get('license')]))
 
 
 def print_robustness(records: list[dict]) -> None:
