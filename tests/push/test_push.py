@@ -158,6 +158,39 @@ def test_the_options_of_a_transfer_are_those_that_it_had(tmp_path):
     assert read_facts(tmp_path) == RunFacts('transfer', 2.0)
 
 
+def test_a_pushed_transfer_is_not_taken_for_a_training_when_it_is_pushed_again(run, tmp_path, hub):
+    folder = tmp_path / 'to_linformer'
+    shutil.copytree(run, folder)
+    (folder / 'recipe.yaml').write_text('data_dir: photos\nsteps: 3\nbatch_size: 64\nmixer: linformer\n')
+    (folder / 'metrics.csv').write_text('stage,step,output_error,best\nmatching,0,0.5,True\n')
+    assert read_facts(folder) == RunFacts('transfer', None)
+    push(arguments(folder, 'hf-hub:me/photos'))
+    card = (hub.folder / 'README.md').read_text()
+    assert '`vitzoo transfer TEACHER --config recipe.yaml' in card and 'steps: 3' in card
+    assert 'vitzoo train' not in card
+
+
+def test_a_pushed_conversion_is_not_taken_for_a_training_when_it_is_pushed_again(run, tmp_path):
+    folder = swapped_run(run, tmp_path)
+    for tag in ('first', 'second'):
+        target = tmp_path / 'weights' / f'test_vit_to_aft_full.{tag}'
+        push(arguments(folder, str(target), '--data-dir', str(run.parent / 'source')))
+        card = (target / 'README.md').read_text()
+        assert 'vitzoo train' not in card and 'Recipe' not in card
+        assert not (target / 'recipe.yaml').exists()
+        # as earlier versions wrote it
+        (target / 'recipe.yaml').write_text('{}\n')
+        folder = target
+
+
+def test_a_run_without_speeds_has_no_training_time(run, tmp_path):
+    for number, text in enumerate(['epoch,step,top1\n1,2,50.0\n', 'epoch,step,images_per_second\n1,2,\n']):
+        folder = tmp_path / str(number)
+        shutil.copytree(run, folder)
+        (folder / 'metrics.csv').write_text(text)
+        assert read_facts(folder) == RunFacts('train', None)
+
+
 @pytest.fixture
 def register(monkeypatch):
     """A function that registers deit_pushed_nano again, after weights were added."""
