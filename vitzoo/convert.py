@@ -24,7 +24,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import create_model, find_model, load_model, num_classes_in, read_about, swap_in
+from vitzoo.load import create_model, find_model, fit_label_names, load_model, num_classes_in, read_about, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -254,6 +254,7 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     if args.checkpoint:
         # a parent only gives its weights, so its head may be for any classes
         parent = load_official(args.checkpoint, args.parent, kwargs, any_classes=not args.swap)
+        fit_label_names(find_model(args.parent), parent, args.checkpoint)
         source = args.checkpoint
     else:
         parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)

@@ -94,6 +94,8 @@ def load_model(
     )
     if checkpoint is not None:
         load_weights(model, checkpoint)
+    if checkpoint is not None or num_classes is not None:
+        fit_label_names(name, model, checkpoint)
     return model.eval(), source
 
 
@@ -204,6 +206,21 @@ def label_names(model: nn.Module) -> list[str]:
     names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
     # fewer are fine: training may have been given a larger num_classes than the dataset has
     return names if len(names) <= model.num_classes else []
+
+
+def fit_label_names(name: str, model: Any, checkpoint: str | None) -> None:
+    """Give a model with other weights than those of its name the names of their classes, if they are known.
+
+    Args:
+        checkpoint: The file of the weights; the names are those in the folder that training wrote it to.
+    """
+    config = model.pretrained_cfg
+    if is_trained_folder(name) and model.num_classes == config.get('num_classes'):
+        return
+    config.pop('label_names', None)
+    found = None if checkpoint is None else _read_config(checkpoint)
+    if found is not None and found.get('num_classes') == model.num_classes:
+        config['label_names'] = found.get('label_names')
 
 
 def check_classifier(name: str, model: Any) -> None:
@@ -348,6 +365,13 @@ def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]
 
 def _read_img_size(path: str) -> tuple[int, int] | None:
     """The image size of the weights in a file, from the config.json of the folder that training wrote them to."""
+    config = _read_config(path) or {}
+    size = config.get('model_args', {}).get('img_size') or config.get('pretrained_cfg', {}).get('input_size')
+    return to_2tuple(size)[-2:] if size else None
+
+
+def _read_config(path: str) -> dict | None:
+    """The config.json of the folder that training wrote the weights in a file to."""
     folder = Path(path).resolve().parent
     folders = [folder]
     if folder.parent.name == 'checkpoints':
@@ -356,9 +380,7 @@ def _read_img_size(path: str) -> tuple[int, int] | None:
         folders += [run, run / 'best']
     for folder in folders:
         if is_trained_folder(folder):
-            config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-            size = config.get('model_args', {}).get('img_size') or config.get('pretrained_cfg', {}).get('input_size')
-            return to_2tuple(size)[-2:] if size else None
+            return json.loads((folder / 'config.json').read_text(encoding='utf-8'))
     return None
 
 
