@@ -128,7 +128,7 @@ def test_the_numbers_of_a_card_have_intervals(run, tmp_path):
     assert any('2009.14794' in bibtex for bibtex in card['citation'])
 
 
-def test_the_facts_of_a_run_come_from_its_files(run, tmp_path):
+def test_the_facts_of_a_run_come_from_its_files(run, tmp_path, monkeypatch):
     # 28 images at 14 and 28 images at 28 per second
     assert read_facts(run).hours == pytest.approx(3 / 3600)
     cells = tmp_path / 'scratch' / 'deit'
@@ -142,6 +142,8 @@ def test_the_facts_of_a_run_come_from_its_files(run, tmp_path):
     facts = read_facts(cells / 'seed-0')
     assert (facts.command, facts.hours) == ('train', 0.5)
     assert facts.seeds == {('clean', 'top1'): [50.0, 51.0], ('clean', 'top5'): [99.0, 99.0]}
+    monkeypatch.chdir(cells / 'seed-0')
+    assert read_facts(Path('.')) == facts
 
 
 def test_the_options_of_a_transfer_are_those_that_it_had(tmp_path):
