@@ -361,7 +361,7 @@ def test_a_folder_of_another_library_is_refused(target, tmp_path):
         push(arguments(tmp_path, target.replace('TMP', str(tmp_path))))
 
 
-def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path):
+def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path, hub):
     folder = tmp_path / 'converted'
     shutil.copytree(run, folder)
     config = json.loads((folder / 'config.json').read_text())
@@ -371,3 +371,7 @@ def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path):
     assert read_facts(folder).command == ''
     with pytest.raises(UserError, match='does not name its data; give --data-dir'):
         push(arguments(folder, 'hf-hub:me/photos'))
+    push(arguments(folder, 'hf-hub:me/photos', '--data-dir', str(run.parent / 'source')))
+    card = (hub.folder / 'README.md').read_text()
+    assert 'for the 3 classes of source.' in card and 'Data:** source, 3 classes' in card
+    assert 'unknown' not in card and str(run.parent) not in card

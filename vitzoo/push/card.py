@@ -11,7 +11,7 @@ import torch
 import vitzoo
 from vitzoo.cite import find_papers, read_papers
 from vitzoo.load import describe_architecture
-from vitzoo.push.folder import CONFIG, RECIPE, find_file, read_json, read_recipe
+from vitzoo.push.folder import CONFIG, RECIPE, find_file, read_json, read_recipe, without_paths
 from vitzoo.report.records import interval
 from vitzoo.study.intervals import estimate
 from vitzoo.study.record import CELL_FILE, EVALUATIONS
@@ -51,16 +51,17 @@ def read_facts(run: Path) -> RunFacts:
     return RunFacts(command, _training_hours(run) if command == 'train' else None)
 
 
-def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFacts) -> dict:
+def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFacts, data_dir: str = 'unknown') -> dict:
     """The card of a folder of `write_folder`, for `generate_readme`.
 
     Args:
         target: Where it goes, hf-hub:ORG/NAME or a folder.
         record: That of `vitzoo validate` for these weights.
+        data_dir: The data of the record, for a model that does not name its own.
     """
     config = read_json(folder / CONFIG)
     name = target if target.startswith('hf-hub:') else folder.name
-    data = config['vitzoo'].get('data_dir', 'unknown')
+    data = config['vitzoo'].get('data_dir') or without_paths(data_dir)
     details = {
         'Model': f'{describe_architecture(config)}, {record["params"] / 1e6:.2f} M parameters, {record["gmacs"]:.3f}'
         f' GMACs for images of {record["img_size"]} pixels',

@@ -43,8 +43,9 @@ def push(argv: list[str] | None = None) -> None:
         write_folder(Path(args.run), folder, args.license)
         if parent is not None:
             check_name(folder)
-        record, is_half = _evaluate(args, folder)
-        card = make_card(args.to, folder, record, is_half, read_facts(Path(args.run)))
+        data_dir = _find_data(args)
+        record, is_half = _evaluate(args, folder, data_dir)
+        card = make_card(args.to, folder, record, is_half, read_facts(Path(args.run)), data_dir)
         if parent is None:
             _upload(args, folder, card, is_half)
             return
@@ -89,11 +90,15 @@ def _check_target(args: argparse.Namespace) -> None:
         raise UserError(f"'{args.to}' exists already; remove it, or choose another tag")
 
 
-def _evaluate(args: argparse.Namespace, folder: Path) -> tuple[dict, bool]:
-    """The record of the weights, and True if they are now in half precision."""
+def _find_data(args: argparse.Namespace) -> str:
     data_dir = args.data_dir or read_about(args.run).get('data_dir')
     if data_dir is None:
         raise UserError(f"'{args.run}' does not name its data; give --data-dir")
+    return data_dir
+
+
+def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> tuple[dict, bool]:
+    """The record of the weights, and True if they are now in half precision."""
     options = EvalOptions(
         device=default_device(), amp_dtype='float32', batch_size=64, workers=args.workers, data_dir=data_dir
     )
