@@ -68,7 +68,7 @@ def convert(argv: list[str] | None = None) -> None:
         data_config=data_config,
         model_config=about,
     )
-    held_out = read_about(find_model(args.parent)).get('held_out') if args.parent else None
+    held_out = read_about(find_model(args.parent), about['vitzoo']['weights']).get('held_out') if args.parent else None
     if held_out:
         # `vitzoo validate` must not evaluate the images that the parent was trained on
         shutil.copyfile(held_out, folder / HELD_OUT)
@@ -238,7 +238,7 @@ def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
 def _describe_origin(parent: str, source: str, share: float) -> dict:
     """Facts for config.json about the parent, the inherited share of its weights, and the data of its training."""
     kept = ('multi_label', 'data_dir', *DATA_OPTIONS)
-    about = {key: value for key, value in read_about(find_model(parent)).items() if key in kept}
+    about = {key: value for key, value in read_about(find_model(parent), source).items() if key in kept}
     return about | {'parent': parent, 'weights': source, 'inherited': round(share, 4)}
 
 

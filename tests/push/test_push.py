@@ -15,17 +15,23 @@ from timm.models import _hub as timm_hub
 from timm.models._registry import _clear_model_entries, _model_entrypoints
 from tiny import DEIT, make_data, make_model
 
+from vitzoo.data import open_dataset
+from vitzoo.data.held_out import Subset, write_held_out
 from vitzoo.errors import UserError
-from vitzoo.load import load_model
+from vitzoo.export.command import describe_export
+from vitzoo.load import fit_data_config, load_model, read_about
 from vitzoo.models import _shipped
 from vitzoo.models._register import cfg, register_variants
 from vitzoo.models.deit import DeiT, checkpoint_filter_fn
+from vitzoo.predict import predict
 from vitzoo.push import command
 from vitzoo.push.card import RunFacts, make_card, read_facts
 from vitzoo.push.command import push
 from vitzoo.push.folder import halve, read_recipe, without_paths
 from vitzoo.transfer.options import parse_args
 from vitzoo.validate import evaluation
+from vitzoo.validate.evaluation import validate_model
+from vitzoo.validate.options import EvalOptions
 
 LICENSE = 'ImageNet terms, non-commercial research'
 
@@ -193,6 +199,64 @@ def test_a_run_without_speeds_has_no_training_time(run, tmp_path):
         assert read_facts(folder) == RunFacts('train', None)
 
 
+def held_out_of(run: Path, folder: Path) -> tuple[Path, str]:
+    """A copy of a run that held 2 images out of data that is not divided, and the data."""
+    shutil.copytree(run, folder)
+    data = str(run.parent / 'source' / 'val')
+    reader = open_dataset(data, 'val').reader
+    write_held_out(folder / 'held_out.csv', Subset(reader, [0, 1]))
+    config = json.loads((folder / 'config.json').read_text())
+    config['vitzoo'] |= dict(data_dir=data, multi_label=False)
+    (folder / 'config.json').write_text(json.dumps(config))
+    return folder, data
+
+
+def count_images(name: str, data: str, **options) -> int:
+    options |= dict(data_dir=data, device=torch.device('cpu'), amp_dtype='float32', batch_size=4, workers=0)
+    return validate_model(name, EvalOptions(**options))['n']
+
+
+def test_a_run_on_the_hub_is_validated_on_the_images_that_it_held_out(run, hub, tmp_path, monkeypatch):
+    folder, data = held_out_of(run, tmp_path / 'run')
+    push(arguments(folder, 'hf-hub:me/photos'))
+    assert read_about('hf-hub:me/photos')['held_out'] == hub.folder / 'held_out.csv'
+    for name in (str(folder), 'hf-hub:me/photos'):
+        assert count_images(name, data) == 2
+    # the images of other weights are unknown
+    options = dict(checkpoint=str(folder / 'model.safetensors'))
+    assert count_images('hf-hub:me/photos', data, **options) == 9
+    (hub.folder / 'held_out.csv').unlink()
+    assert 'held_out' not in read_about(str(hub.folder))
+
+    def no_answer(*args, **kwargs):
+        raise OSError('no answer')
+
+    monkeypatch.setattr(timm_hub, 'hf_hub_download', no_answer)
+    with pytest.raises(UserError, match='cannot fetch what hf-hub:me/photos knows of its data'):
+        read_about('hf-hub:me/photos')
+
+
+def test_a_multi_label_run_on_the_hub_is_predicted_and_exported_as_one(run, hub, tmp_path):
+    folder = tmp_path / 'run'
+    shutil.copytree(run, folder)
+    data = str(run.parent / 'source')
+    push(arguments(folder, 'hf-hub:me/photos'))
+    config = json.loads((hub.folder / 'config.json').read_text())
+    config['vitzoo']['multi_label'] = True
+    (hub.folder / 'config.json').write_text(json.dumps(config))
+    name, found = 'hf-hub:me/photos', {}
+    for source in (name, str(hub.folder)):
+        predict([f'{data}/val', '--model', source, '--out', str(tmp_path / 'found.json'), '--top-k', '3'])
+        found[source] = json.loads((tmp_path / 'found.json').read_text())
+    assert found[name] == found[str(hub.folder)]
+    sums = [sum(best['probability'] for best in record['predictions']) for record in found[name]]
+    assert any(abs(total - 1) > 0.01 for total in sums)
+    model, weights = load_model(name)
+    assert describe_export(name, model, fit_data_config(name, model), weights)['multi_label']
+    # other weights may be of another kind
+    assert not read_about(name, 'checkpoint')
+
+
 @pytest.fixture
 def register(monkeypatch):
     """A function that registers deit_pushed_nano again, after weights were added."""
@@ -238,6 +302,8 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
     assert (recipe['data_dir'], recipe['kd_model_name']) == ('source', 'a')
     assert not any(str(tmp_path).encode() in path.read_bytes() for path in target.iterdir())
 
+    # as of a run on data that is not divided
+    (target / 'held_out.csv').write_text('file,sha256\n')
     monkeypatch.setattr('vitzoo._resources._PACKAGE', tmp_path)
     register()
     assert 'deit_pushed_nano.vz_test' in timm.list_pretrained('deit_pushed_nano*')
@@ -245,6 +311,9 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
     for name in ('deit_pushed_nano', 'deit_pushed_nano.vz_test'):
         loaded = timm.create_model(name, pretrained=True).eval()
         torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=2e-2)
+        facts = about['vitzoo'] | dict(data_dir='source', held_out=target / 'held_out.csv')
+        assert read_about(name) == facts
+        assert read_about(name, 'random weights') == {}
     assert loaded.pretrained_cfg['license'] == LICENSE and loaded.pretrained_cfg['tag'] == 'vz_test'
     assert tuple(loaded.pretrained_cfg['mean']) == model.pretrained_cfg['mean']
     other = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}

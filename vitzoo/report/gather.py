@@ -80,7 +80,7 @@ def _validate(name: str, options: EvalOptions, suite: Sequence[Found], with_erro
 
 def describe_model(name: str, options: EvalOptions) -> dict:
     """Origin, scaling, and saliency maps of a few images if the data has one label per image."""
-    model, _ = load_model(
+    model, weights = load_model(
         name,
         img_size=options.img_size,
         num_classes=options.num_classes,
@@ -90,7 +90,8 @@ def describe_model(name: str, options: EvalOptions) -> dict:
     config = resolve_data_config(model, options.img_size)
     about = find_origin(name) | read_transfer(name)
     if options.has_data and not options.ignore_labels:
-        images = open_validation_data(options.data, model, eval_transform(config), name, options.data_options)
+        transform = eval_transform(config)
+        images = open_validation_data(options.data, model, transform, name, options.data_options, weights)
         if not images.is_multi_label:
             about['explanations'] = explain_some(model.to(options.device), images, config)
     return about | dict(scaling=dict(gmacs=measure_scaling(name, model, config['input_size'][1])))
