@@ -24,7 +24,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import create_model, find_model, load_model, num_classes_in, read_about, swap_in
+from vitzoo.load import create_model, find_model, fit_label_names, load_model, num_classes_in, read_about, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -68,7 +68,7 @@ def convert(argv: list[str] | None = None) -> None:
         data_config=data_config,
         model_config=about,
     )
-    held_out = read_about(find_model(args.parent)).get('held_out') if args.parent else None
+    held_out = read_about(find_model(args.parent), about['vitzoo']['weights']).get('held_out') if args.parent else None
     if held_out:
         # `vitzoo validate` must not evaluate the images that the parent was trained on
         shutil.copyfile(held_out, folder / HELD_OUT)
@@ -238,7 +238,7 @@ def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
 def _describe_origin(parent: str, source: str, share: float) -> dict:
     """Facts for config.json about the parent, the inherited share of its weights, and the data of its training."""
     kept = ('multi_label', 'data_dir', *DATA_OPTIONS)
-    about = {key: value for key, value in read_about(find_model(parent)).items() if key in kept}
+    about = {key: value for key, value in read_about(find_model(parent), source).items() if key in kept}
     return about | {'parent': parent, 'weights': source, 'inherited': round(share, 4)}
 
 
@@ -254,6 +254,7 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     if args.checkpoint:
         # a parent only gives its weights, so its head may be for any classes
         parent = load_official(args.checkpoint, args.parent, kwargs, any_classes=not args.swap)
+        fit_label_names(find_model(args.parent), parent, args.checkpoint)
         source = args.checkpoint
     else:
         parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)

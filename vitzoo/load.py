@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
+from timm.models._hub import download_from_hf
 from torch import Tensor, nn
 
 import vitzoo
@@ -23,6 +24,7 @@ from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, constructor_arguments, did_you_mean
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models._resample import resample_checkpoint
+from vitzoo.models._shipped import shipped_folders
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps
 
 SOURCES = ('local-dir:', 'hf-hub:')
@@ -94,6 +96,8 @@ def load_model(
     )
     if checkpoint is not None:
         load_weights(model, checkpoint)
+    if checkpoint is not None or num_classes is not None:
+        fit_label_names(name, model, checkpoint)
     return model.eval(), source
 
 
@@ -208,6 +212,21 @@ def label_names(model: nn.Module) -> list[str]:
     return names if len(names) <= model.num_classes else []
 
 
+def fit_label_names(name: str, model: Any, checkpoint: str | None) -> None:
+    """Give a model with other weights than those of its name the names of their classes, if they are known.
+
+    Args:
+        checkpoint: The file of the weights; the names are those in the folder that training wrote it to.
+    """
+    config = model.pretrained_cfg
+    if is_trained_folder(name) and model.num_classes == config.get('num_classes'):
+        return
+    config.pop('label_names', None)
+    found = None if checkpoint is None else _read_config(checkpoint)
+    if found is not None and found.get('num_classes') == model.num_classes:
+        config['label_names'] = found.get('label_names')
+
+
 def check_classifier(name: str, model: Any) -> None:
     """Check that a model has classes to predict.
 
@@ -241,17 +260,31 @@ def _disambiguate(words: list[str], wnids: list[str]) -> list[str]:
     return [word if counts[word] == 1 else f'{word} ({wnid})' for word, wnid in zip(words, wnids, strict=True)]
 
 
-def read_about(name: str) -> dict:
-    """Facts about the data (multi_label, held_out, …) from the folder of a trained model; empty for other models."""
+def read_about(name: str, weights: str = 'published') -> dict:
+    """Facts about the data (multi_label, held_out, …) from the folder or repository of a model; empty for others.
+
+    Args:
+        weights: Origin of its weights, as of `load_model`; those of a name are not those of its folder if it is another
+            than 'published'.
+
+    Raises:
+        UserError: The list of held-out images cannot be fetched.
+    """
     folder = Path(name.removeprefix('local-dir:')).expanduser()
     if not is_trained_folder(folder):
-        return {}
-    about = json.loads((folder / 'config.json').read_text(encoding='utf-8')).get('vitzoo', {})
+        if weights != 'published':
+            return {}
+        if name.startswith('hf-hub:'):
+            return _fetch_about(name)
+        shipped = _find_shipped(name)
+        return {} if shipped is None else read_about(str(shipped))
+    about = _facts(folder / 'config.json')
     # the best epoch has a folder of its own inside that of the run
     for parent in (folder, folder.resolve().parent):
         if (parent / HELD_OUT).is_file():
             return about | {'held_out': parent / HELD_OUT}
-    return about
+    # a repository of the hub names the file, which may not have been copied
+    return {key: value for key, value in about.items() if key != 'held_out'}
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -348,8 +381,35 @@ def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]
         raise UserError(f'{name} cannot take images of {input_size[1]} x {input_size[2]}: {error}') from error
 
 
+def _find_shipped(name: str) -> Path | None:
+    """The folder of the published weights of a name in timm, if they come with vitzoo."""
+    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    return None if config is None else shipped_folders().get(f'{name.partition(".")[0]}.{config.tag}')
+
+
+def _fetch_about(name: str) -> dict:
+    """The facts in a repository of the hub."""
+    repository = name.removeprefix('hf-hub:')
+    try:
+        about = _facts(download_from_hf(repository, 'config.json'))
+        return about | {key: Path(download_from_hf(repository, about[key])) for key in ('held_out',) if key in about}
+    except OSError as error:
+        raise UserError(f'cannot fetch what {name} knows of its data ({error}); try again') from error
+
+
+def _facts(config: str | Path) -> dict:
+    return json.loads(Path(config).read_text(encoding='utf-8')).get('vitzoo', {})
+
+
 def _read_img_size(path: str) -> tuple[int, int] | None:
     """The image size of the weights in a file, from the config.json of the folder that training wrote them to."""
+    config = _read_config(path) or {}
+    size = config.get('model_args', {}).get('img_size') or config.get('pretrained_cfg', {}).get('input_size')
+    return to_2tuple(size)[-2:] if size else None
+
+
+def _read_config(path: str) -> dict | None:
+    """The config.json of the folder that training wrote the weights in a file to."""
     folder = Path(path).resolve().parent
     folders = [folder]
     if folder.parent.name == 'checkpoints':
@@ -358,9 +418,7 @@ def _read_img_size(path: str) -> tuple[int, int] | None:
         folders += [run, run / 'best']
     for folder in folders:
         if is_trained_folder(folder):
-            config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-            size = config.get('model_args', {}).get('img_size') or config.get('pretrained_cfg', {}).get('input_size')
-            return to_2tuple(size)[-2:] if size else None
+            return json.loads((folder / 'config.json').read_text(encoding='utf-8'))
     return None
 
 

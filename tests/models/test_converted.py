@@ -10,6 +10,8 @@ from timm.models._registry import _clear_model_entries, _model_entrypoints
 
 import vitzoo
 from vitzoo.cite import cite
+from vitzoo.convert import convert as convert_command
+from vitzoo.load import class_names, load_model
 from vitzoo.models import _shipped, converted
 
 SMALL = dict(depth=2, embed_dim=24, num_heads=2, img_size=32)
@@ -90,6 +92,35 @@ def test_the_tags_of_a_name_may_differ_in_their_mixers(ship):
     ship(deit_softmax_nano_to_linear__vz_a=first, deit_softmax_nano_to_linear__vz_b=second)
     for tag, model in dict(vz_a=first, vz_b=second).items():
         assert torch.equal(timm.create_model(f'{NAME}.{tag}', pretrained=True).eval()(images()), model(images()))
+
+
+@pytest.mark.parametrize('name', [NAME, f'{NAME}.vz_test'])
+def test_other_weights_do_not_get_the_names_of_its_classes(ship, tmp_path, name):
+    model = convert()
+    model.pretrained_cfg.update(num_classes=3, label_names=['a', 'b', 'c'])
+    ship(deit_softmax_nano_to_linear__vz_test=model)
+    assert class_names(load_model(name)[0]) == ['a', 'b', 'c']
+    assert class_names(load_model(name, num_classes=4)[0]) == ['0', '1', '2', '3']
+    for own in ['xyz', 'wxyz']:
+        folder = tmp_path / own
+        head = timm.create_model(NAME, num_classes=len(own))
+        save_for_hf(head, folder, model_config=dict(label_names=list(own)), safe_serialization=True)
+        options = dict(checkpoint=str(folder / 'model.safetensors'), num_classes=len(own))
+        assert class_names(load_model(name, **options)[0]) == list(own)
+        (folder / 'config.json').unlink()
+        assert class_names(load_model(name, **options)[0]) == [str(label) for label in range(len(own))]
+
+
+def test_what_inherits_other_weights_has_the_names_of_their_classes(ship, tmp_path):
+    model = convert()
+    model.pretrained_cfg.update(num_classes=3, label_names=['a', 'b', 'c'])
+    ship(deit_softmax_nano_to_linear__vz_test=model)
+    save_for_hf(
+        convert(seed=1), tmp_path / 'own', model_config=dict(label_names=['x', 'y', 'z']), safe_serialization=True
+    )
+    words = ['--from', NAME, '--checkpoint', str(tmp_path / 'own' / 'model.safetensors'), '--swap', 'aft_full']
+    convert_command([*words, '--out', str(tmp_path / 'out')])
+    assert class_names(load_model(str(tmp_path / 'out'))[0]) == ['x', 'y', 'z']
 
 
 def test_its_mixers_can_be_swapped_again(ship):

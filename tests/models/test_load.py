@@ -8,7 +8,7 @@ import torch
 from timm.models import save_for_hf
 
 from vitzoo.errors import UserError
-from vitzoo.load import create_model
+from vitzoo.load import class_names, create_model, load_model
 
 
 @pytest.mark.parametrize('img_size', [48, [48, 32]])
@@ -29,6 +29,15 @@ def test_a_folder_is_created_with_its_own_arguments_and_weights(tmp_path):
     save_for_hf(model, str(tmp_path), safe_serialization=True)
     loaded = create_model(str(tmp_path), pretrained=True)
     assert torch.equal(loaded.head.weight, model.head.weight) and len(loaded.blocks) == 1
+
+
+def test_a_folder_with_another_number_of_classes_has_no_names_of_them(tmp_path):
+    model = timm.create_model('deit_ls_tiny', depth=1, img_size=32, num_classes=3)
+    save_for_hf(model, str(tmp_path), model_config=dict(label_names=['a', 'b', 'c']), safe_serialization=True)
+    file = str(tmp_path / 'model.safetensors')
+    for options in [{}, dict(num_classes=3), dict(checkpoint=file), dict(num_classes=3, checkpoint=file)]:
+        assert class_names(load_model(str(tmp_path), **options)[0]) == ['a', 'b', 'c']
+    assert class_names(load_model(str(tmp_path), num_classes=4)[0]) == ['0', '1', '2', '3']
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,23 @@ from timm.models import _hub as timm_hub
 from timm.models._registry import _clear_model_entries, _model_entrypoints
 from tiny import DEIT, make_data, make_model
 
+from vitzoo.data import open_dataset
+from vitzoo.data.held_out import Subset, write_held_out
 from vitzoo.errors import UserError
-from vitzoo.load import load_model
+from vitzoo.export.command import describe_export
+from vitzoo.load import fit_data_config, load_model, read_about
 from vitzoo.models import _shipped
 from vitzoo.models._register import cfg, register_variants
 from vitzoo.models.deit import DeiT, checkpoint_filter_fn
+from vitzoo.predict import predict
 from vitzoo.push import command
 from vitzoo.push.card import RunFacts, make_card, read_facts
 from vitzoo.push.command import push
 from vitzoo.push.folder import halve, read_recipe, without_paths
 from vitzoo.transfer.options import parse_args
 from vitzoo.validate import evaluation
+from vitzoo.validate.evaluation import validate_model
+from vitzoo.validate.options import EvalOptions
 
 LICENSE = 'ImageNet terms, non-commercial research'
 
@@ -128,7 +134,7 @@ def test_the_numbers_of_a_card_have_intervals(run, tmp_path):
     assert any('2009.14794' in bibtex for bibtex in card['citation'])
 
 
-def test_the_facts_of_a_run_come_from_its_files(run, tmp_path):
+def test_the_facts_of_a_run_come_from_its_files(run, tmp_path, monkeypatch):
     # 28 images at 14 and 28 images at 28 per second
     assert read_facts(run).hours == pytest.approx(3 / 3600)
     cells = tmp_path / 'scratch' / 'deit'
@@ -142,6 +148,8 @@ def test_the_facts_of_a_run_come_from_its_files(run, tmp_path):
     facts = read_facts(cells / 'seed-0')
     assert (facts.command, facts.hours) == ('train', 0.5)
     assert facts.seeds == {('clean', 'top1'): [50.0, 51.0], ('clean', 'top5'): [99.0, 99.0]}
+    monkeypatch.chdir(cells / 'seed-0')
+    assert read_facts(Path('.')) == facts
 
 
 def test_the_options_of_a_transfer_are_those_that_it_had(tmp_path):
@@ -156,6 +164,97 @@ def test_the_options_of_a_transfer_are_those_that_it_had(tmp_path):
     assert parse_args(['teacher', '--output', 'out', '--config', str(recipe)]) == options
     recipe.unlink()
     assert read_facts(tmp_path) == RunFacts('transfer', 2.0)
+
+
+def test_a_pushed_transfer_is_not_taken_for_a_training_when_it_is_pushed_again(run, tmp_path, hub):
+    folder = tmp_path / 'to_linformer'
+    shutil.copytree(run, folder)
+    (folder / 'recipe.yaml').write_text('data_dir: photos\nsteps: 3\nbatch_size: 64\nmixer: linformer\n')
+    (folder / 'metrics.csv').write_text('stage,step,output_error,best\nmatching,0,0.5,True\n')
+    assert read_facts(folder) == RunFacts('transfer', None)
+    push(arguments(folder, 'hf-hub:me/photos'))
+    card = (hub.folder / 'README.md').read_text()
+    assert '`vitzoo transfer TEACHER --config recipe.yaml' in card and 'steps: 3' in card
+    assert 'vitzoo train' not in card
+
+
+def test_a_pushed_conversion_is_not_taken_for_a_training_when_it_is_pushed_again(run, tmp_path):
+    folder = swapped_run(run, tmp_path)
+    for tag in ('first', 'second'):
+        target = tmp_path / 'weights' / f'test_vit_to_aft_full.{tag}'
+        push(arguments(folder, str(target), '--data-dir', str(run.parent / 'source')))
+        card = (target / 'README.md').read_text()
+        assert 'vitzoo train' not in card and 'Recipe' not in card
+        assert not (target / 'recipe.yaml').exists()
+        # as earlier versions wrote it
+        (target / 'recipe.yaml').write_text('{}\n')
+        folder = target
+
+
+def test_a_run_without_speeds_has_no_training_time(run, tmp_path):
+    for number, text in enumerate(['epoch,step,top1\n1,2,50.0\n', 'epoch,step,images_per_second\n1,2,\n']):
+        folder = tmp_path / str(number)
+        shutil.copytree(run, folder)
+        (folder / 'metrics.csv').write_text(text)
+        assert read_facts(folder) == RunFacts('train', None)
+
+
+def held_out_of(run: Path, folder: Path) -> tuple[Path, str]:
+    """A copy of a run that held 2 images out of data that is not divided, and the data."""
+    shutil.copytree(run, folder)
+    data = str(run.parent / 'source' / 'val')
+    reader = open_dataset(data, 'val').reader
+    write_held_out(folder / 'held_out.csv', Subset(reader, [0, 1]))
+    config = json.loads((folder / 'config.json').read_text())
+    config['vitzoo'] |= dict(data_dir=data, multi_label=False)
+    (folder / 'config.json').write_text(json.dumps(config))
+    return folder, data
+
+
+def count_images(name: str, data: str, **options) -> int:
+    options |= dict(data_dir=data, device=torch.device('cpu'), amp_dtype='float32', batch_size=4, workers=0)
+    return validate_model(name, EvalOptions(**options))['n']
+
+
+def test_a_run_on_the_hub_is_validated_on_the_images_that_it_held_out(run, hub, tmp_path, monkeypatch):
+    folder, data = held_out_of(run, tmp_path / 'run')
+    push(arguments(folder, 'hf-hub:me/photos'))
+    assert read_about('hf-hub:me/photos')['held_out'] == hub.folder / 'held_out.csv'
+    for name in (str(folder), 'hf-hub:me/photos'):
+        assert count_images(name, data) == 2
+    # the images of other weights are unknown
+    options = dict(checkpoint=str(folder / 'model.safetensors'))
+    assert count_images('hf-hub:me/photos', data, **options) == 9
+    (hub.folder / 'held_out.csv').unlink()
+    assert 'held_out' not in read_about(str(hub.folder))
+
+    def no_answer(*args, **kwargs):
+        raise OSError('no answer')
+
+    monkeypatch.setattr(timm_hub, 'hf_hub_download', no_answer)
+    with pytest.raises(UserError, match='cannot fetch what hf-hub:me/photos knows of its data'):
+        read_about('hf-hub:me/photos')
+
+
+def test_a_multi_label_run_on_the_hub_is_predicted_and_exported_as_one(run, hub, tmp_path):
+    folder = tmp_path / 'run'
+    shutil.copytree(run, folder)
+    data = str(run.parent / 'source')
+    push(arguments(folder, 'hf-hub:me/photos'))
+    config = json.loads((hub.folder / 'config.json').read_text())
+    config['vitzoo']['multi_label'] = True
+    (hub.folder / 'config.json').write_text(json.dumps(config))
+    name, found = 'hf-hub:me/photos', {}
+    for source in (name, str(hub.folder)):
+        predict([f'{data}/val', '--model', source, '--out', str(tmp_path / 'found.json'), '--top-k', '3'])
+        found[source] = json.loads((tmp_path / 'found.json').read_text())
+    assert found[name] == found[str(hub.folder)]
+    sums = [sum(best['probability'] for best in record['predictions']) for record in found[name]]
+    assert any(abs(total - 1) > 0.01 for total in sums)
+    model, weights = load_model(name)
+    assert describe_export(name, model, fit_data_config(name, model), weights)['multi_label']
+    # other weights may be of another kind
+    assert not read_about(name, 'checkpoint')
 
 
 @pytest.fixture
@@ -203,6 +302,8 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
     assert (recipe['data_dir'], recipe['kd_model_name']) == ('source', 'a')
     assert not any(str(tmp_path).encode() in path.read_bytes() for path in target.iterdir())
 
+    # as of a run on data that is not divided
+    (target / 'held_out.csv').write_text('file,sha256\n')
     monkeypatch.setattr('vitzoo._resources._PACKAGE', tmp_path)
     register()
     assert 'deit_pushed_nano.vz_test' in timm.list_pretrained('deit_pushed_nano*')
@@ -210,6 +311,9 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
     for name in ('deit_pushed_nano', 'deit_pushed_nano.vz_test'):
         loaded = timm.create_model(name, pretrained=True).eval()
         torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=2e-2)
+        facts = about['vitzoo'] | dict(data_dir='source', held_out=target / 'held_out.csv')
+        assert read_about(name) == facts
+        assert read_about(name, 'random weights') == {}
     assert loaded.pretrained_cfg['license'] == LICENSE and loaded.pretrained_cfg['tag'] == 'vz_test'
     assert tuple(loaded.pretrained_cfg['mean']) == model.pretrained_cfg['mean']
     other = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
@@ -326,7 +430,7 @@ def test_a_folder_of_another_library_is_refused(target, tmp_path):
         push(arguments(tmp_path, target.replace('TMP', str(tmp_path))))
 
 
-def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path):
+def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path, hub):
     folder = tmp_path / 'converted'
     shutil.copytree(run, folder)
     config = json.loads((folder / 'config.json').read_text())
@@ -336,3 +440,7 @@ def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path):
     assert read_facts(folder).command == ''
     with pytest.raises(UserError, match='does not name its data; give --data-dir'):
         push(arguments(folder, 'hf-hub:me/photos'))
+    push(arguments(folder, 'hf-hub:me/photos', '--data-dir', str(run.parent / 'source')))
+    card = (hub.folder / 'README.md').read_text()
+    assert 'for the 3 classes of source.' in card and 'Data:** source, 3 classes' in card
+    assert 'unknown' not in card and str(run.parent) not in card

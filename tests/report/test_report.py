@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from vitzoo.metrics import count_macs
 from vitzoo.metrics.oversmoothing import MEASURES, Measure
 from vitzoo.report import main, make_report, read_records
 from vitzoo.report.charts import Point, frontier
-from vitzoo.report.gather import measure_scaling
+from vitzoo.report.gather import find_origin, measure_scaling
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.page import render
 from vitzoo.report.records import interval, short_names
 from vitzoo.report.svg import fit_scale, place_labels, short_number, spread_out
 from vitzoo.report.table import MODEL_COLUMNS
+from vitzoo.transfer.options import parse_args
 from vitzoo.validate.results import RECORD_KEYS
 
 STYLE = (Path(__file__).parents[2] / 'vitzoo' / 'report' / 'style.css').read_text()
@@ -513,6 +515,44 @@ def test_a_report_is_made_again_from_its_data(out, tmp_path):
     ]
     assert 'Again' in page.text and any('timed on different or unknown machines' in text for text in page.text)
     assert read_records(str(out / 'report.json'))[2]['measured_on'] == f'not recorded in {bare}'
+
+
+def make_folder(folder: Path, **about) -> Path:
+    folder.mkdir()
+    (folder / 'config.json').write_text(json.dumps(dict(architecture='vit', vitzoo=about)))
+    return folder
+
+
+def test_the_command_of_a_run_is_that_which_made_it(tmp_path):
+    trained, moved = make_folder(tmp_path / 'a run', epochs=2), make_folder(tmp_path / 'moved', teacher='runs/vit')
+    (trained / 'recipe.yaml').write_text('model: deit_ls_tiny\nmixer: null\ndata_dir: photos\n')
+    (moved / 'recipe.yaml').write_text('data_dir: photos\nsteps: 3\nmixer: ls\n')
+    expected = {
+        trained: f"vitzoo train --config '{trained}/recipe.yaml' --output '{trained}'",
+        moved: f'vitzoo transfer runs/vit --config {moved}/recipe.yaml --output {moved}',
+    }
+    for folder, command in expected.items():
+        assert find_origin(str(folder))['commands'] == [command]
+
+
+def test_the_command_of_a_transfer_has_its_options(tmp_path):
+    folder = make_folder(tmp_path / 'ls', teacher='runs/vit')
+    words = ['runs/vit', '--mixer', 'ls', '--mixer-kwargs', 'rank=2', '--data-dir', 'my photos', '--img-size', '64']
+    options = parse_args([*words, '--steps', '3', '--no-random-control', '--workers', '0', '--output', str(folder)])
+    settings = options.settings | dict(mixer='ls', mixer_kwargs=dict(rank=2), training_images=9, validation_images=3)
+    (folder / 'transfer.json').write_text(json.dumps(dict(settings=settings)))
+    (command,) = find_origin(str(folder))['commands']
+    program, name, *found = shlex.split(command)
+    assert (program, name) == ('vitzoo', 'transfer')
+    assert parse_args([*found, '--workers', '0']) == options
+
+
+@pytest.mark.parametrize('recipe', [None, '', '{}'])
+def test_a_converted_model_has_no_command_of_a_run(tmp_path, recipe):
+    folder = make_folder(tmp_path / 'converted', parent='vit')
+    if recipe is not None:
+        (folder / 'recipe.yaml').write_text(recipe)
+    assert find_origin(str(folder)) == dict(architecture='vit', commands=[])
 
 
 @pytest.mark.parametrize('text', ['', '[1]', '{"records": {}}', '[{"name": "a"}]', 'model,top1\n'])

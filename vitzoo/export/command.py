@@ -93,7 +93,7 @@ def describe_export(name: str, model: nn.Module, data_config: dict, weights: str
     if weights in ('trained', 'published') and config.get('license'):
         facts['license'] = config['license']
     # logits of several labels need a sigmoid each
-    facts['multi_label'] = read_about(name).get('multi_label', False)
+    facts['multi_label'] = read_about(name, weights).get('multi_label', False)
     keys = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
     return facts | {key: data_config[key] for key in keys}
 

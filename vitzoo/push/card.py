@@ -11,10 +11,11 @@ import torch
 import vitzoo
 from vitzoo.cite import find_papers, read_papers
 from vitzoo.load import describe_architecture
-from vitzoo.push.folder import CONFIG, RECIPE, find_file, read_json, read_recipe
+from vitzoo.push.folder import CONFIG, RECIPE, find_file, read_json, read_recipe, without_paths
 from vitzoo.report.records import interval
 from vitzoo.study.intervals import estimate
 from vitzoo.study.record import CELL_FILE, EVALUATIONS
+from vitzoo.transfer.origin import find_command
 from vitzoo.transfer.record import RECORD
 from vitzoo.transfer.summary import minutes
 
@@ -39,26 +40,28 @@ class RunFacts:
 def read_facts(run: Path) -> RunFacts:
     """Read the files of a run."""
     transfer, cell = find_file(run, RECORD), find_file(run, CELL_FILE)
-    command = 'transfer' if transfer else 'train' if find_file(run, RECIPE) else ''
+    # a folder that was pushed has no record of its transfer
+    command = 'transfer' if transfer else find_command(read_recipe(run))
     if cell is not None:
         finished = read_json(cell)['finished']
         hours = finished[command]['seconds'] / 3600 if command in finished else None
         return RunFacts(command, hours, _scores_of_seeds(cell.parent))
     if transfer is not None:
         return RunFacts(command, minutes(read_json(transfer)) / 60)
-    return RunFacts(command, _training_hours(run))
+    return RunFacts(command, _training_hours(run) if command == 'train' else None)
 
 
-def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFacts) -> dict:
+def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFacts, data_dir: str = 'unknown') -> dict:
     """The card of a folder of `write_folder`, for `generate_readme`.
 
     Args:
         target: Where it goes, hf-hub:ORG/NAME or a folder.
         record: That of `vitzoo validate` for these weights.
+        data_dir: The data of the record, for a model that does not name its own.
     """
     config = read_json(folder / CONFIG)
     name = target if target.startswith('hf-hub:') else folder.name
-    data = config['vitzoo'].get('data_dir', 'unknown')
+    data = config['vitzoo'].get('data_dir') or without_paths(data_dir)
     details = {
         'Model': f'{describe_architecture(config)}, {record["params"] / 1e6:.2f} M parameters, {record["gmacs"]:.3f}'
         f' GMACs for images of {record["img_size"]} pixels',
@@ -125,7 +128,9 @@ def _training_hours(run: Path) -> float | None:
     if path is None or 'batch_size' not in recipe:
         return None
     with path.open(newline='') as file:
-        rows = list(csv.DictReader(file))
+        rows = [row for row in csv.DictReader(file) if row.get('images_per_second')]
+    if not rows:
+        return None
     steps = [int(row['step']) for row in rows]
     images = [(end - start) * recipe['batch_size'] for start, end in zip([0, *steps], steps)]
     return sum(n / float(row['images_per_second']) for n, row in zip(images, rows)) / 3600
@@ -134,7 +139,7 @@ def _training_hours(run: Path) -> float | None:
 def _scores_of_seeds(cell: Path) -> dict[tuple[str, str], list[float]]:
     """The scores of a cell of a study and of its other seeds that are finished, by evaluation and score."""
     found: dict[tuple[str, str], list[float]] = {}
-    for path in sorted(cell.parent.glob(f'seed-*/{EVALUATIONS}/*.json')):
+    for path in sorted(cell.resolve().parent.glob(f'seed-*/{EVALUATIONS}/*.json')):
         (record,) = read_json(path)
         for key in _SCORES:
             if record.get(key) is not None:

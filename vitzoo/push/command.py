@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from timm.models import push_to_hf_hub
 from timm.models._hub import generate_readme
 
+from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import is_trained_folder, load_model, read_about
 from vitzoo.options import default_device, natural
@@ -43,8 +44,9 @@ def push(argv: list[str] | None = None) -> None:
         write_folder(Path(args.run), folder, args.license)
         if parent is not None:
             check_name(folder)
-        record, is_half = _evaluate(args, folder)
-        card = make_card(args.to, folder, record, is_half, read_facts(Path(args.run)))
+        data_dir = _find_data(args)
+        record, is_half = _evaluate(args, folder, data_dir)
+        card = make_card(args.to, folder, record, is_half, read_facts(Path(args.run)), data_dir)
         if parent is None:
             _upload(args, folder, card, is_half)
             return
@@ -89,11 +91,15 @@ def _check_target(args: argparse.Namespace) -> None:
         raise UserError(f"'{args.to}' exists already; remove it, or choose another tag")
 
 
-def _evaluate(args: argparse.Namespace, folder: Path) -> tuple[dict, bool]:
-    """The record of the weights, and True if they are now in half precision."""
+def _find_data(args: argparse.Namespace) -> str:
     data_dir = args.data_dir or read_about(args.run).get('data_dir')
     if data_dir is None:
         raise UserError(f"'{args.run}' does not name its data; give --data-dir")
+    return data_dir
+
+
+def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> tuple[dict, bool]:
+    """The record of the weights, and True if they are now in half precision."""
     options = EvalOptions(
         device=default_device(), amp_dtype='float32', batch_size=64, workers=args.workers, data_dir=data_dir
     )
@@ -125,6 +131,10 @@ def _upload(args: argparse.Namespace, folder: Path, card: dict, is_half: bool) -
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = to_half(tensor.data)
     config = read_json(folder / CONFIG)
+    held_out = folder / HELD_OUT
+    if held_out.is_file():
+        # a repository is not listed to find it
+        config['vitzoo']['held_out'] = HELD_OUT
     repo_id = args.to.removeprefix(HUB)
     try:
         push_to_hf_hub(
@@ -135,8 +145,11 @@ def _upload(args: argparse.Namespace, folder: Path, card: dict, is_half: bool) -
             model_card=card,
             safe_serialization=True,
         )
-        text = generate_readme(card, folder.name)
-        HfApi().upload_file(path_or_fileobj=text.encode(), path_in_repo=CARD, repo_id=repo_id)
+        files = {CARD: generate_readme(card, folder.name).encode()}
+        if held_out.is_file():
+            files[HELD_OUT] = held_out.read_bytes()
+        for name, content in files.items():
+            HfApi().upload_file(path_or_fileobj=content, path_in_repo=name, repo_id=repo_id)
     except (OSError, HTTPError) as error:
         raise UserError(
             f'cannot upload to {args.to}: {error}; log in with hf auth login, and check the name'

@@ -1,4 +1,4 @@
-"""A folder of weights to be shipped: config.json, model.safetensors, recipe.yaml and metrics.csv of a run.
+"""A folder of weights to be shipped: config.json, model.safetensors, and recipe.yaml and metrics.csv of a run.
 
 Paths of the machine that trained the model are reduced to their last part.
 """
@@ -22,6 +22,7 @@ from vitzoo.load import load_model
 from vitzoo.models._swap_record import ARCHITECTURE
 from vitzoo.options import read_yaml
 from vitzoo.study.worker import OPTIONS_FILE
+from vitzoo.transfer.origin import transfer_recipe
 from vitzoo.transfer.record import RECORD
 
 CONFIG = 'config.json'
@@ -43,8 +44,9 @@ def write_folder(run: Path, folder: Path, license: str) -> None:
     config['vitzoo'] = without_paths(config.get('vitzoo', {}))
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding='utf-8')
     recipe = without_paths(read_recipe(run))
-    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-    (folder / RECIPE).write_text(text, encoding='utf-8')
+    if recipe:
+        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+        (folder / RECIPE).write_text(text, encoding='utf-8')
     try:
         shutil.copyfile(run / WEIGHTS, folder / WEIGHTS)
     except OSError as error:
@@ -72,8 +74,8 @@ def read_recipe(run: Path) -> dict:
     for name in (RECIPE, OPTIONS_FILE):
         path = find_file(run, name)
         if path is not None:
-            return read_yaml(path, 'the recipe ')
-    return _transfer_options(read_json(run / RECORD)['settings']) if (run / RECORD).is_file() else {}
+            return read_yaml(path, 'the recipe ') or {}
+    return transfer_recipe(read_json(run / RECORD)['settings']) if (run / RECORD).is_file() else {}
 
 
 def find_file(run: Path, name: str) -> Path | None:
@@ -139,13 +141,3 @@ def check_name(folder: Path) -> None:
             f'{name} created by its name is another model than that of the run, which was created with {given}; train'
             f' one without such arguments, or push to hf-hub:ORG/NAME, which keeps them'
         )
-
-
-def _transfer_options(settings: dict) -> dict:
-    """The options of `vitzoo transfer`, in a form for --config, of the settings that it recorded."""
-    others = ('teacher', 'training_images', 'validation_images', 'data_options', 'random_control', 'training')
-    options = {key: value for key, value in settings.items() if key not in others and value not in (None, {})}
-    options |= settings['data_options'] | settings.get('training', {})
-    if 'img_size' in options:
-        options['img_size'] = 'x'.join(map(str, options['img_size']))
-    return options | dict(no_random_control=not settings['random_control'])

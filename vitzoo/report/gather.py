@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,11 +21,14 @@ from vitzoo.data import Images, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
-from vitzoo.load import describe_architecture, find_models, load_model, readable
+from vitzoo.load import describe_architecture, find_models, is_trained_folder, load_model, readable
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain
+from vitzoo.options import read_yaml, to_words
 from vitzoo.report.transfers import read_transfer
+from vitzoo.transfer.origin import find_command, transfer_recipe
+from vitzoo.transfer.record import RECORD
 from vitzoo.validate.error_analysis import count_confusions
 from vitzoo.validate.evaluation import open_validation_data, validate_model
 from vitzoo.validate.options import EvalOptions, check_single_model
@@ -76,7 +80,7 @@ def _validate(name: str, options: EvalOptions, suite: Sequence[Found], with_erro
 
 def describe_model(name: str, options: EvalOptions) -> dict:
     """Origin, scaling, and saliency maps of a few images if the data has one label per image."""
-    model, _ = load_model(
+    model, weights = load_model(
         name,
         img_size=options.img_size,
         num_classes=options.num_classes,
@@ -86,18 +90,31 @@ def describe_model(name: str, options: EvalOptions) -> dict:
     config = resolve_data_config(model, options.img_size)
     about = find_origin(name) | read_transfer(name)
     if options.has_data and not options.ignore_labels:
-        images = open_validation_data(options.data, model, eval_transform(config), name, options.data_options)
+        transform = eval_transform(config)
+        images = open_validation_data(options.data, model, transform, name, options.data_options, weights)
         if not images.is_multi_label:
             about['explanations'] = explain_some(model.to(options.device), images, config)
     return about | dict(scaling=dict(gmacs=measure_scaling(name, model, config['input_size'][1])))
 
 
 def find_origin(name: str) -> dict:
-    """The architecture of a model, and for the folder of a run the command that trained it."""
-    config, recipe = Path(name) / 'config.json', Path(name) / 'recipe.yaml'
-    architecture = describe_architecture(json.loads(config.read_text())) if config.is_file() else name
-    commands = [f'vitzoo train --config {recipe} --output {name}'] if recipe.is_file() else []
-    return dict(architecture=architecture, commands=commands)
+    """The architecture of a model, and for the folder of a run or a transfer the command that made it."""
+    if not is_trained_folder(name):
+        return dict(architecture=name, commands=[])
+    config = json.loads((Path(name) / 'config.json').read_text(encoding='utf-8'))
+    teacher = config.get('vitzoo', {}).get('teacher', 'TEACHER')
+    return dict(architecture=describe_architecture(config), commands=_find_commands(Path(name), teacher))
+
+
+def _find_commands(folder: Path, teacher: str) -> list[str]:
+    record, path = folder / RECORD, folder / 'recipe.yaml'
+    if record.is_file():
+        settings = json.loads(record.read_text(encoding='utf-8'))['settings']
+        command, words = 'transfer', [settings['teacher'], *to_words(transfer_recipe(settings))]
+    else:
+        command = find_command(read_yaml(path, 'the recipe ') or {}) if path.is_file() else ''
+        words = [*([teacher] if command == 'transfer' else []), '--config', str(path)]
+    return [shlex.join(['vitzoo', command, *words, '--output', str(folder)])] if command else []
 
 
 def summarize_errors(predictions: Predictions) -> dict:

@@ -106,12 +106,21 @@ class IntervalBatches(Sampler):
 
 
 def open_pictures(
-    teacher_name: str, teacher: torch.nn.Module, data_dir: str, data_config: dict, options: DataOptions, seed: int
+    teacher_name: str,
+    teacher: torch.nn.Module,
+    data_dir: str,
+    data_config: dict,
+    options: DataOptions,
+    seed: int,
+    weights: str = 'published',
 ) -> Pictures:
     """Open the images of a transfer.
 
     The validation images are the data's, or those that the teacher's run held out, or a fifth. Options of the data are
     for images with classes.
+
+    Args:
+        weights: Origin of the teacher's weights, as of `load_model`.
 
     Raises:
         UserError: There are no images, or too few to hold some out, or an option does not suit them.
@@ -128,7 +137,7 @@ def open_pictures(
     kind, reason = 'top1', ''
     if has_head(teacher):
         try:
-            found = open_validation_data(data_dir, teacher, evaluation, teacher_name, options)
+            found = open_validation_data(data_dir, teacher, evaluation, teacher_name, options, weights)
         except UserError as error:
             kind, reason = 'knn', str(error)
         else:

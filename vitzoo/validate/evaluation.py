@@ -90,11 +90,11 @@ def validate_model(
         # before the evaluation, because it fails if an operation has no formula
         gmacs = count_macs(model, data_config['input_size'][1:]) / 1e9
         with autocast(device, options.amp_dtype):
-            scores = _evaluate(name, model, data_config, probe, suite, options, accelerator)
+            scores = _evaluate(name, model, weights, data_config, probe, suite, options, accelerator)
             speed = _measure_speed(model, data_config['input_size'], options.batch_size, accelerator)
     with autocast(device, options.amp_dtype):
         # outside PeakMemory, because exact attention needs more memory than the model
-        health = _measure_health(name, model, data_config, options, accelerator) if options.health else None
+        health = _measure_health(name, model, weights, data_config, options, accelerator) if options.health else None
     height, width = data_config['input_size'][1:]
     # that of a trained model is of the published weights that it began with, or chosen by `vitzoo push`
     terms = model.pretrained_cfg.get('license') if weights in ('published', 'trained') else None
@@ -124,11 +124,12 @@ def open_validation_data(
     transform: Callable | None = None,
     run: str | None = None,
     options: DataOptions = NO_OPTIONS,
+    weights: str = 'published',
 ) -> Images:
     """Open the validation split, with the model's class indices as labels.
 
-    If `run` is the folder of a training run that held out images of this dataset, these are the validation split. Its
-    data options are used if `options` does not have others.
+    If `run` is a training run that held out images of this dataset, these are the validation split. Its data options
+    are used if `options` does not have others. It is a folder, or a name with `weights` as in `read_about`.
 
     Classes are matched by name if the model knows its class names: those it was trained on, or ImageNet's WordNet ids,
     of which the data may have a subset. Otherwise the class folders in natural order are the classes.
@@ -138,7 +139,7 @@ def open_validation_data(
     """
     if not model.num_classes:
         raise UserError(f'{run or "the model"} has no classifier to be scored; use --ignore-labels')
-    about = {} if run is None else read_about(run)
+    about = {} if run is None else read_about(run, weights)
     settings = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
     options = merge_options(options, about, data_dir)
     dataset = open_dataset(data_dir, 'val', transform, options=options, **settings)
@@ -191,6 +192,7 @@ def _validate_predictions(path: str, options: EvalOptions) -> dict:
 def _evaluate(
     name: str,
     model: nn.Module,
+    weights: str,
     data_config: dict,
     probe: OversmoothingProbe | None,
     suite: Sequence[Found],
@@ -202,7 +204,7 @@ def _evaluate(
         check_imagenet_classes(name, model)
     scores = {}
     if options.has_data:
-        images = _open_images(name, model, eval_transform(data_config), options)
+        images = _open_images(name, model, weights, eval_transform(data_config), options)
         columns = _score(name, model, images, probe, options, accelerator)
         scores = {key: value for key, value in summarize(columns).items() if not key.startswith('correct')}
         if options.ignore_labels:
@@ -221,11 +223,11 @@ def _evaluate(
     return scores
 
 
-def _open_images(name: str, model: nn.Module, transform: Callable, options: EvalOptions) -> Any:
+def _open_images(name: str, model: nn.Module, weights: str, transform: Callable, options: EvalOptions) -> Any:
     """Open the validation images, or with --ignore-labels all images."""
     if options.ignore_labels:
         return UnlabelledImages(find_files([options.data]), transform)
-    images = open_validation_data(options.data, model, transform, name, options.data_options)
+    images = open_validation_data(options.data, model, transform, name, options.data_options, weights)
     if images.is_multi_label and (options.save_predictions or '').lower().endswith('.csv'):
         raise UserError(f'{options.data_dir} has several labels per image: save the predictions as .npz')
     if images.is_multi_label and options.errors:
@@ -292,7 +294,12 @@ def _create_probe(
 
 
 def _measure_health(
-    name: str, model: nn.Module, data_config: dict, options: EvalOptions, accelerator: 'Accelerator | None'
+    name: str,
+    model: nn.Module,
+    weights: str,
+    data_config: dict,
+    options: EvalOptions,
+    accelerator: 'Accelerator | None',
 ) -> dict[str, dict[str, float]] | None:
     """Compare the mixers that approximate softmax attention with it, on the validation data."""
     try:
@@ -304,9 +311,8 @@ def _measure_health(
         # one image, so that the probe knows its columns even in a process without a share of the data
         model(torch.zeros(1, *data_config['input_size'], device=next(model.parameters()).device))
     probe.per_image()
-    images = open_validation_data(
-        options.data, model, eval_transform(data_config), run=name, options=options.data_options
-    )
+    transform = eval_transform(data_config)
+    images = open_validation_data(options.data, model, transform, name, options.data_options, weights)
     return probe.report(summarize(_score(name, model, images, probe, options, accelerator))[probe.key])
 
 
