@@ -270,17 +270,11 @@ def aft_full(grid, P, N, C, h, rank=128):
 def aft_local(grid, P, N, C, h, s=4, rank=128):
     tiles, reach = prod(ceil(side / s) for side in grid), (3 * s - 2) ** 2
     near = tiles * s * s * reach * (rank + 2 * C + 1)
-    return near + far_sums(grid, 2 * C) + (N - P) * P * (rank + 2 * C) + P * N * (rank + 2 * C) + 2 * N * C
+    return near + (N - P) * P * (rank + 2 * C) + P * N * (rank + 2 * C) + 2 * N * C
 
 
 def aft_conv(grid, P, N, C, h, kernel=11):
-    return prod(grid) * kernel**2 * (C + h) + far_sums(grid, C + h) + 2 * N * C
-
-
-def far_sums(grid, C):
-    """Sums over the tokens outside the window of each token: of a row, then of rows, then of the rows beyond it."""
-    H, W = grid
-    return H * W * (W + H) * C + H * H * C
+    return prod(grid) * kernel**2 * (C + h) + 2 * N * C
 
 
 def reformer(grid, P, N, C, h, rounds=2, bucket=16):

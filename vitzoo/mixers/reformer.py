@@ -128,7 +128,7 @@ def _attend(
 
 
 def _is_finite(x: torch.Tensor) -> torch.Tensor:
-    """Whether all numbers of a head of a sample are finite, (B, heads, 1, 1)."""
+    """True for heads of samples whose numbers are all finite, (B, heads, 1, 1)."""
     return torch.linalg.vector_norm(x.detach(), ord=math.inf, dim=(2, 3), keepdim=True).isfinite()
 
 
