@@ -126,13 +126,16 @@ def _arxiv_ids(cls: type) -> list[str]:
     return re.findall(r'arxiv\.org/abs/(\d{4}\.\d{4,5})', sys.modules[cls.__module__].__doc__ or '')
 
 
-def _papers_of_published(name: str, config: dict) -> Iterator[tuple[str, str]]:
+def _papers_of_published(name: str, config: dict, before: frozenset[Path] = frozenset()) -> Iterator[tuple[str, str]]:
     """The papers of the published weights of a name; `config` is for names that timm does not list."""
     # models that are created without weights may lack the tag
     listed = timm.get_pretrained_cfg(name)
     config = config if listed is None else listed.to_dict()
     shipped = shipped_folders().get(f'{name.partition(".")[0]}.{config.get("tag")}')
-    yield from _papers_of_weights(name, config) if shipped is None else _papers_of_run(shipped, name, None)
+    if shipped is None:
+        yield from _papers_of_weights(name, config)
+    elif shipped.resolve() not in before:
+        yield from _papers_of_run(shipped, name, before, is_local=False)
 
 
 def _papers_of_weights(name: str, config: dict) -> Iterator[tuple[str, str]]:
@@ -146,13 +149,16 @@ def _papers_of_weights(name: str, config: dict) -> Iterator[tuple[str, str]]:
         yield _IMAGENET, f'ImageNet-1k, training data of the published weights of {name}'
 
 
-def _papers_of_run(folder: Path, name: str, before: frozenset[Path] | None = frozenset()) -> Iterator[tuple[str, str]]:
+def _papers_of_run(
+    folder: Path, name: str, before: frozenset[Path] = frozenset(), is_local: bool = True
+) -> Iterator[tuple[str, str]]:
     """The papers of the data of a run or a converted model, and those of the model that it began with.
 
     Args:
-        before: The folders that began with this one, directly or not; None for weights that come with vitzoo, whose
-            folders are those of another machine.
+        before: The folders that began with this one, directly or not.
+        is_local: False for weights that come with vitzoo, which began with folders of another machine.
     """
+    before = before | {folder.resolve()}
     # the best epoch has a folder inside that of the run
     recipes = [path for path in (folder / 'recipe.yaml', folder.resolve().parent / 'recipe.yaml') if path.is_file()]
     # of a training or of a transfer
@@ -165,10 +171,10 @@ def _papers_of_run(folder: Path, name: str, before: frozenset[Path] | None = fro
     for parent, is_published in _parents(recipe, about):
         path = Path(parent.removeprefix('local-dir:')).expanduser()
         # a run may be in a folder of the name of its model
-        if before is not None and is_trained_folder(path) and path.resolve() not in {*before, folder.resolve()}:
-            yield from _papers_of_run(path, parent, before | {folder.resolve()})
+        if is_local and is_trained_folder(path) and path.resolve() not in before:
+            yield from _papers_of_run(path, parent, before)
         elif is_published and timm.is_model(parent):
-            yield from _papers_of_published(parent, {})
+            yield from _papers_of_published(parent, {}, before)
 
 
 def _parents(recipe: dict, about: dict) -> Iterator[tuple[str, bool]]:
