@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from vitzoo.errors import CommandParser, run_command
-from vitzoo.load import create_model, find_models, is_trained_folder, read_about
+from vitzoo.load import create_model, find_models, find_shipped, is_trained_folder, read_about
 from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
-from vitzoo.models._shipped import shipped_folders
 from vitzoo.options import read_yaml
 
 __all__ = ['Paper', 'cite', 'find_papers', 'read_papers']
@@ -128,12 +127,11 @@ def _arxiv_ids(cls: type) -> list[str]:
 
 def _papers_of_published(name: str, config: dict, before: frozenset[Path] = frozenset()) -> Iterator[tuple[str, str]]:
     """The papers of the published weights of a name; `config` is for names that timm does not list."""
-    # models that are created without weights may lack the tag
-    listed = timm.get_pretrained_cfg(name)
-    config = config if listed is None else listed.to_dict()
-    shipped = shipped_folders().get(f'{name.partition(".")[0]}.{config.get("tag")}')
+    shipped = find_shipped(name)
     if shipped is None:
-        yield from _papers_of_weights(name, config)
+        # models that are created without weights may lack the tag
+        listed = timm.get_pretrained_cfg(name)
+        yield from _papers_of_weights(name, config if listed is None else listed.to_dict())
     elif shipped.resolve() not in before:
         yield from _papers_of_run(shipped, name, before, is_local=False)
 

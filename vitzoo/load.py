@@ -276,7 +276,7 @@ def read_about(name: str, weights: str = 'published') -> dict:
             return {}
         if name.startswith('hf-hub:'):
             return _fetch_about(name)
-        shipped = _find_shipped(name)
+        shipped = find_shipped(name)
         return {} if shipped is None else read_about(str(shipped))
     about = _facts(folder / 'config.json')
     # the best epoch has a folder of its own inside that of the run
@@ -285,6 +285,12 @@ def read_about(name: str, weights: str = 'published') -> dict:
             return about | {'held_out': parent / HELD_OUT}
     # a repository of the hub names the file, which may not have been copied
     return {key: value for key, value in about.items() if key != 'held_out'}
+
+
+def find_shipped(name: str) -> Path | None:
+    """The folder of the published weights of a name in timm, if they come with vitzoo."""
+    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    return None if config is None else shipped_folders().get(f'{name.partition(".")[0]}.{config.tag}')
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -379,12 +385,6 @@ def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]
         model.eval()(image)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise UserError(f'{name} cannot take images of {input_size[1]} x {input_size[2]}: {error}') from error
-
-
-def _find_shipped(name: str) -> Path | None:
-    """The folder of the published weights of a name in timm, if they come with vitzoo."""
-    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
-    return None if config is None else shipped_folders().get(f'{name.partition(".")[0]}.{config.tag}')
 
 
 def _fetch_about(name: str) -> dict:

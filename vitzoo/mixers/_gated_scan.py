@@ -7,8 +7,8 @@ with an a for j <= i and another for j >= i; the token itself counts once. Token
 within a chunk, and a state that passes from chunk to chunk. A few heads at a time are processed in place, so that they
 stay in a CPU cache. D is a product of two factors, from j to the middle of a chunk and from there to i. If they are out
 of range, as with a mean logit of -30 in half a chunk, chunks of 16 are tried; at last, scores are computed in blocks of
-16 tokens with a lower bound of a, then between blocks. Whether they are is read from the device, so a CUDA
-graph of the eager form cannot be captured; the compiled form has blocks only.
+16 tokens with a lower bound of a, then between blocks. Whether they are is read from the device, so a CUDA graph of the
+eager form cannot be captured; the compiled form has blocks only.
 """
 
 from typing import Any, NamedTuple
