@@ -1,11 +1,11 @@
-"""Softmax attention in half precision on a CPU: the formula in training, PyTorch's fused kernel otherwise."""
+"""Softmax attention on a CPU: the formula in half precision or with few keys, PyTorch's fused kernel otherwise."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from vitzoo.mixers import softmax
-from vitzoo.mixers.softmax import softmax_attention
+from vitzoo.mixers import _softmax_cpu, softmax
+from vitzoo.mixers.softmax import softmax_attention, softmax_naive
 
 
 def make_qkv(dtype: torch.dtype, num_keys: int = 9, requires_grad: bool = True) -> list[torch.Tensor]:
@@ -41,13 +41,45 @@ def test_the_formula_is_as_exact_as_the_fused_kernel(monkeypatch, dtype, biased)
     [
         (dict(dtype=torch.bfloat16), False),
         (dict(dtype=torch.float16), False),
-        (dict(dtype=torch.float32), True),
-        (dict(dtype=torch.bfloat16, requires_grad=False), True),
         (dict(dtype=torch.bfloat16, num_keys=2**16), True),
+        (dict(dtype=torch.float32), True),
+        (dict(dtype=torch.bfloat16, num_keys=2**16, requires_grad=False), False),
+        (dict(dtype=torch.float32, requires_grad=False), False),
+        (dict(dtype=torch.float32, num_keys=101, requires_grad=False), True),
     ],
 )
-def test_the_fused_kernel_is_left_only_where_its_backward_pass_is_slower(monkeypatch, arguments, is_fused):
+def test_the_fused_kernel_is_left_only_where_it_is_slower(monkeypatch, arguments, is_fused):
     calls, sdpa = [], F.scaled_dot_product_attention
     monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda *args, **kwargs: calls.append(sdpa(*args, **kwargs)))
     out = softmax_attention(*make_qkv(**arguments), 0.3)
     assert (out is None) == bool(calls) == is_fused
+
+
+# all samples at a time, one sample, two heads, one head, and four queries
+@pytest.mark.parametrize('num_scores', [2**20, 400, 250, 120, 40])
+@pytest.mark.parametrize('bias_shape', [None, (3, 13, 9), (2, 3, 13, 9), (2, 1, 1, 9)])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+def test_attention_by_blocks_without_gradients_is_the_formula(monkeypatch, dtype, bias_shape, num_scores):
+    monkeypatch.setattr(_softmax_cpu, '_NUM_SCORES', num_scores)
+    q, k, v = make_qkv(dtype, requires_grad=False)
+    bias = None if bias_shape is None else torch.randn(bias_shape, dtype=dtype)
+    torch.testing.assert_close(softmax_attention(q, k, v, 0.3, bias), softmax_naive(q, k, v, 0.3, bias))
+
+
+@pytest.mark.parametrize('offset', [0.0, 20.0])
+@pytest.mark.parametrize('biased', [False, True])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_keys_far_from_zero_lose_no_digits(dtype, biased, offset):
+    q, k, v = make_qkv(dtype, requires_grad=False)
+    k = k + offset
+    bias = torch.linspace(-2, 2, 3 * 13 * 9).view(3, 13, 9) if biased else None
+    exact = softmax_naive(*(x.double() for x in (q, k, v)), 0.3, bias)
+    fused = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(dtype), scale=0.3)
+    error, of_fused = (float((out.double() - exact).norm()) for out in (softmax_attention(q, k, v, 0.3, bias), fused))
+    assert error < 2 * of_fused
+
+
+@pytest.mark.parametrize('num_queries, num_keys', [(0, 9), (13, 0), (0, 0)])
+def test_attention_without_queries_or_keys(num_queries, num_keys):
+    q, k, v = (torch.randn(2, 3, N, 8) for N in (num_queries, num_keys, num_keys))
+    assert softmax_attention(q, k, v, 0.3).equal(q.new_zeros(2, 3, num_queries, 8))

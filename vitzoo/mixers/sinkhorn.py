@@ -34,8 +34,7 @@ _MIN_MASS = 1e-3
 def log_sinkhorn(logits: torch.Tensor, num_iterations: int) -> torch.Tensor:
     """Logarithm of nearly doubly stochastic matrices from logits (..., T, T); rows sum to one exactly."""
     for _ in range(num_iterations):
-        logits = logits - logits.logsumexp(dim=-2, keepdim=True)
-        logits = logits - logits.logsumexp(dim=-1, keepdim=True)
+        logits = logits.log_softmax(dim=-2).log_softmax(dim=-1)
     return logits
 
 
@@ -111,7 +110,9 @@ def sinkhorn_attention(
     (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
     q_tiles, k_tiles, v_tiles = (tile(x, grid_size, window) for x in (q_grid, k_grid, v_grid))  # (B, heads, T, b*b, d)
     if has_partial_tiles:
-        k_tiles, v_tiles = (x.masked_fill(~inside.unsqueeze(-1), 0) for x in (k_tiles, v_tiles))
+        # tiles of a padded grid are a copy
+        for tiles in (k_tiles, v_tiles):
+            tiles.masked_fill_(~inside.unsqueeze(-1), 0)
     sort = block_sort(scale * q_tiles, k_tiles, inside, noise, num_iterations, temperature)  # (B, heads, T, T)
     # without partial tiles M is 1
     mass = sort @ inside.to(sort.dtype) if has_partial_tiles else None  # (B, heads, T, b*b)
@@ -160,7 +161,7 @@ def _sorted_tiles(sort: torch.Tensor, tiles: torch.Tensor, mass: torch.Tensor | 
         moved = (sort @ tiles.to(sort.dtype).flatten(3)).unflatten(3, tiles.shape[3:])
         if mass is not None:
             absent = mass <= _MIN_MASS
-            moved = (moved / mass.masked_fill(absent, 1).unsqueeze(-1)).masked_fill(absent.unsqueeze(-1), 0)
+            moved = moved * mass.masked_fill(absent, 1).reciprocal().masked_fill(absent, 0).unsqueeze(-1)
         return moved.to(tiles.dtype)
 
 
