@@ -61,6 +61,9 @@ def key_case(key, weight, place):
         # the largest key of a window counts for nothing there, so the rest must be as precise as without it
         (30.0, -60.0, 2),
         (60.0, -80.0, 1),
+        # with sums over all tokens, and without
+        (30.0, -2.9, 2),
+        (30.0, -3.1, 2),
         # the largest weight is outside the grid for the tokens at its border
         (0.0, 110.0, 0),
         (20.0, 100.0, 4),

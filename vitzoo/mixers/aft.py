@@ -24,6 +24,7 @@ from torch.types import Device
 
 from vitzoo.kernels import use_kernel
 
+from ._numerics import is_traced
 from ._recompute import apply_to_heads, recompute_heads
 from ._window import halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
@@ -35,6 +36,8 @@ __all__ = [
 
 # the largest exponent of a weight of aft_conv, so that weights far below it do not underflow in float32
 _HEADROOM = 40.0
+# the smallest exponent in a kernel of aft_conv with which sums over all tokens lose at most two decimal digits
+_LEAST_BIAS = -3.0
 
 
 def aft_full_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -165,20 +168,33 @@ def _convolve(
         terms = _terms(k, v, dim=1)  # (B, P + H*W, heads, d + 1)
         kernel = kernel[0].to(terms.dtype)
         # a factor per head cancels in the ratio
-        shift = kernel.detach().amax(dim=(1, 2)).clamp(min=0) - _HEADROOM
-        filters = (kernel - shift[:, None, None]).exp().repeat_interleave(terms.shape[3], dim=0).unsqueeze(1)
-        factor = (-shift).exp().repeat_interleave(terms.shape[3])
+        shift = kernel.detach().amax(dim=(1, 2), keepdim=True).clamp(min=0) - _HEADROOM
+        sums_all = _sums_all_tokens(kernel)
+        filters = (kernel - shift).exp() - (-shift).exp() * sums_all
+        filters = filters.repeat_interleave(terms.shape[3], dim=0).unsqueeze(1)
+        factor = (-shift).exp().flatten().repeat_interleave(terms.shape[3])
         prefix, grid = terms.flatten(2).split([P, terms.shape[1] - P], dim=1)
         # the channels stay last in memory, where the gradient of the kernel takes a third of the time
         image = grid.unflatten(1, grid_size).permute(0, 3, 1, 2)  # (B, heads * (d + 1), H, W)
         near = F.conv2d(image, filters, padding=kernel.shape[-1] // 2, groups=image.shape[1])
         near = near.permute(0, 2, 3, 1).flatten(1, 2)
         prefix = prefix.sum(dim=1, keepdim=True)
-        out = near + factor * (_sum_far(grid, grid_size, kernel.shape[-1] // 2 + 1) + prefix)
+        total = factor * (grid.sum(dim=1, keepdim=True) + prefix) if sums_all or P else prefix
+        if sums_all:
+            out = near + total
+        else:
+            out = near + factor * (_sum_far(grid, grid_size, kernel.shape[-1] // 2 + 1) + prefix)
         if P:
-            everything = factor * (grid.sum(dim=1, keepdim=True) + prefix)
-            out = torch.cat([everything.expand(-1, P, -1), out], dim=1)
+            out = torch.cat([total.expand(-1, P, -1), out], dim=1)
         return _gated_ratio(q, out.view_as(terms)).transpose(1, 2)
+
+
+def _sums_all_tokens(kernel: torch.Tensor) -> bool:
+    """True where every token has a weight of 1, and those near it exp(w) - 1 more, as in the authors' form.
+
+    This needs no sums of the far tokens, but cancels where exp(w) is small. On a GPU, reading w would wait for it.
+    """
+    return kernel.device.type == 'cpu' and not is_traced() and bool(kernel.detach().amin() >= _LEAST_BIAS)
 
 
 def _key_weights(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor:
