@@ -66,6 +66,13 @@ def test_attention_by_blocks_without_gradients_is_the_formula(monkeypatch, dtype
     torch.testing.assert_close(softmax_attention(q, k, v, 0.3, bias), softmax_naive(q, k, v, 0.3, bias))
 
 
+def test_a_traced_function_takes_larger_batches(monkeypatch):
+    monkeypatch.setattr(_softmax_cpu, '_NUM_SCORES', 400)
+    qkv = make_qkv(torch.float32, requires_grad=False)
+    traced = torch.jit.trace(lambda q, k, v: softmax_attention(q, k, v, 0.3), [x[:1] for x in qkv])
+    torch.testing.assert_close(traced(*qkv), softmax_naive(*qkv, 0.3))
+
+
 @pytest.mark.parametrize('offset', [0.0, 20.0])
 @pytest.mark.parametrize('biased', [False, True])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])

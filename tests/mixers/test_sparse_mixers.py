@@ -292,9 +292,9 @@ def test_sinkhorn_sorts_each_block_by_the_means_of_real_tokens():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 2, 4, 3, generator=generator, dtype=torch.float64)
     inside = torch.tensor([[True] * 4, [True, False, True, False]])
-    sort = block_sort(q, k, inside, None, 3, 0.5)
+    sort = block_sort(q, k, inside, None, 3, 0.5, 1.0)
     q[:, :, ~inside], k[:, :, ~inside] = 1e3, 0
-    assert torch.equal(block_sort(q, k, inside, None, 3, 0.5), sort)
+    assert torch.equal(block_sort(q, k, inside, None, 3, 0.5, 1.0), sort)
 
 
 def test_routing_clusters_are_balanced_and_hold_the_most_similar_tokens():

@@ -20,9 +20,14 @@ def no_autocast(x: torch.Tensor) -> AbstractContextManager:
 
 
 def is_traced() -> bool:
-    """Return True while torch.compile, torch.export or torch.func needs operations of PyTorch, with their gradients."""
-    # torch has no public name for the latter
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    """Return True while torch.compile, torch.export, torch.jit or torch.func needs operations of PyTorch.
+
+    They need the gradients of these too, and know no loops over the samples of a batch.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    # torch has no public name for this
+    return torch._C._are_functorch_transforms_active()
 
 
 def sum_products(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

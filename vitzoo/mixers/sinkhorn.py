@@ -113,7 +113,7 @@ def sinkhorn_attention(
         # tiles of a padded grid are a copy
         for tiles in (k_tiles, v_tiles):
             tiles.masked_fill_(~inside.unsqueeze(-1), 0)
-    sort = block_sort(scale * q_tiles, k_tiles, inside, noise, num_iterations, temperature)  # (B, heads, T, T)
+    sort = block_sort(q_tiles, k_tiles, inside, noise, num_iterations, temperature, scale)  # (B, heads, T, T)
     # without partial tiles M is 1
     mass = sort @ inside.to(sort.dtype) if has_partial_tiles else None  # (B, heads, T, b*b)
     keys, values = (
@@ -126,7 +126,8 @@ def sinkhorn_attention(
         q_flat, k_flat, v_flat = (x.flatten(1, 2) for x in (q_tiles, keys, values))
         out = softmax_attention(q_flat, k_flat, v_flat, scale, None, dropout_p).unflatten(1, (-1, len(inside)))
     else:
-        scores = (scale * q_tiles) @ keys.mT + _log_weights(inside, mass, P).unsqueeze(3)
+        # in place, because the scores are the largest tensor
+        scores = ((scale * q_tiles) @ keys.mT).to(mass.dtype).add_(_log_weights(inside, mass, P).unsqueeze(3))
         out = F.dropout(scores.softmax(dim=-1).to(v.dtype), dropout_p) @ values
     out = untile(out, grid_size, window)
     if P == 0:
@@ -141,6 +142,7 @@ def block_sort(
     noise: torch.Tensor | None,
     num_iterations: int,
     temperature: float,
+    scale: float,
 ) -> torch.Tensor:
     """S of the formula, (B, heads, T, T), float32 or wider: row i weights the blocks sorted to block i."""
     dtype = torch.promote_types(q_tiles.dtype, torch.float32)
@@ -148,7 +150,7 @@ def block_sort(
         share = inside.to(dtype).unsqueeze(1)  # (T, 1, b*b)
         share = share / share.sum(dim=-1, keepdim=True)
         means_q, means_k = ((share @ x.to(dtype)).squeeze(3) for x in (q_tiles, k_tiles))
-        logits = means_q @ means_k.mT
+        logits = scale * means_q @ means_k.mT
         if noise is not None:
             logits = logits + noise
         return log_sinkhorn(logits / temperature, num_iterations).exp()
