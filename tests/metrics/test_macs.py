@@ -412,6 +412,9 @@ def test_a_mixer_counts_the_same_fused_or_not_and_on_any_device(mixer, fused, de
         return window_attention_cpu(q, k, v, k_shared, v_shared, *window)
 
     monkeypatch.setattr(_window, 'window_attention_cpu', attend)
+    if mixer == 'aft_conv' and device == 'cpu':
+        # the sums of far tokens, times a number for each channel of the numerators and the denominator of a head
+        left_out.append(9 * 13 * (DIM + HEADS))
     set_fused_attn(fused)
     try:
         assert count_macs(model) == expected
@@ -419,7 +422,7 @@ def test_a_mixer_counts_the_same_fused_or_not_and_on_any_device(mixer, fused, de
         assert (found + sum(left_out), uncounted) == (expected, set())
     finally:
         set_fused_attn(True)
-    assert bool(left_out) == (device == 'cpu' and mixer in ('local', 'longformer', 'ls'))
+    assert bool(left_out) == (device == 'cpu' and mixer in ('aft_conv', 'local', 'longformer', 'ls'))
 
 
 def padding_macs(q, num_shared, grid_size, window_size, halo):

@@ -1,4 +1,4 @@
-"""Softmax attention on a CPU: the formula in half precision or with few keys, PyTorch's fused kernel otherwise."""
+"""Softmax attention on a CPU: the formula in half precision, PyTorch's fused kernel otherwise."""
 
 import pytest
 import torch
@@ -44,8 +44,7 @@ def test_the_formula_is_as_exact_as_the_fused_kernel(monkeypatch, dtype, biased)
         (dict(dtype=torch.bfloat16, num_keys=2**16), True),
         (dict(dtype=torch.float32), True),
         (dict(dtype=torch.bfloat16, num_keys=2**16, requires_grad=False), False),
-        (dict(dtype=torch.float32, requires_grad=False), False),
-        (dict(dtype=torch.float32, num_keys=101, requires_grad=False), True),
+        (dict(dtype=torch.float32, requires_grad=False), True),
     ],
 )
 def test_the_fused_kernel_is_left_only_where_it_is_slower(monkeypatch, arguments, is_fused):
@@ -58,19 +57,19 @@ def test_the_fused_kernel_is_left_only_where_it_is_slower(monkeypatch, arguments
 # all samples at a time, one sample, two heads, one head, and four queries
 @pytest.mark.parametrize('num_scores', [2**20, 400, 250, 120, 40])
 @pytest.mark.parametrize('bias_shape', [None, (3, 13, 9), (2, 3, 13, 9), (2, 1, 1, 9)])
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
-def test_attention_by_blocks_without_gradients_is_the_formula(monkeypatch, dtype, bias_shape, num_scores):
+def test_attention_by_blocks_is_the_formula(monkeypatch, bias_shape, num_scores):
     monkeypatch.setattr(_softmax_cpu, '_NUM_SCORES', num_scores)
-    q, k, v = make_qkv(dtype, requires_grad=False)
-    bias = None if bias_shape is None else torch.randn(bias_shape, dtype=dtype)
-    torch.testing.assert_close(softmax_attention(q, k, v, 0.3, bias), softmax_naive(q, k, v, 0.3, bias))
+    q, k, v = make_qkv(torch.float64, requires_grad=False)
+    bias = None if bias_shape is None else torch.randn(bias_shape, dtype=torch.float64)
+    out = _softmax_cpu.softmax_attention_cpu(q, k, v, 0.3, bias)
+    torch.testing.assert_close(out, softmax_naive(q, k, v, 0.3, bias))
 
 
 def test_a_traced_function_takes_larger_batches(monkeypatch):
     monkeypatch.setattr(_softmax_cpu, '_NUM_SCORES', 400)
-    qkv = make_qkv(torch.float32, requires_grad=False)
+    qkv = make_qkv(torch.bfloat16, requires_grad=False)
     traced = torch.jit.trace(lambda q, k, v: softmax_attention(q, k, v, 0.3), [x[:1] for x in qkv])
-    torch.testing.assert_close(traced(*qkv), softmax_naive(*qkv, 0.3))
+    torch.testing.assert_close(traced(*qkv), softmax_attention(*qkv, 0.3), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize('offset', [0.0, 20.0])
@@ -88,5 +87,5 @@ def test_keys_far_from_zero_lose_no_digits(dtype, biased, offset):
 
 @pytest.mark.parametrize('num_queries, num_keys', [(0, 9), (13, 0), (0, 0)])
 def test_attention_without_queries_or_keys(num_queries, num_keys):
-    q, k, v = (torch.randn(2, 3, N, 8) for N in (num_queries, num_keys, num_keys))
+    q, k, v = (torch.randn(2, 3, N, 8, dtype=torch.bfloat16) for N in (num_queries, num_keys, num_keys))
     assert softmax_attention(q, k, v, 0.3).equal(q.new_zeros(2, 3, num_queries, 8))

@@ -1,8 +1,7 @@
-"""Softmax attention on a CPU without gradients, some samples, heads and queries at a time.
+"""Softmax attention in half precision on a CPU without gradients, some samples, heads and queries at a time.
 
-PyTorch's fused kernel takes about twice as long in half precision, and up to 1.4 times as long in float32 with few
-keys. In half precision the scores are rounded before the softmax, large ones by more. So the keys lose their mean,
-which takes the same from all scores of a query and leaves the softmax as it is.
+PyTorch's fused kernel takes about twice as long. Scores are rounded before the softmax, large ones by more. So the keys
+lose their mean, which takes the same from all scores of a query and leaves the softmax as it is.
 """
 
 from collections.abc import Iterator
@@ -11,22 +10,18 @@ import torch
 
 from ._numerics import CACHED, is_traced
 
-__all__ = ['is_faster_than_fused', 'scale_keys', 'softmax_attention_cpu']
+__all__ = ['is_faster_than_fused', 'scaled_scores', 'softmax_attention_cpu']
 
 _HALF = (torch.float16, torch.bfloat16)
 # scores that are computed at a time
 _NUM_SCORES = 4 * CACHED
-# keys in float32, beyond which the fused kernel is as fast
-_FEW_KEYS = 100
 
 
 def is_faster_than_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """True where `softmax_attention_cpu` can compute attention without dropout and is faster than PyTorch's kernel."""
-    if q.device.type != 'cpu' or is_traced():
+    if q.device.type != 'cpu' or q.dtype not in _HALF or is_traced():
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return False
-    return q.dtype in _HALF or (k.shape[2] <= _FEW_KEYS and not torch.is_autocast_enabled('cpu'))
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
 
 
 def softmax_attention_cpu(
@@ -39,7 +34,7 @@ def softmax_attention_cpu(
     B, heads, N, M = *q.shape[:3], k.shape[2]
     # (B, N, heads, d) in memory, so that merging the heads is free
     out = v.new_empty(B, N, heads, v.shape[-1]).transpose(1, 2)
-    k = scale_keys(k, scale)
+    k = _centre_keys(k, scale)
     bias = None if bias is None else bias.expand(B, heads, N, M)
     dtype = torch.promote_types(q.dtype, torch.float32)
     for block in _blocks(B, heads, N, M):
@@ -51,11 +46,14 @@ def softmax_attention_cpu(
     return out
 
 
-def scale_keys(k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Keys (B, heads, M, d) times `scale`, in half precision less their mean."""
-    if k.dtype not in _HALF:
-        return scale * k
-    wide = k.float()
+def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scores (B, heads, N, M) of the queries, in half precision less a number for each query."""
+    return q @ _centre_keys(k, scale).mT if k.dtype in _HALF else (scale * q) @ k.mT
+
+
+def _centre_keys(k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Keys (B, heads, M, d) less their mean, times `scale`, rounded once."""
+    wide = k.to(torch.promote_types(k.dtype, torch.float32))
     # gradients of scores sum to zero over the keys, so the mean has none
     return ((wide - wide.detach().mean(dim=2, keepdim=True)) * scale).to(k.dtype)
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._rel_bias import DecomposedBias, OffsetBias, PrefixBias
-from ._softmax_cpu import is_faster_than_fused, scale_keys, softmax_attention_cpu
+from ._softmax_cpu import is_faster_than_fused, scaled_scores, softmax_attention_cpu
 from .base import QKVMixer, register_mixer
 
 __all__ = ['Softmax', 'prepend_global_tokens', 'softmax_attention', 'softmax_naive']
@@ -73,7 +73,7 @@ def softmax_attention(
         # sdpa requires the bias in the dtype of the queries, which autocast does not ensure
         bias = None if bias is None else bias.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
-    scores = q @ scale_keys(k, scale).mT
+    scores = scaled_scores(q, k, scale)
     if bias is not None:
         scores = scores + bias
     scores = _mix_heads(scores, proj_l)
@@ -108,8 +108,7 @@ def _mix_heads(scores: torch.Tensor, proj: nn.Linear | None) -> torch.Tensor:
 class Softmax(QKVMixer):
     """Softmax attention, with PyTorch's fused kernel if timm's `use_fused_attn` allows it.
 
-    On a CPU the formula is used instead where the kernel is slower: in half precision, and without gradients with up
-    to 100 keys.
+    In half precision on a CPU, where the kernel is slower, the formula is used instead.
 
     `rel_bias` is 'none', 'table' (a learned bias per head for each 2-D offset, and for pairs with prefix tokens), or
     'decomposed' (the product of the query with a vector of the row offset plus one of the column offset, as in MViTv2
