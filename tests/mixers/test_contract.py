@@ -103,6 +103,20 @@ def test_gradients_per_sample_by_torch_func_are_those_of_autograd(name):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
+# torch.jit fails with the sizes that they compute with
+UNTRACEABLE = ['aft_conv', 'biformer', 'nystrom', 'routing']
+
+
+@pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning', 'ignore:.*torch.jit:DeprecationWarning')
+@pytest.mark.parametrize('name', sorted(set(list_mixers()) - set(UNTRACEABLE)))
+def test_a_traced_mixer_takes_larger_batches(name):
+    mixer = build(name, num_prefix_tokens=1, **SETTINGS.get(name, [{}])[0]).eval().requires_grad_(False)
+    x = tokens(mixer, 5)
+    traced = torch.jit.trace(lambda x: mixer(x, GRID), x[:1], check_trace=False)
+    # the tracer keeps numbers in float32
+    torch.testing.assert_close(traced(x), mixer(x, GRID), rtol=1e-5, atol=1e-6)
+
+
 def is_per_sample(arg, batch_size):
     return isinstance(arg, torch.Tensor) and arg.ndim > 2 and arg.shape[0] == batch_size
 

@@ -1,4 +1,4 @@
-"""Softmax attention on a CPU: the formula in half precision, PyTorch's fused kernel otherwise."""
+"""Softmax attention on a CPU: the formula in bfloat16 and in training in float16, PyTorch's fused kernel otherwise."""
 
 import pytest
 import torch
@@ -44,6 +44,7 @@ def test_the_formula_is_as_exact_as_the_fused_kernel(monkeypatch, dtype, biased)
         (dict(dtype=torch.bfloat16, num_keys=2**16), True),
         (dict(dtype=torch.float32), True),
         (dict(dtype=torch.bfloat16, num_keys=2**16, requires_grad=False), False),
+        (dict(dtype=torch.float16, requires_grad=False), True),
         (dict(dtype=torch.float32, requires_grad=False), True),
     ],
 )
@@ -52,6 +53,15 @@ def test_the_fused_kernel_is_left_only_where_it_is_slower(monkeypatch, arguments
     monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda *args, **kwargs: calls.append(sdpa(*args, **kwargs)))
     out = softmax_attention(*make_qkv(**arguments), 0.3)
     assert (out is None) == bool(calls) == is_fused
+
+
+def test_a_bias_that_is_trained_alone_has_the_gradient_of_the_fused_kernel():
+    q, k, v = make_qkv(torch.bfloat16, requires_grad=False)
+    ours, fused = (torch.linspace(-2, 2, 3 * 13 * 9).view(3, 13, 9).requires_grad_() for _ in range(2))
+    softmax_attention(q, k, v, 0.3, ours).sum().backward()
+    mask = fused.to(q.dtype).unsqueeze(0)
+    F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3).sum().backward()
+    assert torch.equal(ours.grad, fused.grad) and ours.grad.any()
 
 
 # all samples at a time, one sample, two heads, one head, and four queries

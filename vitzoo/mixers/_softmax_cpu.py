@@ -1,4 +1,4 @@
-"""Softmax attention in half precision on a CPU without gradients, some samples, heads and queries at a time.
+"""Softmax attention in bfloat16 on a CPU without gradients, some samples, heads and queries at a time.
 
 PyTorch's fused kernel takes about twice as long. Scores are rounded before the softmax, large ones by more. So the keys
 lose their mean, which takes the same from all scores of a query and leaves the softmax as it is.
@@ -17,11 +17,14 @@ _HALF = (torch.float16, torch.bfloat16)
 _NUM_SCORES = 4 * CACHED
 
 
-def is_faster_than_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True where `softmax_attention_cpu` can compute attention without dropout and is faster than PyTorch's kernel."""
-    if q.device.type != 'cpu' or q.dtype not in _HALF or is_traced():
+def is_faster_than_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """True where `softmax_attention_cpu` can compute attention without dropout and is faster than PyTorch's kernel.
+
+    Products in float16 may take ten times as long on a CPU.
+    """
+    if q.device.type != 'cpu' or q.dtype != torch.bfloat16 or is_traced():
         return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias)))
 
 
 def softmax_attention_cpu(

@@ -169,23 +169,25 @@ def _convolve(
         kernel = kernel[0].to(terms.dtype)
         # a factor per head cancels in the ratio
         shift = kernel.detach().amax(dim=(1, 2), keepdim=True).clamp(min=0) - _HEADROOM
+        factor, filters = (-shift).exp(), (kernel - shift).exp()
         sums_all = _sums_all_tokens(kernel)
-        filters = (kernel - shift).exp() - (-shift).exp() * sums_all
-        filters = filters.repeat_interleave(terms.shape[3], dim=0).unsqueeze(1)
-        factor = (-shift).exp().flatten().repeat_interleave(terms.shape[3])
+        if sums_all:
+            filters = filters - factor
+        factor, filters = (x.repeat_interleave(terms.shape[3], dim=0) for x in (factor.flatten(), filters))
         prefix, grid = terms.flatten(2).split([P, terms.shape[1] - P], dim=1)
         # the channels stay last in memory, where the gradient of the kernel takes a third of the time
         image = grid.unflatten(1, grid_size).permute(0, 3, 1, 2)  # (B, heads * (d + 1), H, W)
-        near = F.conv2d(image, filters, padding=kernel.shape[-1] // 2, groups=image.shape[1])
+        near = F.conv2d(image, filters.unsqueeze(1), padding=kernel.shape[-1] // 2, groups=image.shape[1])
         near = near.permute(0, 2, 3, 1).flatten(1, 2)
         prefix = prefix.sum(dim=1, keepdim=True)
-        total = factor * (grid.sum(dim=1, keepdim=True) + prefix) if sums_all or P else prefix
+        if sums_all or P:
+            everything = factor * (grid.sum(dim=1, keepdim=True) + prefix)
         if sums_all:
-            out = near + total
+            out = near + everything
         else:
             out = near + factor * (_sum_far(grid, grid_size, kernel.shape[-1] // 2 + 1) + prefix)
         if P:
-            out = torch.cat([total.expand(-1, P, -1), out], dim=1)
+            out = torch.cat([everything.expand(-1, P, -1), out], dim=1)
         return _gated_ratio(q, out.view_as(terms)).transpose(1, 2)
 
 

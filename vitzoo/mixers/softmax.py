@@ -68,7 +68,7 @@ def softmax_attention(
     is_unsuitable = (bias is not None and is_exporting()) or _is_fused_backward_slower(q, k, v)
     if use_fused_attn() and proj_l is None and not is_unsuitable:
         bias = None if bias is None else bias.reshape(-1, *bias.shape[-3:])
-        if dropout_p == 0 and is_faster_than_fused(q, k, v):
+        if dropout_p == 0 and is_faster_than_fused(q, k, v, bias):
             return softmax_attention_cpu(q, k, v, scale, bias)
         # sdpa requires the bias in the dtype of the queries, which autocast does not ensure
         bias = None if bias is None else bias.to(q.dtype)
@@ -108,7 +108,7 @@ def _mix_heads(scores: torch.Tensor, proj: nn.Linear | None) -> torch.Tensor:
 class Softmax(QKVMixer):
     """Softmax attention, with PyTorch's fused kernel if timm's `use_fused_attn` allows it.
 
-    In half precision on a CPU, where the kernel is slower, the formula is used instead.
+    On a CPU the formula is used instead in bfloat16, and in training in float16, where the kernel was found slower.
 
     `rel_bias` is 'none', 'table' (a learned bias per head for each 2-D offset, and for pairs with prefix tokens), or
     'decomposed' (the product of the query with a vector of the row offset plus one of the column offset, as in MViTv2
