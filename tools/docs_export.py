@@ -15,9 +15,12 @@ MODELS = (
     'deit_softmax_small deit_ls_small deit_performer_small deit_nystrom_small deit_linear_small cvt_13 cvt_ls_13'
     ' cvt_nystrom_13 vil_ls_small vil_performer_small aft_conv_small_h16 aft_simple_small'
 )
-COMMAND = (
-    f'vitzoo bench models {MODELS} --backend eager,compile,onnxruntime,openvino --batch 4'
-    " --what forward 'training step' --seconds 2"
+FORWARD = (
+    f'vitzoo bench models {MODELS} --backend eager,compile,onnxruntime,openvino --batch 4 --what forward --seconds 2'
+)
+TRAINING = (
+    'vitzoo bench models deit_softmax_small deit_ls_small cvt_ls_13 vil_ls_small --backend eager,compile --batch 4'
+    " --what 'training step' --seconds 2"
 )
 
 
@@ -29,10 +32,14 @@ def main() -> None:
 
 
 def render(rows: list[dict]) -> str:
-    """The command and the table of its latest run."""
-    rows = [row for row in rows if row.get('command') == COMMAND and row['device'] == 'cpu']
+    """Each command with the table of its latest run."""
+    return '\n\n'.join(_render(command, rows) for command in (FORWARD, TRAINING))
+
+
+def _render(command: str, rows: list[dict]) -> str:
+    rows = [row for row in rows if row.get('command') == command and row['device'] == 'cpu']
     if not rows:
-        return f'```sh\n{COMMAND}\n```\n\nNot yet measured.'
+        return f'```sh\n{command}\n```\n\nNot yet measured.'
     return f'{format_run(rows)}\n\n{backend_table(rows)}'
 
 

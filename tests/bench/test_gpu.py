@@ -119,17 +119,18 @@ def test_a_measurement_that_takes_too_long_is_stopped_and_the_page_is_written(mo
 
 def test_the_table_of_backends_has_a_line_per_model_and_pass():
     assert 'Not yet measured.' in docs_export.render([])
-    row = dict(table='backends', name='cvt_13', batch_size=4, device='cpu', gpu=None, command=docs_export.COMMAND)
+    row = dict(table='backends', name='cvt_13', batch_size=4, device='cpu', gpu=None, command=docs_export.FORWARD)
     row |= dict(run='2026-12-01T00:00:00Z', cpu='x, 2 cores', threads=2, load=0.1, torch='2', timm='1', python='3')
     row |= dict(versions=None, dtype='float32', what='forward', seconds=0.5)
     rows = [row | dict(backend='eager', ratio=1.0, difference=None)]
     rows += [row | dict(backend='compile', ratio=1.25, difference=1.2e-6)]
     rows += [row | dict(backend='openvino', ratio=2.0, difference=3.4e-6)]
+    row |= dict(command=docs_export.TRAINING)
     rows += [row | dict(what='training step', backend='eager', ratio=1.0, difference=None, seconds=2.0)]
     rows += [row | dict(what='training step', backend='compile', ratio=1.5, difference=None)]
     lines = docs_export.render(rows).splitlines()
     assert '| `cvt_13` | forward | 8.0 | 1.25 | 1e-06 | 2.00 | 3e-06 |' in lines
-    assert '| `cvt_13` | training step | 2.0 | 1.50 | – | – | – |' in lines
+    assert '| `cvt_13` | training step | 2.0 | 1.50 | – |' in lines
 
 
 def test_the_page_of_exports_is_current():
