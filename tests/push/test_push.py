@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from itertools import chain, repeat
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -122,7 +123,7 @@ def test_the_numbers_of_a_card_have_intervals(run, tmp_path):
     folder = tmp_path / 'deit.tag'
     shutil.copytree(run, folder)
     (folder / 'config.json').write_text(json.dumps(config))
-    card = make_card(str(folder), folder, record, False, facts)
+    card = make_card(str(folder), folder, record, facts)
     assert card['license'] == 'cc-by-4.0' and 'license_name' not in card
     # Wilson's interval of 50 of 100
     assert card['details']['Accuracy'][0].startswith('Top-1 50.00 %, 95 % interval 40.38 to 59.62')
@@ -349,7 +350,7 @@ def test_shipped_weights_are_found_in_a_checkout_and_in_a_package(tmp_path, monk
 
 
 def test_weights_that_half_precision_would_change_stay_as_they_are(run, tmp_path, monkeypatch, capsys, hub):
-    scores = iter([dict(top1=50.0, top5=100.0, map=None), dict(top1=40.0, top5=100.0, map=None)])
+    scores = chain([dict(top1=50.0, top5=100.0, map=None)], repeat(dict(top1=40.0, top5=100.0, map=None)))
     sizes = dict(n=10, params=1, gmacs=0.1, img_size=32)
     monkeypatch.setattr(command, 'validate_model', lambda name, options: next(scores) | sizes)
     push(arguments(run, 'hf-hub:me/photos', '--half'))
@@ -358,13 +359,30 @@ def test_weights_that_half_precision_would_change_stay_as_they_are(run, tmp_path
     assert 'Top-1 50.00 %' in (hub.folder / 'README.md').read_text()
 
 
-def test_a_weight_beyond_the_range_of_half_precision_is_found(tmp_path):
+def test_only_the_first_layers_are_halved_if_that_keeps_the_accuracy(run, tmp_path, monkeypatch, capsys, hub):
+    right, wrong = dict(top1=50.0, top5=100.0, map=None), dict(top1=40.0, top5=100.0, map=None)
+    scores = iter([right, wrong, wrong, right])
+    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32)
+    monkeypatch.setattr(command, 'validate_model', lambda name, options: next(scores) | sizes)
+    push(arguments(run, 'hf-hub:me/photos', '--half'))
+    assert 'kept the last 25% of the matrices in single precision, because half' in capsys.readouterr().out
+    stored = load_file(hub.folder / 'model.safetensors')
+    model = timm.create_model('hf-hub:me/photos', pretrained=True)
+    matrices = [stored[name] for name, tensor in model.state_dict().items() if tensor.ndim > 1]
+    dtypes = [tensor.dtype for tensor in matrices]
+    num_half = dtypes.count(torch.float16)
+    assert dtypes == [torch.float16] * num_half + [torch.float32] * (len(dtypes) - num_half)
+    share = sum(x.numel() for x in matrices[:num_half]) / sum(x.numel() for x in matrices)
+    assert 0 < share <= 0.75
+    assert f'{share:.0%} in half precision, the last layers in single' in (hub.folder / 'README.md').read_text()
+
+
+def test_a_weight_beyond_the_range_of_half_precision_is_found():
     others = dict(norm=torch.tensor([1e5]), n=torch.tensor([[100_000]]))
-    save_file(others | dict(matrix=torch.tensor([[1e5]])), tmp_path / 'model.safetensors')
-    assert halve(tmp_path) is None
-    save_file(others | dict(matrix=torch.tensor([[1.0]])), tmp_path / 'model.safetensors')
-    dtypes = dict(matrix=torch.float16, norm=torch.float32, n=torch.int64)
-    assert {name: tensor.dtype for name, tensor in halve(tmp_path).items()} == dtypes
+    assert halve(others | dict(matrix=torch.tensor([[1e5]]))) is None
+    assert halve(dict(first=torch.ones(1, 1), last=torch.tensor([[1e5]])), 0.5)['last'] == 1e5
+    dtypes = dict(norm=torch.float32, n=torch.int64, matrix=torch.float16)
+    assert {name: x.dtype for name, x in halve(others | dict(matrix=torch.ones(1, 1))).items()} == dtypes
 
 
 def test_paths_of_this_machine_are_shortened():

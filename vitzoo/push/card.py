@@ -7,11 +7,21 @@ from pathlib import Path
 
 import timm
 import torch
+from safetensors.torch import load_file
 
 import vitzoo
 from vitzoo.cite import find_papers, read_papers
 from vitzoo.load import describe_architecture
-from vitzoo.push.folder import CONFIG, RECIPE, find_file, read_json, read_recipe, without_paths
+from vitzoo.push.folder import (
+    CONFIG,
+    RECIPE,
+    WEIGHTS,
+    describe_precision,
+    find_file,
+    read_json,
+    read_recipe,
+    without_paths,
+)
 from vitzoo.report.records import interval
 from vitzoo.study.intervals import estimate
 from vitzoo.study.record import CELL_FILE, EVALUATIONS
@@ -51,7 +61,7 @@ def read_facts(run: Path) -> RunFacts:
     return RunFacts(command, _training_hours(run) if command == 'train' else None)
 
 
-def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFacts, data_dir: str = 'unknown') -> dict:
+def make_card(target: str, folder: Path, record: dict, run: RunFacts, data_dir: str = 'unknown') -> dict:
     """The card of a folder of `write_folder`, for `generate_readme`.
 
     Args:
@@ -68,7 +78,7 @@ def make_card(target: str, folder: Path, record: dict, is_half: bool, run: RunFa
         'Data': f'{data}, {config["num_classes"]} classes',
         'Licence': config['pretrained_cfg']['license'],
         'Accuracy': [_format_score(record, key) for key in _SCORES if record.get(key) is not None],
-        'Weights': 'half precision' if is_half else 'single precision',
+        'Weights': describe_precision(load_file(folder / WEIGHTS)),
         'Versions': f'vitzoo {vitzoo.__version__}, timm {timm.__version__}, torch {torch.__version__}',
     }
     if run.command:

@@ -10,21 +10,24 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from timm.models import push_to_hf_hub
 from timm.models._hub import generate_readme
+from torch import Tensor
 
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import is_trained_folder, load_model, read_about
 from vitzoo.options import default_device, natural
 from vitzoo.push.card import make_card, read_facts
-from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, to_half, write_folder
+from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, read_weights, write_folder
 from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions
 
 HUB = 'hf-hub:'
 CARD = 'README.md'
+# shares of the matrices, from the last layer on, that --half leaves in single precision, in turn
+_SINGLE_SHARES = (0, 0.1, 0.25, 0.5)
 
 
 def push(argv: list[str] | None = None) -> None:
@@ -45,10 +48,10 @@ def push(argv: list[str] | None = None) -> None:
         if parent is not None:
             check_name(folder)
         data_dir = _find_data(args)
-        record, is_half = _evaluate(args, folder, data_dir)
-        card = make_card(args.to, folder, record, is_half, read_facts(Path(args.run)), data_dir)
+        record = _evaluate(args, folder, data_dir)
+        card = make_card(args.to, folder, record, read_facts(Path(args.run)), data_dir)
         if parent is None:
-            _upload(args, folder, card, is_half)
+            _upload(args, folder, card)
             return
         (folder / CARD).write_text(generate_readme(card, folder.name), encoding='utf-8')
         folder.rename(args.to)
@@ -66,7 +69,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help='hf-hub:ORG/NAME, or a new folder weights/MODEL.TAG, of a conversion BASE_to_MIXER.TAG')  # fmt: skip
     add('--license', required=True, metavar='NAME',
         help="licence of the weights, which depends on their images: 'apache-2.0', or in words")  # fmt: skip
-    add('--half', action='store_true', help='matrices in half precision, if the accuracies stay the same to the image')
+    add('--half', action='store_true', help='matrices in half precision, as many as keep the accuracies to the image')
     add('--data-dir', metavar='DIR', help='the data of the run, if it has been moved')
     add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='data loading processes')
     add('--private', action='store_true', help='create a private repository on the hub')
@@ -98,38 +101,48 @@ def _find_data(args: argparse.Namespace) -> str:
     return data_dir
 
 
-def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> tuple[dict, bool]:
-    """The record of the weights, and True if they are now in half precision."""
+def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> dict:
+    """The record of the weights, of which --half stores as many in half precision as leave the accuracies the same."""
     options = EvalOptions(
         device=default_device(), amp_dtype='float32', batch_size=64, workers=args.workers, data_dir=data_dir
     )
     record = validate_model(args.run, options)
-    weights = halve(folder) if args.half else None
-    if weights is None:
-        if args.half:
-            print('kept single precision, because a weight is too large for half precision')
-        return record, False
+    if not args.half:
+        return record
+    weights, reason = read_weights(folder), ''
+    for share in _SINGLE_SHARES:
+        halved = halve(weights, share)
+        if halved is None:
+            reason = reason or 'a weight is too large for half precision'
+            continue
+        rounded = _evaluate_weights(args.run, halved, folder / CONFIG, options)
+        changed = [key for key in ('top1', 'top5', 'map') if rounded[key] != record[key]]
+        if not changed:
+            if reason:
+                print(f'kept the last {share:.0%} of the matrices in single precision, because {reason}')
+            save_file(halved, folder / WEIGHTS)
+            return rounded
+        reason = reason or f'half precision has {changed[0]} {rounded[changed[0]]:.4f}, not {record[changed[0]]:.4f}'
+    print(f'kept single precision, because {reason}')
+    return record
+
+
+def _evaluate_weights(run: str, weights: dict[str, Tensor], config: Path, options: EvalOptions) -> dict:
+    """The record of the model of a run with other weights."""
     with TemporaryDirectory() as scratch:
-        file = f'{scratch}/{WEIGHTS}'
-        save_file(weights, file)
+        save_file(weights, f'{scratch}/{WEIGHTS}')
         # it tells the image size of the weights
-        shutil.copyfile(folder / CONFIG, f'{scratch}/{CONFIG}')
-        rounded = validate_model(args.run, replace(options, checkpoint=file))
-    changed = [key for key in ('top1', 'top5', 'map') if rounded[key] != record[key]]
-    if changed:
-        key = changed[0]
-        print(f'kept single precision, because half precision has {key} {rounded[key]:.4f}, not {record[key]:.4f}')
-        return record, False
-    save_file(weights, folder / WEIGHTS)
-    return rounded, True
+        shutil.copyfile(config, f'{scratch}/{CONFIG}')
+        return validate_model(run, replace(options, checkpoint=f'{scratch}/{WEIGHTS}'))
 
 
-def _upload(args: argparse.Namespace, folder: Path, card: dict, is_half: bool) -> None:
+def _upload(args: argparse.Namespace, folder: Path, card: dict) -> None:
     """Upload the model of a folder by timm's own function, with the card also if the repository has another."""
     model, _ = load_model(str(folder))
-    if is_half:
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = to_half(tensor.data)
+    stored = load_file(folder / WEIGHTS)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in stored:
+            tensor.data = tensor.data.to(stored[name].dtype)
     config = read_json(folder / CONFIG)
     held_out = folder / HELD_OUT
     if held_out.is_file():

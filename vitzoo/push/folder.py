@@ -4,7 +4,9 @@ Paths of the machine that trained the model are reduced to their last part.
 """
 
 import json
+import math
 import shutil
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +86,38 @@ def find_file(run: Path, name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def halve(folder: Path) -> dict[str, Tensor] | None:
-    """The weights of a folder as `to_half` returns them; None if one of them would not be finite."""
-    weights = {name: to_half(tensor) for name, tensor in load_file(folder / WEIGHTS).items()}
-    is_finite = all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point())
-    return weights if is_finite else None
+def halve(weights: dict[str, Tensor], single_share: float = 0) -> dict[str, Tensor] | None:
+    """Weights with matrices and kernels in half precision; norms and biases, which are small, stay as they are.
+
+    Args:
+        weights: Those of a model, in the order of its layers.
+        single_share: Share of the elements of matrices, from the last layer on, that stays in single precision.
+
+    Returns:
+        None if one of them would not be finite.
+    """
+    matrices = {name: x.numel() for name, x in weights.items() if x.dtype == torch.float32 and x.ndim > 1}
+    num_half = (1 - single_share) * sum(matrices.values())
+    ends = dict(zip(matrices, accumulate(matrices.values()), strict=True))
+    halved = {name: x.half() if ends.get(name, math.inf) <= num_half else x for name, x in weights.items()}
+    is_finite = all(x.isfinite().all() for x in halved.values() if x.is_floating_point())
+    return halved if is_finite else None
 
 
-def to_half(tensor: Tensor) -> Tensor:
-    """Matrices and kernels in half precision; norms and biases, which are small and matter more, as they are."""
-    return tensor.half() if tensor.dtype == torch.float32 and tensor.ndim > 1 else tensor
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder in the order of the layers of its model."""
+    model, _ = load_model(str(folder))
+    order = {name: number for number, name in enumerate(model.state_dict())}
+    return dict(sorted(load_file(folder / WEIGHTS).items(), key=lambda item: order.get(item[0], -1)))
+
+
+def describe_precision(weights: dict[str, Tensor]) -> str:
+    """The precision of weights that `halve` may have changed, in words."""
+    matrices = [x for x in weights.values() if x.is_floating_point() and x.ndim > 1]
+    share = sum(x.numel() for x in matrices if x.dtype == torch.float16) / max(1, sum(x.numel() for x in matrices))
+    if share == 0:
+        return 'single precision'
+    return 'half precision' if share == 1 else f'{share:.0%} in half precision, the last layers in single precision'
 
 
 def without_paths(value: Any) -> Any:
