@@ -201,9 +201,9 @@ def test_list_shows_trained_weights_with_their_tags(capsys):
     assert {'cvt_13.msft_in1k', 'cvt_softmax_nano.vz_imagenette'} <= set(names)
     assert all('.' in name for name in names) and set(names) <= set(timm.list_pretrained())
     with pytest.raises(SystemExit) as end:
-        main(['list', '--pretrained', 'aft_ls_nano'])
+        main(['list', '--pretrained', 'deit_linear_small'])
     assert end.value.code == 2
-    assert "no model with trained weights matches 'aft_ls_nano'" in capsys.readouterr().err
+    assert "no model with trained weights matches 'deit_linear_small'" in capsys.readouterr().err
 
 
 def test_list_shows_the_mixers(capsys):
