@@ -203,7 +203,12 @@ def test_list_shows_trained_weights_with_their_tags(capsys):
     with pytest.raises(SystemExit) as end:
         main(['list', '--pretrained', 'deit_linear_small'])
     assert end.value.code == 2
-    assert "no model with trained weights matches 'deit_linear_small'" in capsys.readouterr().err
+    answer = capsys.readouterr().err
+    assert "no model with trained weights matches 'deit_linear_small'" in answer
+    assert answer.count('deit_linear_small') == 1
+    with pytest.raises(SystemExit):
+        main(['list', '--pretrained', 'cvt_softmax_nan'])
+    assert 'did you mean cvt_softmax_nano' in capsys.readouterr().err
 
 
 def test_list_shows_the_mixers(capsys):

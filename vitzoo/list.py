@@ -48,17 +48,23 @@ def _find_mixers(args: argparse.Namespace) -> list[str]:
 
 
 def _find_models(args: argparse.Namespace) -> list[str]:
-    if args.pretrained:
-        # a model of several trainings is also listed under its name alone
-        names = [name for name in timm.list_pretrained(args.pattern) if '.' in name]
-    else:
-        names = timm.list_models(args.pattern)
-    if not args.all:
-        names = [name for name in names if _is_of_vitzoo(name)]
+    names = _list_models(args, args.pattern)
     if not names:
         kind = 'model with trained weights' if args.pretrained else 'model'
-        raise UserError(f"no {kind} matches '{args.pattern}'{did_you_mean(args.pattern, timm.list_models())}")
+        others = _list_models(args, '*')
+        # a name of weights is longer by its tag than that of its model, which may be all that was mistyped
+        others = dict.fromkeys([*others, *(name.partition('.')[0] for name in others)])
+        raise UserError(f"no {kind} matches '{args.pattern}'{did_you_mean(args.pattern, others)}")
     return names
+
+
+def _list_models(args: argparse.Namespace, pattern: str) -> list[str]:
+    if args.pretrained:
+        # a model of several trainings is also listed under its name alone
+        names = [name for name in timm.list_pretrained(pattern) if '.' in name]
+    else:
+        names = timm.list_models(pattern)
+    return names if args.all else [name for name in names if _is_of_vitzoo(name)]
 
 
 def _is_of_vitzoo(name: str) -> bool:

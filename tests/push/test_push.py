@@ -7,6 +7,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -354,33 +355,49 @@ def test_weights_that_half_precision_would_change_stay_as_they_are(run, tmp_path
     sizes = dict(n=10, params=1, gmacs=0.1, img_size=32)
     monkeypatch.setattr(command, 'validate_model', lambda name, options: next(scores) | sizes)
     push(arguments(run, 'hf-hub:me/photos', '--half'))
-    assert 'half precision has top1 40.0000, not 50.0000' in capsys.readouterr().out
+    assert 'the nearest numbers of half precision have top1 40.0000, not 50.0000' in capsys.readouterr().out
     assert {tensor.dtype for tensor in load_file(hub.folder / 'model.safetensors').values()} == {torch.float32}
     assert 'Top-1 50.00 %' in (hub.folder / 'README.md').read_text()
 
 
-def test_only_the_first_layers_are_halved_if_that_keeps_the_accuracy(run, tmp_path, monkeypatch, capsys, hub):
+def test_weights_are_rounded_at_random_if_the_nearest_numbers_change_an_image(run, monkeypatch, capsys, hub):
     right, wrong = dict(top1=50.0, top5=100.0, map=None), dict(top1=40.0, top5=100.0, map=None)
     scores = iter([right, wrong, wrong, right])
     sizes = dict(n=10, params=1, gmacs=0.1, img_size=32)
     monkeypatch.setattr(command, 'validate_model', lambda name, options: next(scores) | sizes)
     push(arguments(run, 'hf-hub:me/photos', '--half'))
-    assert 'kept the last 25% of the matrices in single precision, because half' in capsys.readouterr().out
+    assert 'rounded at random with seed 2, because the nearest numbers' in capsys.readouterr().out
+    expected = halve(load_file(run / 'model.safetensors'), torch.Generator().manual_seed(2))
     stored = load_file(hub.folder / 'model.safetensors')
-    model = timm.create_model('hf-hub:me/photos', pretrained=True)
-    matrices = [stored[name] for name, tensor in model.state_dict().items() if tensor.ndim > 1]
-    dtypes = [tensor.dtype for tensor in matrices]
-    num_half = dtypes.count(torch.float16)
-    assert dtypes == [torch.float16] * num_half + [torch.float32] * (len(dtypes) - num_half)
-    share = sum(x.numel() for x in matrices[:num_half]) / sum(x.numel() for x in matrices)
-    assert 0 < share <= 0.75
-    assert f'{share:.0%} in half precision, the last layers in single' in (hub.folder / 'README.md').read_text()
+    assert stored.keys() == expected.keys()
+    for name, tensor in stored.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    assert 'half precision' in (hub.folder / 'README.md').read_text()
+
+
+@pytest.mark.parametrize('value', [1.0003, -0.70001, 3e-6, -1e-8, 2.0, 0.0])
+def test_random_rounding_takes_one_of_the_two_neighbours_and_keeps_the_mean(value):
+    x = torch.full((200, 500), value)
+    rounded = halve(dict(matrix=x), torch.Generator().manual_seed(0))['matrix']
+    assert rounded.dtype == torch.float16
+    below, above = neighbours(value)
+    assert set(rounded.unique().tolist()) == {below, above}
+    # five standard deviations of the mean of 100,000
+    assert rounded.double().mean() == pytest.approx(x[0, 0].item(), abs=5 * (above - below) / 2 / 100_000**0.5)
+
+
+def neighbours(value):
+    """The largest number of half precision up to a value, and the smallest from it on."""
+    nearest = np.float16(np.float32(value))
+    if nearest == np.float32(value):
+        return float(nearest), float(nearest)
+    towards = np.float16(np.inf if nearest < np.float32(value) else -np.inf)
+    return tuple(sorted((float(nearest), float(np.nextafter(nearest, towards)))))
 
 
 def test_a_weight_beyond_the_range_of_half_precision_is_found():
     others = dict(norm=torch.tensor([1e5]), n=torch.tensor([[100_000]]))
     assert halve(others | dict(matrix=torch.tensor([[1e5]]))) is None
-    assert halve(dict(first=torch.ones(1, 1), last=torch.tensor([[1e5]])), 0.5)['last'] == 1e5
     dtypes = dict(norm=torch.float32, n=torch.int64, matrix=torch.float16)
     assert {name: x.dtype for name, x in halve(others | dict(matrix=torch.ones(1, 1))).items()} == dtypes
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from safetensors.torch import load_file, save_file
@@ -20,14 +21,14 @@ from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import is_trained_folder, load_model, read_about
 from vitzoo.options import default_device, natural
 from vitzoo.push.card import make_card, read_facts
-from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, read_weights, write_folder
+from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, write_folder
 from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions
 
 HUB = 'hf-hub:'
 CARD = 'README.md'
-# shares of the matrices, from the last layer on, that --half leaves in single precision, in turn
-_SINGLE_SHARES = (0, 0.1, 0.25, 0.5)
+# tries of --half to round the weights at random, if rounding to the nearest numbers changes an accuracy
+_RANDOM_ROUNDINGS = 8
 
 
 def push(argv: list[str] | None = None) -> None:
@@ -69,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help='hf-hub:ORG/NAME, or a new folder weights/MODEL.TAG, of a conversion BASE_to_MIXER.TAG')  # fmt: skip
     add('--license', required=True, metavar='NAME',
         help="licence of the weights, which depends on their images: 'apache-2.0', or in words")  # fmt: skip
-    add('--half', action='store_true', help='matrices in half precision, as many as keep the accuracies to the image')
+    add('--half', action='store_true', help='matrices in half precision, if that keeps the accuracies to the image')
     add('--data-dir', metavar='DIR', help='the data of the run, if it has been moved')
     add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='data loading processes')
     add('--private', action='store_true', help='create a private repository on the hub')
@@ -102,28 +103,31 @@ def _find_data(args: argparse.Namespace) -> str:
 
 
 def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> dict:
-    """The record of the weights, of which --half stores as many in half precision as leave the accuracies the same."""
+    """The record of the weights, which --half stores in half precision if a rounding leaves the accuracies the same."""
     options = EvalOptions(
         device=default_device(), amp_dtype='float32', batch_size=64, workers=args.workers, data_dir=data_dir
     )
     record = validate_model(args.run, options)
     if not args.half:
         return record
-    weights, reason = read_weights(folder), ''
-    for share in _SINGLE_SHARES:
-        halved = halve(weights, share)
+    weights, reason = load_file(folder / WEIGHTS), ''
+    for seed in range(_RANDOM_ROUNDINGS + 1):
+        halved = halve(weights, torch.Generator().manual_seed(seed) if seed else None)
         if halved is None:
-            reason = reason or 'a weight is too large for half precision'
-            continue
+            print('kept single precision, because a weight is too large for half precision')
+            return record
         rounded = _evaluate_weights(args.run, halved, folder / CONFIG, options)
         changed = [key for key in ('top1', 'top5', 'map') if rounded[key] != record[key]]
         if not changed:
-            if reason:
-                print(f'kept the last {share:.0%} of the matrices in single precision, because {reason}')
+            if seed:
+                print(f'rounded at random with seed {seed}, because {reason}')
             save_file(halved, folder / WEIGHTS)
             return rounded
-        reason = reason or f'half precision has {changed[0]} {rounded[changed[0]]:.4f}, not {record[changed[0]]:.4f}'
-    print(f'kept single precision, because {reason}')
+        reason = reason or (
+            f'the nearest numbers of half precision have {changed[0]} {rounded[changed[0]]:.4f}, '
+            f'not {record[changed[0]]:.4f}'
+        )
+    print(f'kept single precision, because {reason}, and {_RANDOM_ROUNDINGS} random roundings change an accuracy, too')
     return record
 
 

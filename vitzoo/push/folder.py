@@ -4,16 +4,13 @@ Paths of the machine that trained the model are reduced to their last part.
 """
 
 import json
-import math
 import shutil
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 import yaml
-from safetensors.torch import load_file
 from timm.models._hub import load_model_config_from_path
 from torch import Tensor
 
@@ -86,38 +83,36 @@ def find_file(run: Path, name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def halve(weights: dict[str, Tensor], single_share: float = 0) -> dict[str, Tensor] | None:
+def halve(weights: dict[str, Tensor], generator: torch.Generator | None = None) -> dict[str, Tensor] | None:
     """Weights with matrices and kernels in half precision; norms and biases, which are small, stay as they are.
 
     Args:
-        weights: Those of a model, in the order of its layers.
-        single_share: Share of the elements of matrices, from the last layer on, that stays in single precision.
+        weights: Those of a model.
+        generator: Rounds each element up or down at random, so that the expected value is the element. Without it,
+            each is rounded to the nearest number of half precision.
 
     Returns:
         None if one of them would not be finite.
     """
-    matrices = {name: x.numel() for name, x in weights.items() if x.dtype == torch.float32 and x.ndim > 1}
-    num_half = (1 - single_share) * sum(matrices.values())
-    ends = dict(zip(matrices, accumulate(matrices.values()), strict=True))
-    halved = {name: x.half() if ends.get(name, math.inf) <= num_half else x for name, x in weights.items()}
+    halved = {
+        name: _round(x, generator) if x.dtype == torch.float32 and x.ndim > 1 else x for name, x in weights.items()
+    }
     is_finite = all(x.isfinite().all() for x in halved.values() if x.is_floating_point())
     return halved if is_finite else None
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a folder in the order of the layers of its model."""
-    model, _ = load_model(str(folder))
-    order = {name: number for number, name in enumerate(model.state_dict())}
-    return dict(sorted(load_file(folder / WEIGHTS).items(), key=lambda item: order.get(item[0], -1)))
+def _round(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return x.half()
+    # half precision has 11 binary digits, and no number between 0 and 2 to the power of -24
+    x = x.double()
+    spacing = torch.ldexp(torch.ones_like(x), (x.frexp().exponent - 11).clamp(min=-24))
+    return (torch.floor(x / spacing + torch.rand(x.shape, generator=generator)) * spacing).half()
 
 
 def describe_precision(weights: dict[str, Tensor]) -> str:
     """The precision of weights that `halve` may have changed, in words."""
-    matrices = [x for x in weights.values() if x.is_floating_point() and x.ndim > 1]
-    share = sum(x.numel() for x in matrices if x.dtype == torch.float16) / max(1, sum(x.numel() for x in matrices))
-    if share == 0:
-        return 'single precision'
-    return 'half precision' if share == 1 else f'{share:.0%} in half precision, the last layers in single precision'
+    return 'half precision' if any(x.dtype == torch.float16 for x in weights.values()) else 'single precision'
 
 
 def without_paths(value: Any) -> Any:
