@@ -125,13 +125,13 @@ class _FeatureAttention(torch.autograd.Function):
                 den[samples, :, tokens] = block_den
             sums.append((context, k_sum, shift))
         ctx.phi = phi
-        ctx.save_for_backward(q, k, v, out, den, *(torch.cat(parts) for parts in zip(*sums)))
+        ctx.save_for_backward(q, k, v, den, *(torch.cat(parts) for parts in zip(*sums)))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, den, contexts, k_sums, shifts = ctx.saved_tensors
+        q, k, v, den, contexts, k_sums, shifts = ctx.saved_tensors
         phi, dtype = ctx.phi, den.dtype
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         dweight = torch.zeros_like(phi.weight) if ctx.needs_input_grad[3] else None
@@ -142,10 +142,12 @@ class _FeatureAttention(torch.autograd.Function):
                 q_block = _read(q, samples, tokens, dtype)
                 features = query_features(q_block, shift, phi)
                 dnum = _read(do, samples, tokens, dtype) / den[samples, :, tokens]
-                dden = -(dnum * out[samples, :, tokens]).sum(dim=-1, keepdim=True)
                 dcontext += features.mT @ dnum
+                dfeatures = dnum @ context.mT
+                # -do . out / den, without a stored out
+                dden = (features * dfeatures).sum(dim=-1, keepdim=True).div_(den[samples, :, tokens]).neg_()
                 dk_sum += (features * dden).sum(dim=2, keepdim=True).mT
-                dfeatures = (dnum @ context.mT).addcmul_(dden, k_sum.mT)
+                dfeatures.addcmul_(dden, k_sum.mT)
                 dq[samples, :, tokens], dlog = phi.grad_queries(dfeatures, features, q_block)
                 if dweight is not None:
                     dweight += phi.grad_weight(dlog, q_block)

@@ -78,15 +78,25 @@ class _RecomputedHeads(torch.autograd.Function):
             with ctx.autocast():
                 out = ctx.function(*inputs)
             return None, None, *_gradients(out, inputs, needed, grad, create_graph=True)
-        grads = [torch.zeros_like(x) if need else None for x, need in zip(tensors, needed)]
         B, heads = tensors[0].shape[:2]
-        for group in _groups(B, heads, ctx.size):
+        is_shared = [x.shape[:2] != (B, heads) for x in tensors]
+        grads = [
+            (torch.zeros_like if shared else torch.empty_like)(x) if need else None
+            for x, shared, need in zip(tensors, is_shared, needed)
+        ]
+
+        # a function, so that no result of a group is kept while the next is computed
+        def backward_of_group(group: tuple[slice, slice]) -> None:
             with torch.enable_grad(), ctx.autocast():
                 inputs = [_cut(x, group).detach().requires_grad_(need) for x, need in zip(tensors, needed)]
                 out = ctx.function(*inputs)
-            for total, part in zip(grads, _gradients(out, inputs, needed, grad[group])):
+            for total, part, shared in zip(grads, _gradients(out, inputs, needed, grad[group]), is_shared):
                 if total is not None:
-                    _cut(total, group).add_(part)
+                    target = _cut(total, group)
+                    target.add_(part) if shared else target.copy_(part)
+
+        for group in _groups(B, heads, ctx.size):
+            backward_of_group(group)
         return None, None, *grads
 
 

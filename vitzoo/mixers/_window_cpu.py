@@ -1,7 +1,7 @@
 """Window attention on a CPU, one row of tiles of a few samples and heads at a time, whose scores fit in the cache.
 
 Computes `window_attention` without materializing the tiles, halos and scores of the whole grid: the forward pass saves
-its inputs, the output and the log-sum-exp of each query, and the backward pass recomputes the rest.
+its inputs and the log-sum-exp of each query, and the backward pass recomputes the rest.
 """
 
 import math
@@ -19,7 +19,7 @@ from ._numerics import CACHED, LOG2_E
 __all__ = ['window_attention_cpu']
 
 # scores that are computed at a time
-_NUM_SCORES = 4 * CACHED
+_NUM_SCORES = 3 * CACHED
 
 
 def window_attention_cpu(
@@ -198,31 +198,37 @@ class _WindowAttention(torch.autograd.Function):
             v_tiles = tile_rows.read_keys(v_map[block], v_shared[block], row)
             tile_rows.write_queries(out_map[block], row, (p.to(v.dtype) @ v_tiles).div_(l_i))
         ctx.tile_rows, ctx.scale = tile_rows, scale
-        ctx.save_for_backward(q, k, v, k_shared, v_shared, bias, out, *lse)
+        ctx.save_for_backward(q, k, v, k_shared, v_shared, bias, *lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, k_shared, v_shared, bias, out, *lse = ctx.saved_tensors
+        q, k, v, k_shared, v_shared, bias, *lse = ctx.saved_tensors
         tile_rows, scale = ctx.tile_rows, ctx.scale
         dq = torch.empty_like(q)
         dk, dv, dk_shared, dv_shared = (torch.zeros_like(x) for x in (k, v, k_shared, v_shared))
         dbias = torch.zeros_like(bias) if ctx.needs_input_grad[5] else None
-        q_map, k_map, v_map, out_map, do_map = tile_rows.to_maps(q, k, v, out, do)
+        q_map, k_map, v_map, do_map = tile_rows.to_maps(q, k, v, do)
         dq_map, dk_map, dv_map = tile_rows.to_maps(dq, dk, dv)
-        for (block, row), block_lse in zip(tile_rows, lse):
+
+        # a function, so that no tensor of a row of tiles is kept while the next is computed
+        def backward_of_row(block: tuple[slice, slice], row: int, block_lse: Tensor) -> None:
             q_tiles = tile_rows.read_queries(q_map[block], row)
             do_tiles = tile_rows.read_queries(do_map[block], row)
             k_tiles = tile_rows.read_keys(k_map[block], k_shared[block], row)
             p = _scores(q_tiles, k_tiles, bias, tile_rows, block, row, scale).sub_(block_lse).exp2_()
             tile_rows.add_to_keys(dv_map[block], dv_shared[block], row, p.to(v.dtype).mT @ do_tiles)
-            v_tiles = tile_rows.read_keys(v_map[block], v_shared[block], row)
-            delta = (do_tiles * tile_rows.read_queries(out_map[block], row)).sum(dim=-1, keepdim=True)
-            ds = (do_tiles @ v_tiles.mT).to(p.dtype).sub_(delta).mul_(p)
+            dp = (do_tiles @ tile_rows.read_keys(v_map[block], v_shared[block], row).mT).to(p.dtype)
+            # in place, because scores are the largest tensors
+            ds = dp.mul_(p)
+            ds.addcmul_(p, ds.sum(dim=-1, keepdim=True), value=-1)
             if dbias is not None:
                 tile_rows.add_to_bias(dbias[block[1]], row, ds.sum(dim=(0, 2)))
             ds = ds.mul_(scale).to(q.dtype)
             tile_rows.write_queries(dq_map[block], row, ds @ k_tiles)
             tile_rows.add_to_keys(dk_map[block], dk_shared[block], row, ds.mT @ q_tiles)
+
+        for (block, row), block_lse in zip(tile_rows, lse):
+            backward_of_row(block, row, block_lse)
         return dq, dk, dv, dk_shared, dv_shared, dbias, None, None

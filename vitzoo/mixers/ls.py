@@ -112,7 +112,8 @@ def _norm_tokens(norm: nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
     B, heads, N, d = x.shape
     # rows of one matrix, because compiled code fails in the backward pass of a layer norm of transposed tokens
     rows = norm(x.transpose(1, 2).reshape(B * N, heads * d)).to(x.dtype)
-    return split_heads(rows.view(B, N, heads * d), heads)
+    # a copy by heads, which the product with the low-rank projection would make and keep, too
+    return split_heads(rows.view(B, N, heads * d), heads).contiguous()
 
 
 @register_mixer('ls')
