@@ -51,7 +51,10 @@ def softmax_attention_cpu(
 
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """Scores (B, heads, N, M) of the queries, in half precision less a number for each query."""
-    return q @ _centre_keys(k, scale).mT if k.dtype in _HALF else (scale * q) @ k.mT
+    if k.dtype in _HALF:
+        return q @ _centre_keys(k, scale).mT
+    # the copy of the shorter sequence is smaller
+    return (scale * q) @ k.mT if q.shape[2] <= k.shape[2] else q @ (scale * k).mT
 
 
 def _centre_keys(k: torch.Tensor, scale: float) -> torch.Tensor:

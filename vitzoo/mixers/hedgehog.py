@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.types import Device
 
 from ._kernel import KernelMixer
-from ._numerics import dot_tokens
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -56,14 +56,18 @@ def _attend(
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = _features(q.to(dtype), q_map.to(dtype)), _features(k.to(dtype), k_map.to(dtype))
-        context = k.mT @ v.to(dtype)  # (B, heads, 2f, d)
-        return (q @ context / dot_tokens(q, k.sum(dim=2, keepdim=True))).to(v.dtype)
+        # the normalizer is one more channel
+        values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)
+        sums = q @ (k.mT @ values)
+        # the gradient of a quotient needs two more tensors
+        return (sums[..., :-1] * sums[..., -1:].reciprocal()).to(v.dtype)
 
 
 def _features(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """phi of the formula, (B, heads, N, 2f)."""
     u = x @ weight
-    return torch.cat([u.softmax(dim=-1), (-u).softmax(dim=-1)], dim=-1).clamp(min=_FLOOR)
+    # clamped before they are joined, so that the backward pass needs the shares once
+    return torch.cat([each.softmax(dim=-1).clamp(min=_FLOOR) for each in (u, -u)], dim=-1)
 
 
 @register_mixer('hedgehog')

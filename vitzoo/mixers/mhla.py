@@ -145,7 +145,8 @@ def _attend(
         out = _from_blocks(out, grid_size, block_size)
         if P:
             out = torch.cat([q[:, :, :P] @ mixed[:, :, T], out], dim=2)
-        return out[..., :-1] / (out[..., -1:] + _EPS)
+        # the gradient of a quotient needs two more tensors
+        return out[..., :-1] * (out[..., -1:] + _EPS).reciprocal()
 
 
 def _used_weights(

@@ -100,7 +100,8 @@ def _attend(
         else:
             sums, total = _gated_sums(q_features, k_features, values, gate.to(dtype))
         normalizer = sums[..., -1:].maximum(_EPS * total) if floor is None else sums[..., -1:].clamp(min=floor)
-        return (sums[..., :-1] / normalizer).to(v.dtype)
+        # the gradient of a quotient needs two more tensors
+        return (sums[..., :-1] * normalizer.reciprocal()).to(v.dtype)
 
 
 def _features(x: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:

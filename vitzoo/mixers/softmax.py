@@ -65,7 +65,7 @@ def softmax_attention(
     the scores and of the weights.
     """
     # torch.export decomposes sdpa with a bias into operations whose output strides do not match
-    is_unsuitable = (bias is not None and is_exporting()) or _is_fused_backward_slower(q, k, v)
+    is_unsuitable = (bias is not None and is_exporting()) or _is_fused_backward_slower(q, k, v, bias)
     if use_fused_attn() and proj_l is None and not is_unsuitable:
         bias = None if bias is None else bias.reshape(-1, *bias.shape[-3:])
         if dropout_p == 0 and is_faster_than_fused(q, k, v, bias):
@@ -92,11 +92,19 @@ def prepend_global_tokens(
     return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), grid], dim=2)
 
 
-def _is_fused_backward_slower(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True in half precision on a CPU, where sdpa and its backward pass take 1.4 to 5 times as long as the formula."""
-    if q.device.type != 'cpu' or q.dtype not in (torch.bfloat16, torch.float16) or not torch.is_grad_enabled():
+def _is_fused_backward_slower(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None
+) -> bool:
+    """True on a CPU for a learned bias, and in half precision.
+
+    For a learned bias sdpa has no fused kernel, and scales copies of both queries and keys. In half precision sdpa and
+    its backward pass take 1.4 to 5 times as long as the formula.
+    """
+    if q.device.type != 'cpu' or not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
         return False
-    return q.shape[2] * k.shape[2] <= _MOST_SCORES and any(x.requires_grad for x in (q, k, v))
+    if bias is not None and bias.requires_grad:
+        return True
+    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] * k.shape[2] <= _MOST_SCORES
 
 
 def _mix_heads(scores: torch.Tensor, proj: nn.Linear | None) -> torch.Tensor:
