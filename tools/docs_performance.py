@@ -23,6 +23,7 @@ PAGE = ROOT / 'docs' / 'performance.md'
 LIMITS = {'gmacs': '.2f', 'io_mb': ',.1f', 'matmul_share': '.0%', 'ceiling': '.2f'}
 TITLES = {
     'mixers': 'Mixers by the number of tokens',
+    'memory': 'Memory of the mixers',
     'peers': 'Against other packages',
     'models': 'Models',
     'startup': 'Startup',
@@ -151,6 +152,20 @@ def format_optional(value: float | None, form: str) -> str:
     return '–' if value is None else format(value, form)
 
 
+def memory_tables(rows: list[dict]) -> list[str]:
+    """Peak memory of every mixer, and its ratio to that of SDPA."""
+    peaks = {(row['name'], (row['what'], row['tokens'])): row['peak_mb'] for row in rows}
+    kinds = sorted({kind for _, kind in peaks})
+    lines = []
+    for name in dict.fromkeys(row['name'] for row in rows):
+        cells = [(f'{peaks[name, kind]:,.1f}', f'{peaks[name, kind] / peaks[BASELINE, kind]:.2f}') for kind in kinds]
+        lines.append([f'`{name}`', *(cell for pair in cells for cell in pair)])
+    head = [heading for what, tokens in kinds for heading in (f'{what}, N = {tokens:,}', 'over SDPA')]
+    row = rows[0]
+    shape = f'width {row["dim"]}, {row["num_heads"]} heads, batch size {row["batch_size"]}, {row["dtype"]}'
+    return [f'Peak memory in MB; {shape}:', to_table(['mixer', *head], lines)]
+
+
 def peer_tables(rows: list[dict]) -> list[str]:
     """Times of ours and theirs, the speedup and its limits."""
     lines = []
@@ -195,7 +210,13 @@ def startup_tables(rows: list[dict]) -> list[str]:
     return [to_table(['', 'time', 'relative', 'to'], lines)]
 
 
-RENDER = {'mixers': mixer_tables, 'peers': peer_tables, 'models': model_tables, 'startup': startup_tables}
+RENDER = {
+    'mixers': mixer_tables,
+    'memory': memory_tables,
+    'peers': peer_tables,
+    'models': model_tables,
+    'startup': startup_tables,
+}
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/study.md from weights/study.csv. Run by `make docs`.
+"""Writes the tables of docs/study.md from weights/study.csv and weights/robustness.csv. Run by `make docs`.
 
 vitzoo study report study/imagenette.yaml
 python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells, and the report if there is one
@@ -12,9 +12,10 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from statistics import mean
 from tempfile import TemporaryDirectory
 
-from docs_models import fill, measure, read_rows, versions, write_rows
+from docs_models import fill, measure, read_rows, to_table, versions, write_rows
 
 from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.results import METRICS, collect
@@ -22,6 +23,10 @@ from vitzoo.study.tables import format_ways, write_cells
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CELLS = ROOT / 'docs' / 'study.md', ROOT / 'weights' / 'study.csv'
+# written by `vitzoo validate --corrupt`; docs/study.md has the command
+ROBUSTNESS = ROOT / 'weights' / 'robustness.csv'
+# the groups of ImageNet-C, in its order
+GROUPS = {'noise': 3, 'blur': 4, 'weather': 4, 'digital': 4}
 # pages of the site, made by `vitzoo study report`, by the backbones whose cells are in the study's folder
 REPORT = 'imagenette_{}.html'
 STUDY = ROOT / 'configs' / 'study' / 'imagenette.yaml'
@@ -42,7 +47,7 @@ def main(argv: list[str]) -> None:
         # a folder with a part of the cells only may have none
         if report.is_file():
             shutil.copy(report, PAGE.with_name(REPORT.format('_'.join(_backbones(study)))))
-    PAGE.write_text(fill(PAGE.read_text(), {'imagenette': study_tables()}))
+    PAGE.write_text(fill(PAGE.read_text(), {'imagenette': study_tables(), 'robustness': robustness_table()}))
     print(f'wrote {PAGE}', file=sys.stderr)
 
 
@@ -54,6 +59,23 @@ def study_tables() -> str:
         return 'Nothing yet.'
     finished = sum(all((*_key(cell), name) in records for name in cell.evaluations) for cell in study.cells)
     return '\n\n'.join([*format_ways(study, rows), f'{finished} of {len(study.cells)} cells are finished.'])
+
+
+def robustness_table() -> str:
+    """Accuracy of the shipped weights on corrupted images: the mean, its share of the clean one, and the groups."""
+    head = ['model', 'top-1 %', 'corrupted', 'of clean', *GROUPS]
+    lines = []
+    for row in _read_lines(ROBUSTNESS):
+        by_corruption, start = list(json.loads(row['corrupt']).values()), 0
+        groups = []
+        for size in GROUPS.values():
+            scores = [score for scores in by_corruption[start : start + size] for score in scores]
+            groups.append(f'{mean(scores):.1f}')
+            start += size
+        corrupted, share = float(row['corrupt_top1']), float(row['corrupt_relative'])
+        model = row['model'].partition('.')[0]
+        lines.append([model, f'{float(row["top1"]):.1f}', f'{corrupted:.1f}', f'{share:.0f} %', *groups])
+    return to_table(head, lines)
 
 
 def read_cells() -> dict[tuple[str, ...], dict]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from docs_models import fill, to_table
 from docs_performance import RESULTS, latest
-from targets import TARGETS, Line, Target, read_lines
+from targets import REASONS, TARGETS, Line, read_lines
 
 from vitzoo.bench._harness import read_rows
 
@@ -28,7 +28,9 @@ def sections(rows: list[dict]) -> dict[str, str]:
     groups = {
         title: [line for target in group for line in read_lines(target, rows)] for title, group in TARGETS.items()
     }
-    tables = [f'## {title}\n\n{to_table(*line_table(lines))}' for title, lines in groups.items()]
+    tables = [
+        f'## {title}\n\n{to_table(*line_table(lines, REASONS.get(title, {})))}' for title, lines in groups.items()
+    ]
     return {'overview': overview(groups), 'targets': '\n\n'.join(tables)}
 
 
@@ -40,11 +42,14 @@ def overview(groups: dict[str, list[Line]]) -> str:
     return to_table(['', *VERDICTS], cells)
 
 
-def line_table(lines: list[Line]) -> tuple[list[str], list[list[str]]]:
-    """Heading and cells of a section, without columns that are empty in all lines."""
+def line_table(lines: list[Line], reasons: dict[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Heading and cells of a section, without columns that are empty in all lines.
+
+    Lines that are not met have the reason of their name.
+    """
     varying = [key for key in LABELS if len({line.row.get(key) for line in lines}) > 1] or ['name']
-    head = ['', 'target', 'measured', 'quartiles', '', 'ceiling', 'of matmul']
-    cells = [[', '.join(labels(line, varying)), *line_cells(line)] for line in lines]
+    head = ['', 'target', 'measured', 'quartiles', '', 'ceiling', 'of matmul', 'why']
+    cells = [[', '.join(labels(line, varying)), *line_cells(line), reason_of(line, reasons)] for line in lines]
     kept = [column for column in range(len(head)) if column < 3 or any(row[column] for row in cells)]
     return [head[column] for column in kept], [[row[column] for column in kept] for row in cells]
 
@@ -61,18 +66,23 @@ def line_cells(line: Line) -> list[str]:
     """Limit, measurement, quartiles, verdict, ceiling and share of the rate of products."""
     reading, digits = line.reading, '.1%' if line.target.reads == 'share of matmul' else '.3f'
     if reading is None:
-        return [format_limit(line.target), '', '', line.verdict, '', '']
+        return [format_limit(line), '', '', line.verdict, '', '']
     verdict = line.verdict if line.verdict == 'met' else f'**{line.verdict}**'
     quartiles = '' if reading.low is None else f'{reading.low:{digits}} – {reading.high:{digits}}'
     ceiling = '' if reading.ceiling is None else f'{reading.ceiling:.2f}, {reading.bound}'
     share = '' if reading.matmul_share is None else f'{reading.matmul_share:.0%}'
-    return [format_limit(line.target), f'{reading.value:{digits}}', quartiles, verdict, ceiling, share]
+    return [format_limit(line), f'{reading.value:{digits}}', quartiles, verdict, ceiling, share]
 
 
-def format_limit(target: Target) -> str:
+def reason_of(line: Line, reasons: dict[str, str]) -> str:
+    """Why a target is missed or out of reach, if it is."""
+    return '' if line.verdict in ('met', 'not measured') else reasons.get(line.row['name'], '')
+
+
+def format_limit(line: Line) -> str:
     """The limit as shown in a table."""
-    sign, value = ('≥', target.at_least) if target.at_most is None else ('≤', target.at_most)
-    return f'{sign} {value:.0%}' if target.reads == 'share of matmul' else f'{sign} {value:g}'
+    sign, value = ('≥', line.at_least) if line.target.at_most is None else ('≤', line.target.at_most)
+    return f'{sign} {value:.0%}' if line.target.reads == 'share of matmul' else f'{sign} {value:g}'
 
 
 if __name__ == '__main__':

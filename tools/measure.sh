@@ -18,5 +18,6 @@ bench models cvt_ls_13 cvt_performer_13 cvt_nystrom_13 cvt_aft_conv_13 \
     deit_ls_small deit_performer_small deit_nystrom_small deit_aft_conv_small \
     aft_ls_small aft_performer_small aft_nystrom_small aft_conv_small \
     --dtype float32 bfloat16 --batch 4 --what forward --seconds 0.8
+bench memory
 bench peers --seconds 0.7 --min-rounds 7
 bench mixers --tokens 196 784 1024 4096 16384 --seconds 0.3 --max-seconds 5 --plots docs/mixers

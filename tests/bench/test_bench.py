@@ -7,7 +7,7 @@ import platform
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 import vitzoo
-from vitzoo.bench import BENCHMARKS, mixers, models, peers, run_benchmark, startup, trainer
+from vitzoo.bench import BENCHMARKS, memory, mixers, models, peers, run_benchmark, startup, trainer
 from vitzoo.bench import _backends as backends
 from vitzoo.bench import _contenders as contenders
 from vitzoo.bench import _pairs as pairs
@@ -247,6 +247,21 @@ def test_memory_of_a_mixer_is_that_of_its_tensors_and_is_plotted(quick):
             assert file.read(4) == b'\x89PNG'
 
 
+def test_peaks_of_mixers_are_measured_without_times(quick, capsys):
+    small = ['--mixers', 'linear', '--tokens', '16', '256', '--dim', '24', '--heads', '3', '--batch', '1']
+    rows = memory.main([*quick, *small])
+    peaks = {(row['name'], row['what'], row['tokens']): row['peak_mb'] for row in rows}
+    assert set(peaks) == set(product(('softmax', 'softmax, unfused', 'linear'), LAYER_PASSES, (16, 256)))
+    # 3 heads of 256 x 256 weights in float32
+    assert peaks['softmax, unfused', 'forward', 256] - peaks['softmax', 'forward', 256] > 3 * 256 * 256 * 4 / 1e6
+    ratio = memory.over(peaks, 'linear', 'forward', 256)
+    assert 0 < ratio < memory.over(peaks, 'softmax, unfused', 'forward', 256)
+    assert f'{peaks["linear", "forward", 256]:,.1f} ×{ratio:.2f}' in capsys.readouterr().out
+    written = read_rows('benchmarks.csv')
+    assert [row['peak_mb'] for row in written] == [pytest.approx(row['peak_mb'], rel=1e-4) for row in rows]
+    assert {(row['table'], row['seconds'], row['ratio']) for row in written} == {('memory', None, None)}
+
+
 def test_mixers_that_exceed_the_memory_limit_are_reported_as_skipped(quick, monkeypatch, capsys):
     monkeypatch.setattr(mixers, 'plot_scaling', lambda *args: None)
     small = ['--mixers', 'linear', 'aft_full', '--tokens', '16', '100', '--dim', '24', '--heads', '3', '--batch', '1']
@@ -268,6 +283,8 @@ def test_where_softmax_exceeds_the_memory_limit_no_mixer_is_measured(quick, monk
     [
         (['mixers', '--mixers', 'perfomer'], 'did you mean performer'),
         (['mixers', '--tokens', '200'], 'not a square'),
+        (['memory', '--tokens', '200'], 'not a square'),
+        (['memory', '--mixers', 'perfomer'], 'did you mean performer'),
         (['peers', '--pairs', 'nystorm'], 'did you mean nystrom'),
         (['models', 'resnet5000'], 'unknown model'),
         (['mixer'], 'did you mean mixers'),

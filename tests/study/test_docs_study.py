@@ -1,16 +1,20 @@
 """The tables of docs/study.md."""
 
 import csv
+import json
 import re
 
 import docs_study
 import pytest
 from docs_models import read_rows
 
+from vitzoo.data.corruptions import CORRUPTIONS
+
 
 def test_the_tables_of_the_study_are_current():
     page = docs_study.PAGE.read_text()
-    assert docs_study.fill(page, {'imagenette': docs_study.study_tables()}) == page, 'run `make docs`'
+    tables = {'imagenette': docs_study.study_tables(), 'robustness': docs_study.robustness_table()}
+    assert docs_study.fill(page, tables) == page, 'run `make docs`'
 
 
 def test_every_accuracy_of_a_cell_is_in_the_results_of_all_models():
@@ -20,6 +24,18 @@ def test_every_accuracy_of_a_cell_is_in_the_results_of_all_models():
         if evaluation == docs_study.MAIN:
             assert float(shown.pop(f'{way}/{model}/seed-{seed}')) == round(float(record['top1']), 2)
     assert shown == {}
+
+
+def test_the_groups_of_corruptions_are_those_of_imagenet_c(tmp_path, monkeypatch):
+    scores = {name: [number] * 5 for number, name in enumerate(CORRUPTIONS)}
+    monkeypatch.setattr(docs_study, 'ROBUSTNESS', tmp_path / 'robustness.csv')
+    with docs_study.ROBUSTNESS.open('w', newline='') as file:
+        writer = csv.writer(file)
+        writer.writerow(['model', 'top1', 'corrupt_top1', 'corrupt_relative', 'corrupt'])
+        writer.writerow(['cvt_nano.vz_imagenette', 80, 40, 50, json.dumps(scores)])
+    # noise 0 to 2, blur 3 to 6, weather 7 to 10, digital 11 to 14
+    assert '| cvt_nano | 80.0 | 40.0 | 50 % | 1.0 | 4.5 | 8.5 | 12.5 |' in docs_study.robustness_table()
+    assert list(CORRUPTIONS)[::4] == ['gaussian_noise', 'glass_blur', 'frost', 'elastic_transform']
 
 
 @pytest.mark.parametrize('top1', ['61.25', '99.5'])

@@ -2,6 +2,7 @@
 
 Examples:
     vitzoo bench mixers
+    vitzoo bench memory
     vitzoo bench models vil_ls_medium resnet50 --img-size 224 384
     vitzoo bench peers
     vitzoo bench kernels
@@ -17,6 +18,7 @@ from vitzoo.errors import UserError, did_you_mean, run_command
 
 BENCHMARKS = {
     'mixers': 'every token mixer against fused softmax attention, by number of tokens',
+    'memory': 'peak memory of every token mixer, by number of tokens',
     'models': 'throughput, latency, training step and memory of any timm models',
     'peers': 'layers and models of vitzoo against other packages',
     'kernels': 'Triton kernels on a GPU against PyTorch, torch.compile, flex_attention and full attention',
