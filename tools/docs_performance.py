@@ -71,6 +71,9 @@ def format_run(rows: list[dict]) -> str:
     versions = dict.fromkeys(row['versions'] for row in rows if row['versions'])
     others = f'; {", ".join(versions)}' if versions else ''
     busiest = max(rows, key=lambda row: row['load'] or 0)
+    if busiest['table'] == 'memory':
+        # no load changes it
+        busiest = busiest | dict(load=None)
     machine = f'Measured on {rows[0]["run"][:10]}: {format_machine(busiest)}{others}.'
     return f'```sh\n{command}\n```\n\n{machine}{format_rates(rows)}{format_doubts(rows)}'
 

@@ -224,7 +224,8 @@ def focused(grid, P, N, C, h):
 
 
 def hedgehog(grid, P, N, C, h):
-    return 6 * N * C * C // h + 2 * N * C
+    # the maps, then sums of keys and products with queries with one more channel, which divides the others
+    return 2 * N * C * C // h + 4 * N * C * (C // h + 1) + N * C
 
 
 def inline(grid, P, N, C, h):

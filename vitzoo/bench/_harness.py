@@ -175,7 +175,8 @@ def format_machine(machine: dict) -> str:
     device = machine['gpu'] or f'{machine["cpu"]}, {machine["threads"]} threads'
     versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
     busy = ' (busy machine: the times are unreliable)' if find_doubt(machine) == 'busy machine' else ''
-    return f'{device}; {versions}; load {machine["load"]}{busy}'
+    load = '' if machine['load'] is None else f'; load {machine["load"]}{busy}'
+    return f'{device}; {versions}{load}'
 
 
 def find_doubt(row: dict) -> str | None:

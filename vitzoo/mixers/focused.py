@@ -83,9 +83,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, divisor: torch.Te
         k = k * k_scale
         context = sum_products(k, v.to(dtype))  # (B, heads, d, d)
         # the scale of a query only changes the weight of the constant
-        normalizer = dot_tokens(q, k.sum(dim=2, keepdim=True)) + _EPS * k.shape[2] / q_scale
-        # the gradient of a quotient needs two more tensors
-        return (q @ context * normalizer.reciprocal()).unsqueeze(1)
+        return (q @ context / (dot_tokens(q, k.sum(dim=2, keepdim=True)) + _EPS * k.shape[2] / q_scale)).unsqueeze(1)
 
 
 def _focus(x: torch.Tensor, width: torch.Tensor, power: float) -> tuple[torch.Tensor, torch.Tensor]:

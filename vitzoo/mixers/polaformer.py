@@ -95,8 +95,7 @@ def _attend(
         same, opposite = context[..., : d // 2], context[..., d // 2 :].roll(d, dims=2)
         sums = q @ torch.cat([same, opposite], dim=-1)  # (B, heads, N, d)
         normalizers = q @ torch.cat([total, total.roll(d, dims=2)], dim=-1) + _EPS * k.shape[2]  # (B, heads, N, 2)
-        # the gradient of a quotient needs two more tensors
-        return (sums.unflatten(-1, (2, -1)) * normalizers.unsqueeze(-1).reciprocal()).flatten(-2)
+        return (sums.unflatten(-1, (2, -1)) / normalizers.unsqueeze(-1)).flatten(-2)
 
 
 def _signed_powers(x: torch.Tensor, log_divisor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
