@@ -8,6 +8,7 @@ from helpers import COMBINATIONS, build_model, images
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import vitzoo
+from vitzoo.models._quick_gelu import quick_gelu
 
 slow = pytest.mark.slow
 # options that take another path, other sizes, prefix tokens of another number, and state that steps change
@@ -72,3 +73,12 @@ def test_options_and_image_sizes_train_compiled(name, kwargs):
 
 def test_a_sample_trains_compiled():
     assert_trains_compiled(build_model('deit_linear_tiny', depth=1))
+
+
+def test_cvts_activation_trains_compiled():
+    torch._dynamo.reset()
+    x = torch.linspace(-4, 4, 24, dtype=torch.float64).requires_grad_()
+    compiled = torch.compile(quick_gelu, backend='aot_eager', fullgraph=True)
+    ours, theirs = (torch.autograd.grad(run(x).square().sum(), x)[0] for run in (compiled, quick_gelu))
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(compiled(x.detach()), quick_gelu(x.detach()))
