@@ -71,9 +71,6 @@ def format_run(rows: list[dict]) -> str:
     versions = dict.fromkeys(row['versions'] for row in rows if row['versions'])
     others = f'; {", ".join(versions)}' if versions else ''
     busiest = max(rows, key=lambda row: row['load'] or 0)
-    if busiest['table'] == 'memory':
-        # no load changes it
-        busiest = busiest | dict(load=None)
     machine = f'Measured on {rows[0]["run"][:10]}: {format_machine(busiest)}{others}.'
     return f'```sh\n{command}\n```\n\n{machine}{format_rates(rows)}{format_doubts(rows)}'
 
@@ -109,13 +106,16 @@ def mixer_tables(rows: list[dict]) -> list[str]:
         last = max(sizes)
         head = ['mixer', *(f'N = {size:,}' for size in sizes), 'crossover', 'exponent', f'time at {last:,}']
         head += [f'MB at {last:,}', f'ceiling at {last:,}', f'of matmul at {last:,}']
-        row = rows[0]
-        shape = f'width {row["dim"]}, {row["num_heads"]} heads, batch size {row["batch_size"]}, {row["dtype"]}'
-        parts += [f'Speedup over SDPA, {measured_pass}; {shape}:', to_table(head, lines)]
+        parts += [f'Speedup over SDPA, {measured_pass}; {format_shape(rows[0])}:', to_table(head, lines)]
     plots = re.search(r'--plots docs/(\S+)', command_of(rows[0])[0])
     if plots:
         parts += [f'![{kind} by the number of tokens]({plots[1]}_{kind}.png)' for kind in ('time', 'memory')]
     return parts
+
+
+def format_shape(row: dict) -> str:
+    """The shape and the precision of a layer."""
+    return f'width {row["dim"]}, {row["num_heads"]} heads, batch size {row["batch_size"]}, {row["dtype"]}'
 
 
 def linear_table(rows: list[dict], sizes: list[int]) -> str:
@@ -164,9 +164,7 @@ def memory_tables(rows: list[dict]) -> list[str]:
         cells = [(f'{peaks[name, kind]:,.1f}', f'{peaks[name, kind] / peaks[BASELINE, kind]:.2f}') for kind in kinds]
         lines.append([f'`{name}`', *(cell for pair in cells for cell in pair)])
     head = [heading for what, tokens in kinds for heading in (f'{what}, N = {tokens:,}', 'over SDPA')]
-    row = rows[0]
-    shape = f'width {row["dim"]}, {row["num_heads"]} heads, batch size {row["batch_size"]}, {row["dtype"]}'
-    return [f'Peak memory in MB; {shape}:', to_table(['mixer', *head], lines)]
+    return [f'Peak memory in MB; {format_shape(rows[0])}:', to_table(['mixer', *head], lines)]
 
 
 def peer_tables(rows: list[dict]) -> list[str]:

@@ -254,8 +254,8 @@ def test_peaks_of_mixers_are_measured_without_times(quick, capsys):
     assert set(peaks) == set(product(('softmax', 'softmax, unfused', 'linear'), LAYER_PASSES, (16, 256)))
     # 3 heads of 256 x 256 weights in float32
     assert peaks['softmax, unfused', 'forward', 256] - peaks['softmax', 'forward', 256] > 3 * 256 * 256 * 4 / 1e6
-    ratio = memory.over(peaks, 'linear', 'forward', 256)
-    assert 0 < ratio < memory.over(peaks, 'softmax, unfused', 'forward', 256)
+    ratio = memory.ratio_to_baseline(peaks, 'linear', 'forward', 256)
+    assert 0 < ratio < memory.ratio_to_baseline(peaks, 'softmax, unfused', 'forward', 256)
     assert f'{peaks["linear", "forward", 256]:,.1f} ×{ratio:.2f}' in capsys.readouterr().out
     written = read_rows('benchmarks.csv')
     assert [row['peak_mb'] for row in written] == [pytest.approx(row['peak_mb'], rel=1e-4) for row in rows]

@@ -9,7 +9,6 @@ Examples:
 """
 
 import argparse
-import math
 
 import torch
 
@@ -22,11 +21,18 @@ from vitzoo.bench._harness import (
     make_row,
     start_run,
 )
-from vitzoo.bench._options import add_dtype, add_layer_shape, check_dtypes, check_heads, check_squares, parse_common
+from vitzoo.bench._options import parse_common
 from vitzoo.bench._show import print_table, show_rounds
-from vitzoo.bench.mixers import BASELINE, UNFUSED, check_mixers, mixer_call, select_mixers, without_fused_attn
+from vitzoo.bench.mixers import (
+    BASELINE,
+    add_layers,
+    check_layers,
+    check_mixers,
+    make_call,
+    select_mixers,
+    shape_columns,
+)
 from vitzoo.errors import CommandParser
-from vitzoo.mixers import create_mixer
 
 _TOKENS = (196, 1024, 4096)
 
@@ -54,29 +60,22 @@ def main(argv: list[str] | None = None) -> list[dict]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser('vitzoo bench memory', description=__doc__.partition('\n')[0])
-    add = parser.add_argument
-    add('--mixers', nargs='+', default=[], metavar='NAME', help='mixers to compare with softmax (default: all)')
-    add_layer_shape(parser, _TOKENS, batch_size=2)
-    add_dtype(parser, default='float32')
+    add_layers(parser, _TOKENS)
     args = parse_common(parser, argv)
-    check_squares(args.tokens)
-    check_heads(args)
-    check_dtypes([args.dtype], args.device)
+    check_layers(args)
     return args
 
 
 def measure_peak(name: str, measured_pass: str, tokens: int, args: argparse.Namespace) -> dict:
     """The peak memory of a pass of a mixer, as a row of a results file."""
-    side = math.isqrt(tokens)
     torch.manual_seed(0)
     inputs = [torch.randn(args.batch, tokens, args.dim, device=args.device) for _ in range(2)]
-    mixer = create_mixer(name.partition(',')[0], args.dim, args.heads, grid_size=(side, side), device=args.device)
-    call = mixer_call(mixer, inputs, (side, side), measured_pass, args.dtype)
+    _, call = make_call(name, inputs, measured_pass, args)
     with show_rounds(f'{name}, {tokens} tokens, {measured_pass}'):
-        peak = call_peak_megabytes(without_fused_attn(call) if name == UNFUSED else call, args.device)
-    shape = dict(dim=args.dim, num_heads=args.heads, batch_size=args.batch, dtype=args.dtype, device=args.device.type)
-    row = make_row(table='memory', name=name, what=measured_pass, against=BASELINE)
-    return row | dict(tokens=tokens, peak_mb=peak, **shape)
+        peak = call_peak_megabytes(call, args.device)
+    row = make_row(table='memory', name=name, what=measured_pass, against=BASELINE, tokens=tokens, peak_mb=peak)
+    # no load of the machine changes it
+    return row | shape_columns(args) | dict(load=None)
 
 
 def print_peaks(rows: list[dict], names: list[str]) -> None:
@@ -85,12 +84,13 @@ def print_peaks(rows: list[dict], names: list[str]) -> None:
     sizes = sorted({tokens for _, _, tokens in peaks})
     for what in LAYER_PASSES:
         lines = [
-            [name, *(f'{peaks[name, what, n]:,.1f} ×{over(peaks, name, what, n):.2f}' for n in sizes)] for name in names
+            [name, *(f'{peaks[name, what, n]:,.1f} ×{ratio_to_baseline(peaks, name, what, n):.2f}' for n in sizes)]
+            for name in names
         ]
         title = f'{what}: peak memory in MB; × is the ratio to {BASELINE} (fused)'
         print_table(title, ['mixer', *(f'{n:,}' for n in sizes)], lines)
 
 
-def over(peaks: dict[tuple[str, str, int], float], name: str, what: str, tokens: int) -> float:
+def ratio_to_baseline(peaks: dict[tuple[str, str, int], float], name: str, what: str, tokens: int) -> float:
     """The ratio of a peak to that of fused softmax attention."""
     return peaks[name, what, tokens] / peaks[BASELINE, what, tokens]

@@ -103,9 +103,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser('vitzoo bench mixers', description=__doc__.partition('\n')[0])
     add = parser.add_argument
-    add('--mixers', nargs='+', default=[], metavar='NAME', help='mixers to compare with softmax (default: all)')
-    add_layer_shape(parser, DEFAULT_TOKENS, batch_size=2)
-    add_dtype(parser, default='float32')
+    add_layers(parser, DEFAULT_TOKENS)
     add(
         '--max-seconds',
         type=nonnegative,
@@ -121,13 +119,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add('--plots', default='mixers', metavar='PATH', help='path prefix of the two plots (default: mixers)')
     args = parse_common(parser, argv, min_rounds=3)
-    check_squares(args.tokens)
-    check_heads(args)
-    check_dtypes([args.dtype], args.device)
+    check_layers(args)
     check_output(f'{args.plots}_time.png', ('.png',))
     if args.max_memory is None:
         args.max_memory = _free_gigabytes(args.device) / 2
     return args
+
+
+def add_layers(parser: argparse.ArgumentParser, tokens: tuple[int, ...]) -> None:
+    """Add the options that choose mixers, and the shape and precision of their layers."""
+    text = 'mixers to compare with softmax (default: all)'
+    parser.add_argument('--mixers', nargs='+', default=[], metavar='NAME', help=text)
+    add_layer_shape(parser, tokens, batch_size=2)
+    add_dtype(parser, default='float32')
+
+
+def check_layers(args: argparse.Namespace) -> None:
+    """Raise UserError unless layers of this shape and precision can be measured on the device."""
+    check_squares(args.tokens)
+    check_heads(args)
+    check_dtypes([args.dtype], args.device)
 
 
 def _free_gigabytes(device: torch.device) -> float:
@@ -214,12 +225,10 @@ def measure_mixers(
     inputs = [torch.randn(args.batch, tokens, args.dim, device=args.device) for _ in range(INPUT_SETS)]
     calls, macs, work = {}, {}, {}
     for name in names:
-        mixer = create_mixer(name.partition(',')[0], args.dim, args.heads, grid_size=(side, side), device=args.device)
+        mixer, calls[name] = make_call(name, inputs, measured_pass, args)
         macs[name] = count_call_macs(mixer, torch.empty(1, tokens, args.dim, device='meta'), (side, side))
         out = torch.empty(inputs[0].shape, dtype=PRECISIONS[args.dtype], device='meta')
         work[name] = Work.of(measured_pass, args.batch * macs[name], [inputs[0], out, *mixer.parameters()])
-        call = mixer_call(mixer, inputs, (side, side), measured_pass, args.dtype)
-        calls[name] = without_fused_attn(call) if name == UNFUSED else call
     rates = measure_rates(PRECISIONS[args.dtype], args.device)
     with show_rounds(f'{tokens} tokens, {measured_pass}') as on_round:
         # before the times, because it also warms up
@@ -231,6 +240,16 @@ def measure_mixers(
         limits = roofline(work[name], rates, spread.median, baseline.median) | dict(gmacs=macs[name] / 1e9)
         cells[name, measured_pass, tokens] = Cell(spread, ratios(times[BASELINE], times[name]), peaks[name], limits)
     return cells
+
+
+def make_call(
+    name: str, inputs: list[torch.Tensor], measured_pass: str, args: argparse.Namespace
+) -> tuple[nn.Module, Callable[[int], object]]:
+    """A mixer for the inputs, or a form of softmax, and a function of the round number that runs a pass of it."""
+    side = math.isqrt(inputs[0].shape[1])
+    mixer = create_mixer(name.partition(',')[0], args.dim, args.heads, grid_size=(side, side), device=args.device)
+    call = mixer_call(mixer, inputs, (side, side), measured_pass, args.dtype)
+    return mixer, without_fused_attn(call) if name == UNFUSED else call
 
 
 def mixer_call(
@@ -272,12 +291,16 @@ def without_fused_attn(call: Callable[[int], object]) -> Callable[[int], object]
 
 def cells_to_rows(cells: dict[tuple[str, str, int], Cell], args: argparse.Namespace) -> list[dict]:
     """The cells as rows of a results file."""
-    shape = dict(dim=args.dim, num_heads=args.heads, batch_size=args.batch, dtype=args.dtype, device=args.device.type)
     return [
         make_row(cell.times, cell.ratio, table='mixers', name=name, what=measured_pass, against=BASELINE)
-        | dict(tokens=tokens, peak_mb=cell.peak_mb, **shape, **cell.limits)
+        | dict(tokens=tokens, peak_mb=cell.peak_mb, **shape_columns(args), **cell.limits)
         for (name, measured_pass, tokens), cell in cells.items()
     ]
+
+
+def shape_columns(args: argparse.Namespace) -> dict:
+    """Shape, precision and device of the layers, as columns of a results file."""
+    return dict(dim=args.dim, num_heads=args.heads, batch_size=args.batch, dtype=args.dtype, device=args.device.type)
 
 
 def print_scaling(cells: dict[tuple[str, str, int], Cell], names: list[str], measured_pass: str) -> None:

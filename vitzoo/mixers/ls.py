@@ -88,6 +88,9 @@ def long_short_attention(
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     k, v = _norm_tokens(norm_full, k), _norm_tokens(norm_full, v)
+    if dynamic_proj is not None:
+        # by heads, a copy that the product with the projection would make and keep, too
+        k, v = k.contiguous(), v.contiguous()
     (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
     k_shared, v_shared = k_prefix, v_prefix
     if dynamic_proj is not None:
@@ -112,8 +115,7 @@ def _norm_tokens(norm: nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
     B, heads, N, d = x.shape
     # rows of one matrix, because compiled code fails in the backward pass of a layer norm of transposed tokens
     rows = norm(x.transpose(1, 2).reshape(B * N, heads * d)).to(x.dtype)
-    # a copy by heads, which the product with the low-rank projection would make and keep, too
-    return split_heads(rows.view(B, N, heads * d), heads).contiguous()
+    return split_heads(rows.view(B, N, heads * d), heads)
 
 
 @register_mixer('ls')

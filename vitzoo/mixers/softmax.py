@@ -92,9 +92,7 @@ def prepend_global_tokens(
     return torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), grid], dim=2)
 
 
-def _is_fused_backward_slower(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None
-) -> bool:
+def _is_fused_backward_slower(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """True on a CPU for a learned bias, and in half precision.
 
     For a learned bias sdpa has no fused kernel, and scales copies of both queries and keys. In half precision sdpa and
