@@ -24,6 +24,7 @@ LIMITS = {'gmacs': '.2f', 'io_mb': ',.1f', 'matmul_share': '.0%', 'ceiling': '.2
 TITLES = {
     'mixers': 'Mixers by the number of tokens',
     'memory': 'Memory of the mixers',
+    'training memory': 'Memory of training',
     'peers': 'Against other packages',
     'models': 'Models',
     'startup': 'Startup',
@@ -167,6 +168,15 @@ def memory_tables(rows: list[dict]) -> list[str]:
     return [f'Peak memory in MB; {format_shape(rows[0])}:', to_table(['mixer', *head], lines)]
 
 
+def training_memory_tables(rows: list[dict]) -> list[str]:
+    """Peak memory of a training step of every model."""
+    lines = [
+        [f'`{row["name"]}`', str(row['img_size']), str(row['batch_size']), row['dtype'], f'{row["peak_mb"] / 1e3:.2f}']
+        for row in rows
+    ]
+    return [to_table(['model', 'size', 'batch', 'precision', 'GB'], lines)]
+
+
 def peer_tables(rows: list[dict]) -> list[str]:
     """Times of ours and theirs, the speedup and its limits."""
     lines = []
@@ -214,6 +224,7 @@ def startup_tables(rows: list[dict]) -> list[str]:
 RENDER = {
     'mixers': mixer_tables,
     'memory': memory_tables,
+    'training memory': training_memory_tables,
     'peers': peer_tables,
     'models': model_tables,
     'startup': startup_tables,

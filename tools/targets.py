@@ -164,6 +164,11 @@ def read_exponent(row: dict, rows: list[dict]) -> Reading | None:
     return Reading(power, ceiling=least, bound='products', matmul_share=row['matmul_share'])
 
 
+def read_gigabytes(row: dict, rows: list[dict]) -> Reading:
+    """The peak memory in GB; it is the same in every run and has no quartiles."""
+    return Reading(row['peak_mb'] / 1e3)
+
+
 def read_memory(baseline: str) -> Callable[[dict, list[dict]], Reading | None]:
     """A reading of the peak memory relative to another mixer; it is the same in every run and has no quartiles."""
 
@@ -181,6 +186,7 @@ READINGS = {
     'exponent': read_exponent,
     'memory over unfused softmax': read_memory(UNFUSED),
     'memory over SDPA': read_memory(BASELINE),
+    'memory in GB': read_gigabytes,
 }
 # the rows in which both sides compute the same
 SAME_FORMULA = {
@@ -189,7 +195,7 @@ SAME_FORMULA = {
     'linformer': 'linformer',
     'linear': 'linear-attention-transformer (its softmax of q and k)',
     'reformer': 'reformer-pytorch',
-    'sinkhorn': 'sinkhorn-transformer',
+    'sinkhorn': 'sinkhorn-transformer (its segments)',
     'routing': 'routing-transformer',
     'aft_simple': 'aft-pytorch',
     'aft_full': 'aft-pytorch (its bias without factors)',
@@ -197,6 +203,11 @@ SAME_FORMULA = {
     'ls': 'long-short-transformer (keys as values)',
 }
 MEMORY = MIXERS | dict(table='memory', name=LINEAR, what='forward + backward', tokens=4096)
+TRAINING_MEMORY = dict(
+    table='training memory',
+    name=tuple(f'deit_{name}_small' for name in LINEAR),
+    **dict(img_size=1024, batch_size=2, dtype='float32', device='cpu'),
+)
 # by the title of their section
 TARGETS = {
     'No package is faster': tuple(
@@ -248,6 +259,9 @@ TARGETS = {
         Target(MEMORY, 'memory over unfused softmax', at_most=0.25),
         Target(MEMORY, 'memory over SDPA', at_most=1.0),
     ),
+    'Peak memory of a training step, `deit_<linear mixer>_small`, 1,024 px, batch size 2, GB': (
+        Target(TRAINING_MEMORY, 'memory in GB', at_most=8.0),
+    ),
     'Startup against timm': (
         Target(STARTUP | dict(name='import vitzoo'), 'relative time', at_most=1.3),
         Target(STARTUP | dict(name='create cvt_ls_13'), 'relative time', at_most=1.5),
@@ -260,7 +274,7 @@ _REASONS_AGAINST_PACKAGES = {
     'linformer': 'up to 256 tokens, the rank, both sides do the same products; with more, ours does fewer',
     'linear': 'another formula: elu + 1 with shifted exponents takes more passes than the softmax of the package',
     'reformer': 'sorting, gathering and scattering; the backward pass computes the scores again',
-    'sinkhorn': 'copies of tiles of the grid; the segments of the package are contiguous',
+    'sinkhorn': 'copies of a block and of what is sorted to it; the package takes the sorted keys for values',
     'routing': 'one softmax over all clusters of a token; the package makes one for each, and takes their mean',
     'aft_simple': 'a copy of the keys out of the joint projection, for their softmax over tokens',
     'aft_full': 'the largest exponents, which the package does not subtract: its exponentials overflow at 89',

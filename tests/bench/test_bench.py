@@ -262,6 +262,26 @@ def test_peaks_of_mixers_are_measured_without_times(quick, capsys):
     assert {(row['table'], row['seconds'], row['ratio']) for row in written} == {('memory', None, None)}
 
 
+def test_memory_of_training_includes_weights_gradients_and_the_moments_of_adamw(quick, capsys):
+    small = ['--models', 'deit_linear_tiny', 'resnet10t', '--img-size', '32', '--batch', '2']
+    rows = memory.main([*quick, *small])
+    printed = capsys.readouterr().out
+    assert [(row['name'], row['img_size'], row['batch_size']) for row in rows] == [
+        ('deit_linear_tiny', 32, 2),
+        ('resnet10t', 32, 2),
+    ]
+    for row in rows:
+        weights = models.weights_megabytes(models.random_model(row['name'], 32, CPU))
+        # with so few pixels, activations are small
+        assert 4 * weights < row['peak_mb'] < 6 * weights
+        assert f'{row["peak_mb"]:,.0f}' in printed
+    written = read_rows('benchmarks.csv')
+    assert [row['peak_mb'] for row in written] == [pytest.approx(row['peak_mb'], rel=1e-4) for row in rows]
+    assert {(row['table'], row['what'], row['seconds']) for row in written} == {
+        ('training memory', 'training step', None)
+    }
+
+
 def test_mixers_that_exceed_the_memory_limit_are_reported_as_skipped(quick, monkeypatch, capsys):
     monkeypatch.setattr(mixers, 'plot_scaling', lambda *args: None)
     small = ['--mixers', 'linear', 'aft_full', '--tokens', '16', '100', '--dim', '24', '--heads', '3', '--batch', '1']
@@ -285,6 +305,10 @@ def test_where_softmax_exceeds_the_memory_limit_no_mixer_is_measured(quick, monk
         (['mixers', '--tokens', '200'], 'not a square'),
         (['memory', '--tokens', '200'], 'not a square'),
         (['memory', '--mixers', 'perfomer'], 'did you mean performer'),
+        (['memory', '--models', 'resnet5000'], 'unknown model'),
+        (['memory', '--models', 'resnet10t', '--mixers', 'ls'], '--mixers describes layers'),
+        (['memory', '--models', 'resnet10t', '--tokens', '196'], '--tokens describes layers'),
+        (['memory', '--img-size', '224'], '--img-size is that of --models'),
         (['peers', '--pairs', 'nystorm'], 'did you mean nystrom'),
         (['models', 'resnet5000'], 'unknown model'),
         (['mixer'], 'did you mean mixers'),
@@ -306,7 +330,7 @@ def test_a_user_error_names_the_mistake_before_anything_is_measured(argv, messag
     Path('file').touch()
     Path('run').mkdir()
     Path('run', 'config.json').write_text('{}')
-    for module in mixers, models, peers, startup:
+    for module in memory, mixers, models, peers, startup:
         monkeypatch.setattr(module, 'start_run', pytest.fail)
     with pytest.raises(UserError, match=message):
         run_benchmark(argv)

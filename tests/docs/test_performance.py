@@ -59,6 +59,8 @@ def rows_with_value(target, value: float, **others) -> list[dict]:
         elif target.reads == 'exponent':
             row['seconds'] = 16**value
             rows.append(row | dict(tokens=1024, seconds=1.0, gmacs=row['gmacs'] / 16))
+        elif target.reads == 'memory in GB':
+            row['peak_mb'] = 1e3 * value
         else:
             row['peak_mb'] = 50.0 * value
             baseline = 'softmax' if target.reads == 'memory over SDPA' else 'softmax, unfused'
@@ -269,6 +271,9 @@ def planned_mixers(args) -> list[dict]:
 
 def planned_memory(args) -> list[dict]:
     assert args.dtype == 'float32'
+    if args.models:
+        shape = dict(table='training memory', img_size=args.img_size, batch_size=args.batch, dtype=args.dtype)
+        return [shape | dict(name=name) for name in models.find_models(args.models)]
     return planned_layers(args, 'memory', [(name, 'softmax') for name in mixers.select_mixers(args.mixers)])
 
 

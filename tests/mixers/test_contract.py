@@ -17,7 +17,7 @@ CASES = [
 
 
 @pytest.mark.parametrize('num_prefix_tokens', [0, 1, 2])
-@pytest.mark.parametrize('grid_size', [(4, 4), (3, 6), (5, 7)], ids=lambda g: f'{g[0]}x{g[1]}')
+@pytest.mark.parametrize('grid_size', [(4, 4), (3, 6), (5, 7), (1, 11)], ids=lambda g: f'{g[0]}x{g[1]}')
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_fast_op_equals_naive_form_with_gradients(name, kwargs, grid_size, num_prefix_tokens):
     mixer = build(name, grid_size, num_prefix_tokens, **kwargs)

@@ -92,9 +92,10 @@ def test_the_smallest_grids_run_in_their_dtype(name, kwargs, grid_size):
         assert out.isfinite().all() and x.grad.isfinite().all()
 
 
-def op_macs(name, side, train=False, **kwargs):
-    """MACs of the op alone, without the projections that every mixer has, on a side x side grid."""
-    mixer = create_mixer(name, 64, 2, grid_size=(side, side), num_prefix_tokens=1, device='meta', **kwargs)
+def op_macs(name, H, W=None, train=False, **kwargs):
+    """MACs of the op alone, without the projections that every mixer has, on an H x W or H x H grid."""
+    grid_size = H, W or H
+    mixer = create_mixer(name, 64, 2, grid_size=grid_size, num_prefix_tokens=1, device='meta', **kwargs)
     mixer.train(train)
     counter = FlopCounterMode(display=False)
 
@@ -103,7 +104,7 @@ def op_macs(name, side, train=False, **kwargs):
             return type(mixer).op(*args)
 
     mixer.op = counted
-    mixer(torch.empty(1, 1 + side * side, 64, device='meta'), (side, side))
+    mixer(torch.empty(1, 1 + math.prod(grid_size), 64, device='meta'), grid_size)
     return counter.get_total_flops() / 2
 
 
@@ -259,6 +260,17 @@ def test_lsh_buckets_depend_on_the_direction_alone():
     assert buckets.shape == (2, 3, 4, 50) and buckets.unique().tolist() == list(range(10))
     assert torch.equal(lsh_buckets(7 * x, rotations), buckets)
     assert torch.equal(lsh_buckets(-x, rotations), (buckets + 5) % 10)
+
+
+@pytest.mark.parametrize(
+    'name, option', [('aft_local', 'window_size'), ('bigbird', 'block_size'), ('sinkhorn', 'block_size')]
+)
+def test_a_strip_is_not_padded_to_the_height_of_a_block(name, option):
+    assert 4 * op_macs(name, 1, 64, **{option: 4}) < 1.01 * op_macs(name, 4, 64, **{option: 4})
+    for grid_size in ((1, 11), (11, 1), (2, 9)):
+        mixer = build(name, grid_size, num_prefix_tokens=1, **{option: 3}).eval()
+        args = recorded_call(mixer, tokens(mixer))
+        torch.testing.assert_close(mixer.op(*args), mixer.op_naive(*args), rtol=1e-9, atol=1e-9)
 
 
 DRAWN_IN_TRAINING = [(name, SETTINGS[name][1]) for name in ('reformer', 'sinkhorn')]

@@ -117,12 +117,14 @@ def _time(call: Callable[[int], object], number: int, repeats: int, device: torc
     return (time.perf_counter() - start) / repeats
 
 
-def call_peak_megabytes(call: Callable[[int], object], device: torch.device) -> float:
+def call_peak_megabytes(call: Callable[[int], object], device: torch.device, warm_up: bool = True) -> float:
     """Peak memory (10^6 bytes) of the tensors that one call allocates, not counting what was allocated before it.
 
     Counted by PyTorch's allocator for the device, so on a CPU the result does not depend on the machine or the run.
+    With `warm_up`, what the first call allocates and keeps does not count, as it is the second that is measured.
     """
-    call(0)
+    if warm_up:
+        call(0)
     if device.type == 'cuda':
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -215,6 +215,15 @@ def _sinkhorn(shape: Shape) -> tuple[nn.Module, nn.Module]:
     return Layer('sinkhorn', shape, block_size=block, num_iterations=8, qkv_bias=False), theirs
 
 
+def _sinkhorn_segments(shape: Shape) -> tuple[nn.Module, nn.Module]:
+    """As `_sinkhorn`, with the peer's segments on our side too: our grid is a single row.
+
+    The peer takes the sorted keys for the sorted values.
+    """
+    ours = Layer('sinkhorn', shape, (1, shape.tokens), block_size=shape.block_size() ** 2, qkv_bias=False)
+    return ours, _sinkhorn(shape)[1]
+
+
 def _routing(shape: Shape) -> tuple[nn.Module, nn.Module]:
     """Clusters of about 1/8 of the tokens (1/7 at 14 x 14); the peer averages over clusters, ours has one softmax."""
     from routing_transformer.routing_transformer import SelfAttention
@@ -399,6 +408,7 @@ PAIRS = (
     Pair('reformer', 'reformer-pytorch', _reformer, _reformer_difference),
     Pair('reformer', 'reformer-pytorch', _reformer_defaults, note='its defaults'),
     Pair('sinkhorn', 'sinkhorn-transformer', _sinkhorn),
+    Pair('sinkhorn', 'sinkhorn-transformer', _sinkhorn_segments, note='its segments'),
     Pair('routing', 'routing-transformer', _routing),
     Pair('aft_simple', 'aft-pytorch', _aft_simple, output_difference(_aft_simple)),
     Pair('aft_full', 'aft-pytorch', _aft_full, output_difference(_aft_full)),

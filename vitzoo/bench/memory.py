@@ -1,16 +1,19 @@
-"""`vitzoo bench memory`: peak memory of every token mixer and of fused softmax attention, by number of tokens.
+"""`vitzoo bench memory`: peak memory of every token mixer by number of tokens, or of a training step of models.
 
-A whole layer is measured, with its linear projections. The peak is that of the tensors that a call allocates, which on
-a CPU depends neither on the machine nor on what else runs on it.
+A mixer is measured as a layer, with its linear projections, and compared with fused softmax attention. The peak is that
+of the tensors that a call allocates, which on a CPU depends neither on the machine nor on what else runs on it. To that
+of a model, in a forward and backward pass, its weights and the two moments of AdamW are added.
 
 Examples:
     vitzoo bench memory
     vitzoo bench memory --mixers ls performer --tokens 16384 --dtype bfloat16
+    vitzoo bench memory --models 'deit_*_small' --img-size 384
 """
 
 import argparse
 
 import torch
+from torch.nn import functional as F
 
 from vitzoo.bench._harness import (
     LAYER_PASSES,
@@ -32,18 +35,44 @@ from vitzoo.bench.mixers import (
     select_mixers,
     shape_columns,
 )
-from vitzoo.errors import CommandParser
+from vitzoo.bench.models import batch_errors, own_size, random_images, random_model, weights_megabytes
+from vitzoo.errors import CommandParser, UserError
+from vitzoo.load import find_models
+from vitzoo.options import autocast, positive
 
 _TOKENS = (196, 1024, 4096)
+_TRAINING = 'training step'
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Measure what the command line asks for; return a row for each mixer, number of tokens and pass.
+    """Measure what the command line asks for; return a row for each mixer, number of tokens and pass, or each model.
 
     Raises:
-        UserError: A mixer is unknown or cannot be made with the width and heads, or a number of tokens is not a square.
+        UserError: A mixer is unknown or cannot be made with the width and heads, a number of tokens is not a square, a
+            model is unknown or cannot take the image size, or cannot be trained on the batch.
     """
     args = parse_args(argv)
+    return _measure_models(args) if args.models else _measure_mixers(args)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = CommandParser('vitzoo bench memory', description=__doc__.partition('\n')[0])
+    add_layers(parser, _TOKENS)
+    add = parser.add_argument
+    add('--models', nargs='+', metavar='MODEL', help='train these instead: timm names, or quoted wildcards')
+    add('--img-size', type=positive, metavar='N', help="image size of --models (default: the model's own)")
+    args = parse_common(parser, argv)
+    shaped = [name for name in ('mixers', 'tokens', 'dim', 'heads') if getattr(args, name) != parser.get_default(name)]
+    if args.models and shaped:
+        raise UserError(f'--{shaped[0]} describes layers, and does not apply to --models; leave it out')
+    if args.img_size and not args.models:
+        raise UserError('--img-size is that of --models; the size of layers is --tokens')
+    check_layers(args)
+    return args
+
+
+def _measure_mixers(args: argparse.Namespace) -> list[dict]:
     names = select_mixers(args.mixers)
     check_mixers(names, args)
     run, machine = start_run(), describe_machine(args.device)
@@ -57,13 +86,38 @@ def main(argv: list[str] | None = None) -> list[dict]:
     return rows
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = CommandParser('vitzoo bench memory', description=__doc__.partition('\n')[0])
-    add_layers(parser, _TOKENS)
-    args = parse_common(parser, argv)
-    check_layers(args)
-    return args
+def _measure_models(args: argparse.Namespace) -> list[dict]:
+    names = find_models(args.models)
+    run, machine = start_run(), describe_machine(args.device)
+    print(format_machine(machine))
+    rows = []
+    for name in names:
+        row = measure_training(name, args.img_size or own_size(name), args)
+        append_rows(args.results_file, [row], run=run, command=args.command, **machine)
+        rows.append(row)
+    lines = [[row['name'], str(row['img_size']), f'{row["peak_mb"]:,.0f}'] for row in rows]
+    print_table(f'{_TRAINING}, batch size {args.batch}, {args.dtype}', ['model', 'size', 'MB'], lines)
+    return rows
+
+
+def measure_training(name: str, img_size: int, args: argparse.Namespace) -> dict:
+    """The peak memory of a training step of a model, as a row of a results file."""
+    torch.manual_seed(0)
+    model = random_model(name, img_size, args.device).train()
+    images = random_images(args.batch, img_size, args.device)[0]
+
+    def compute_gradients(number: int) -> None:
+        with autocast(args.device, args.dtype):
+            logits = model(images)
+        F.cross_entropy(logits.float(), torch.arange(len(images), device=args.device) % logits.shape[1]).backward()
+
+    with show_rounds(f'{name}, {img_size} px, {_TRAINING}'), batch_errors(name, args.batch):
+        peak = call_peak_megabytes(compute_gradients, args.device, warm_up=False)
+    moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 1e6
+    row = make_row(table='training memory', name=name, what=_TRAINING, img_size=img_size, batch_size=args.batch)
+    # no load of the machine changes it
+    about = dict(dtype=args.dtype, device=args.device.type, load=None)
+    return row | about | dict(peak_mb=peak + weights_megabytes(model) + moments)
 
 
 def measure_peak(name: str, measured_pass: str, tokens: int, args: argparse.Namespace) -> dict:

@@ -160,7 +160,7 @@ def _time_and_peaks(
     """The times of the calls, run in turn, and the peak memory of those of PyTorch, as that of others is not known."""
     with show_rounds(title) as on_round:
         peaks = {
-            key: call_peak_megabytes(call, args.device) + _weights_megabytes(models[key[0]])
+            key: call_peak_megabytes(call, args.device) + weights_megabytes(models[key[0]])
             for key, call in calls.items()
             if key[0] != _MATMUL and can_train(key[2])
         }
@@ -272,7 +272,7 @@ def model_call(
     return training_step
 
 
-def _weights_megabytes(model: nn.Module) -> float:
+def weights_megabytes(model: nn.Module) -> float:
     """Memory of parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) / 1e6
 

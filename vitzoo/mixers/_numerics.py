@@ -4,8 +4,9 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.nn import functional as F
 
-__all__ = ['CACHED', 'LOG2_E', 'dot_tokens', 'is_traced', 'no_autocast', 'sum_products']
+__all__ = ['CACHED', 'LOG2_E', 'dot_tokens', 'is_traced', 'no_autocast', 'pad', 'sum_products']
 
 # exponentials are to base 2, which PyTorch computes several times faster on a CPU
 LOG2_E = math.log2(math.e)
@@ -28,6 +29,11 @@ def is_traced() -> bool:
         return True
     # torch has no public name for this
     return torch._C._are_functorch_transforms_active()
+
+
+def pad(x: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
+    """F.pad with zeros, which returns `x` itself and no copy if all of `padding` is 0."""
+    return F.pad(x, padding) if any(padding) else x
 
 
 def sum_products(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

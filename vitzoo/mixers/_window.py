@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from vitzoo.kernels import use_kernel
 
-from ._numerics import is_traced
+from ._numerics import is_traced, pad
 from ._window_cpu import window_attention_cpu
 
 __all__ = [
     'attend_tiles',
+    'fit_window',
     'halo_mask',
     'tile',
     'tile_with_halo',
@@ -24,6 +25,12 @@ __all__ = [
     'window_attention',
     'window_attention_naive',
 ]
+
+
+def fit_window(grid_size: tuple[int, int], window_size: int) -> tuple[int, int]:
+    """The part of a square window that lies on the grid: tiles of a narrow grid would be padding beyond it."""
+    H, W = grid_size
+    return min(window_size, H), min(window_size, W)
 
 
 def tile(
@@ -84,7 +91,7 @@ def _pad(
 ) -> torch.Tensor:
     """Zero-pad (B, heads, H, W, d): a halo on each side, and up to whole tiles at the bottom and right."""
     (top, left), (bottom, right) = halo, (-size % window for size, window in zip(grid_size, window_size))
-    return F.pad(x, (0, 0, left, left + right, top, top + bottom))
+    return pad(x, (0, 0, left, left + right, top, top + bottom))
 
 
 def window_attention_naive(
@@ -200,7 +207,7 @@ def _fit_to_grid(
     Along an axis that one window covers, the whole halo would be padding, and is left out.
     """
     H, W = grid_size
-    fitted_size = min(window_size, H), min(window_size, W)
+    fitted_size = fit_window(grid_size, window_size)
     fitted_halo = halo if window_size < H else 0, halo if window_size < W else 0
     if bias is None:
         return fitted_size, fitted_halo, None

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from ._numerics import CACHED, LOG2_E
+from ._numerics import CACHED, LOG2_E, pad
 
 __all__ = ['window_attention_cpu']
 
@@ -151,7 +150,7 @@ class _TileRows:
     def _pad_columns(self, x: Tensor, tile_width: int, halo: int) -> Tensor:
         """Zero-pad (b, heads, rows, W, d) to the width of all tiles."""
         right = (self.num_columns - 1) * self.window_size[1] + tile_width - self.grid_size[1] - halo
-        return F.pad(x, (0, 0, halo, right)) if halo or right else x
+        return pad(x, (0, 0, halo, right))
 
 
 def _slices(length: int, step: int) -> list[slice]:

@@ -26,7 +26,7 @@ from vitzoo.kernels import use_kernel
 
 from ._numerics import is_traced
 from ._recompute import apply_to_heads, recompute_heads
-from ._window import halo_mask, tile, tile_with_halo, untile
+from ._window import fit_window, halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = [
@@ -113,11 +113,11 @@ def aft_local(
 ) -> torch.Tensor:  # fmt: skip
     """q, k, v (B, heads, P + H*W, d) and factors (P + H*W, rank) of the bias -> (B, heads, P + H*W, d)."""
     P, d = q.shape[2] - grid_size[0] * grid_size[1], q.shape[3]
-    size, halo = _tile_and_halo(window_size)
+    size, halo = _tile_and_halo(grid_size, window_size)
     with no_autocast(q):
         dtype = torch.promote_types(v.dtype, torch.float32)
         u_query, u_key = u_query.to(dtype), u_key.to(dtype)
-        window = _window_bias(u_query[P:], u_key[P:], grid_size, window_size)  # (T, w*w, side*side)
+        window = _window_bias(u_query[P:], u_key[P:], grid_size, window_size)  # (T, s, M)
         to_prefix = u_query[P:] @ u_key[:P].T  # (H*W, P)
         # a factor per row cancels in the ratio; the largest of the row, the 0 of the far tokens included, keeps exp in
         # range for any w
@@ -231,13 +231,14 @@ def _gated_ratio(q: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 def _window_bias(
     u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int
 ) -> torch.Tensor:
-    """Bias between the queries of each tile and the keys around it, -inf outside the window: (T, w*w, (3w - 2)^2)."""
-    window, halo = _tile_and_halo(window_size)
+    """Bias between the s queries of each tile and the M keys around it, -inf outside the window: (T, s, M)."""
+    window, halo = _tile_and_halo(grid_size, window_size)
     bias = tile(u_query[None, None], grid_size, window) @ tile_with_halo(u_key[None, None], grid_size, window, halo).mT
-    place_q = torch.arange(window_size, device=bias.device)
-    place_k = torch.arange(1 - window_size, 2 * window_size - 1, device=bias.device)
-    near = (place_q[:, None] - place_k).abs() < window_size
-    near = (near[:, None, :, None] & near[None, :, None, :]).flatten(2).flatten(0, 1)  # (w*w, side*side)
+    near_rows, near_columns = (
+        (torch.arange(w, device=bias.device)[:, None] - torch.arange(-h, w + h, device=bias.device)).abs() < window_size
+        for w, h in zip(window, halo)
+    )
+    near = (near_rows[:, None, :, None] & near_columns[None, :, None, :]).flatten(2).flatten(0, 1)  # (s, M)
     keys = halo_mask(grid_size, window, halo, bias.device)
     return bias[0, 0].masked_fill(~(near & keys.unsqueeze(1)), float('-inf'))
 
@@ -265,9 +266,14 @@ def _sum_beyond(x: torch.Tensor, dim: int, distance: int) -> torch.Tensor:
     return torch.cat([none, before], dim=dim) + torch.cat([after, none], dim=dim)
 
 
-def _tile_and_halo(window_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Size of the tiles, that of the window, and the halo that its offsets below `window_size` need."""
-    return (window_size, window_size), (window_size - 1, window_size - 1)
+def _tile_and_halo(grid_size: tuple[int, int], window_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Size of the tiles, that of the window, and the halo that its offsets below `window_size` need.
+
+    Along an axis that one window covers, there is nothing beyond the tile.
+    """
+    H, W = grid_size
+    halo = window_size - 1
+    return fit_window(grid_size, window_size), (halo if window_size < H else 0, halo if window_size < W else 0)
 
 
 class _FactoredBias(QKVMixer):

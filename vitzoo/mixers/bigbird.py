@@ -10,6 +10,7 @@ global. On a grid of at most two blocks per side it is softmax attention. Linear
 r) b^2 + P) dim). Big Bird, section 2 and appendix D, https://arxiv.org/abs/2007.14062
 """
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._recompute import apply_to_heads
-from ._window import halo_mask, tile, untile
+from ._window import fit_window, halo_mask, tile, untile
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -76,7 +77,7 @@ def bigbird_attention(
         return _attend_blocks(q, k, v, blocks[0], grid_size, block_size, scale, dropout_p)
 
     # for each attended block the gathered keys and values, and the scores in three forms
-    num_elements = N * blocks.shape[2] * (2 * q.shape[3] + 3 * block_size**2)
+    num_elements = N * blocks.shape[2] * (2 * q.shape[3] + 3 * math.prod(fit_window(grid_size, block_size)))
     out = apply_to_heads(attend, (q, k, v, blocks.unsqueeze(0)), num_elements)
 
     rows = _global_rows(P, grid_size, block_size, num_global_blocks)
@@ -98,7 +99,7 @@ def _attend_blocks(
     dropout_p: float,
 ) -> torch.Tensor:
     """Grid tokens over the prefix and the blocks (heads, T, K) that theirs attends -> (B, heads, H*W, d)."""
-    P, window = q.shape[2] - grid_size[0] * grid_size[1], (block_size, block_size)
+    P, window = q.shape[2] - grid_size[0] * grid_size[1], fit_window(grid_size, block_size)
     inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
     mask = inside[blocks.clamp(min=0)] & (blocks >= 0).unsqueeze(-1)
     mask = mask.flatten(2).unsqueeze(2)  # (heads, T, 1, K * b*b)
@@ -116,7 +117,7 @@ def _attend_blocks(
 def _attended_blocks(
     random_blocks: torch.Tensor, grid_size: tuple[int, int], block_size: int, num_global_blocks: int
 ) -> torch.Tensor:
-    """Indices of the blocks that each block attends (9 near, then global, then random), (heads, T, K); -1 is none."""
+    """Indices of the blocks that each block attends (near, then global, then random), (heads, T, K); -1 is none."""
     heads, T, _ = random_blocks.shape
     near = _near_blocks(grid_size, block_size, random_blocks.device)
     near = near.masked_fill(near < num_global_blocks, -1)
@@ -126,11 +127,13 @@ def _attended_blocks(
 
 
 def _near_blocks(grid_size: tuple[int, int], block_size: int, device: torch.device) -> torch.Tensor:
-    """Indices of each block and the 8 around it, (T, 9); -1 is beyond the grid."""
+    """Indices of each block and the 8 around it, (T, 9), or (T, 3) if there is one row or column; -1 is beyond the
+    grid."""
     rows, columns = (-(-size // block_size) for size in grid_size)
-    block, offset = torch.arange(rows * columns, device=device), torch.arange(-1, 2, device=device)
-    y = (block // columns)[:, None, None] + offset[:, None]
-    x = (block % columns)[:, None, None] + offset
+    block = torch.arange(rows * columns, device=device)
+    offset_y, offset_x = (torch.arange(-(n > 1), 1 + (n > 1), device=device) for n in (rows, columns))
+    y = (block // columns)[:, None, None] + offset_y[:, None]
+    x = (block % columns)[:, None, None] + offset_x
     exists = (y >= 0) & (y < rows) & (x >= 0) & (x < columns)
     return (y * columns + x).masked_fill(~exists, -1).flatten(1)
 
@@ -159,7 +162,7 @@ def draw_blocks(
     A pure function of integers, so the result is the same on every device, in every process and after resuming. Linear
     in the number of blocks: the j-th block is drawn by its rank among those that are neither excluded nor drawn yet.
     """
-    near = _near_blocks(grid_size, block_size, seeds.device)  # (T, 9)
+    near = _near_blocks(grid_size, block_size, seeds.device)
     T, absent = len(near), torch.iinfo(near.dtype).max
     excluded = (near - num_global_blocks).masked_fill(near < num_global_blocks, absent).sort(dim=-1).values
     available = T - num_global_blocks - (excluded < absent).sum(dim=-1)  # (T,)

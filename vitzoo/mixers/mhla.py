@@ -25,6 +25,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
+from ._numerics import pad
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -166,7 +167,7 @@ def _used_weights(
 def _to_blocks(x: torch.Tensor, grid_size: tuple[int, int], block_size: tuple[int, int]) -> torch.Tensor:
     """Grid tokens (B, heads, H*W, d) -> blocks (B, heads, T, h*w, d), padded with zeros."""
     (h, w), (bottom, right) = block_size, (-side % size for side, size in zip(grid_size, block_size))
-    x = F.pad(x.unflatten(2, grid_size), (0, 0, 0, right, 0, bottom))
+    x = pad(x.unflatten(2, grid_size), (0, 0, 0, right, 0, bottom))
     x = x.unflatten(3, (-1, w)).unflatten(2, (-1, h))
     return x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
 

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from ._qkv import split_prefix
-from ._window import halo_mask, tile, untile
+from ._window import fit_window, halo_mask, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -104,11 +104,14 @@ def sinkhorn_attention(
     `noise` (B, heads, T, T) is added to the logits of the T blocks.
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
-    window = (block_size, block_size)
+    window = fit_window(grid_size, block_size)
     inside = halo_mask(grid_size, window, (0, 0), q.device)  # (T, b*b)
-    has_partial_tiles = any(size % block_size for size in grid_size)
+    has_partial_tiles = any(size % side for size, side in zip(grid_size, window))
     (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
-    q_tiles, k_tiles, v_tiles = (tile(x, grid_size, window) for x in (q_grid, k_grid, v_grid))  # (B, heads, T, b*b, d)
+    # a copy now, or one for each product below
+    q_tiles, k_tiles, v_tiles = (
+        tile(x, grid_size, window).contiguous() for x in (q_grid, k_grid, v_grid)
+    )  # (B, heads, T, b*b, d)
     if has_partial_tiles:
         # tiles of a padded grid are a copy
         for tiles in (k_tiles, v_tiles):

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
+from ._numerics import pad
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['SOFT', 'gaussian_attention', 'gaussian_naive']
@@ -96,7 +97,7 @@ def _landmarks(q: torch.Tensor, landmarks: nn.Conv2d, norm: nn.LayerNorm, grid_s
     """Queries (B, heads, H*W, d) -> landmarks (B, heads, m, d)."""
     B, r = q.shape[0], landmarks.stride[0]
     image = q.mT.unflatten(3, grid_size).flatten(0, 1)  # (B * heads, d, H, W)
-    image = F.pad(image, (0, -grid_size[1] % r, 0, -grid_size[0] % r))
+    image = pad(image, (0, -grid_size[1] % r, 0, -grid_size[0] % r))
     points = F.conv2d(image, landmarks.weight.to(q.dtype), stride=r).flatten(2).mT
     weight, bias = norm.weight.to(q.dtype), norm.bias.to(q.dtype)
     return F.gelu(F.layer_norm(points, norm.normalized_shape, weight, bias, norm.eps)).unflatten(0, (B, -1))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._numerics import pad
 from ._qkv import split_heads, split_qkv
 from .base import TokenMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -91,7 +92,7 @@ def spatial_reduction(x: torch.Tensor, sr: nn.Conv2d, norm: nn.Module, grid_size
     """
     (H, W), R = grid_size, sr.stride[0]
     prefix, grid = x.split([x.shape[1] - H * W, H * W], dim=1)
-    image = F.pad(grid.mT.unflatten(2, grid_size), (0, max(R - W, 0), 0, max(R - H, 0)))
+    image = pad(grid.mT.unflatten(2, grid_size), (0, max(R - W, 0), 0, max(R - H, 0)))
     reduced = norm(sr(image).flatten(2).mT)
     return torch.cat([prefix.to(reduced.dtype), reduced], dim=1)
 

@@ -20,7 +20,7 @@ from torch.types import Device
 
 from ._recompute import recompute_heads
 from ._rel_bias import OffsetBias
-from ._window import tile, untile
+from ._window import fit_window, tile, untile
 from .base import QKVMixer, register_mixer
 from .softmax import prepend_global_tokens, softmax_attention, softmax_naive
 
@@ -91,7 +91,7 @@ def _attend_windows(
     """The outputs of grid tokens, (B, heads, H*W, d), for a bias (1, heads, w*w, w*w)."""
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
     H, W = grid_size
-    sizes = min(window_size, H), min(window_size, W)
+    sizes = fit_window(grid_size, window_size)
     shifts = shift if window_size < H else 0, shift if window_size < W else 0
     tiles = [tile(x[:, :, P:], grid_size, sizes, shifts) for x in (q, k, v)]  # (B, heads, T, s, d)
     T = tiles[0].shape[2]
