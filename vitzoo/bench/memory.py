@@ -11,9 +11,10 @@ Examples:
 """
 
 import argparse
+from collections.abc import Iterator
+from itertools import product
 
 import torch
-from torch.nn import functional as F
 
 from vitzoo.bench._harness import (
     LAYER_PASSES,
@@ -35,10 +36,17 @@ from vitzoo.bench.mixers import (
     select_mixers,
     shape_columns,
 )
-from vitzoo.bench.models import batch_errors, own_size, random_images, random_model, weights_megabytes
+from vitzoo.bench.models import (
+    batch_errors,
+    compute_gradients,
+    own_size,
+    random_images,
+    random_model,
+    weights_megabytes,
+)
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import find_models
-from vitzoo.options import autocast, positive
+from vitzoo.options import positive
 
 _TOKENS = (196, 1024, 4096)
 _TRAINING = 'training step'
@@ -52,7 +60,20 @@ def main(argv: list[str] | None = None) -> list[dict]:
             model is unknown or cannot take the image size, or cannot be trained on the batch.
     """
     args = parse_args(argv)
-    return _measure_models(args) if args.models else _measure_mixers(args)
+    names = find_models(args.models) if args.models else select_mixers(args.mixers)
+    if not args.models:
+        check_mixers(names, args)
+    run, machine = start_run(), describe_machine(args.device)
+    print(format_machine(machine))
+    rows = []
+    for row in _measure_models(names, args) if args.models else _measure_mixers(names, args):
+        append_rows(args.results_file, [row], run=run, command=args.command, **machine)
+        rows.append(row)
+    if args.models:
+        print_training(rows, args)
+    else:
+        print_peaks(rows, names)
+    return rows
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -72,32 +93,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _measure_mixers(args: argparse.Namespace) -> list[dict]:
-    names = select_mixers(args.mixers)
-    check_mixers(names, args)
-    run, machine = start_run(), describe_machine(args.device)
-    print(format_machine(machine))
-    rows: list[dict] = []
-    for tokens in sorted(args.tokens):
-        new = [measure_peak(name, what, tokens, args) for name in names for what in LAYER_PASSES]
-        append_rows(args.results_file, new, run=run, command=args.command, **machine)
-        rows += new
-    print_peaks(rows, names)
-    return rows
+def _measure_mixers(names: list[str], args: argparse.Namespace) -> Iterator[dict]:
+    for tokens, name, what in product(sorted(args.tokens), names, LAYER_PASSES):
+        yield measure_peak(name, what, tokens, args)
 
 
-def _measure_models(args: argparse.Namespace) -> list[dict]:
-    names = find_models(args.models)
-    run, machine = start_run(), describe_machine(args.device)
-    print(format_machine(machine))
-    rows = []
+def _measure_models(names: list[str], args: argparse.Namespace) -> Iterator[dict]:
     for name in names:
-        row = measure_training(name, args.img_size or own_size(name), args)
-        append_rows(args.results_file, [row], run=run, command=args.command, **machine)
-        rows.append(row)
-    lines = [[row['name'], str(row['img_size']), f'{row["peak_mb"]:,.0f}'] for row in rows]
-    print_table(f'{_TRAINING}, batch size {args.batch}, {args.dtype}', ['model', 'size', 'MB'], lines)
-    return rows
+        yield measure_training(name, args.img_size or own_size(name), args)
 
 
 def measure_training(name: str, img_size: int, args: argparse.Namespace) -> dict:
@@ -106,13 +109,10 @@ def measure_training(name: str, img_size: int, args: argparse.Namespace) -> dict
     model = random_model(name, img_size, args.device).train()
     images = random_images(args.batch, img_size, args.device)[0]
 
-    def compute_gradients(number: int) -> None:
-        with autocast(args.device, args.dtype):
-            logits = model(images)
-        F.cross_entropy(logits.float(), torch.arange(len(images), device=args.device) % logits.shape[1]).backward()
-
     with show_rounds(f'{name}, {img_size} px, {_TRAINING}'), batch_errors(name, args.batch):
-        peak = call_peak_megabytes(compute_gradients, args.device, warm_up=False)
+        peak = call_peak_megabytes(
+            lambda number: compute_gradients(model, images, args.dtype), args.device, warm_up=False
+        )
     moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 1e6
     row = make_row(table='training memory', name=name, what=_TRAINING, img_size=img_size, batch_size=args.batch)
     # no load of the machine changes it
@@ -130,6 +130,12 @@ def measure_peak(name: str, measured_pass: str, tokens: int, args: argparse.Name
     row = make_row(table='memory', name=name, what=measured_pass, against=BASELINE, tokens=tokens, peak_mb=peak)
     # no load of the machine changes it
     return row | shape_columns(args) | dict(load=None)
+
+
+def print_training(rows: list[dict], args: argparse.Namespace) -> None:
+    """Print the peak of each model."""
+    lines = [[row['name'], str(row['img_size']), f'{row["peak_mb"]:,.0f}'] for row in rows]
+    print_table(f'{_TRAINING}, batch size {args.batch}, {args.dtype}', ['model', 'size', 'MB'], lines)
 
 
 def print_peaks(rows: list[dict], names: list[str]) -> None:

@@ -262,14 +262,18 @@ def model_call(
 
     def training_step(number: int) -> None:
         model.train()
-        batch = batches[number % len(batches)]
-        with autocast(device, dtype):
-            logits = run(batch)
-        F.cross_entropy(logits.float(), torch.arange(len(batch), device=device) % logits.shape[1]).backward()
+        compute_gradients(run, batches[number % len(batches)], dtype)
         optimizer.step()
         optimizer.zero_grad()
 
     return training_step
+
+
+def compute_gradients(run: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor, dtype: str) -> None:
+    """The forward pass, the loss for labels of no meaning, and the backward pass."""
+    with autocast(images.device, dtype):
+        logits = run(images)
+    F.cross_entropy(logits.float(), torch.arange(len(images), device=images.device) % logits.shape[1]).backward()
 
 
 def weights_megabytes(model: nn.Module) -> float:

@@ -17,6 +17,7 @@ from ._window_cpu import window_attention_cpu
 
 __all__ = [
     'attend_tiles',
+    'fit_halo',
     'fit_window',
     'halo_mask',
     'tile',
@@ -31,6 +32,12 @@ def fit_window(grid_size: tuple[int, int], window_size: int) -> tuple[int, int]:
     """The part of a square window that lies on the grid: tiles of a narrow grid would be padding beyond it."""
     H, W = grid_size
     return min(window_size, H), min(window_size, W)
+
+
+def fit_halo(grid_size: tuple[int, int], window_size: int, halo: int) -> tuple[int, int]:
+    """The halo or shift of windows per axis: 0 along an axis that one window covers, where it would be padding."""
+    H, W = grid_size
+    return halo if window_size < H else 0, halo if window_size < W else 0
 
 
 def tile(
@@ -202,13 +209,8 @@ def attend_tiles(
 def _fit_to_grid(
     grid_size: tuple[int, int], window_size: int, halo: int, bias: torch.Tensor | None
 ) -> tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]:
-    """Window size and halo per axis, and the bias cropped to them.
-
-    Along an axis that one window covers, the whole halo would be padding, and is left out.
-    """
-    H, W = grid_size
-    fitted_size = fit_window(grid_size, window_size)
-    fitted_halo = halo if window_size < H else 0, halo if window_size < W else 0
+    """Window size and halo per axis, and the bias cropped to them."""
+    fitted_size, fitted_halo = fit_window(grid_size, window_size), fit_halo(grid_size, window_size, halo)
     if bias is None:
         return fitted_size, fitted_halo, None
     side = window_size + 2 * halo

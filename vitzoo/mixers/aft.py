@@ -26,7 +26,7 @@ from vitzoo.kernels import use_kernel
 
 from ._numerics import is_traced
 from ._recompute import apply_to_heads, recompute_heads
-from ._window import fit_window, halo_mask, tile, tile_with_halo, untile
+from ._window import fit_halo, fit_window, halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = [
@@ -267,13 +267,8 @@ def _sum_beyond(x: torch.Tensor, dim: int, distance: int) -> torch.Tensor:
 
 
 def _tile_and_halo(grid_size: tuple[int, int], window_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Size of the tiles, that of the window, and the halo that its offsets below `window_size` need.
-
-    Along an axis that one window covers, there is nothing beyond the tile.
-    """
-    H, W = grid_size
-    halo = window_size - 1
-    return fit_window(grid_size, window_size), (halo if window_size < H else 0, halo if window_size < W else 0)
+    """Size of the tiles, that of the window, and the halo that its offsets below `window_size` need."""
+    return fit_window(grid_size, window_size), fit_halo(grid_size, window_size, window_size - 1)
 
 
 class _FactoredBias(QKVMixer):

@@ -127,8 +127,7 @@ def _attended_blocks(
 
 
 def _near_blocks(grid_size: tuple[int, int], block_size: int, device: torch.device) -> torch.Tensor:
-    """Indices of each block and the 8 around it, (T, 9), or (T, 3) if there is one row or column; -1 is beyond the
-    grid."""
+    """Indices of each block and the 8 around it, (T, 9), or the 2 in a single row or column; -1 is beyond the grid."""
     rows, columns = (-(-size // block_size) for size in grid_size)
     block = torch.arange(rows * columns, device=device)
     offset_y, offset_x = (torch.arange(-(n > 1), 1 + (n > 1), device=device) for n in (rows, columns))

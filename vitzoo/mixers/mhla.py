@@ -27,6 +27,7 @@ from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
 from ._numerics import pad
 from ._recompute import recompute_heads
+from ._window import untile
 from .base import no_autocast, register_mixer
 
 __all__ = ['MHLA', 'block_mixing_weights', 'mhla_attention', 'mhla_naive']
@@ -143,7 +144,7 @@ def _attend(
                 to_prefix = q_blocks @ sums[:, :, T:, :, -1:]
                 total = total + mixing[:T, T:] * to_prefix.squeeze(-1)
             out = torch.cat([out[..., :-1], total.unsqueeze(-1)], dim=-1)
-        out = _from_blocks(out, grid_size, block_size)
+        out = untile(out, grid_size, block_size)
         if P:
             out = torch.cat([q[:, :, :P] @ mixed[:, :, T], out], dim=2)
         # the gradient of a quotient needs two more tensors
@@ -165,19 +166,14 @@ def _used_weights(
 
 
 def _to_blocks(x: torch.Tensor, grid_size: tuple[int, int], block_size: tuple[int, int]) -> torch.Tensor:
-    """Grid tokens (B, heads, H*W, d) -> blocks (B, heads, T, h*w, d), padded with zeros."""
+    """Grid tokens (B, heads, H*W, d) -> blocks (B, heads, T, h*w, d), padded with zeros.
+
+    Unlike those who call `tile`, the sums of blocks depend on the padding.
+    """
     (h, w), (bottom, right) = block_size, (-side % size for side, size in zip(grid_size, block_size))
     x = pad(x.unflatten(2, grid_size), (0, 0, 0, right, 0, bottom))
     x = x.unflatten(3, (-1, w)).unflatten(2, (-1, h))
     return x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
-
-
-def _from_blocks(x: torch.Tensor, grid_size: tuple[int, int], block_size: tuple[int, int]) -> torch.Tensor:
-    """The inverse of `_to_blocks`."""
-    H, W = grid_size
-    x = x.unflatten(2, (-(-H // block_size[0]), -1)).unflatten(4, block_size)
-    x = x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
-    return x[:, :, :H, :W].flatten(2, 3)
 
 
 class _AllHeadsRMSNorm(nn.Module):

@@ -20,7 +20,7 @@ from torch.types import Device
 
 from ._recompute import recompute_heads
 from ._rel_bias import OffsetBias
-from ._window import fit_window, tile, untile
+from ._window import fit_halo, fit_window, tile, untile
 from .base import QKVMixer, register_mixer
 from .softmax import prepend_global_tokens, softmax_attention, softmax_naive
 
@@ -90,9 +90,7 @@ def _attend_windows(
 ) -> torch.Tensor:
     """The outputs of grid tokens, (B, heads, H*W, d), for a bias (1, heads, w*w, w*w)."""
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
-    H, W = grid_size
-    sizes = fit_window(grid_size, window_size)
-    shifts = shift if window_size < H else 0, shift if window_size < W else 0
+    sizes, shifts = fit_window(grid_size, window_size), fit_halo(grid_size, window_size, shift)
     tiles = [tile(x[:, :, P:], grid_size, sizes, shifts) for x in (q, k, v)]  # (B, heads, T, s, d)
     T = tiles[0].shape[2]
     grid_q, grid_k, grid_v = (x.flatten(1, 2) for x in tiles)
