@@ -507,18 +507,35 @@ def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):
     results['images_per_second'] = {'224': dict(teacher=100.0, student=80.0, doubt='busy machine')}
     assert 'These speeds are unreliable (busy machine): measure again' in explain_result('ls', results)
     results['seconds'] = dict(matching=90.0, network=30.0)
-    section = tag('div', transfer_section([dict(name='ls', index=0, transfer=results), dict(name='other', index=1)]))
+    other = dict(model='other', name='other', index=1)
+    section = tag('div', transfer_section([dict(model='ls', name='ls', index=0, transfer=results), other]))
     text = to_html(section)
     for score in (results['teacher'], results['matched'], results['controls']['zero'], results['controls']['random']):
         assert f'{score["score"]:.2f} %' in text
     assert 'Score against speed at 224 pixels' in text and 'These speeds are unreliable: busy machine.' in text
     assert 'Tokens of ls and its teacher' in text
     others = [
-        dict(name=name, index=index, transfer=results | dict(settings=dict(teacher=f'study/{name}/seed-0')))
+        dict(model=name, name=name, index=index, transfer=_taught_by(results, f'study/{name}/seed-0'))
         for index, name in enumerate(('cvt', 'vil', 'vil'))
     ]
     text = to_html(tag('div', transfer_section(others)))
     assert 'teacher cvt/seed-0: ' in text and 'teacher vil/seed-0: ' in text
     assert [cell.text for cell in section.iter('td')][11] == '2.0'
-    assert transfer_section([dict(name='other', index=1)]) == []
+    assert transfer_section([other]) == []
     assert read_transfer(str(finished / 'none')) == {}
+
+
+def test_a_teacher_has_the_symbol_of_its_row_on_the_page_or_one_that_no_model_has(finished):
+    results = read_transfer(str(finished))['transfer']
+    taught = [('a', 'runs/listed/'), ('b', 'runs/absent'), ('c', 'elsewhere'), ('d', 'runs/absent')]
+    records = [
+        dict(model=name, name=name, index=index, transfer=_taught_by(results, teacher))
+        for index, (name, teacher) in enumerate(taught)
+    ]
+    section = tag('div', transfer_section([*records, dict(model='runs/listed', name='listed', index=4)]))
+    charts = [{path.get('data-model') for path in svg.iter('path')} - {None} for svg in section.iter('svg')]
+    assert charts[-4:] == [{'0', '4'}, {'1', '5'}, {'2', '6'}, {'3', '5'}]
+
+
+def _taught_by(results: dict, teacher: str) -> dict:
+    return results | dict(settings=results['settings'] | dict(teacher=teacher))

@@ -23,27 +23,21 @@ def read_transfer(name: str) -> dict:
 
 def transfer_section(records: list[dict]) -> list[Element]:
     """Scores of the stages and the controls, scores against speed, and tokens of teacher and student."""
+    symbols = _teacher_symbols(records)
     records = [record for record in records if record.get('transfer')]
     if not records:
         return []
     sides = dict.fromkeys(side for record in records for side in record['transfer']['images_per_second'])
-    parts = [_speed_figure(records, side) for side in sorted(sides, key=int)]
-    parts += [_token_figure(record, _teacher_index(records)) for record in records]
+    parts = [_speed_figure(records, symbols, side) for side in sorted(sides, key=int)]
+    parts += [_token_figure(record, symbols[record['transfer']['settings']['teacher']]) for record in records]
     verdicts = tag('ul', (tag('li', record['transfer']['verdict']) for record in records), class_='note')
     return [_retention_table(records), verdicts, tag('div', parts, class_='charts')]
 
 
 def _retention_table(records: list[dict]) -> Element:
     controls = [name for name in CONTROLS if any(name in record['transfer']['controls'] for record in records)]
-    heads = [
-        'student',
-        'measure',
-        'teacher',
-        *STAGES.values(),
-        'points',
-        *(CONTROLS[name] for name in controls),
-        'minutes',
-    ]
+    titles = [CONTROLS[name] for name in controls]
+    heads = ['model', 'measure', 'teacher', *STAGES.values(), 'points', *titles, 'minutes']
     rows = []
     for record in records:
         results = record['transfer']
@@ -65,20 +59,18 @@ def _scores(results: dict, measure: str, controls: list[str]) -> list[str]:
     return [*found, difference, *('–' if score is None else f'{score[measure]:.2f} %' for score in rest)]
 
 
-def _speed_figure(records: list[dict], side: str) -> Element:
+def _speed_figure(records: list[dict], symbols: dict[str, int], side: str) -> Element:
     """Score against speed at one image size; of each student and, once, of each teacher."""
     points: list[Point] = []
-    folders = list(dict.fromkeys(record['transfer']['settings']['teacher'] for record in records))
-    teachers = {
-        folder: name if name == 'teacher' else f'teacher {name}' for folder, name in zip(folders, short_names(folders))
-    }
+    short = short_names([*symbols])
+    teachers = {folder: name if name == 'teacher' else f'teacher {name}' for folder, name in zip(symbols, short)}
     for record in records:
         results, speeds = record['transfer'], record['transfer']['images_per_second'].get(side, {})
-        teacher = teachers[results['settings']['teacher']]
-        for kind, name in (('student', record['name']), ('teacher', teacher)):
+        folder = results['settings']['teacher']
+        sides = (('student', record['name'], record['index']), ('teacher', teachers[folder], symbols[folder]))
+        for kind, name, index in sides:
             if kind not in speeds or name in [point.name for point in points]:
                 continue
-            index = record['index'] if kind == 'student' else _teacher_index(records)
             x, y = speeds[kind], results[kind]['score']
             points.append(Point(index, name, x, y, y, y, f'{name}: {y:.2f} %, {x:,.4g} images/s'))
     title = f'Score against speed at {side} pixels'
@@ -101,6 +93,13 @@ def _token_figure(record: dict, teacher_index: int) -> Element:
     return figure(title, 'Mean cosine similarity.', chart, heads, [[line.name, *line.y] for line in lines])
 
 
-def _teacher_index(records: list[dict]) -> int:
-    """A symbol that no student has."""
-    return 1 + max(record['index'] for record in records)
+def _teacher_symbols(records: list[dict]) -> dict[str, int]:
+    """The symbol of each teacher: its own where the page has its model, else one that no model of the page has."""
+    own = {str(Path(record['model'])): record['index'] for record in records}
+    found: dict[str, int] = {}
+    for record in records:
+        if record.get('transfer'):
+            teacher = record['transfer']['settings']['teacher']
+            unlisted = len(records) + sum(index >= len(records) for index in found.values())
+            found.setdefault(teacher, own.get(str(Path(teacher)), unlisted))
+    return found
