@@ -1,7 +1,8 @@
-"""Writes the tables of docs/study.md from weights/study.csv and weights/robustness.csv. Run by `make docs`.
+"""Writes docs/imagenette.html and the tables of docs/study.md from weights/study.csv and weights/robustness.csv.
 
-vitzoo study report study/imagenette.yaml
-python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells, and the report if there is one
+Run by `make docs`.
+
+python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells
 
 Cells that were finished on another machine, and are not in the study's folder here, are kept.
 """
@@ -9,7 +10,6 @@ Cells that were finished on another machine, and are not in the study's folder h
 import csv
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from statistics import mean
@@ -17,9 +17,10 @@ from tempfile import TemporaryDirectory
 
 from docs_models import fill, measure, read_rows, to_table, versions, write_rows
 
+from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell, read_study
-from vitzoo.study.results import METRICS, collect
-from vitzoo.study.tables import format_ways, write_cells
+from vitzoo.study.results import METRICS, Row, collect
+from vitzoo.study.tables import CELL_COLUMNS, format_notes, format_ways, write_cells
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CELLS = ROOT / 'docs' / 'study.md', ROOT / 'weights' / 'study.csv'
@@ -27,11 +28,12 @@ PAGE, CELLS = ROOT / 'docs' / 'study.md', ROOT / 'weights' / 'study.csv'
 ROBUSTNESS = ROOT / 'weights' / 'robustness.csv'
 # the groups of ImageNet-C, in its order
 GROUPS = {'noise': 3, 'blur': 4, 'weather': 4, 'digital': 4}
-# pages of the site, made by `vitzoo study report`, by the backbones whose cells are in the study's folder
-REPORT = 'imagenette_{}.html'
-STUDY = ROOT / 'configs' / 'study' / 'imagenette.yaml'
+# the page that `vitzoo study report` would write, of the cells of all machines
+REPORT = ROOT / 'docs' / 'imagenette.html'
+STUDY = 'study/imagenette.yaml'
 # other work ran beside some cells, so speed and memory are left to docs/performance.md
 SHOWN = [name for name in METRICS if name not in ('images_per_second', 'peak_memory_mb')]
+NOTE = 'docs/study.md says how the cells were computed, and what they show.'
 # the evaluation whose results are also in weights/results.csv
 MAIN = 'clean'
 TRAINED_ON, DATA, IMG_SIZE = 'Imagenette', 'Imagenette, 3,925 photographs', '128'
@@ -43,22 +45,36 @@ def main(argv: list[str]) -> None:
         study = read_study(path)
         merge_cells(study)
         write_results(study)
-        report = study.folder / 'report' / 'index.html'
-        # a folder with a part of the cells only may have none
-        if report.is_file():
-            shutil.copy(report, PAGE.with_name(REPORT.format('_'.join(_backbones(study)))))
+    REPORT.write_text(study_page())
     PAGE.write_text(fill(PAGE.read_text(), {'imagenette': study_tables(), 'robustness': robustness_table()}))
-    print(f'wrote {PAGE}', file=sys.stderr)
+    print(f'wrote {PAGE} and {REPORT}', file=sys.stderr)
 
 
 def study_tables() -> str:
     """The tables of all ways that have results, and how many cells have them."""
-    study, records = read_study(str(STUDY)), read_cells()
-    rows = collect(study, lambda cell, evaluation: records.get((*_key(cell), evaluation)))
+    study, rows = read_study(STUDY), collect_committed()
     if not rows:
         return 'Nothing yet.'
+    return '\n\n'.join([*format_ways(study, rows), f'{count_committed(study)}.'])
+
+
+def study_page() -> str:
+    """The HTML page of all ways that have results."""
+    study, rows = read_study(STUDY), collect_committed()
+    return render_study(study, rows, [count_committed(study)], [*format_notes(study, rows), NOTE])
+
+
+def collect_committed() -> list[Row]:
+    """The rows of the committed records."""
+    records = read_cells()
+    return collect(read_study(STUDY), lambda cell, evaluation: records.get((*_key(cell), evaluation)))
+
+
+def count_committed(study: Study) -> str:
+    """How many cells have committed records of all evaluations."""
+    records = read_cells()
     finished = sum(all((*_key(cell), name) in records for name in cell.evaluations) for cell in study.cells)
-    return '\n\n'.join([*format_ways(study, rows), f'{finished} of {len(study.cells)} cells are finished.'])
+    return f'{finished} of {len(study.cells)} cells are finished'
 
 
 def robustness_table() -> str:
@@ -80,7 +96,14 @@ def robustness_table() -> str:
 
 def read_cells() -> dict[tuple[str, ...], dict]:
     """The committed records by way, model, seed and evaluation."""
-    return {_line_key(line): {name: line[name] or None for name in SHOWN} for line in _read_lines(CELLS)}
+    return {_line_key(line): _read_record(line) for line in _read_lines(CELLS)}
+
+
+def _read_record(line: dict[str, str]) -> dict:
+    """A record as `vitzoo validate` writes it, without what is not committed."""
+    record: dict = {name: float(line[name]) for name in SHOWN if line[name]}
+    record |= {name: json.loads(line[name]) for name in ('n', 'token_statistics', 'transfer') if line.get(name)}
+    return record | ({'img_size': line['img_size']} if line.get('img_size') else {})
 
 
 def merge_cells(study: Study) -> None:
@@ -91,23 +114,18 @@ def merge_cells(study: Study) -> None:
         lines = {_line_key(line): line for path in (CELLS, new) for line in _read_lines(path)}
     order = [(*_key(cell), evaluation) for cell in study.cells for evaluation in study.evaluations]
     with CELLS.open('w', newline='', encoding='utf-8') as file:
-        writer = csv.DictWriter(file, next(iter(lines.values())))
+        writer = csv.DictWriter(file, CELL_COLUMNS)
         writer.writeheader()
         writer.writerows(lines[key] for key in order if key in lines)
 
 
 def write_results(study: Study) -> None:
     """Replace the rows of the finished cells in results.csv, or add them, in the order of the study."""
-    rows, origin = read_rows(), f'`vitzoo study run study/{STUDY.name}`, '
+    rows, origin = read_rows(), f'`vitzoo study run {STUDY}`, '
     others = [row for row in rows if not row['reference'].startswith(origin)]
     cells = {found[1]: row for row in rows if (found := re.match(f'{re.escape(origin)}cell ([^,]+)', row['reference']))}
     cells |= {cell.name: _result(cell, origin) for cell in study.cells if cell.record.results(MAIN)}
     write_rows([*others, *(cells[cell.name] for cell in study.cells if cell.name in cells)])
-
-
-def _backbones(study: Study) -> list[str]:
-    """The backbones of the finished cells, which the names of the ways begin with."""
-    return list(dict.fromkeys(cell.way.partition('_')[0] for cell in study.cells if cell.record.results(MAIN)))
 
 
 def _read_lines(path: Path) -> list[dict[str, str]]:

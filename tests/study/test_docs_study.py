@@ -15,6 +15,7 @@ def test_the_tables_of_the_study_are_current():
     page = docs_study.PAGE.read_text()
     tables = {'imagenette': docs_study.study_tables(), 'robustness': docs_study.robustness_table()}
     assert docs_study.fill(page, tables) == page, 'run `make docs`'
+    assert docs_study.study_page() == docs_study.REPORT.read_text(), 'run `make docs`'
 
 
 def test_every_accuracy_of_a_cell_is_in_the_results_of_all_models():
@@ -49,5 +50,5 @@ def test_a_cell_is_compared_with_its_baseline(tmp_path, monkeypatch, top1):
             writer.writerow(dict(way=way, model=model, seed=0, evaluation='clean', top1=accuracy))
     text = docs_study.study_tables()
     assert f'| cvt_ls_nano | 1 | {float(top1):.2f} | +{float(top1) - 60:.2f} |' in text
-    cells = docs_study.read_study(str(docs_study.STUDY)).cells
+    cells = docs_study.read_study(docs_study.STUDY).cells
     assert f'0 of {len(cells)} cells are finished.' in text

@@ -154,7 +154,9 @@ def test_the_report_writes_all_files(path, study, tmp_path):
     assert len(cells) == 2 * len(study.cells)
     assert cells[0]['command'].startswith('vitzoo train --config') and cells[0]['oversmoothing'] == '0.2'
     page = (tmp_path / 'tables' / 'index.html').read_text()
-    assert 'deit_ls_nano' in page and 'vitzoo train --config' in page
+    assert 'deit_ls_nano' in page and 'vitzoo study run' in page
+    records = json.loads((tmp_path / 'tables' / 'report.json').read_text())['records']
+    assert len(records) == len(study.cells) and records[0]['commands'][0].startswith('vitzoo train --config')
 
 
 def test_a_report_without_results_is_refused(tmp_path):

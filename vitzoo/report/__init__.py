@@ -144,12 +144,23 @@ def read_records(path: str) -> list[dict]:
 def write_report(folder: Path, report: dict) -> None:
     """Write the page and its data."""
     from vitzoo.report.page import render
+
+    report = write_records(folder, report)
+    _write(folder / PAGE, render(report))
+
+
+def write_records(folder: Path, report: dict) -> dict:
+    """Write the data of a page, which `vitzoo report --results` reads, and return it as it was written."""
     from vitzoo.validate.results import without_nan
 
     report = {**report, 'records': [without_nan(record) for record in report['records']]}
-    for name, text in ((DATA, json.dumps(report, indent=1, allow_nan=False)), (PAGE, render(report))):
-        with replace_file(folder / name) as partial:
-            partial.write_text(text, encoding='utf-8')
+    _write(folder / DATA, json.dumps(report, indent=1, allow_nan=False))
+    return report
+
+
+def _write(path: Path, text: str) -> None:
+    with replace_file(path) as partial:
+        partial.write_text(text, encoding='utf-8')
 
 
 def _make_folder(path: str) -> Path:

@@ -44,34 +44,46 @@ def render(report: dict) -> str:
         if parts:
             sections.append((name, title, parts))
     sections.append(('provenance', 'How this was made', provenance_section(report, records)))
-    body = [header(report, records, sections)]
-    for name, title, parts in sections:
+    return assemble(report['title'], _describe(report, records), sections)
+
+
+def assemble(title: str, about: list[str], sections: list[tuple[str, str, list[Element]]]) -> str:
+    """A page with a header, and sections of an id, a title and their elements.
+
+    Args:
+        about: Lines below the title.
+    """
+    body = [_header(title, about, sections)]
+    for name, heading, parts in sections:
         body.append(
-            tag('section', tag('h2', title, id=f'{name}-title'), parts, id=name, aria_labelledby=f'{name}-title')
+            tag('section', tag('h2', heading, id=f'{name}-title'), parts, id=name, aria_labelledby=f'{name}-title')
         )
     here = files('vitzoo.report')
     return Template((here / 'template.html').read_text(encoding='utf-8')).substitute(
-        title=to_html(tag('title', report['title'])),
+        title=to_html(tag('title', title)),
         style=(here / 'style.css').read_text(encoding='utf-8'),
         script=(here / 'script.js').read_text(encoding='utf-8'),
         body='\n'.join(to_html(element) for element in body),
     )
 
 
-def header(report: dict, records: list[dict], sections: list[tuple]) -> Element:
-    """Title, data and machine of the report, and links to the sections."""
-    data = dict.fromkeys(_describe_data(record) for record in records if record.get('n'))
-    about = [f'{len(records)} model{"s" if len(records) > 1 else ""}', *data, report['made']]
-    places = {record.get('measured_on') for record in records} - {None}
-    links = [tag('a', title, href=f'#{name}') for name, title, _ in sections]
+def _header(title: str, about: list[str], sections: list[tuple]) -> Element:
+    """Title, lines about the data, and links to the sections."""
+    links = [tag('a', heading, href=f'#{name}') for name, heading, _ in sections]
     toggle = tag(
         'button', 'Dark', type='button', id='theme', aria_pressed='false', title='Switch between light and dark'
     )
-    top = tag('div', tag('h1', report['title']), toggle, class_='top')
-    where = tag('p', *places, class_='about') if len(places) == 1 else None
-    return tag(
-        'header', top, tag('p', ' · '.join(about), class_='about'), where, tag('nav', links, aria_label='Sections')
-    )
+    top = tag('div', tag('h1', title), toggle, class_='top')
+    lines = [tag('p', line, class_='about') for line in about]
+    return tag('header', top, lines, tag('nav', links, aria_label='Sections'))
+
+
+def _describe(report: dict, records: list[dict]) -> list[str]:
+    """Number of models, data, date, and the machine if it is the same for all."""
+    data = dict.fromkeys(_describe_data(record) for record in records if record.get('n'))
+    about = [f'{len(records)} model{"s" if len(records) > 1 else ""}', *data, report['made']]
+    places = {str(record['measured_on']) for record in records if record.get('measured_on')}
+    return [' · '.join(about), *(places if len(places) == 1 else ())]
 
 
 def _describe_data(record: dict) -> str:

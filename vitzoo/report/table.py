@@ -70,8 +70,8 @@ def models_section(records: list[dict]) -> list[Element]:
     columns = [column for column in MODEL_COLUMNS if any(column.read(record) is not None for record in records)]
     has_best_speed = are_times_comparable(records)
     best = [find_best(c, records) if c.heading != 'speed' or has_best_speed else None for c in columns]
-    head = [_heading('model', '', 'text'), *(_heading(c.heading, c.unit, 'number', c.better) for c in columns)]
-    head += [_heading('image', 'px', 'number'), _heading('weights', '', 'text')]
+    head = [sort_heading('model', '', 'text'), *(sort_heading(c.heading, c.unit, 'number', c.better) for c in columns)]
+    head += [sort_heading('image', 'px', 'number'), sort_heading('weights', '', 'text')]
     if columns[0].heading in SCORES.values():
         head[1].set('aria-sort', 'descending')
     rows = [_row(record, columns, best) for record in records]
@@ -99,7 +99,8 @@ def find_best(column: Column, records: list[dict]) -> float | None:
     return max(values, key=lambda value: column.better * value)
 
 
-def _heading(text: str, unit: str, kind: str, better: int = 0) -> Element:
+def sort_heading(text: str, unit: str, kind: str, better: int = 0) -> Element:
+    """A heading that sorts its table; `kind` is 'number' or 'text', and `better` that of `Column`."""
     # the first click puts the best model on top
     first = 'descending' if kind == 'number' and better >= 0 else 'ascending'
     button = tag('button', tag('span', text), ' ', tag('small', unit), type='button', data_first=first)

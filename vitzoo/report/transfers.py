@@ -31,10 +31,11 @@ def transfer_section(records: list[dict]) -> list[Element]:
     parts = [_speed_figure(records, symbols, side) for side in sorted(sides, key=int)]
     parts += [_token_figure(record, symbols[record['transfer']['settings']['teacher']]) for record in records]
     verdicts = tag('ul', (tag('li', record['transfer']['verdict']) for record in records), class_='note')
-    return [_retention_table(records), verdicts, tag('div', parts, class_='charts')]
+    return [retention_table(records), verdicts, tag('div', parts, class_='charts')]
 
 
-def _retention_table(records: list[dict]) -> Element:
+def retention_table(records: list[dict]) -> Element:
+    """Scores of teachers, of students after each stage, and of controls."""
     controls = [name for name in CONTROLS if any(name in record['transfer']['controls'] for record in records)]
     titles = [CONTROLS[name] for name in controls]
     heads = ['model', 'measure', 'teacher', *STAGES.values(), 'points', *titles, 'minutes']
@@ -46,7 +47,7 @@ def _retention_table(records: list[dict]) -> Element:
             if measure in results['teacher']:
                 cells = [SCORE_TITLES[measure], *_scores(results, measure, controls), f'{minutes(results):.1f}']
                 rows.append(tag('tr', name, (tag('td', cell) for cell in cells)))
-    head = tag('tr', (tag('th', text, scope='col') for text in heads))
+    head = tag('tr', (tag('th', text, scope='col', class_='text' if text == 'model' else None) for text in heads))
     return scrolling(tag('table', tag('thead', head), tag('tbody', rows)), 'Scores of teachers, students and controls')
 
 

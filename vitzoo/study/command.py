@@ -7,10 +7,11 @@ from pathlib import Path
 
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.study.plan import Study, read_study
+from vitzoo.study.report import write_study_report
 from vitzoo.study.results import collect
 from vitzoo.study.slurm import slurm_settings, submit_workers
 from vitzoo.study.status import print_status
-from vitzoo.study.tables import format_markdown, write_tables
+from vitzoo.study.tables import format_markdown
 from vitzoo.study.worker import Worker
 from vitzoo.train.loop import StopSignal
 
@@ -94,5 +95,5 @@ def _report(study: Study, args: argparse.Namespace) -> None:
     if not rows:
         raise UserError(f"no cell of '{args.file}' has results yet; compute some with vitzoo study run {args.file}")
     folder = Path(args.out) if args.out else study.folder / 'report'
-    for path in write_tables(folder, study, rows):
+    for path in write_study_report(folder, study, rows):
         print(f'wrote {path}')

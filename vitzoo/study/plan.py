@@ -88,10 +88,12 @@ class Study:
     """A study: its cells in the order in which they are computed, and the baseline of each model.
 
     Args:
+        path: The file, as it was given.
         baselines: Models by wildcards of the models that are compared with them.
         evaluations: Options of `vitzoo validate` by the name of the evaluation.
     """
 
+    path: str
     title: str
     folder: Path
     cells: tuple[StudyCell, ...]
@@ -165,7 +167,7 @@ def read_study(path: str) -> Study:
                 cells[cell.name] = cell
     baselines = _read_baselines(values.get('baseline'), {cell.model for cell in cells.values()})
     title = str(values.get('title') or Path(path).stem)
-    return Study(title, folder, tuple(cells.values()), baselines, evaluations)
+    return Study(path, title, folder, tuple(cells.values()), baselines, evaluations)
 
 
 def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[StudyCell]:

@@ -1,10 +1,12 @@
 """The results of a study: a row for each model and way, with estimates over the seeds."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
+from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate, estimate, judge, paired_difference
 from vitzoo.study.plan import Study, StudyCell
 
@@ -60,8 +62,11 @@ class Row:
         values: Estimates by column.
         differences: Of the seeds that the baseline also has.
         verdicts: 'better', 'worse' or an empty string.
-        doubts: Columns of speeds that were measured on a busy machine.
+        doubts: Columns of speeds that were measured on a busy machine, or on several machines in this way.
         rank: Of the mean of the first column, among the models of the same way; 0 without it.
+        records: The records of the evaluations, means over the seeds.
+        machines: On which they were evaluated, where that is known.
+        mixer: Of a converted model.
     """
 
     way: str
@@ -72,6 +77,19 @@ class Row:
     verdicts: dict[ResultColumn, str] = field(default_factory=dict)
     doubts: set[ResultColumn] = field(default_factory=set)
     rank: int = 0
+    records: dict[str, dict] = field(default_factory=dict)
+    machines: set[str] = field(default_factory=set)
+    mixer: str = ''
+
+    @property
+    def is_converted(self) -> bool:
+        """True if a transfer made this model, whose baseline is its teacher."""
+        return bool(self.mixer)
+
+    def img_size(self, evaluation: str) -> int | None:
+        """Height of the images of an evaluation, None if it is not recorded."""
+        size = self.records.get(evaluation, {}).get('img_size')
+        return None if size is None else int(str(size).partition('x')[0])
 
     @property
     def is_baseline(self) -> bool:
@@ -83,24 +101,23 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
     """The rows that have results, of each way by rank.
 
     Args:
-        read: The record of a cell's evaluation, None if there is none; by default it is read from the cell's folder.
+        read: The record of a cell's evaluation, None if there is none; by default `read_cell`.
     """
-    read = read or (lambda cell, evaluation: cell.record.results(evaluation))
-    values: dict[tuple[str, str], dict[ResultColumn, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    baselines, doubts = {}, defaultdict(set)
+    read = read or read_cell
+    found: dict[tuple[str, str], dict[str, dict[int, dict]]] = defaultdict(lambda: defaultdict(dict))
+    baselines, mixers = {}, {}
     for cell in study.cells:
         baselines[cell.way, cell.model] = study.baseline_of(cell)
+        mixers[cell.way, cell.model] = cell.options['mixer'] if cell.teacher is not None else ''
         for evaluation in cell.evaluations:
-            record = read(cell, evaluation) or {}
-            for key in METRICS:
-                value = _scalar(record.get(key))
-                if value is not None:
-                    values[cell.way, cell.model][ResultColumn(evaluation, key)][cell.seed] = value
-            if record.get('speed_doubt'):
-                doubts[cell.way, cell.model].add(ResultColumn(evaluation, 'images_per_second'))
+            record = read(cell, evaluation)
+            if record is not None:
+                found[cell.way, cell.model][evaluation][cell.seed] = record
+    values = {key: _values(records) for key, records in found.items()}
     rows = []
     for (way, model), columns in values.items():
-        row = Row(way, model, baselines[way, model], doubts=doubts[way, model])
+        records = {name: average(list(seeds.values())) for name, seeds in found[way, model].items()}
+        row = Row(way, model, baselines[way, model], records=records, mixer=mixers[way, model])
         reference = {} if row.is_baseline or row.baseline is None else values.get(row.baseline, {})
         for column, seeds in columns.items():
             row.values[column] = estimate(list(seeds.values()))
@@ -109,7 +126,27 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
                 row.differences[column] = difference
                 row.verdicts[column] = judge(difference, column.metric.sign)
         rows.append(row)
+    _doubt_speeds(rows, found)
     return _rank(study, rows)
+
+
+def read_cell(cell: StudyCell, evaluation: str) -> dict | None:
+    """The record of an evaluation with its machine, and with the results of the transfer that made the model."""
+    record = cell.record.results(evaluation)
+    if record is None:
+        return None
+    return record | cell.record.finished[evaluation]['place'] | read_transfer(str(cell.folder))
+
+
+def average(records: Sequence[Any]) -> Any:
+    """The means of all numbers in records of the same form, in nested mappings and lists, too; of others the first."""
+    first = records[0]
+    if isinstance(first, dict):
+        return {key: average([record[key] for record in records if key in record]) for key in first}
+    if isinstance(first, list) and len({len(record) for record in records}) == 1:
+        return [average(values) for values in zip(*records)]
+    known = [value for value in records if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    return fmean(known) if known and len(set(known)) > 1 else first
 
 
 def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
@@ -127,6 +164,23 @@ def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     return [column for column in columns if any(column in row.values for row in rows)]
 
 
+def score_column(study: Study, rows: list[Row]) -> ResultColumn | None:
+    """The accuracy that ranks the models of a way, None if its first evaluation has none."""
+    first = study.evaluations_of(rows[0].way)[0]
+    columns = (ResultColumn(first, key) for key in ('top1', 'map'))
+    return next((column for column in columns if any(column in row.values for row in rows)), None)
+
+
+def size_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
+    """The accuracies of a way that differ in the size of the images only, the first of which ranks its models."""
+    score = score_column(study, rows)
+    if score is None:
+        return []
+    names = study.evaluations_of(rows[0].way)
+    same = [name for name in names if _inputs(study, name, 'img_size') == _inputs(study, names[0], 'img_size')]
+    return [ResultColumn(name, score.key) for name in same]
+
+
 def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign: int) -> list[Row]:
     """The rows of a way than which no other has a better mean accuracy without a worse mean cost, or the reverse.
 
@@ -142,10 +196,37 @@ def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign:
     ]
 
 
-def _inputs(study: Study, evaluation: str) -> dict:
-    """The options of an evaluation that the accuracy on clean images depends on."""
-    added = ('corrupt', 'suite', 'data_root', 'allow_partial', 'measures', 'health', 'batch_size', 'workers')
+def _inputs(study: Study, evaluation: str, *others: str) -> dict:
+    """The options of an evaluation that the accuracy on clean images depends on, without some others."""
+    added = (*others, 'corrupt', 'suite', 'data_root', 'allow_partial', 'measures', 'health', 'batch_size', 'workers')
     return {key: value for key, value in study.evaluations[evaluation].items() if key not in added}
+
+
+def _values(records: dict[str, dict[int, dict]]) -> dict[ResultColumn, dict[int, float]]:
+    """The numbers of a row by column and seed."""
+    values: dict[ResultColumn, dict[int, float]] = defaultdict(dict)
+    for evaluation, seeds in records.items():
+        for seed, record in seeds.items():
+            for key in METRICS:
+                value = _scalar(record.get(key))
+                if value is not None:
+                    values[ResultColumn(evaluation, key)][seed] = value
+    return values
+
+
+def _doubt_speeds(rows: list[Row], found: dict[tuple[str, str], dict[str, dict[int, dict]]]) -> None:
+    """Mark the speeds of a busy machine, and all of an evaluation that was made on several machines."""
+    machines: dict[tuple[str, str], set[str | None]] = defaultdict(set)
+    for (way, _), evaluations in found.items():
+        for evaluation, seeds in evaluations.items():
+            machines[way, evaluation] |= {record.get('measured_on') for record in seeds.values()}
+    for row in rows:
+        for evaluation, seeds in found[row.way, row.model].items():
+            row.machines |= {record['measured_on'] for record in seeds.values() if record.get('measured_on')}
+            is_busy = any(record.get('speed_doubt') for record in seeds.values())
+            column = ResultColumn(evaluation, 'images_per_second')
+            if column in row.values and (is_busy or len(machines[row.way, evaluation]) > 1):
+                row.doubts.add(column)
 
 
 def _scalar(value: Any) -> float | None:

@@ -1,64 +1,65 @@
-"""The tables of a study: Markdown, LaTeX and CSV, and the HTML page of its finished cells."""
+"""The tables of a study in Markdown, LaTeX and CSV."""
 
 import csv
-from datetime import datetime, timezone
+import json
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from vitzoo.report import read_records, write_report
+from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, StudyCell
-from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, visible_columns
+from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, score_column, visible_columns
+from vitzoo.transfer.summary import STAGES
 
 _CSV_KEYS = (
     *('way', 'model', 'evaluation', 'metric', 'seeds', 'mean', 'low', 'high', 'is_doubtful'),
     *('baseline_way', 'baseline', 'pairs', 'difference', 'difference_low', 'difference_high', 'verdict'),
 )
+# of a record, in cells.csv
+_CELL_KEYS = ('img_size', 'n', *METRICS, 'speed_doubt')
+CELL_COLUMNS = (
+    *('way', 'model', 'seed', 'evaluation', *_CELL_KEYS),
+    *('token_statistics', 'transfer', 'seconds', 'command'),
+)
 _ESCAPES = {character: f'\\{character}' for character in '&%$#_{}'} | {'~': r'\textasciitilde{}', '±': r'$\pm$'}
 
 
-def write_tables(folder: Path, study: Study, rows: list[Row]) -> list[Path]:
-    """Write all files of a report, and return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (('table.md', format_markdown(study, rows)), ('table.tex', format_latex(study, rows))):
-        (folder / name).write_text(text + '\n', encoding='utf-8')
-    write_csv(folder / 'table.csv', rows)
-    write_cells(folder / 'cells.csv', study)
-    records = [record for cell in study.cells for record in _page_records(study, cell)]
-    now = datetime.now(timezone.utc)
-    made = f'{now.day} {now:%B %Y, %H:%M} UTC'
-    write_report(folder, dict(title=study.title, made=made, records=records, command='vitzoo study report'))
-    return [folder / name for name in ('table.md', 'table.tex', 'table.csv', 'cells.csv', 'index.html')]
+class GridCell(NamedTuple):
+    """The text of a cell, and the value that it is sorted by."""
+
+    text: str
+    value: float | str | None = None
 
 
 def format_markdown(study: Study, rows: list[Row]) -> str:
     """A table for each way, and the notes that they need."""
-    return '\n\n'.join([*format_ways(study, rows), *_notes(study, rows)])
+    return '\n\n'.join([*format_ways(study, rows), count_finished(study), *format_notes(study, rows)])
 
 
 def format_ways(study: Study, rows: list[Row]) -> list[str]:
     """A heading, a table and the Pareto fronts of each way, in Markdown."""
     parts = []
-    for way in _by_way(rows):
-        headings, lines = _grid(study, way)
+    for way in by_way(rows):
+        headings, lines = _grid_texts(study, way)
         rules = ['---:' if number != 1 else '---' for number in range(len(headings))]
         table = '\n'.join(f'| {" | ".join(line)} |' for line in (headings, rules, *lines))
-        parts += [f'### {way[0].way}\n\n{table}', *_fronts(study, way)]
+        parts += [f'### {way[0].way}\n\n{table}', *format_fronts(study, way)]
     return parts
 
 
 def format_latex(study: Study, rows: list[Row]) -> str:
     """A tabular for each way, with the rules of the package booktabs."""
     parts = []
-    for way in _by_way(rows):
-        headings, lines = _grid(study, way)
+    for way in by_way(rows):
+        headings, lines = _grid_texts(study, way)
         lines = [' & '.join(map(_to_latex, line)) + r' \\' for line in (headings, *lines)]
         columns = 'rl' + 'r' * (len(headings) - 2)
         body = '\n'.join([r'\toprule', lines[0], r'\midrule', *lines[1:], r'\bottomrule'])
         parts.append(f'% {way[0].way}\n\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}')
-    return '\n\n'.join([*parts, *(f'% {note}' for note in _notes(study, rows))])
+    notes = [count_finished(study), *format_notes(study, rows)]
+    return '\n\n'.join([*parts, *(f'% {note}' for note in notes)])
 
 
 def write_csv(path: Path, rows: list[Row]) -> None:
@@ -83,60 +84,95 @@ def write_csv(path: Path, rows: list[Row]) -> None:
 
 
 def write_cells(path: Path, study: Study) -> None:
-    """Write one line for each finished evaluation of a cell, with the metrics of its record."""
+    """Write one line for each finished evaluation of a cell, with the metrics of its record.
+
+    The columns `token_statistics` and `transfer` are JSON: the means of each measure of the tokens by block, and in the
+    first line of a converted model the scores of the stages and controls.
+    """
     with path.open('w', newline='', encoding='utf-8') as file:
-        writer = csv.DictWriter(
-            file, ['way', 'model', 'seed', 'evaluation', *METRICS, 'speed_doubt', 'seconds', 'command']
-        )
+        writer = csv.DictWriter(file, CELL_COLUMNS)
         writer.writeheader()
         for cell in study.cells:
-            trained = cell.record.finished.get(cell.command, {})
+            trained, transfer = cell.record.finished.get(cell.command, {}), _shorten_transfer(cell)
             for evaluation in cell.evaluations:
                 record = cell.record.results(evaluation)
                 if record is None:
                     continue
-                line = {key: record.get(key) for key in (*METRICS, 'speed_doubt')}
+                line = {key: record.get(key) for key in _CELL_KEYS}
                 curve = line['oversmoothing']
                 line |= dict(way=cell.way, model=cell.model, seed=cell.seed, evaluation=evaluation)
-                line |= dict(oversmoothing=curve[-1] if curve else None)
+                line |= dict(oversmoothing=curve[-1] if curve else None, transfer=transfer)
+                line |= dict(token_statistics=_shorten_statistics(record.get('token_statistics')))
                 writer.writerow(line | {key: trained.get(key) for key in ('seconds', 'command')})
+                transfer = ''
 
 
-def _by_way(rows: list[Row]) -> list[list[Row]]:
+def _shorten_statistics(statistics: dict | None) -> str:
+    """The means of the tokens' statistics by block, with the stages of the blocks."""
+    found = statistics or {}
+    short = {name: dict(mean=_round(found[name]['mean'])) for name in MEASURES if name in found}
+    stages = dict(stages=found['stages']) if 'stages' in found else {}
+    return json.dumps(short | stages) if short else ''
+
+
+def _shorten_transfer(cell: StudyCell) -> str:
+    """The scores of a conversion, which `read_transfer` has in more detail, and its time."""
+    found = read_transfer(str(cell.folder)).get('transfer')
+    if found is None:
+        return ''
+    measures = (found['kind'], 'linear_probe')
+
+    def shorten(scores: dict) -> dict:
+        return {name: _round(scores[name]) for name in measures if name in scores}
+
+    short = {name: shorten(found[name]) for name in ('teacher', *STAGES)}
+    controls = {name: shorten(scores) for name, scores in found['controls'].items()}
+    return json.dumps(dict(kind=found['kind'], **short, controls=controls, seconds=found['seconds']))
+
+
+def _round(value: Any) -> Any:
+    """Numbers with six significant digits."""
+    return [_round(part) for part in value] if isinstance(value, list) else float(f'{value:.6g}')
+
+
+def by_way(rows: list[Row]) -> list[list[Row]]:
     """The rows of each way."""
     return [list(group) for _, group in groupby(rows, lambda row: row.way)]
 
 
-def _grid(study: Study, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of a table; after each judged metric is a column of its differences, if there are any."""
+def make_grid(study: Study, rows: list[Row]) -> tuple[list[str], list[list[GridCell]]]:
+    """Headings and cells of a way's table; each judged metric is followed by its differences, if there are any."""
     first = study.evaluations_of(rows[0].way)[0]
     headings, columns = ['rank', 'model', 'seeds'], []
     for column in visible_columns(study, rows):
         title = column.metric.title if column.evaluation == first else f'{column.metric.title}, {column.evaluation}'
         headings.append(title)
-        columns.append((_format_value, column))
+        columns.append((_value_cell, column))
         if column.metric.sign and any(column in row.differences for row in rows):
             headings.append('difference')
-            columns.append((_format_difference, column))
+            columns.append((_difference_cell, column))
     lines = []
     for row in rows:
         seeds = max(value.n for value in row.values.values())
         name = f'{row.model} (baseline)' if row.is_baseline else row.model
-        cells = [format_cell(row, column) for format_cell, column in columns]
-        lines.append([str(row.rank) if row.rank else '–', name, str(seeds), *cells])
+        rank = GridCell(str(row.rank), row.rank) if row.rank else GridCell('–')
+        cells = [make_cell(row, column) for make_cell, column in columns]
+        lines.append([rank, GridCell(name, row.model), GridCell(str(seeds), seeds), *cells])
     return headings, lines
 
 
-def _fronts(study: Study, rows: list[Row]) -> list[str]:
+def _grid_texts(study: Study, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    headings, lines = make_grid(study, rows)
+    return headings, [[cell.text for cell in line] for line in lines]
+
+
+def format_fronts(study: Study, rows: list[Row]) -> list[str]:
     """The models of a way on the Pareto fronts of accuracy and cost, in one paragraph."""
-    first, lines = study.evaluations_of(rows[0].way)[0], []
-    score = next(
-        (ResultColumn(first, key) for key in ('top1', 'map') if ResultColumn(first, key) in rows[0].values), None
-    )
+    score, lines = score_column(study, rows), []
     if score is None:
         return []
     for key, sign in (('gmacs', -1), ('images_per_second', 1)):
-        cost = ResultColumn(first, key)
+        cost = ResultColumn(score.evaluation, key)
         # unreliable speeds are not compared
         if any(cost in row.doubts for row in rows) or len([row for row in rows if cost in row.values]) < 2:
             continue
@@ -145,22 +181,22 @@ def _fronts(study: Study, rows: list[Row]) -> list[str]:
     return [' '.join(lines)] if lines else []
 
 
-def _format_value(row: Row, column: ResultColumn) -> str:
+def _value_cell(row: Row, column: ResultColumn) -> GridCell:
     value = row.values.get(column)
     if value is None:
-        return '–'
+        return GridCell('–')
     text = _format_estimate(value, column, '')
-    return f'{text}?' if column in row.doubts else text
+    return GridCell(f'{text}?' if column in row.doubts else text, value.mean)
 
 
-def _format_difference(row: Row, column: ResultColumn) -> str:
+def _difference_cell(row: Row, column: ResultColumn) -> GridCell:
     difference = row.differences.get(column)
     if difference is None:
-        return '–'
+        return GridCell('–')
     # the baseline may lack seeds that the model has
     pairs = f'({difference.n} of {row.values[column].n} seeds)' if difference.n < row.values[column].n else ''
     words = [_format_estimate(difference, column, '+'), pairs, row.verdicts[column]]
-    return ' '.join(word for word in words if word)
+    return GridCell(' '.join(word for word in words if word), difference.mean)
 
 
 def _format_estimate(value: Estimate, column: ResultColumn, sign: str) -> str:
@@ -171,17 +207,20 @@ def _format_estimate(value: Estimate, column: ResultColumn, sign: str) -> str:
     return f'{text} ± {value.half_width * metric.factor:.{metric.digits}f}'
 
 
-def _notes(study: Study, rows: list[Row]) -> list[str]:
+def count_finished(study: Study) -> str:
+    """How many cells are finished, in a sentence."""
+    return f'{sum(cell.record.is_finished for cell in study.cells)} of {len(study.cells)} cells are finished.'
+
+
+def format_notes(study: Study, rows: list[Row]) -> list[str]:
     """Sentences that a reader of the tables needs."""
-    expected = len(study.cells)
-    finished = sum(cell.record.is_finished for cell in study.cells)
     notes = [
-        f'{finished} of {expected} cells are finished. ± is the half-width of the 95 % confidence interval of the mean'
-        f' over the seeds (Student t); a single seed has none.'
+        '± is the half-width of the 95 % confidence interval of the mean over the seeds (Student t); a single seed has'
+        ' none.'
     ]
     pairs = [
         (row, column)
-        for way in _by_way(rows)
+        for way in by_way(rows)
         for column in visible_columns(study, way)
         for row in way
         if column.metric.sign and column in row.differences
@@ -200,22 +239,8 @@ def _notes(study: Study, rows: list[Row]) -> list[str]:
             f' difference, one excludes zero on average.'
         )
     if any(row.doubts for row in rows):
-        notes.append('? marks speeds that were measured on a busy machine.')
+        notes.append('? marks speeds that were measured on a busy machine, or on several machines.')
     return notes
-
-
-def _page_records(study: Study, cell: StudyCell) -> list[dict]:
-    """The record of a cell for the HTML page: its first evaluation, and the corruptions of the others."""
-    names = [name for name in cell.evaluations if name in cell.record.finished]
-    if not names:
-        return []
-    record: dict = {}
-    for name in names:
-        (found,) = read_records(str(cell.record.results_file(name)))
-        record = found | cell.record.finished[name]['place'] | record
-    trained = cell.record.finished.get(cell.command, {})
-    commands = [trained['command']] if 'command' in trained else []
-    return [record | read_transfer(str(cell.folder)) | dict(commands=commands)]
 
 
 def _to_latex(text: str) -> str:

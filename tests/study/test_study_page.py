@@ -1,0 +1,146 @@
+"""The HTML page of a study."""
+
+import csv
+import json
+
+import pytest
+from studies import STUDY, Executor, write_study
+
+from vitzoo.report.transfers import read_transfer
+from vitzoo.study.page import render_study
+from vitzoo.study.plan import Study, StudyCell, read_study
+from vitzoo.study.report import write_study_report
+from vitzoo.study.results import ResultColumn, average, collect
+from vitzoo.study.tables import format_notes
+from vitzoo.study.worker import Worker
+
+EVALUATIONS = dict(clean={}, larger=dict(img_size=160), corrupt=dict(corrupt=True))
+TOP1 = dict(
+    scratch={'deit_softmax_nano': 80.0, 'deit_ls_nano': 84.0},
+    converted={'deit_softmax_nano_to_ls': 79.0, 'deit_softmax_nano_to_performer': 76.0},
+)
+STAGES = ('start', 'matched', 'hybrid', 'student')
+
+
+@pytest.fixture
+def study(tmp_path) -> Study:
+    ways = dict(
+        scratch=STUDY['ways']['scratch'],
+        converted=dict(
+            transfer=dict(steps=2),
+            teacher='deit_softmax_nano',
+            teacher_way='scratch',
+            mixers=['ls', 'performer'],
+            evaluations=['clean', 'larger'],
+        ),
+    )
+    return read_study(write_study(tmp_path, ways=ways, evaluations=EVALUATIONS))
+
+
+def read(cell: StudyCell, evaluation: str) -> dict:
+    """The record of a cell, whose accuracy rises with the seed, and more so that of ls."""
+    top1 = TOP1[cell.way][cell.model] + cell.seed * (2 if 'ls' in cell.model else 1)
+    record = dict(top1=top1 + (evaluation == 'larger'), params=1_000_000, gmacs=0.5, n=500, images_per_second=10.0)
+    record |= dict(img_size=160 if evaluation == 'larger' else 128, oversmoothing=[0.1, 0.2 + cell.seed / 10])
+    if evaluation == 'corrupt':
+        record |= dict(corrupt_top1=top1 / 2, corrupt=dict(fog=[40.0 + cell.seed] * 5))
+    if cell.teacher is not None:
+        scores = {name: dict(top1=60.0 + cell.seed) for name in ('teacher', *STAGES)}
+        record |= dict(transfer=dict(kind='top1', controls={}, seconds=dict(network=60), **scores))
+    return record
+
+
+def figures(page: str) -> dict[str, str]:
+    """The figures by their captions."""
+    parts = page.split('<figure')[1:]
+    return {part.partition('<strong>')[2].partition('</strong>')[0]: part.partition('</figure>')[0] for part in parts}
+
+
+def test_each_way_has_a_table_with_intervals_and_verdicts(study):
+    rows = collect(study, read)
+    page = render_study(study, rows, ['3 of 12 cells are finished'], format_notes(study, rows))
+    assert [page.count(f'id="way-{way}"') for way in ('scratch', 'converted')] == [1, 1]
+    # 84, 86 and 88 against 80, 81 and 82: 5 points, and 1 for each seed
+    assert '86.00 ± 4.97' in page and '+5.00 ± 2.48 better' in page
+    assert '<td class="right" data-value="5.0">+5.00 ± 2.48 better</td>' in page
+    assert '3 of 12 cells are finished · 500 images' in page and 'excludes zero' in page
+    assert f'vitzoo study run {study.path}' in page
+
+
+def test_charts_show_means_over_the_seeds_and_the_teacher_of_conversions(study):
+    page = render_study(study, collect(study, read), [], [])
+    scratch, converted = page.split('id="way-converted"')
+    sizes = figures(scratch)['top-1 against image size']
+    assert 'deit_ls_nano at 128 px: 86.00 %' in sizes and 'deit_ls_nano at 160 px: 87.00 %' in sizes
+    assert 'deit_ls_nano, block 2: 0.300' in figures(scratch)['Mean cosine similarity']
+    assert 'deit_ls_nano, fog: 41.0' in figures(scratch)['By corruption']
+    assert 'Stages of the conversions' not in scratch and '61.00 %' in converted.partition('Stages of')[2]
+    # conversions are named after their mixers, and the teacher keeps the symbol of its own row
+    cost = figures(converted)['top-1 against GMACs']
+    assert 'performer: 77.00 %' in cost and 'deit_softmax_nano: 81.00 %' in cost
+    (row,) = [line for line in scratch.split('<tr') if 'data-value="deit_softmax_nano"' in line]
+    symbol = row.partition('data-model="')[2].partition('"')[0]
+    assert f'data-model="{symbol}" data-tip="deit_softmax_nano: 81.00 %' in cost
+
+
+def test_conversion_is_compared_with_the_teacher_and_with_the_same_mixer_from_scratch(study):
+    page = render_study(study, collect(study, read), [], [])
+    kept = figures(page)['Mixers in deit_softmax_nano']
+    assert 'teacher, ls: 81.0' in kept and 'converted, ls: 81.0' in kept and 'from scratch, ls: 86.0' in kept
+    # no cell trains performer from scratch
+    assert 'converted, performer: 77.0' in kept and 'from scratch, performer' not in kept
+    assert '<th scope="row">performer</th><td>77</td><td>–</td><td>95.06</td>' in kept
+
+
+def test_speeds_of_several_machines_are_not_compared(study):
+    column = ResultColumn('clean', 'images_per_second')
+    assert all(not row.doubts for row in collect(study, read))
+    assert 'top-1 against images/s' in figures(render_study(study, collect(study, read), [], []))
+    machines = {0: 'a laptop', 1: 'a server', 2: 'a laptop'}
+    rows = collect(study, lambda cell, evaluation: read(cell, evaluation) | dict(measured_on=machines[cell.seed]))
+    assert all(column in row.doubts and row.machines == {'a laptop', 'a server'} for row in rows)
+    page = render_study(study, rows, [], [])
+    assert 'top-1 against images/s' not in figures(page) and '<li>a laptop</li><li>a server</li>' in page
+
+
+def test_a_study_without_accuracy_has_its_tables(study):
+    rows = collect(study, lambda cell, evaluation: dict(params=1_000_000))
+    page = render_study(study, rows, [], [])
+    assert figures(page) == {} and '1.00' in page and 'What conversion keeps' not in page
+
+
+@pytest.mark.parametrize(
+    ('values', 'mean'),
+    [
+        ([1, 2, 6], 3),
+        ([128, 128], 128),
+        (['a', 'b'], 'a'),
+        ([None, 2.0, 4.0], 3),
+        ([True, True], True),
+        ([dict(a=[1, 2], b='x'), dict(a=[3, 6])], dict(a=[2, 4], b='x')),
+        ([[1, 2], [3]], [1, 2]),
+    ],
+)
+def test_records_are_averaged_number_by_number(values, mean):
+    assert average(values) == mean
+
+
+def test_cells_have_the_curves_and_the_stages(study, tmp_path):
+    Worker(study, execute=Executor()).run()
+    cell = next(cell for cell in study.cells if cell.teacher is not None)
+    file = cell.record.results_file('clean')
+    statistics = dict(cosine=dict(mean=[0.1, 1 / 3], std=[0, 0]), stages=[0, 0], blocks=['blocks.0', 'blocks.1'])
+    file.write_text(json.dumps([json.loads(file.read_text())[0] | dict(token_statistics=statistics)]))
+    scores = {name: dict(top1=70.0, score=70.0, cosine=99.0) for name in ('teacher', *STAGES)}
+    settings = dict(teacher='teacher', mixer='ls')
+    transfer = dict(kind='top1', controls=dict(zero=dict(top1=10.0)), seconds=dict(network=60.0), settings=settings)
+    (cell.folder / 'transfer.json').write_text(json.dumps(transfer | scores | dict(verdict='good')))
+    assert read_transfer(str(cell.folder))
+    write_study_report(tmp_path / 'report', study, collect(study))
+    with (tmp_path / 'report' / 'cells.csv').open(newline='') as lines:
+        first, *others = [line for line in csv.DictReader(lines) if line['transfer']]
+    assert others == [] and (first['model'], first['seed'], first['evaluation']) == (cell.model, '0', 'clean')
+    assert json.loads(first['token_statistics']) == dict(cosine=dict(mean=[0.1, 0.333333]), stages=[0, 0])
+    found = json.loads(first['transfer'])
+    assert found['student'] == dict(top1=70.0) and found['controls'] == dict(zero=dict(top1=10.0))
+    assert (first['img_size'], first['n']) == ('128', '500')

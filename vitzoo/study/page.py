@@ -1,0 +1,185 @@
+"""The HTML page of a study: for each way a table and charts, over the seeds, and what the conversions keep."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from vitzoo.report.blocks import figure, inline_symbol, scrolling
+from vitzoo.report.charts import Curve, Point, curves, dots, scatter
+from vitzoo.report.markup import Element, tag
+from vitzoo.report.page import assemble
+from vitzoo.report.robustness import legend, robustness_section
+from vitzoo.report.sections import oversmoothing_section
+from vitzoo.report.table import sort_heading
+from vitzoo.report.transfers import retention_table
+from vitzoo.study.plan import Study
+from vitzoo.study.results import ResultColumn, Row, score_column, size_columns
+from vitzoo.study.tables import GridCell, format_fronts, make_grid
+
+_COSTS = ('gmacs', 'images_per_second')
+_INTERVALS = 'Bars are 95 % intervals over the seeds; a single seed has none.'
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A row with the index of its symbol on the page, and its name in charts."""
+
+    row: Row
+    index: int
+    name: str
+
+    @property
+    def record(self) -> dict:
+        """The records of all evaluations as one for the sections of `vitzoo report`; of equal keys the first counts."""
+        merged: dict = {}
+        for record in self.row.records.values():
+            merged = record | merged
+        # a table of cells has the value of the last block only, which is no curve
+        if not isinstance(merged.get('oversmoothing'), list):
+            merged.pop('oversmoothing', None)
+        return merged | dict(index=self.index, name=self.name, model=self.row.model)
+
+
+def render_study(study: Study, rows: list[Row], about: Sequence[str], notes: Sequence[str]) -> str:
+    """Render the page.
+
+    Args:
+        rows: As `collect` returns them.
+        about: Facts for the line below the title.
+        notes: Sentences that explain the tables.
+    """
+    entries = [_Entry(row, index, row.model) for index, row in enumerate(rows)]
+    ways = [list(group) for _, group in groupby(entries, lambda entry: entry.row.way)]
+    images = {round(record['n']) for row in rows for record in row.records.values() if record.get('n')}
+    facts = [*about, *(f'{n:,} images' for n in sorted(images))]
+    sections = [(f'way-{way[0].row.way}', way[0].row.way, _way_section(study, way, entries)) for way in ways]
+    kept = [chart for way in ways for chart in _retention_figures(study, way, rows)]
+    if kept:
+        sections.append(('retention', 'What conversion keeps', [tag('div', kept, class_='charts')]))
+    sections.append(('notes', 'Notes', [tag('p', note) for note in notes]))
+    sections.append(('provenance', 'How this was made', _provenance(study, rows)))
+    return assemble(study.title, [' · '.join(facts)], sections)
+
+
+def _way_section(study: Study, way: list[_Entry], entries: list[_Entry]) -> list[Element]:
+    """Table, fronts and charts of a way; the charts of conversions show their teachers, too."""
+    rows = [entry.row for entry in way]
+    parts = [_table(study, way), *(tag('p', line, class_='note') for line in format_fronts(study, rows))]
+    shown = _with_teachers(way, entries)
+    charts = [chart for key in _COSTS for chart in _cost_figures(study, shown, rows, key)]
+    charts += _size_figures(study, shown, rows)
+    parts += [tag('div', charts, class_='charts')] if charts else []
+    records = [entry.record for entry in shown]
+    converted = [record for record in records if record.get('transfer')]
+    parts += [tag('h3', 'Stages of the conversions'), retention_table(converted)] if converted else []
+    for title, section in (('Oversmoothing', oversmoothing_section), ('Robustness', robustness_section)):
+        found = section(records)
+        parts += [tag('h3', title), *found] if found else []
+    return parts
+
+
+def _with_teachers(way: list[_Entry], entries: list[_Entry]) -> list[_Entry]:
+    """The teachers of a way, and its models, those of conversions named after their mixers."""
+    teachers = {entry.row.baseline for entry in way if entry.row.is_converted}
+    shown = [entry for entry in entries if (entry.row.way, entry.row.model) in teachers]
+    return shown + [replace(entry, name=entry.row.mixer or entry.name) for entry in way]
+
+
+def _table(study: Study, way: list[_Entry]) -> Element:
+    """The table of a way, which a click on a heading sorts."""
+    (rank, model, *others), lines = make_grid(study, [entry.row for entry in way])
+    head = [sort_heading(model, '', 'text'), *(sort_heading(text, '', 'number') for text in (rank, *others))]
+    head[1].set('aria-sort', 'ascending')
+    body = []
+    for entry, (place, label, *rest) in zip(way, lines):
+        name = tag('th', inline_symbol(entry.index), label.text, scope='row', data_value=label.value)
+        body.append(tag('tr', name, map(_cell, (place, *rest)), data_model=entry.index))
+    table = tag('table', tag('thead', tag('tr', head)), tag('tbody', body), class_='models')
+    return scrolling(table, f'Models of {way[0].row.way}')
+
+
+def _cell(cell: GridCell) -> Element:
+    verdict = {'better': 'right', 'worse': 'wrong'}.get(cell.text.rpartition(' ')[2])
+    return tag('td', cell.text, class_=verdict, data_value=None if cell.value is None else repr(cell.value))
+
+
+def _cost_figures(study: Study, shown: list[_Entry], way: list[Row], key: str) -> list[Element]:
+    """Accuracy against a cost; unreliable speeds, and those of two ways, are not compared."""
+    score = score_column(study, way)
+    cost = score and ResultColumn(score.evaluation, key)
+    if key == 'images_per_second':
+        shown = [entry for entry in shown if entry.row in way]
+    known = [entry for entry in shown if score in entry.row.values and cost in entry.row.values]
+    if score is None or cost is None or len(known) < 2 or any(cost in entry.row.doubts for entry in known):
+        return []
+    points = []
+    for entry in known:
+        x, y = entry.row.values[cost].mean, entry.row.values[score]
+        low, high = (y.mean if end is None else end for end in (y.low, y.high))
+        tip = f'{entry.name}: {y.mean:.2f} %, {x:,.4g} {cost.metric.title}'
+        points.append(Point(entry.index, entry.name, x, y.mean, low, high, tip))
+    title = f'{score.metric.title.removesuffix(" %")} against {cost.metric.title}'
+    chart = scatter(title, points, cost.metric.title, score.metric.title, is_cost=key == 'gmacs')
+    numbers = [[point.name, point.x, point.y, point.low, point.high] for point in points]
+    head = ['model', cost.metric.title, score.metric.title, 'from', 'to']
+    return [figure(title, f'The grey line is the Pareto front. {_INTERVALS}', chart, head, numbers)]
+
+
+def _size_figures(study: Study, shown: list[_Entry], way: list[Row]) -> list[Element]:
+    """Accuracy against image size, without training at other sizes than the first."""
+    columns = size_columns(study, way)
+    if len(columns) < 2:
+        return []
+    title = columns[0].metric.title
+    lines, sizes = [], set()
+    for entry in shown:
+        found = {entry.row.img_size(c.evaluation): entry.row.values[c].mean for c in columns if c in entry.row.values}
+        known = sorted((size, value) for size, value in found.items() if size is not None)
+        if len(known) < 2:
+            continue
+        sizes |= {size for size, _ in known}
+        tips = [f'{entry.name} at {size} px: {value:.2f} %' for size, value in known]
+        own = [i for i, (size, _) in enumerate(known) if size == entry.row.img_size(columns[0].evaluation)]
+        x, y = ([pair[i] for pair in known] for i in range(2))
+        lines.append(Curve(entry.index, entry.name, x, y, tips, large=own))
+    if not lines:
+        return []
+    ticks = sorted(sizes)
+    label = f'{title.removesuffix(" %")} against image size'
+    chart = curves(label, lines, 'height and width of the image', title, x_ticks=ticks)
+    numbers = [[line.name, *(dict(zip(line.x, line.y)).get(size) for size in ticks)] for line in lines]
+    about = 'Large markers are the size of the training.'
+    return [figure(label, about, chart, ['model', *map(str, ticks)], numbers)]
+
+
+def _retention_figures(study: Study, way: list[_Entry], rows: list[Row]) -> list[Element]:
+    """Accuracies of the students of a way, of their teacher, and of the same mixers from scratch."""
+    score = score_column(study, [entry.row for entry in way])
+    known = {(row.way, row.model): row.values[score].mean for row in rows if score in row.values} if score else {}
+    students = [entry.row for entry in way if entry.row.is_converted and (entry.row.way, entry.row.model) in known]
+    # a way has one teacher
+    teacher = students[0].baseline if students else None
+    if score is None or teacher is None or teacher not in known:
+        return []
+    names = [row.mixer for row in students]
+    scores = [known[row.way, row.model] for row in students]
+    scratch = [known.get((teacher[0], teacher[1].replace('_softmax_', f'_{name}_'))) for name in names]
+    columns: dict[str, Sequence[float | None]] = dict(teacher=[known[teacher]] * len(names))
+    columns |= {'from scratch': scratch, 'converted': scores}
+    # symbols that no row has
+    marks = [(number, name, list(values)) for number, (name, values) in enumerate(columns.items(), start=len(rows))]
+    chart = dots(f'{score.metric.title} of mixers in {teacher[1]}', names, marks, score.metric.title)
+    shares = [100 * value / known[teacher] for value in scores]
+    head = ['mixer', 'converted', 'from scratch', '% of the teacher']
+    numbers = [list(line) for line in zip(names, scores, scratch, shares)]
+    symbols = [dict(index=number, name=name) for number, name, _ in marks]
+    return [figure(f'Mixers in {teacher[1]}', legend(symbols), chart, head, numbers)]
+
+
+def _provenance(study: Study, rows: list[Row]) -> list[Element]:
+    """Commands, and the machines of the evaluations."""
+    commands = [shlex.join(['vitzoo', 'study', action, study.path]) for action in ('run', 'report')]
+    machines = sorted({machine for row in rows for machine in row.machines})
+    parts = [tag('p', 'Commands:'), tag('pre', '\n'.join(commands))]
+    return [*parts, tag('p', 'Evaluated on:'), tag('ul', (tag('li', m) for m in machines))] if machines else parts

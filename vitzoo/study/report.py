@@ -1,0 +1,48 @@
+"""The files of a study's report: tables, the HTML page, and the records of its finished cells."""
+
+import shlex
+from datetime import datetime, timezone
+from pathlib import Path
+
+from vitzoo._files import replace_file
+from vitzoo.report import DATA, PAGE, read_records, write_records
+from vitzoo.report.transfers import read_transfer
+from vitzoo.study.page import render_study
+from vitzoo.study.plan import Study, StudyCell
+from vitzoo.study.results import Row
+from vitzoo.study.tables import count_finished, format_latex, format_markdown, format_notes, write_cells, write_csv
+
+
+def write_study_report(folder: Path, study: Study, rows: list[Row]) -> list[Path]:
+    """Write all files of a report, and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    now = datetime.now(timezone.utc)
+    made = f'{now.day} {now:%B %Y, %H:%M} UTC'
+    page = render_study(study, rows, [count_finished(study).rstrip('.'), made], format_notes(study, rows))
+    for name, text in (
+        ('table.md', format_markdown(study, rows)),
+        ('table.tex', format_latex(study, rows)),
+        (PAGE, page),
+    ):
+        with replace_file(folder / name) as partial:
+            partial.write_text(text + '\n', encoding='utf-8')
+    write_csv(folder / 'table.csv', rows)
+    write_cells(folder / 'cells.csv', study)
+    records = [record for cell in study.cells for record in _cell_records(study, cell)]
+    command = shlex.join(['vitzoo', 'study', 'report', study.path])
+    write_records(folder, dict(title=study.title, made=made, records=records, command=command))
+    return [folder / name for name in ('table.md', 'table.tex', 'table.csv', 'cells.csv', DATA, PAGE)]
+
+
+def _cell_records(study: Study, cell: StudyCell) -> list[dict]:
+    """The record of a cell: its first evaluation, and the corruptions of the others."""
+    names = [name for name in cell.evaluations if name in cell.record.finished]
+    if not names:
+        return []
+    record: dict = {}
+    for name in names:
+        (found,) = read_records(str(cell.record.results_file(name)))
+        record = found | cell.record.finished[name]['place'] | record
+    trained = cell.record.finished.get(cell.command, {})
+    commands = [trained['command']] if 'command' in trained else []
+    return [record | read_transfer(str(cell.folder)) | dict(commands=commands)]
