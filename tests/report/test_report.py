@@ -21,7 +21,7 @@ from vitzoo.report.gather import find_origin, measure_scaling
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.page import render
 from vitzoo.report.records import interval, short_names
-from vitzoo.report.svg import fit_scale, place_labels, short_number, spread_out
+from vitzoo.report.svg import Plot, Scale, fit_scale, place_labels, short_number, spread_out
 from vitzoo.report.table import MODEL_COLUMNS
 from vitzoo.transfer.options import parse_args
 from vitzoo.validate.results import RECORD_KEYS
@@ -402,6 +402,14 @@ def test_numbers_of_ticks_are_short():
     assert [short_number(value) for value in (0, 0.25, 100, 1000, 20_000, 3e6, -1.5)] == [
         *('0', '0.25', '100', '1000', '20k', '3M', '−1.5')
     ]
+
+
+@pytest.mark.parametrize(('spacing', 'numbers'), [(40, ['384', '512', '640']), (15, ['384', '640'])])
+def test_numbers_that_would_touch_are_left_out(spacing, numbers):
+    scale = Scale(384, 640, 100, 100 + 2 * spacing, ticks=[384, 512, 640])
+    root = Plot('chart', (480, 300), scale, Scale(0, 1, 200, 20), '', '').root
+    texts = [element.text for element in root.iter('text') if element.get('class') == 'tick middle']
+    assert texts == numbers and sum(element.get('class') == 'axis' for element in root.iter('line')) == 4
 
 
 def test_labels_keep_out_of_each_others_way():

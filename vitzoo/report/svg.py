@@ -92,9 +92,14 @@ class Plot:
         for tick in y.ticks:
             self.add('line', class_='rule', x1=x.start, x2=x.end, y1=y(tick), y2=y(tick))
             self.text(short_number(tick), x.start - 7, y(tick) + 3.5, 'tick end')
+        free = 0.0
         for tick in x.ticks:
             self.add('line', class_='axis', x1=x(tick), x2=x(tick), y1=y.start, y2=y.start + 4)
-            self.text(short_number(tick), x(tick), y.start + 16, 'tick middle')
+            half = CHARACTER * len(short_number(tick)) / 2
+            # a number that would touch the one before is left out
+            if x(tick) - half >= free:
+                self.text(short_number(tick), x(tick), y.start + 16, 'tick middle')
+                free = x(tick) + half + CHARACTER / 2
         self.add('line', class_='axis', x1=x.start, x2=x.end, y1=y.start, y2=y.start)
         self.text(x_label, (x.start + x.end) / 2, y.start + 33, 'axis-label middle')
         self.text(y_label, 2, y.end - 12, 'axis-label')
