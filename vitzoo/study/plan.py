@@ -185,7 +185,10 @@ def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[Study
     evaluations, found = _choose_evaluations(common, place, way), []
     for model in models:
         options = {**base, 'data_dir': common.data_dir, **given, 'model': model, 'seed': seed}
-        make_recipe(options)
+        try:
+            make_recipe(options)
+        except UserError as error:
+            raise UserError(f'{place}.train: {error}') from error
         found.append(StudyCell(name, model, seed, 'train', options, evaluations, common.folder))
     return found
 
