@@ -129,7 +129,8 @@ def test_cells_have_the_curves_and_the_stages(study, tmp_path):
     Worker(study, execute=Executor()).run()
     cell = next(cell for cell in study.cells if cell.teacher is not None)
     file = cell.record.results_file('clean')
-    statistics = dict(cosine=dict(mean=[0.1, 1 / 3], std=[0, 0]), stages=[0, 0], blocks=['blocks.0', 'blocks.1'])
+    # the cosine of a single token is not defined
+    statistics = dict(cosine=dict(mean=[1 / 3, None], std=[0, None]), stages=[0, 0], blocks=['blocks.0', 'blocks.1'])
     file.write_text(json.dumps([json.loads(file.read_text())[0] | dict(token_statistics=statistics)]))
     scores = {name: dict(top1=70.0, score=70.0, cosine=99.0) for name in ('teacher', *STAGES)}
     settings = dict(teacher='teacher', mixer='ls')
@@ -140,7 +141,9 @@ def test_cells_have_the_curves_and_the_stages(study, tmp_path):
     with (tmp_path / 'report' / 'cells.csv').open(newline='') as lines:
         first, *others = [line for line in csv.DictReader(lines) if line['transfer']]
     assert others == [] and (first['model'], first['seed'], first['evaluation']) == (cell.model, '0', 'clean')
-    assert json.loads(first['token_statistics']) == dict(cosine=dict(mean=[0.1, 0.333333]), stages=[0, 0])
+    assert json.loads(first['token_statistics']) == dict(cosine=dict(mean=[0.333333, None]), stages=[0, 0])
     found = json.loads(first['transfer'])
     assert found['student'] == dict(top1=70.0) and found['controls'] == dict(zero=dict(top1=10.0))
     assert (first['img_size'], first['n']) == ('128', '500')
+    page = (tmp_path / 'report' / 'index.html').read_text()
+    assert f'{cell.options["mixer"]}, blocks.0: 0.333' in page and 'blocks.1' not in page

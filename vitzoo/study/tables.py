@@ -131,8 +131,10 @@ def _shorten_transfer(cell: StudyCell) -> str:
 
 
 def _round(value: Any) -> Any:
-    """Numbers with six significant digits."""
-    return [_round(part) for part in value] if isinstance(value, list) else float(f'{value:.6g}')
+    """Numbers with six significant digits; None, a measure that is not defined for a block, stays."""
+    if isinstance(value, list):
+        return [_round(part) for part in value]
+    return None if value is None else float(f'{value:.6g}')
 
 
 def by_way(rows: list[Row]) -> list[list[Row]]:
