@@ -71,7 +71,7 @@ def collect_committed() -> list[Row]:
 
 
 def count_committed(study: Study) -> str:
-    """How many cells have committed records of all evaluations."""
+    """The number of cells that have committed records of all evaluations."""
     records = read_cells()
     finished = sum(all((*_key(cell), name) in records for name in cell.evaluations) for cell in study.cells)
     return f'{finished} of {len(study.cells)} cells are finished'

@@ -92,10 +92,15 @@ def _attend(
         context, total = k.mT @ v.to(dtype), k.sum(dim=2).unsqueeze(-1)  # (B, heads, 2d, d), (B, heads, 2d, 1)
         d = v.shape[-1]
         # products of opposite signs: exchange the positive and the negative features of the keys
-        same, opposite = context[..., : d // 2], context[..., d // 2 :].roll(d, dims=2)
+        same, opposite = context[..., : d // 2], _exchange(context[..., d // 2 :])
         sums = q @ torch.cat([same, opposite], dim=-1)  # (B, heads, N, d)
-        normalizers = q @ torch.cat([total, total.roll(d, dims=2)], dim=-1) + _EPS * k.shape[2]  # (B, heads, N, 2)
+        normalizers = q @ torch.cat([total, _exchange(total)], dim=-1) + _EPS * k.shape[2]  # (B, heads, N, 2)
         return (sums.unflatten(-1, (2, -1)) / normalizers.unsqueeze(-1)).flatten(-2)
+
+
+def _exchange(x: torch.Tensor) -> torch.Tensor:
+    # not roll, which torch.jit.trace of PyTorch 2.6 refuses
+    return torch.cat(x.chunk(2, dim=2)[::-1], dim=2)
 
 
 def _signed_powers(x: torch.Tensor, log_divisor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

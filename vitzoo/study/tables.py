@@ -210,7 +210,7 @@ def _format_estimate(value: Estimate, column: ResultColumn, sign: str) -> str:
 
 
 def count_finished(study: Study) -> str:
-    """How many cells are finished, in a sentence."""
+    """The number of finished cells, in a sentence."""
     return f'{sum(cell.record.is_finished for cell in study.cells)} of {len(study.cells)} cells are finished.'
 
 
