@@ -127,7 +127,7 @@ def _cost_figures(study: Study, shown: list[_Entry], way: list[Row], key: str) -
 
 
 def _size_figures(study: Study, shown: list[_Entry], way: list[Row]) -> list[Element]:
-    """Accuracy against image size, without training at other sizes than the first."""
+    """Accuracy against image size, of evaluations that differ in nothing else."""
     columns = size_columns(study, way)
     if len(columns) < 2:
         return []
@@ -149,7 +149,7 @@ def _size_figures(study: Study, shown: list[_Entry], way: list[Row]) -> list[Ele
     label = f'{title.removesuffix(" %")} against image size'
     chart = curves(label, lines, 'height and width of the image', title, x_ticks=ticks)
     numbers = [[line.name, *(dict(zip(line.x, line.y)).get(size) for size in ticks)] for line in lines]
-    about = 'Large markers are the size of the training.'
+    about = 'Large markers are the size of the first evaluation.'
     return [figure(label, about, chart, ['model', *map(str, ticks)], numbers)]
 
 
