@@ -52,29 +52,22 @@ def main(argv: list[str]) -> None:
 
 def study_tables() -> str:
     """The tables of all ways that have results, and how many cells have them."""
-    study, rows = read_study(STUDY), collect_committed()
-    if not rows:
-        return 'Nothing yet.'
-    return '\n\n'.join([*format_ways(study, rows), f'{count_committed(study)}.'])
+    study, rows, finished = collect_committed()
+    return '\n\n'.join([*format_ways(study, rows), f'{finished}.']) if rows else 'Nothing yet.'
 
 
 def study_page() -> str:
     """The HTML page of all ways that have results."""
-    study, rows = read_study(STUDY), collect_committed()
-    return render_study(study, rows, [count_committed(study)], [*format_notes(study, rows), NOTE])
+    study, rows, finished = collect_committed()
+    return render_study(study, rows, [finished], [*format_notes(study, rows), NOTE])
 
 
-def collect_committed() -> list[Row]:
-    """The rows of the committed records."""
-    records = read_cells()
-    return collect(read_study(STUDY), lambda cell, evaluation: records.get((*_key(cell), evaluation)))
-
-
-def count_committed(study: Study) -> str:
-    """The number of cells that have committed records of all evaluations."""
-    records = read_cells()
+def collect_committed() -> tuple[Study, list[Row], str]:
+    """The study, the rows of its committed records, and how many of its cells have all of them."""
+    study, records = read_study(STUDY), read_cells()
+    rows = collect(study, lambda cell, evaluation: records.get((*_key(cell), evaluation)))
     finished = sum(all((*_key(cell), name) in records for name in cell.evaluations) for cell in study.cells)
-    return f'{finished} of {len(study.cells)} cells are finished'
+    return study, rows, f'{finished} of {len(study.cells)} cells are finished'
 
 
 def robustness_table() -> str:

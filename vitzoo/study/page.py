@@ -10,13 +10,19 @@ from vitzoo.report.charts import Curve, Point, curves, dots, scatter
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.page import assemble
 from vitzoo.report.robustness import legend, robustness_section
-from vitzoo.report.sections import oversmoothing_section
+from vitzoo.report.sections import health_section, oversmoothing_section
 from vitzoo.report.table import sort_heading
 from vitzoo.report.transfers import retention_table
 from vitzoo.study.plan import Study
-from vitzoo.study.results import ResultColumn, Row, score_column, size_columns
+from vitzoo.study.results import ResultColumn, Row, merge_records, score_column, size_columns
 from vitzoo.study.tables import GridCell, format_fronts, make_grid
 
+# of `vitzoo report`, with their titles
+_SECTIONS = (
+    ('Oversmoothing', oversmoothing_section),
+    ('Approximation of softmax attention', health_section),
+    ('Robustness', robustness_section),
+)
 _COSTS = ('gmacs', 'images_per_second')
 _INTERVALS = 'Bars are 95 % intervals over the seeds; a single seed has none.'
 
@@ -31,10 +37,8 @@ class _Entry:
 
     @property
     def record(self) -> dict:
-        """The records of all evaluations as one for the sections of `vitzoo report`; of equal keys the first counts."""
-        merged: dict = {}
-        for record in self.row.records.values():
-            merged = record | merged
+        """The record for the sections of `vitzoo report`."""
+        merged = merge_records(self.row.records.values())
         # a table of cells has the value of the last block only, which is no curve
         if not isinstance(merged.get('oversmoothing'), list):
             merged.pop('oversmoothing', None)
@@ -73,7 +77,7 @@ def _way_section(study: Study, way: list[_Entry], entries: list[_Entry]) -> list
     records = [entry.record for entry in shown]
     converted = [record for record in records if record.get('transfer')]
     parts += [tag('h3', 'Stages of the conversions'), retention_table(converted)] if converted else []
-    for title, section in (('Oversmoothing', oversmoothing_section), ('Robustness', robustness_section)):
+    for title, section in _SECTIONS:
         found = section(records)
         parts += [tag('h3', title), *found] if found else []
     return parts

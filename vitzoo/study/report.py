@@ -5,11 +5,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from vitzoo._files import replace_file
-from vitzoo.report import DATA, PAGE, read_records, write_records
-from vitzoo.report.transfers import read_transfer
+from vitzoo.report import DATA, PAGE, write_records
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell
-from vitzoo.study.results import Row
+from vitzoo.study.results import Row, merge_records, read_cell
 from vitzoo.study.tables import count_finished, format_latex, format_markdown, format_notes, write_cells, write_csv
 
 
@@ -18,7 +17,7 @@ def write_study_report(folder: Path, study: Study, rows: list[Row]) -> list[Path
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(timezone.utc)
     made = f'{now.day} {now:%B %Y, %H:%M} UTC'
-    page = render_study(study, rows, [count_finished(study).rstrip('.'), made], format_notes(study, rows))
+    page = render_study(study, rows, [count_finished(study), made], format_notes(study, rows))
     for name, text in (
         ('table.md', format_markdown(study, rows)),
         ('table.tex', format_latex(study, rows)),
@@ -36,13 +35,9 @@ def write_study_report(folder: Path, study: Study, rows: list[Row]) -> list[Path
 
 def _cell_records(study: Study, cell: StudyCell) -> list[dict]:
     """The record of a cell: its first evaluation, and the corruptions of the others."""
-    names = [name for name in cell.evaluations if name in cell.record.finished]
-    if not names:
+    record = merge_records(found for name in cell.evaluations if (found := read_cell(cell, name)) is not None)
+    if not record:
         return []
-    record: dict = {}
-    for name in names:
-        (found,) = read_records(str(cell.record.results_file(name)))
-        record = found | cell.record.finished[name]['place'] | record
     trained = cell.record.finished.get(cell.command, {})
     commands = [trained['command']] if 'command' in trained else []
-    return [record | read_transfer(str(cell.folder)) | dict(commands=commands)]
+    return [record | dict(commands=commands)]

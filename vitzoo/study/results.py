@@ -1,7 +1,7 @@
 """The results of a study: a row for each model and way, with estimates over the seeds."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -131,11 +131,20 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
 
 
 def read_cell(cell: StudyCell, evaluation: str) -> dict | None:
-    """The record of an evaluation with its machine, and with the results of the transfer that made the model."""
+    """The record of an evaluation with its machine, that of the first with the results of a transfer, too."""
     record = cell.record.results(evaluation)
     if record is None:
         return None
-    return record | cell.record.finished[evaluation]['place'] | read_transfer(str(cell.folder))
+    transfer = read_transfer(str(cell.folder)) if evaluation == next(iter(cell.evaluations)) else {}
+    return record | cell.record.finished[evaluation]['place'] | transfer
+
+
+def merge_records(records: Iterable[dict]) -> dict:
+    """The records of all evaluations as one, for `vitzoo report`; of equal keys the first counts."""
+    merged: dict = {}
+    for record in records:
+        merged = record | merged
+    return merged
 
 
 def average(records: Sequence[Any]) -> Any:

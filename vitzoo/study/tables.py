@@ -35,7 +35,7 @@ class GridCell(NamedTuple):
 
 def format_markdown(study: Study, rows: list[Row]) -> str:
     """A table for each way, and the notes that they need."""
-    return '\n\n'.join([*format_ways(study, rows), count_finished(study), *format_notes(study, rows)])
+    return '\n\n'.join([*format_ways(study, rows), f'{count_finished(study)}.', *format_notes(study, rows)])
 
 
 def format_ways(study: Study, rows: list[Row]) -> list[str]:
@@ -58,7 +58,7 @@ def format_latex(study: Study, rows: list[Row]) -> str:
         columns = 'rl' + 'r' * (len(headings) - 2)
         body = '\n'.join([r'\toprule', lines[0], r'\midrule', *lines[1:], r'\bottomrule'])
         parts.append(f'% {way[0].way}\n\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}')
-    notes = [count_finished(study), *format_notes(study, rows)]
+    notes = [f'{count_finished(study)}.', *format_notes(study, rows)]
     return '\n\n'.join([*parts, *(f'% {note}' for note in notes)])
 
 
@@ -210,8 +210,8 @@ def _format_estimate(value: Estimate, column: ResultColumn, sign: str) -> str:
 
 
 def count_finished(study: Study) -> str:
-    """The number of finished cells, in a sentence."""
-    return f'{sum(cell.record.is_finished for cell in study.cells)} of {len(study.cells)} cells are finished.'
+    """The number of finished cells, in words."""
+    return f'{sum(cell.record.is_finished for cell in study.cells)} of {len(study.cells)} cells are finished'
 
 
 def format_notes(study: Study, rows: list[Row]) -> list[str]:
