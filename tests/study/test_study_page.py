@@ -118,6 +118,8 @@ def test_a_study_without_accuracy_has_its_tables(study):
         ([128, 128], 128),
         (['a', 'b'], 'a'),
         ([None, 2.0, 4.0], 3),
+        ([[1, 2], None, [3, 4]], [2, 3]),
+        ([None, None], None),
         ([True, True], True),
         ([dict(a=[1, 2], b='x'), dict(a=[3, 6])], dict(a=[2, 4], b='x')),
         ([[1, 2], [3]], [1, 2]),

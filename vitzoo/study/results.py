@@ -148,7 +148,13 @@ def merge_records(records: Iterable[dict]) -> dict:
 
 
 def average(records: Sequence[Any]) -> Any:
-    """The means of all numbers in records of the same form, in nested mappings and lists, too; of others the first."""
+    """The means of all numbers in records of the same form, in nested mappings and lists, too; of others the first.
+
+    A value that is None in some of the records is the mean of the others.
+    """
+    records = [record for record in records if record is not None]
+    if not records:
+        return None
     first = records[0]
     if isinstance(first, dict):
         return {key: average([record[key] for record in records if key in record]) for key in first}
