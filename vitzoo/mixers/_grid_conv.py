@@ -5,6 +5,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._depthwise_conv import depthwise_conv
+
 __all__ = ['GridConv', 'convolve_samples', 'grid_conv_naive', 'near_tokens']
 
 
@@ -53,7 +55,8 @@ class GridConv(nn.Conv2d):
         # the channels stay last in memory, where the convolution takes half as long, for one sample, too: a transpose
         # before the grid is unflattened would leave it a stride that PyTorch takes for another order
         image = x.transpose(1, 2).flatten(2) if self.in_channels == heads * d else x.flatten(0, 1).contiguous()
-        grid = super().forward(image.unflatten(1, grid_size).permute(0, 3, 1, 2)).reshape(B, heads, d, -1).mT
+        image = image.unflatten(1, grid_size).permute(0, 3, 1, 2)
+        grid = depthwise_conv(image, self.weight, self.bias).reshape(B, heads, d, -1).mT
         return F.pad(grid, (0, 0, P, 0)) if P else grid
 
 

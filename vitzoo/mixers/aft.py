@@ -24,6 +24,7 @@ from torch.types import Device
 
 from vitzoo.kernels import use_kernel
 
+from ._depthwise_conv import depthwise_conv
 from ._numerics import is_traced
 from ._recompute import apply_to_heads, recompute_heads
 from ._window import fit_halo, fit_window, halo_mask, tile, tile_with_halo, untile
@@ -175,9 +176,9 @@ def _convolve(
             filters = filters - factor
         factor, filters = (x.repeat_interleave(terms.shape[3], dim=0) for x in (factor.flatten(), filters))
         prefix, grid = terms.flatten(2).split([P, terms.shape[1] - P], dim=1)
-        # the channels stay last in memory, where the gradient of the kernel takes a third of the time
+        # the channels stay last in memory
         image = grid.unflatten(1, grid_size).permute(0, 3, 1, 2)  # (B, heads * (d + 1), H, W)
-        near = F.conv2d(image, filters.unsqueeze(1), padding=kernel.shape[-1] // 2, groups=image.shape[1])
+        near = depthwise_conv(image, filters.unsqueeze(1))
         near = near.permute(0, 2, 3, 1).flatten(1, 2)
         prefix = prefix.sum(dim=1, keepdim=True)
         if sums_all or P:
