@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
-from ._numerics import dot_tokens, sum_products
+from ._numerics import LOG2_E, dot_tokens, sum_products
 from ._qkv import split_heads
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
@@ -89,13 +88,18 @@ def _attend(
     """The weighted sums, in float32 or wider."""
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q, k, v_wide = F.elu(q.to(dtype)) + 1, F.elu(k.to(dtype)) + 1, v.to(dtype)
+        q, k, v_wide = _phi(q.to(dtype)), _phi(k.to(dtype)), v.to(dtype)
         gamma = dot_tokens(q, scale * k.sum(dim=2, keepdim=True))  # (B, heads, N, 1)
         mean = v_wide.mean(dim=2, keepdim=True)
         if rope:
             q, k = _rotate(q, grid_size), _rotate(k, grid_size)
         context = scale * sum_products(k, v_wide)  # (B, heads, d, d)
         return q @ context * (1 + 1 / (gamma + _EPS)) - gamma @ mean
+
+
+def _phi(x: torch.Tensor) -> torch.Tensor:
+    """elu(x) + 1, which loses no digits where x is far below 0, and is several times faster than F.elu on a CPU."""
+    return (LOG2_E * x.clamp(max=0)).exp2() + x.relu()
 
 
 def _rotate(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

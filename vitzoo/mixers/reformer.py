@@ -90,29 +90,37 @@ def reformer_attention(
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """q, v (B, heads, P + H*W, d), the first P tokens global, rotations (rounds, d, b/2) -> (B, heads, P + H*W, d)."""
-    attend = partial(
-        _attend, rotations=rotations, grid_size=grid_size, chunk_size=chunk_size, scale=scale, dropout_p=dropout_p
-    )
+    P = q.shape[2] - grid_size[0] * grid_size[1]
+    # once for both passes
+    tensors = q, v, lsh_buckets(q[:, :, P:], rotations)
+    # the chunks of different samples and heads are neighbours, and a weight of 0 does not remove what is not finite
+    broken = ~(_is_finite(q) & _is_finite(v))
+    # on a GPU, reading it would wait for it
+    if q.device.type != 'cpu' or is_traced() or broken.any():
+        tensors = *tensors, broken
+    attend = partial(_attend, num_prefix_tokens=P, chunk_size=chunk_size, scale=scale, dropout_p=dropout_p)
     # in each round queries, keys, values and outputs in sorted order, and the masks of pairs
     num_elements = len(rotations) * q.shape[2] * (4 * q.shape[3] + 2 * chunk_size)
-    return recompute_heads(attend, (q, v), num_elements, dropout_p)
+    return recompute_heads(attend, tensors, num_elements, dropout_p)
 
 
 def _attend(
     q: torch.Tensor,
     v: torch.Tensor,
-    rotations: torch.Tensor,
-    grid_size: tuple[int, int],
+    buckets: torch.Tensor,
+    broken: torch.Tensor | None = None,
+    *,
+    num_prefix_tokens: int,
     chunk_size: int,
     scale: float,
     dropout_p: float,
 ) -> torch.Tensor:
-    P, dtype = q.shape[2] - grid_size[0] * grid_size[1], torch.promote_types(q.dtype, torch.float32)
-    # the chunks of different samples and heads are neighbours, and a weight of 0 does not remove what is not finite
-    broken = ~(_is_finite(q) & _is_finite(v))
-    q, v = q.masked_fill(broken, 0), v.masked_fill(broken, 0)
+    """The outputs, from the buckets of grid tokens (B, heads, rounds, H*W); NaN where `broken` (B, heads, 1, 1)."""
+    P, dtype = num_prefix_tokens, torch.promote_types(q.dtype, torch.float32)
+    if broken is not None:
+        q, v = q.masked_fill(broken, 0), v.masked_fill(broken, 0)
     k = F.normalize(q.to(dtype), dim=-1).to(q.dtype)
-    out, z = _hashed_rounds(q[:, :, P:], k[:, :, P:], v[:, :, P:], rotations, chunk_size, scale, dropout_p)
+    out, z = _hashed_rounds(q[:, :, P:], k[:, :, P:], v[:, :, P:], buckets, chunk_size, scale, dropout_p)
     if P:
         # one round more, in which every token finds the prefix
         scores = LOG2_E * ((scale * q[:, :, P:]) @ k[:, :, :P].mT).to(dtype)
@@ -124,19 +132,22 @@ def _attend(
         itself = torch.eye(P, q.shape[2], dtype=torch.bool, device=q.device)
         bias = torch.zeros_like(itself, dtype=q.dtype).masked_fill(itself, float('-inf')).unsqueeze(0)
         out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, bias, dropout_p), out], dim=2)
-    return out.masked_fill(broken, math.nan)
+    return out if broken is None else out.masked_fill(broken, math.nan)
 
 
 def _is_finite(x: torch.Tensor) -> torch.Tensor:
     """True for heads of samples whose numbers are all finite, (B, heads, 1, 1)."""
-    return torch.linalg.vector_norm(x.detach(), ord=math.inf, dim=(2, 3), keepdim=True).isfinite()
+    # the largest and smallest number show what is not finite; a norm takes 10 times as long on a CPU
+    x = x.detach()
+    largest, smallest = x.amax(dim=2, keepdim=True), x.amin(dim=2, keepdim=True)
+    return (largest.isfinite() & smallest.isfinite()).all(dim=3, keepdim=True)
 
 
 def _hashed_rounds(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    rotations: torch.Tensor,
+    buckets: torch.Tensor,
     chunk_size: int,
     scale: float,
     dropout_p: float,
@@ -148,7 +159,7 @@ def _hashed_rounds(
     """
     m = min(chunk_size, q.shape[2])
     with torch.no_grad():
-        order, place, codes = _sort(lsh_buckets(q, rotations), m)
+        order, place, codes = _sort(buckets, m)
         bias = _pair_bias(codes.to(torch.promote_types(q.dtype, torch.float32)), m)
         (B, heads, rounds, N), missing = order.shape, -order.shape[3] % m
         first = torch.arange(B * heads * rounds, device=q.device).view(B, heads, rounds, 1)
