@@ -1,11 +1,11 @@
-"""Window attention by rows of tiles, as on a CPU, against all tiles at once, as elsewhere, and the naive form."""
+"""Window attention by rows of tiles, as on a CPU, against all tiles at once, as elsewhere, and the naive form; rows."""
 
 import pytest
 import torch
 from timm.layers import set_exportable
 
 from vitzoo.mixers import _window_cpu
-from vitzoo.mixers._window import window_attention, window_attention_naive
+from vitzoo.mixers._window import take_rows, window_attention, window_attention_naive
 
 HEADS = 3
 NAMES = ('q', 'k', 'v', 'k_shared', 'v_shared', 'bias', 'bias_shared')
@@ -71,3 +71,20 @@ def test_no_scores_are_saved_for_the_backward_pass():
     tokens, head_dim = inputs[0].numel(), 4
     small = 2 * inputs[3].numel() + tokens // head_dim + 2 * (bias.numel() + HEADS * 9 * 2)
     assert sum(kept) <= 4 * tokens + small
+
+
+@pytest.mark.parametrize('index_shape', [(1, 1), (1, 3), (2, 3)])
+def test_rows_are_those_of_an_index_and_so_are_their_gradients(index_shape):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 3, 4, 2, dtype=torch.float64).transpose(1, 2).requires_grad_()  # (B, heads, N, 4, 2)
+    index = torch.randint(5, (*index_shape, 7))
+    expected = torch.stack(
+        [
+            torch.stack([head[rows] for head, rows in zip(sample, of_heads)])
+            for sample, of_heads in zip(x, index.expand(2, 3, 7))
+        ]
+    )
+    rows = take_rows(x, index)
+    assert torch.equal(rows, expected)
+    grad = torch.randn_like(rows)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (rows, expected)))

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2103.15358, and "Implementation.md" of its code.
 
 import torch
 
-from ._window import attend_tiles, halo_mask, tile, untile
+from ._window import attend_tiles, halo_mask, take_rows, tile, untile
 
 __all__ = ['draw_neighbour', 'shifted_attention']
 
@@ -42,7 +42,7 @@ def shifted_attention(
 
     def with_neighbour(x: torch.Tensor) -> torch.Tensor:
         tiles = tile(x, grid_size, tile_size)
-        return torch.cat([tiles, tiles[:, :, source]], dim=3)
+        return torch.cat([tiles, take_rows(tiles, source.view(1, 1, -1))], dim=3)
 
     if bias is not None:
         bias = bias.unflatten(2, (3, window_size, 3, window_size)).transpose(3, 4)  # (heads, w*w, 3, 3, w, w)

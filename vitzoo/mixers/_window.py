@@ -1,7 +1,7 @@
 """Windows on a 2-D grid: queries in tiles, keys in the tile and a halo around it, and attention between them.
 
 Grids of any size are padded to whole tiles at the bottom and right. Padded keys are masked exactly, so the values in
-the padding never matter. Shared by longformer, long-short and AFT-local.
+the padding never matter. Shared by all mixers with windows or blocks.
 """
 
 import math
@@ -20,6 +20,7 @@ __all__ = [
     'fit_halo',
     'fit_window',
     'halo_mask',
+    'take_rows',
     'tile',
     'tile_with_halo',
     'untile',
@@ -91,6 +92,15 @@ def halo_mask(
     rows, columns = on_grid
     mask = rows[:, None, :, None] & columns[None, :, None, :]  # (rows, columns, h + 2 halo_h, w + 2 halo_w)
     return mask.flatten(2).flatten(0, 1)
+
+
+def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of x (B, heads, N, ...) by an index (B or 1, heads or 1, n) -> (B, heads, n, ...)."""
+    B, heads, N = x.shape[:3]
+    first = N * torch.arange(B * heads, device=x.device).view(B, heads, 1)
+    # the gradient of rows of a matrix is several times faster than that of an index in another dimension
+    rows = x.reshape(B * heads * N, x.shape[3:].numel()).index_select(0, (first + index).flatten())
+    return rows.view(B, heads, index.shape[2], *x.shape[3:])
 
 
 def _pad(

@@ -17,7 +17,7 @@ import torch
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._window import halo_mask, tile, untile
+from ._window import halo_mask, take_rows, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -69,10 +69,8 @@ def routed_window_attention(
     grid_q, grid_k, grid_v = (tile(x[:, :, P:].transpose(0, 1), grid_size, sizes) for x in (q, k, v))
     T, is_real = grid_q.shape[2], halo_mask(grid_size, sizes, (0, 0), q.device)  # (T, s)
     chosen = _route(grid_q, grid_k, is_real, min(topk, T))  # (B, T, k)
-    # windows of all heads and images in one dimension, from which they are copied once
-    index = (chosen + T * torch.arange(heads * B, device=q.device).view(heads, B, 1, 1)).flatten()
     keys, values = (
-        x.flatten(0, 2).index_select(0, index).view(heads, B * T, -1, x.shape[-1]) for x in (grid_k, grid_v)
+        take_rows(x, chosen.flatten(1).unsqueeze(0)).view(heads, B * T, -1, x.shape[-1]) for x in (grid_k, grid_v)
     )  # (heads, B * T, k * s, d)
     mask = is_real[chosen].flatten(2).flatten(0, 1)  # (B * T, k * s)
     if P:

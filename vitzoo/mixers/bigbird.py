@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._recompute import apply_to_heads
-from ._window import fit_window, halo_mask, tile, untile
+from ._window import fit_window, halo_mask, take_rows, tile, untile
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -139,8 +139,8 @@ def _near_blocks(grid_size: tuple[int, int], block_size: int, device: torch.devi
 
 def _gather(tiles: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Tiles (B, heads, T, s, d) -> those that each block attends, concatenated, (B, heads, T, K * s, d)."""
-    heads = torch.arange(blocks.shape[0], device=blocks.device)[:, None, None]
-    return tiles[:, heads, blocks.clamp(min=0)].flatten(3, 4)
+    rows = take_rows(tiles, blocks.clamp(min=0).flatten(1).unsqueeze(0))  # (B, heads, T * K, s, d)
+    return rows.unflatten(2, blocks.shape[1:]).flatten(3, 4)
 
 
 def _global_rows(P: int, grid_size: tuple[int, int], block_size: int, num_global_blocks: int) -> list[int]:
