@@ -275,7 +275,7 @@ _REASONS_AGAINST_PACKAGES = {
     'linear': 'another formula: elu + 1 with shifted exponents takes more passes than the softmax of the package',
     'reformer': 'sorting, gathering and scattering; the backward pass computes the scores again',
     'sinkhorn': 'copies of a block and of what is sorted to it; the package takes the sorted keys for values',
-    'routing': 'one softmax over all clusters of a token; the package makes one for each, and takes their mean',
+    'routing': 'one softmax over all clusters of a token, with scores computed twice; the package keeps one for each',
     'aft_simple': 'a copy of the keys out of the joint projection, for their softmax over tokens',
     'aft_full': 'the largest exponents, which the package does not subtract: its exponentials overflow at 89',
     'local': 'products of 49 to 64 queries with less than 200 keys, which are slower than large ones',
