@@ -80,3 +80,8 @@ def test_autocast_keeps_the_dtypes_of_a_convolution(dtype):
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     for found, wanted in zip(grads[depthwise_conv], grads[torch_conv]):
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item())
+
+
+def test_autocast_leaves_float64_alone():
+    with torch.autocast('cpu', torch.bfloat16):
+        assert torch.equal(depthwise_conv(*inputs()), torch_conv(*inputs()))

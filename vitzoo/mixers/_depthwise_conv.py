@@ -25,7 +25,7 @@ def depthwise_conv(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     """Image (B, C, H, W), filters (C, 1, k, k) with odd k and bias (C,) -> (B, C, H, W), padded with zeros."""
     if not _is_faster(image, weight):
         return _convolve(image, weight, bias)
-    if torch.is_autocast_enabled('cpu'):
+    if torch.is_autocast_enabled('cpu') and image.dtype != torch.float64:
         # as autocast casts the arguments of a convolution, before it keeps them for the backward pass
         dtype = torch.get_autocast_dtype('cpu')
         image, weight = image.to(dtype), weight.to(dtype)
