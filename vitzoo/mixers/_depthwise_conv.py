@@ -8,10 +8,9 @@ image of each sample and channel, with the gradient as its filter.
 from typing import Any
 
 import torch
-from timm.layers import is_exporting
 from torch.nn import functional as F
 
-from ._numerics import is_traced
+from ._numerics import is_compiled
 
 __all__ = ['depthwise_conv']
 
@@ -34,7 +33,7 @@ def depthwise_conv(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def _is_faster(image: torch.Tensor, weight: torch.Tensor) -> bool:
-    if image.device.type != 'cpu' or is_traced() or is_exporting():
+    if image.device.type != 'cpu' or is_compiled():
         return False
     size = weight.shape[-1]
     # on a strip, most offsets of the filters are beyond the image

@@ -4,9 +4,10 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from timm.layers import is_exporting
 from torch.nn import functional as F
 
-__all__ = ['CACHED', 'LOG2_E', 'dot_tokens', 'is_traced', 'no_autocast', 'pad', 'sum_products']
+__all__ = ['CACHED', 'LOG2_E', 'dot_tokens', 'is_compiled', 'is_traced', 'no_autocast', 'pad', 'sum_products']
 
 # exponentials are to base 2, which PyTorch computes several times faster on a CPU
 LOG2_E = math.log2(math.e)
@@ -29,6 +30,11 @@ def is_traced() -> bool:
         return True
     # torch has no public name for this
     return torch._C._are_functorch_transforms_active()
+
+
+def is_compiled() -> bool:
+    """Return True if the compiler, an exporter or torch.func traces, and decides itself what to store and to fuse."""
+    return is_traced() or is_exporting()
 
 
 def pad(x: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:

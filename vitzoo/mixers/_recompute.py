@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import is_exporting
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._numerics import is_traced
+from ._numerics import is_compiled
 
 __all__ = ['apply_to_heads', 'recompute_heads']
 
@@ -41,7 +40,7 @@ def recompute_heads(
         num_elements: Elements of the intermediate results of one head of one sample.
         dropout_p: Dropout of the function; all results are stored if it is not 0.
     """
-    if tensors[0].shape[1] * num_elements <= _STORED_SAMPLE or dropout_p or _is_compiled():
+    if tensors[0].shape[1] * num_elements <= _STORED_SAMPLE or dropout_p or is_compiled():
         return function(*tensors)
     return _RecomputedHeads.apply(function, _heads_at_once(tensors[0], _GROUP, num_elements), *tensors)
 
@@ -129,7 +128,7 @@ def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
         num_elements: Elements of the intermediate results of one head of one sample.
     """
     B, heads = tensors[0].shape[:2]
-    if B * heads * num_elements <= _STORED or _is_compiled():
+    if B * heads * num_elements <= _STORED or is_compiled():
         return function(*tensors)
     size = _heads_at_once(tensors[0], _STORED, num_elements)
     outs = []
@@ -138,11 +137,6 @@ def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
         parts = zip(*(x.split(min(size, heads), dim=1) for x in samples))
         outs.append(_join([_recomputed(function, part) for part in parts], dim=1))
     return _join(outs, dim=0)
-
-
-def _is_compiled() -> bool:
-    """True if the compiler, an exporter or torch.func traces the function, and decides itself what to store."""
-    return is_traced() or is_exporting()
 
 
 def _heads_at_once(x: Tensor, limit: int, num_elements: int) -> int:

@@ -7,12 +7,11 @@ the padding never matter. Shared by all mixers with windows or blocks.
 import math
 
 import torch
-from timm.layers import is_exporting
 from torch.nn import functional as F
 
 from vitzoo.kernels import use_kernel
 
-from ._numerics import is_traced, pad
+from ._numerics import is_compiled, pad
 from ._window_cpu import window_attention_cpu
 
 __all__ = [
@@ -178,7 +177,7 @@ def window_attention(
             return kernels.window_attention_triton(
                 q, k, v, k_shared, v_shared, grid_size, window_size, halo, scale, bias, bias_shared
             )
-    if q.device.type == 'cpu' and dropout_p == 0 and not is_traced() and not is_exporting():
+    if q.device.type == 'cpu' and dropout_p == 0 and not is_compiled():
         bias = _join_bias(bias, bias_shared, window_size, halo, k_shared.shape[2])
         return window_attention_cpu(q, k, v, k_shared, v_shared, grid_size, window_size, halo, scale, bias)
     mask = halo_mask(grid_size, window_size, halo, q.device)

@@ -176,7 +176,7 @@ def _convolve(
             filters = filters - factor
         factor, filters = (x.repeat_interleave(terms.shape[3], dim=0) for x in (factor.flatten(), filters))
         prefix, grid = terms.flatten(2).split([P, terms.shape[1] - P], dim=1)
-        # the channels stay last in memory
+        # the channels stay last in memory, so that nothing is copied
         image = grid.unflatten(1, grid_size).permute(0, 3, 1, 2)  # (B, heads * (d + 1), H, W)
         near = depthwise_conv(image, filters.unsqueeze(1))
         near = near.permute(0, 2, 3, 1).flatten(1, 2)

@@ -170,8 +170,9 @@ def _tile_mask(
     is_near = (y >= 0) & (x >= 0)
     index = y.clamp(min=0) * (2 * kernel_size - 1) + x.clamp(min=0)
     is_near, index = (pairs.flatten(4).flatten(2, 3).flatten(0, 1) for pairs in (is_near, index))
-    values = torch.zeros(1, *index.shape, dtype=dtype, device=index.device)
-    if bias is not None:
+    if bias is None:
+        values = torch.zeros(1, *index.shape, dtype=dtype, device=index.device)
+    else:
         # on a CPU, several times as fast in the backward pass as bias[:, index]
         values = bias.flatten(1).index_select(1, index.flatten()).unflatten(1, index.shape)
     return values.masked_fill(~is_near, float('-inf'))

@@ -62,7 +62,7 @@ def _attend(
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """Scale each channel of tokens (B, heads, N, d) to length 1."""
-    # F.normalize over this dimension takes 6 times as long on a CPU
+    # F.normalize over this dimension takes several times as long on a CPU
     return x / x.square().sum(dim=2, keepdim=True).clamp(min=_EPS**2).sqrt()
 
 
