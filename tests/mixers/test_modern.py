@@ -11,8 +11,10 @@ from torch.nn import functional as F
 import vitzoo
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._kernel import KernelMixer
+from vitzoo.mixers._numerics import at_least
 from vitzoo.mixers.flowformer import flow_attention
 from vitzoo.mixers.hedgehog import hedgehog_attention
+from vitzoo.mixers.mala import _phi as elu_plus_1
 from vitzoo.mixers.mhla import block_mixing_weights
 from vitzoo.mixers.relu_linear import relu_linear_attention
 
@@ -256,6 +258,21 @@ def test_a_bias_of_agents_follows_the_grid():
     mixer.set_input_size((6, 3))
     assert mixer(torch.randn(1, 19, 12, dtype=torch.float64), (6, 3)).isfinite().all()
     assert mixer.bias_k.rows.shape == (3, 4, 6) and mixer.bias_q.columns.shape == (3, 4, 3)
+
+
+def test_mala_has_the_gradient_of_elu_at_0_and_far_below():
+    x = torch.tensor([-800.0, -50.0, -1.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(elu_plus_1(x).sum(), x)
+    torch.testing.assert_close(elu_plus_1(x.detach()), torch.where(x > 0, x + 1, x.exp()).detach(), atol=0, rtol=1e-12)
+    torch.testing.assert_close(gradient, x.detach().clamp(max=0).exp(), atol=0, rtol=1e-12)
+
+
+def test_a_limit_keeps_the_gradient_of_larger_numbers_only():
+    x = torch.tensor([-1.0, 0.5, 3.0, float('nan')], requires_grad=True)
+    limited = at_least(x, 1.0)
+    torch.testing.assert_close(limited, torch.tensor([1.0, 1.0, 3.0, float('nan')]), equal_nan=True)
+    (gradient,) = torch.autograd.grad(limited[:3].sum(), x)
+    assert gradient.tolist() == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ import torch
 from timm.layers import is_exporting
 from torch.nn import functional as F
 
-__all__ = ['CACHED', 'LOG2_E', 'dot_tokens', 'is_compiled', 'is_traced', 'no_autocast', 'pad', 'sum_products']
+__all__ = [
+    'CACHED', 'LOG2_E', 'at_least', 'dot_tokens', 'is_compiled', 'is_traced', 'mask_bias', 'no_autocast', 'pad',
+    'sum_products',
+]  # fmt: skip
 
 # exponentials are to base 2, which PyTorch computes several times faster on a CPU
 LOG2_E = math.log2(math.e)
@@ -40,6 +43,19 @@ def is_compiled() -> bool:
 def pad(x: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
     """F.pad with zeros, which returns `x` itself and no copy if all of `padding` is 0."""
     return F.pad(x, padding) if any(padding) else x
+
+
+def mask_bias(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What to add to scores: 0 where `mask` is true, -inf elsewhere, in the dtype of `like`.
+
+    The gradient of a masked_fill of the scores of all samples and heads takes ten times as long on a CPU.
+    """
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, -math.inf)
+
+
+def at_least(x: torch.Tensor, least: float) -> torch.Tensor:
+    """The larger of `x` and a number, like x.clamp(min=least), whose gradient takes ten times as long on a CPU."""
+    return F.threshold(x, least, least)
 
 
 def sum_products(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

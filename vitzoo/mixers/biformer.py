@@ -17,6 +17,7 @@ import torch
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
+from ._numerics import mask_bias
 from ._window import halo_mask, take_rows, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -81,7 +82,7 @@ def routed_window_attention(
         mask = torch.cat([mask.new_ones(1, P).expand(len(mask), -1), mask], dim=1)
     bias = None
     if any(size % side for size, side in zip(grid_size, sizes)):
-        bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float('-inf')).unsqueeze(1)
+        bias = mask_bias(mask, q).unsqueeze(1)
         bias = bias.expand(-1, grid_q.shape[3], -1)
     out = softmax_attention(grid_q.flatten(1, 2), keys, values, scale, bias, dropout_p)
     out = untile(out.unflatten(1, (B, T)).transpose(0, 1), grid_size, sizes)

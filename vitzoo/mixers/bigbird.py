@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._numerics import mask_bias
 from ._recompute import apply_to_heads
 from ._window import fit_window, halo_mask, take_rows, tile, untile
 from .base import QKVMixer, register_mixer
@@ -107,7 +108,8 @@ def _attend_blocks(
     q_tiles = tile(scale * q[:, :, P:], grid_size, window)  # (B, heads, T, b*b, d)
     scores = q_tiles @ _gather(tile(k[:, :, P:], grid_size, window), blocks).mT
     scores_prefix = q_tiles @ k[:, :, None, :P].mT
-    scores = torch.cat([scores_prefix, scores.masked_fill(~mask, float('-inf'))], dim=-1)
+    # in place, because the scores are the largest tensor
+    scores = torch.cat([scores_prefix, scores.add_(mask_bias(mask, scores))], dim=-1)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     prefix, attn = F.dropout(attn, dropout_p).split([P, scores.shape[-1] - P], dim=-1)
     out = attn @ _gather(tile(v[:, :, P:], grid_size, window), blocks) + prefix @ v[:, :, None, :P]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._kernel import KernelMixer
+from ._numerics import at_least
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -66,8 +67,8 @@ def _attend(
 def _features(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """phi of the formula, (B, heads, N, 2f)."""
     u = x @ weight
-    # clamped before they are joined, so that the backward pass needs the shares once
-    return torch.cat([each.softmax(dim=-1).clamp(min=_FLOOR) for each in (u, -u)], dim=-1)
+    # limited before they are joined, so that the backward pass needs the shares once
+    return torch.cat([at_least(each.softmax(dim=-1), _FLOOR) for each in (u, -u)], dim=-1)
 
 
 @register_mixer('hedgehog')

@@ -99,7 +99,9 @@ def _attend(
 
 def _phi(x: torch.Tensor) -> torch.Tensor:
     """elu(x) + 1, which loses no digits where x is far below 0, and is several times faster than F.elu on a CPU."""
-    return (LOG2_E * x.clamp(max=0)).exp2() + x.relu()
+    positive = x.relu()
+    # not clamp, whose gradient takes several times as long
+    return (LOG2_E * (x - positive)).exp2() + positive
 
 
 def _rotate(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

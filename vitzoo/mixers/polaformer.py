@@ -21,6 +21,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
+from ._numerics import at_least
 from ._qkv import split_heads
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
@@ -109,7 +110,7 @@ def _signed_powers(x: torch.Tensor, log_divisor: torch.Tensor, p: torch.Tensor) 
     (B, heads, N, d) -> (B, heads, N, 2d).
     """
     # not pow, whose gradient for the exponent is slow
-    powers = (p * x.abs().clamp(min=_TINY).log2().sub_(log_divisor)).exp2_() * x.detach().sign()
+    powers = (p * at_least(x.abs(), _TINY).log2().sub_(log_divisor)).exp2_() * x.detach().sign()
     # in place, because a new tensor takes longer than the operation
     return torch.cat([powers, -powers], dim=-1).relu_()
 

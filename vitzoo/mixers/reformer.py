@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._chunked import chunk_attention, merge, softmax_with_lse
-from ._numerics import LOG2_E, is_traced
+from ._numerics import LOG2_E, is_traced, mask_bias
 from ._random import draw_generator
 from ._recompute import recompute_heads
 from .base import QKVMixer, no_autocast, register_mixer
@@ -130,7 +130,7 @@ def _attend(
     if P:
         # a prefix token always has another key, so its own needs no finite penalty
         itself = torch.eye(P, q.shape[2], dtype=torch.bool, device=q.device)
-        bias = torch.zeros_like(itself, dtype=q.dtype).masked_fill(itself, float('-inf')).unsqueeze(0)
+        bias = mask_bias(~itself, q).unsqueeze(0)
         out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, bias, dropout_p), out], dim=2)
     return out if broken is None else out.masked_fill(broken, math.nan)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ._numerics import mask_bias
 from ._qkv import split_prefix
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -69,13 +70,16 @@ def sparse_attention(
     q_blocks, k_blocks, v_blocks = (_blocks(x, l) for x in (scale * q_grid, k_grid, v_grid))  # (B, heads, T, l, d)
     # the neighbourhood is the token's block, or a band that extends into the blocks before and after it
     num_neighbours = int(pattern == 'strided' and stride is not None)
-    far_scores, far_values = (_column_scores, _column_values) if pattern == 'strided' else (_last_scores, _last_values)
+    score_far, far_values = (_column_scores, _column_values) if pattern == 'strided' else (_last_scores, _last_values)
     c = min(num_summaries, l)
     near_mask, far_mask = _masks(N, l, num_neighbours, pattern, c, q.device)
+    near_scores = q_blocks @ _with_neighbours(k_blocks, num_neighbours).mT
+    far_scores = score_far(q_blocks, k_blocks, c)
+    # in place, because the scores are the largest tensors
     scores = [
         q_blocks @ k_prefix.unsqueeze(2).mT,
-        (q_blocks @ _with_neighbours(k_blocks, num_neighbours).mT).masked_fill(~near_mask, float('-inf')),
-        far_scores(q_blocks, k_blocks, c).masked_fill(~far_mask, float('-inf')),
+        near_scores.add_(mask_bias(near_mask, near_scores)),
+        far_scores.add_(mask_bias(far_mask, far_scores)),
     ]
     sizes = [part.shape[-1] for part in scores]
     scores = torch.cat(scores, dim=-1)

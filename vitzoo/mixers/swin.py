@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._numerics import mask_bias
 from ._recompute import recompute_heads
 from ._rel_bias import OffsetBias
 from ._window import fit_halo, fit_window, tile, untile
@@ -123,7 +124,7 @@ def _window_mask(
     same = same_y[:, None, :, None, :, None] & same_x[None, :, None, :, None, :]
     is_real = (real_y[:, None, :, None] & real_x[None, :, None, :]).flatten(2).flatten(0, 1)  # (T, s)
     same = same.flatten(4).flatten(2, 3).flatten(0, 1) & is_real.unsqueeze(1) | ~is_real.unsqueeze(2)
-    return torch.zeros_like(same, dtype=like.dtype).masked_fill(~same, float('-inf')).unsqueeze(0)
+    return mask_bias(same, like).unsqueeze(0)
 
 
 def _crop(bias: torch.Tensor, window_size: int, sizes: tuple[int, int]) -> torch.Tensor:
