@@ -42,7 +42,9 @@ def _is_faster(image: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _convolve(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.conv2d(image, weight, bias, padding=weight.shape[-1] // 2, groups=len(weight))
+    reach = weight.shape[-1] // 2
+    # torch.jit.trace of PyTorch 2.6 refuses a single number
+    return F.conv2d(image, weight, bias, padding=(reach, reach), groups=len(weight))
 
 
 class _DepthwiseConv(torch.autograd.Function):
