@@ -46,7 +46,7 @@ def pad(x: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
 
 
 def mask_bias(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What to add to scores: 0 where `mask` is true, -inf elsewhere, in the dtype of `like`.
+    """A bias of scores that is 0 where `mask` is true and -inf elsewhere, in the dtype of `like`.
 
     The gradient of a masked_fill of the scores of all samples and heads takes ten times as long on a CPU.
     """
