@@ -8,7 +8,7 @@ from helpers import build, build_model, images, tokens
 from torch.nn import functional as F
 
 from vitzoo.bench._harness import call_peak_megabytes
-from vitzoo.mixers import _clustered, _gated_scan, _recompute, gated_linear, list_mixers
+from vitzoo.mixers import _clustered, _gated_scan, _recompute, create_mixer, gated_linear, list_mixers
 from vitzoo.mixers._recompute import apply_to_heads, recompute_heads
 from vitzoo.mixers.base import mixer_class
 
@@ -216,3 +216,19 @@ def test_memory_of_a_training_step_on_a_long_sequence_falls(name, group_heads):
         megabytes.append(call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device))
     # with two heads only, and convolutions and gates are kept
     assert megabytes[1] < 0.9 * megabytes[0]
+
+
+@pytest.mark.parametrize('name', MIXERS)
+def test_results_that_are_recomputed_do_not_limit_the_batch_of_an_exported_mixer(name):
+    class OnGrid(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixer = create_mixer(name, 12, 3, grid_size=(4, 5)).eval()
+
+        def forward(self, x):
+            return self.mixer(x, (4, 5))
+
+    model, x = OnGrid(), torch.randn(2, 20, 12)
+    # refused if a comparison decides for some sizes only
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch')},))
+    torch.testing.assert_close(exported.module()(x[:1].repeat(5, 1, 1)), model(x[:1].repeat(5, 1, 1)))

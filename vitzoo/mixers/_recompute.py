@@ -128,7 +128,8 @@ def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
         num_elements: Elements of the intermediate results of one head of one sample.
     """
     B, heads = tensors[0].shape[:2]
-    if B * heads * num_elements <= _STORED or is_compiled():
+    # asked first, because a comparison of the batch size would limit that of an exported model
+    if is_compiled() or B * heads * num_elements <= _STORED:
         return function(*tensors)
     size = _heads_at_once(tensors[0], _STORED, num_elements)
     outs = []
