@@ -8,7 +8,7 @@ from helpers import build, build_model, images, tokens
 from torch.nn import functional as F
 
 from vitzoo.bench._harness import call_peak_megabytes
-from vitzoo.mixers import _clustered, _gated_scan, _recompute, create_mixer, gated_linear, list_mixers
+from vitzoo.mixers import _clustered, _gated_scan, _recompute, gated_linear, list_mixers
 from vitzoo.mixers._recompute import apply_to_heads, recompute_heads
 from vitzoo.mixers.base import mixer_class
 
@@ -223,12 +223,13 @@ def test_results_that_are_recomputed_do_not_limit_the_batch_of_an_exported_mixer
     class OnGrid(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.mixer = create_mixer(name, 12, 3, grid_size=(4, 5)).eval()
+            self.mixer = build(name).eval()
 
         def forward(self, x):
-            return self.mixer(x, (4, 5))
+            return self.mixer(x, self.mixer.grid_size)
 
-    model, x = OnGrid(), torch.randn(2, 20, 12)
+    model = OnGrid()
+    x = tokens(model.mixer, 2)
     # refused if a comparison decides for some sizes only
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch')},))
     torch.testing.assert_close(exported.module()(x[:1].repeat(5, 1, 1)), model(x[:1].repeat(5, 1, 1)))

@@ -45,11 +45,11 @@ def gated_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tenso
 def _plain(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tensor, scale: float) -> Tensor:
     """`gated_scan` as a composition of differentiable functions, of which autograd keeps every result."""
     q, k, v, decay, decay_back = (x.to(_wide(q)) for x in (q, k, v, decay, decay_back))
+    q = scale * q
     # the result of logsigmoid is contiguous, which the compiler only expects of a contiguous argument
-    q, decay, decay_back = scale * q, decay.contiguous(), decay_back.contiguous()
-    forward = _scan(q, k, v, F.logsigmoid(decay) / TEMPERATURE)
-    q_back, k_back, v_back = (x.flip(2) for x in (q, k, v))
-    backward = _scan(q_back, k_back, v_back, F.logsigmoid(decay_back).flip(2) / TEMPERATURE).flip(2)
+    log_a, log_a_back = (F.logsigmoid(x.contiguous()) / TEMPERATURE for x in (decay, decay_back))
+    forward = _scan(q, k, v, log_a)
+    backward = _scan(*(x.flip(2) for x in (q, k, v, log_a_back))).flip(2)
     itself = (q * k).sum(dim=-1, keepdim=True) * v
     return forward + backward - itself
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from vitzoo.kernels import use_kernel
 
-from ._numerics import is_compiled, pad
+from ._numerics import is_compiled, mask_bias, pad
 from ._window_cpu import window_attention_cpu
 
 __all__ = [
@@ -208,8 +208,8 @@ def attend_tiles(
         scores = scores + bias.unsqueeze(1)
     if bias_shared is not None:
         scores_shared = scores_shared + bias_shared[:, None, None]
-    scores = scores.masked_fill(~mask.unsqueeze(1), float('-inf'))
-    scores = torch.cat([scores_shared, scores], dim=-1)
+    # in place, because the scores are the largest tensor
+    scores = torch.cat([scores_shared, scores.add_(mask_bias(mask, scores).unsqueeze(1))], dim=-1)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     attn_shared, attn = F.dropout(attn, dropout_p).split([S, attn.shape[-1] - S], dim=-1)
     return attn @ v + (attn_shared.flatten(2, 3) @ v_shared).unflatten(2, (T, -1))

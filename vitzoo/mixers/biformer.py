@@ -82,8 +82,7 @@ def routed_window_attention(
         mask = torch.cat([mask.new_ones(1, P).expand(len(mask), -1), mask], dim=1)
     bias = None
     if any(size % side for size, side in zip(grid_size, sizes)):
-        bias = mask_bias(mask, q).unsqueeze(1)
-        bias = bias.expand(-1, grid_q.shape[3], -1)
+        bias = mask_bias(mask, q).unsqueeze(1).expand(-1, grid_q.shape[3], -1)
     out = softmax_attention(grid_q.flatten(1, 2), keys, values, scale, bias, dropout_p)
     out = untile(out.unflatten(1, (B, T)).transpose(0, 1), grid_size, sizes)
     if P:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ._numerics import mask_bias
 from ._qkv import split_prefix
 from ._window import fit_window, halo_mask, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
@@ -172,7 +173,7 @@ def _sorted_tiles(sort: torch.Tensor, tiles: torch.Tensor, mass: torch.Tensor | 
 
 def _log_weights(inside: torch.Tensor, mass: torch.Tensor, num_prefix_tokens: int) -> torch.Tensor:
     """[0 ; 0 or minus infinity outside the grid ; log M] of the keys of a tile, (B, heads, T, P + 2 b*b)."""
-    own = torch.zeros_like(mass).masked_fill(~inside, float('-inf'))
+    own = mask_bias(inside, mass).expand_as(mass)
     absent = mass <= _MIN_MASS
     moved = mass.masked_fill(absent, 1).log().masked_fill(absent, float('-inf'))
     return torch.cat([mass.new_zeros(*mass.shape[:3], num_prefix_tokens), own, moved], dim=-1)
