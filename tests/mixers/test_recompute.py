@@ -8,7 +8,7 @@ from helpers import build, build_model, images, tokens
 from torch.nn import functional as F
 
 from vitzoo.bench._harness import call_peak_megabytes
-from vitzoo.mixers import _clustered, _gated_scan, _recompute, gated_linear, list_mixers
+from vitzoo.mixers import _clustered, _gated_scan, _recompute, _window_cpu, gated_linear, list_mixers
 from vitzoo.mixers._recompute import apply_to_heads, recompute_heads
 from vitzoo.mixers.base import mixer_class
 
@@ -18,6 +18,8 @@ LONG = [
     *('aft_conv', 'cosformer', 'flowformer', 'focused', 'hedgehog', 'hydra', 'inline', 'mala', 'mhla', 'neighborhood'),
     *('polaformer', 'reformer', 'relu_linear', 'rfa', 'swin', 'ttt', 'vssd', 'xca'),
 ]
+# those that keep the weights of windows or clusters of short sequences
+WEIGHTS = ['local', 'longformer', 'ls', 'routing']
 
 
 @pytest.fixture
@@ -33,6 +35,17 @@ def group_heads(monkeypatch):
     def set_sizes(group, stored=0):
         monkeypatch.setattr(_recompute, '_GROUP', group)
         monkeypatch.setattr(_recompute, '_STORED_SAMPLE', stored)
+
+    return set_sizes
+
+
+@pytest.fixture
+def store_no_weights(monkeypatch):
+    """Compute the weights of windows and clusters again at any length."""
+
+    def set_sizes():
+        monkeypatch.setattr(_recompute, '_STORED_SAMPLE', 0)
+        monkeypatch.setattr(_clustered, '_STORED_HEAD', 0)
 
     return set_sizes
 
@@ -108,12 +121,55 @@ def test_a_training_step_of_routing_needs_less_memory_than_its_plain_form(monkey
     mixer = build('routing', (16, 16), dtype=torch.float32)
     x = tokens(mixer, batch_size=4, dtype=torch.float32)
     # a cluster at a time
-    for name in ('CACHED', '_NUM_SCORES'):
+    for name in ('CACHED', '_NUM_SCORES', '_STORED_HEAD'):
         monkeypatch.setattr(_clustered, name, 1)
     megabytes = [call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device)]
     monkeypatch.setattr(_clustered._ClusterAttention, 'apply', _clustered._plain)
     megabytes.append(call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device))
     assert megabytes[0] < 0.5 * megabytes[1]
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+@pytest.mark.parametrize('name', WEIGHTS)
+def test_weights_that_are_computed_again_give_the_same_outputs_and_gradients(name, dtype, store_no_weights):
+    mixer = build(name, (5, 7), 1, dtype=dtype).eval()
+    x, found = tokens(mixer, batch_size=3, dtype=dtype), []
+    for change in (lambda: None, store_no_weights):
+        change()
+        # float32 in bfloat16 autocast
+        with torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.float32):
+            found.append(output_and_gradients(mixer, x, (5, 7)))
+    for stored, again in zip(*found, strict=True):
+        assert again.dtype == stored.dtype
+        # the weights are rounded before and after they are normalized
+        assert (again - stored).norm() <= (1e-12 if dtype == torch.float64 else 0.02) * stored.norm() + 1e-12
+
+
+@pytest.mark.parametrize('name', WEIGHTS)
+def test_memory_of_a_training_step_falls_if_weights_are_computed_again(name, store_no_weights, monkeypatch):
+    # a row of windows or a cluster at a time
+    for module in (_window_cpu, _clustered):
+        monkeypatch.setattr(module, '_NUM_SCORES', 1)
+    mixer = build(name, (16, 16), dtype=torch.float32).eval()
+    x = tokens(mixer, batch_size=2, dtype=torch.float32)
+    stored = call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device)
+    store_no_weights()
+    assert call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device) < 0.8 * stored
+
+
+@pytest.mark.parametrize('name', WEIGHTS)
+def test_no_weights_are_stored_without_gradients(name):
+    mixer = build(name, (16, 16), dtype=torch.float32).eval()
+    x = tokens(mixer, batch_size=2, dtype=torch.float32)
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.inference_mode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mixer(x, (16, 16))
+    assert not kept
 
 
 def test_every_mixer_that_recomputes_long_sequences_is_tested():

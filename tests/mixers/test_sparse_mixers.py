@@ -321,9 +321,11 @@ def test_routing_clusters_are_balanced_and_hold_the_most_similar_tokens():
     assert (cosine.where(inside, 2).amin(dim=-1) >= cosine.where(~inside, -2).amax(dim=-1)).all()
 
 
+@pytest.mark.parametrize('stored', [0, 10**6])
 @pytest.mark.parametrize('cached', [1, 200, 10**6])
 @pytest.mark.parametrize('cluster_size', [1, 9, 20])
-def test_routing_is_its_formula_for_any_number_of_heads_and_clusters_at_once(cluster_size, cached, monkeypatch):
+def test_routing_is_its_formula_for_any_number_of_heads_and_clusters_at_once(cluster_size, cached, stored, monkeypatch):
+    monkeypatch.setattr(_clustered, '_STORED_HEAD', stored)
     for name in ('CACHED', '_NUM_SCORES'):
         monkeypatch.setattr(_clustered, name, cached)
     generator = torch.Generator().manual_seed(0)

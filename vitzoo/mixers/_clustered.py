@@ -4,7 +4,8 @@
 
 n_ij is the number of clusters whose queries have i and whose keys have j, 1 for i = j and for shared keys. A few heads
 at a time, and of these a few clusters, are processed, so that their tokens and scores stay in a CPU cache. The forward
-pass saves its inputs, the output and lse; the backward pass computes the scores again.
+pass saves its inputs, the output, lse and weights of up to 8 MB in a head; beyond, the backward pass computes the
+scores again.
 """
 
 import math
@@ -21,6 +22,8 @@ __all__ = ['cluster_attention']
 
 # scores that are computed at a time
 _NUM_SCORES = 2 * CACHED
+# weights of a head that are stored: 8 MB in float32, those of 4,096 tokens in eight clusters
+_STORED_HEAD = 2**21
 
 
 def cluster_attention(
@@ -133,17 +136,20 @@ def _groups(*of_clusters: Tensor) -> Iterator[list[Tensor]]:
 class _ClusterAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Tensor) -> Tensor:
-        q, _, v, *_ = args
+        q, _, v, _, _, in_q, in_k = args
         out, lse = torch.empty_like(v), q.new_empty(*q.shape[:2], 1, dtype=_wide(q))
+        stored = any(ctx.needs_input_grad) and in_q.shape[1] * in_q.shape[2] * in_k.shape[2] <= _STORED_HEAD
+        kept: list[Tensor] = []
         for block in _blocks(q):
-            _attend(*(x[block] for x in (*args, out, lse)))
-        ctx.save_for_backward(*args, out, lse)
+            kept += _attend(*(x[block] for x in (*args, out, lse)), stored=stored)
+        ctx.save_for_backward(*args, out, lse, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        *args, out, lse = ctx.saved_tensors
-        inputs = args[:5]
+        q, k, v, k_shared, v_shared, in_q, in_k, out, lse, *kept = ctx.saved_tensors
+        inputs, weights = (q, k, v, k_shared, v_shared), iter(kept)
+        args = *inputs, in_q, in_k
         if torch.is_grad_enabled():
             # for second derivatives
             wanted = [x for x, is_needed in zip(inputs, ctx.needs_input_grad) if is_needed]
@@ -152,7 +158,7 @@ class _ClusterAttention(torch.autograd.Function):
         grads = [torch.empty_like(x) for x in inputs]
         with no_autocast(do):
             for block in _blocks(do):
-                found = _grad_attend(*(x[block] for x in (*args, out, lse, do)))
+                found = _grad_attend(*(x[block] for x in (*args, out, lse, do)), weights=weights)
                 for grad, grad_of_block in zip(grads, found):
                     grad[block] = grad_of_block
         return *grads, None, None
@@ -168,10 +174,13 @@ def _attend(
     in_k: Tensor,
     out: Tensor,
     lse: Tensor,
-) -> None:
-    """Write `out` and `lse` of a few heads."""
+    *,
+    stored: bool,
+) -> list[Tensor]:
+    """Write `out` and `lse` of a few heads, and return the weights within each group of clusters if they are stored."""
     dtype, (rows_q, rows_k) = lse.dtype, _rows(in_q, in_k, q)
     routed, m_c, l_c = (q.new_empty(*rows_q.shape, n, dtype=dtype) for n in (v.shape[-1], 1, 1))
+    kept = []
     for *rows, own, routed_of_group, m, l in _groups(rows_q, rows_k, _own_keys(in_q, in_k, q), routed, m_c, l_c):
         scores = _scores(_take(q, rows[0]), _take(k, rows[1]), own)
         # finite if the only key is the token itself
@@ -179,6 +188,8 @@ def _attend(
         p = scores.sub_(m).exp2_()
         l.copy_(p.sum(dim=-1, keepdim=True))
         routed_of_group.copy_(p.to(v.dtype) @ _take(v, rows[1]))
+        if stored:
+            kept.append(p)
     always = torch.cat([(q * k).sum(dim=-1, keepdim=True), q @ k_shared.mT], dim=-1).to(dtype)
     # one softmax over all clusters of a token
     m_i = always.amax(dim=-1, keepdim=True)
@@ -190,7 +201,10 @@ def _attend(
     _add(y, rows_q, routed.mul_(weights))
     torch.div(y, l_i, out=y)
     out.copy_(y)
+    for p, factor in zip(kept, _groups(weights.div_(_take(l_i, rows_q)))):
+        p.mul_(*factor)
     torch.add(m_i, l_i.log2_(), out=lse)
+    return kept
 
 
 def _grad_attend(
@@ -204,8 +218,10 @@ def _grad_attend(
     out: Tensor,
     lse: Tensor,
     do: Tensor,
+    *,
+    weights: Iterator[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Gradients of the inputs of a few heads."""
+    """Gradients of the inputs of a few heads; the next weights, if any were stored, are those of their clusters."""
     dtype, do, (rows_q, rows_k) = lse.dtype, do.contiguous(), _rows(in_q, in_k, q)
     delta = (do * out).sum(dim=-1, keepdim=True, dtype=dtype)
     # of a token with itself
@@ -219,7 +235,9 @@ def _grad_attend(
     dq += ds @ k_shared
     for *rows, own in _groups(rows_q, rows_k, _own_keys(in_q, in_k, q)):
         (q_c, do_c), (k_c, v_c) = ([_take(x, r) for x in xs] for xs, r in zip(((q, do), (k, v)), rows))
-        p = _scores(q_c, k_c, own).sub_(_take(lse, rows[0])).exp2_()
+        p = next(weights, None)
+        if p is None:
+            p = _scores(q_c, k_c, own).sub_(_take(lse, rows[0])).exp2_()
         ds = (do_c @ v_c.mT).to(dtype).sub_(_take(delta, rows[0])).mul_(p).to(q.dtype)
         _add(dv, rows[1], (p.to(v.dtype).mT @ do_c).to(dtype))
         _add(dq, rows[0], (ds @ k_c).to(dtype))

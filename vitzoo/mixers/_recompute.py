@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._numerics import is_compiled
 
-__all__ = ['apply_to_heads', 'recompute_heads']
+__all__ = ['apply_to_heads', 'is_stored', 'recompute_heads']
 
 # intermediate results of up to 64 MB in float32 are stored
 _STORED = 2**24
@@ -24,6 +24,11 @@ _STORED = 2**24
 _STORED_SAMPLE = 2**22
 # intermediate results of the heads that are computed at once
 _GROUP = 2**20
+
+
+def is_stored(num_elements: int) -> bool:
+    """Return True if that many elements of intermediate results of one sample are kept for the backward pass."""
+    return num_elements <= _STORED_SAMPLE
 
 
 def recompute_heads(
@@ -40,7 +45,7 @@ def recompute_heads(
         num_elements: Elements of the intermediate results of one head of one sample.
         dropout_p: Dropout of the function; all results are stored if it is not 0.
     """
-    if tensors[0].shape[1] * num_elements <= _STORED_SAMPLE or dropout_p or is_compiled():
+    if is_stored(tensors[0].shape[1] * num_elements) or dropout_p or is_compiled():
         return function(*tensors)
     return _RecomputedHeads.apply(function, _heads_at_once(tensors[0], _GROUP, num_elements), *tensors)
 

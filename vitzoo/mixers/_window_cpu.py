@@ -1,7 +1,7 @@
 """Window attention on a CPU, one row of tiles of a few samples and heads at a time, whose scores fit in the cache.
 
-Computes `window_attention` without materializing the tiles, halos and scores of the whole grid: the forward pass saves
-its inputs and the log-sum-exp of each query, and the backward pass recomputes the rest.
+Computes `window_attention` without materializing the tiles and halos of the whole grid: the forward pass saves its
+inputs and the weights, or of long sequences the log-sum-exp of each query, and the backward pass recomputes the rest.
 """
 
 import math
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._numerics import CACHED, LOG2_E, pad
+from ._recompute import is_stored
 
 __all__ = ['window_attention_cpu']
 
@@ -56,9 +57,11 @@ class _TileRows:
         self.grid_size, self.window_size, self.halo = grid_size, window_size, halo
         self.key_size = window_size[0] + 2 * halo[0], window_size[1] + 2 * halo[1]
         self.num_rows, self.num_columns = (-(-size // w) for size, w in zip(grid_size, window_size))
-        num_scores = self.num_columns * math.prod(window_size) * math.prod(self.key_size)
-        samples = _slices(len(q), _NUM_SCORES // (num_scores * q.shape[1]))
-        self.blocks = list(product(samples, _slices(q.shape[1], _NUM_SCORES // num_scores)))
+        # of a row of tiles and of all rows, in one head of one sample
+        of_row = self.num_columns * math.prod(window_size) * math.prod(self.key_size)
+        self.num_scores = self.num_rows * of_row
+        samples = _slices(len(q), _NUM_SCORES // (of_row * q.shape[1]))
+        self.blocks = list(product(samples, _slices(q.shape[1], _NUM_SCORES // of_row)))
 
     def __iter__(self) -> Iterator[tuple[tuple[slice, slice], int]]:
         """Pairs of a block of samples and heads and the index of a row of tiles."""
@@ -185,7 +188,8 @@ class _WindowAttention(torch.autograd.Function):
         # (B, N, heads, d) in memory, so that merging the heads is free
         out = v.new_empty(B, N, heads, d).transpose(1, 2)
         q_map, k_map, v_map, out_map = tile_rows.to_maps(q, k, v, out)
-        lse = []
+        stored = any(ctx.needs_input_grad) and is_stored(heads * tile_rows.num_scores)
+        kept = []
         for block, row in tile_rows:
             k_tiles = tile_rows.read_keys(k_map[block], k_shared[block], row)
             q_tiles = tile_rows.read_queries(q_map[block], row)
@@ -193,17 +197,17 @@ class _WindowAttention(torch.autograd.Function):
             m_i = scores.amax(dim=-1, keepdim=True)
             p = scores.sub_(m_i).exp2_()
             l_i = p.sum(dim=-1, keepdim=True)
-            lse.append(m_i.add_(l_i.log2()))
             v_tiles = tile_rows.read_keys(v_map[block], v_shared[block], row)
             tile_rows.write_queries(out_map[block], row, (p.to(v.dtype) @ v_tiles).div_(l_i))
-        ctx.tile_rows, ctx.scale = tile_rows, scale
-        ctx.save_for_backward(q, k, v, k_shared, v_shared, bias, *lse)
+            kept.append(p.div_(l_i) if stored else m_i.add_(l_i.log2()))
+        ctx.tile_rows, ctx.scale, ctx.stored = tile_rows, scale, stored
+        ctx.save_for_backward(q, k, v, k_shared, v_shared, bias, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, k_shared, v_shared, bias, *lse = ctx.saved_tensors
+        q, k, v, k_shared, v_shared, bias, *kept = ctx.saved_tensors
         tile_rows, scale = ctx.tile_rows, ctx.scale
         dq = torch.empty_like(q)
         dk, dv, dk_shared, dv_shared = (torch.zeros_like(x) for x in (k, v, k_shared, v_shared))
@@ -212,11 +216,13 @@ class _WindowAttention(torch.autograd.Function):
         dq_map, dk_map, dv_map = tile_rows.to_maps(dq, dk, dv)
 
         # a function, so that no tensor of a row of tiles is kept while the next is computed
-        def backward_of_row(block: tuple[slice, slice], row: int, block_lse: Tensor) -> None:
+        def backward_of_row(block: tuple[slice, slice], row: int, p_or_lse: Tensor) -> None:
             q_tiles = tile_rows.read_queries(q_map[block], row)
             do_tiles = tile_rows.read_queries(do_map[block], row)
             k_tiles = tile_rows.read_keys(k_map[block], k_shared[block], row)
-            p = _scores(q_tiles, k_tiles, bias, tile_rows, block, row, scale).sub_(block_lse).exp2_()
+            p = p_or_lse
+            if not ctx.stored:
+                p = _scores(q_tiles, k_tiles, bias, tile_rows, block, row, scale).sub_(p_or_lse).exp2_()
             tile_rows.add_to_keys(dv_map[block], dv_shared[block], row, p.to(v.dtype).mT @ do_tiles)
             dp = (do_tiles @ tile_rows.read_keys(v_map[block], v_shared[block], row).mT).to(p.dtype)
             # in place, because scores are the largest tensors
@@ -228,6 +234,6 @@ class _WindowAttention(torch.autograd.Function):
             tile_rows.write_queries(dq_map[block], row, ds @ k_tiles)
             tile_rows.add_to_keys(dk_map[block], dk_shared[block], row, ds.mT @ q_tiles)
 
-        for (block, row), block_lse in zip(tile_rows, lse):
-            backward_of_row(block, row, block_lse)
+        for (block, row), p_or_lse in zip(tile_rows, kept):
+            backward_of_row(block, row, p_or_lse)
         return dq, dk, dv, dk_shared, dv_shared, dbias, None, None

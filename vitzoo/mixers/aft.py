@@ -25,7 +25,7 @@ from torch.types import Device
 from vitzoo.kernels import use_kernel
 
 from ._depthwise_conv import depthwise_conv
-from ._numerics import is_traced
+from ._numerics import LOG2_E, is_traced
 from ._recompute import apply_to_heads, recompute_heads
 from ._window import fit_halo, fit_window, halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
@@ -85,7 +85,7 @@ def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tens
     with no_autocast(q):
         # a factor per row cancels in the ratio and keeps exp in range
         dtype = torch.promote_types(v.dtype, torch.float32)
-        weights = (bias - bias.detach().amax(dim=-1, keepdim=True)).to(dtype).exp()
+        weights = _exp(bias.to(dtype), dim=-1)
         if bias.ndim == 3:
             return _gated_ratio(q, _weighted_sum(weights, _terms(k, v)))
         if not weights.requires_grad:
@@ -103,9 +103,10 @@ def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     """q, v (B, heads, N, d), k (B, heads, N, d or 1) -> (B, heads, N, d)."""
     with no_autocast(q):
         # (B, N, heads, d), as in memory
-        weights = k.transpose(1, 2).softmax(dim=1, dtype=torch.promote_types(v.dtype, torch.float32))
-        mean = (weights * v.transpose(1, 2).to(weights.dtype)).sum(dim=1).unsqueeze(2)
-        return q.sigmoid() * mean.to(q.dtype)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        weights = _key_weights(k, v, dim=1)
+        mean = (weights * v.to(weights.dtype)).sum(dim=1) / weights.sum(dim=1)
+        return q.sigmoid() * mean.unsqueeze(2).to(q.dtype)
 
 
 def aft_local(
@@ -130,7 +131,7 @@ def aft_local(
         far = torch.where(has_far, -shift, 0.0).exp()
         prefix = (to_prefix - shift).exp()
         from_prefix = u_query[:P] @ u_key.T  # (P, P + H*W)
-        from_prefix = (from_prefix - from_prefix.detach().amax(dim=-1, keepdim=True)).exp()
+        from_prefix = _exp(from_prefix, dim=-1)
 
         def mix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             terms = _terms(k, v)
@@ -206,8 +207,12 @@ def _key_weights(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor
     Keys are shifted by their maximum over the tokens, per sample, head and channel; the factor cancels in the ratio.
     The tokens are in dimension `dim`.
     """
-    k = k.to(torch.promote_types(v.dtype, torch.float32))
-    return (k - k.detach().amax(dim=dim, keepdim=True)).exp()
+    return _exp(k.to(torch.promote_types(v.dtype, torch.float32)), dim)
+
+
+def _exp(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """exp(x - m) with the maximum m along a dimension, which has no gradient."""
+    return (x - x.detach().amax(dim=dim, keepdim=True)).mul_(LOG2_E).exp2_()
 
 
 def _terms(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor:
