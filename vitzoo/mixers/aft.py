@@ -104,8 +104,13 @@ def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     with no_autocast(q):
         # (B, N, heads, d), as in memory
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        weights = _key_weights(k, v, dim=1)
-        mean = (weights * v.to(weights.dtype)).sum(dim=1) / weights.sum(dim=1)
+        if v.device.type == 'cpu':
+            # a softmax over tokens would copy the keys, and its gradient, too
+            weights = _key_weights(k, v, dim=1)
+            mean = (weights * v.to(weights.dtype)).sum(dim=1) / weights.sum(dim=1)
+        else:
+            weights = k.softmax(dim=1, dtype=torch.promote_types(v.dtype, torch.float32))
+            mean = (weights * v.to(weights.dtype)).sum(dim=1)
         return q.sigmoid() * mean.unsqueeze(2).to(q.dtype)
 
 
@@ -212,7 +217,9 @@ def _key_weights(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor
 
 def _exp(x: torch.Tensor, dim: int) -> torch.Tensor:
     """exp(x - m) with the maximum m along a dimension, which has no gradient."""
-    return (x - x.detach().amax(dim=dim, keepdim=True)).mul_(LOG2_E).exp2_()
+    x = x - x.detach().amax(dim=dim, keepdim=True)
+    # to base 2 for the speed on a CPU; elsewhere it is one more pass
+    return x.mul_(LOG2_E).exp2_() if x.device.type == 'cpu' else x.exp_()
 
 
 def _terms(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor:
