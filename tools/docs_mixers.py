@@ -90,8 +90,9 @@ the `op_naive` of each mixer has one.
 
 On long sequences, from 16 MB of intermediate results per image on, most mixers of kernels and feature maps, and
 `aft_conv`, `neighborhood`, `reformer`, `swin`, `ttt`, `vssd` and `xca`, store only their arguments, and recompute a few
-heads at a time in the backward pass. Intermediate results of shorter sequences are stored at any batch size, and so are
-the weights of the windows of `local`, `longformer` and `ls`, and those of `routing` up to 8 MB per head.
+heads at a time in the backward pass. Intermediate results of shorter sequences are stored at any batch size. The same
+limit holds on a CPU for the weights of the windows of `local`, `longformer` and `ls`; `routing` stores up to 8 MB of
+weights per head.
 
 {cheaper}
 """

@@ -275,7 +275,7 @@ _REASONS_AGAINST_PACKAGES = {
     'linear': 'another formula: elu + 1 with shifted exponents takes more passes than the softmax of the package',
     'reformer': 'sorting, gathering and scattering; the backward pass computes the scores again',
     'sinkhorn': 'copies of a block and of what is sorted to it; the package takes the sorted keys for values',
-    'routing': 'one softmax over all clusters of a token, where the package has one for each, and copies of their tokens',
+    'routing': 'one softmax over all clusters of a token, where the package has one for each; copies of their tokens',
     'aft_simple': 'the same products on both sides; keys and values are read out of the rows of a joint projection',
     'aft_full': 'the largest exponents, which the package does not subtract: its exponentials overflow at 89',
     'local': 'products of 49 to 64 queries with less than 200 keys, which are slower than large ones',

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from helpers import build, build_model, images, tokens
+from helpers import build, build_model, images, recorded_call, tokens
 from torch.nn import functional as F
 
 from vitzoo.bench._harness import call_peak_megabytes
@@ -158,18 +158,31 @@ def test_memory_of_a_training_step_falls_if_weights_are_computed_again(name, sto
 
 
 @pytest.mark.parametrize('name', WEIGHTS)
-def test_no_weights_are_stored_without_gradients(name):
+def test_no_weights_are_stored_without_gradients(name, store_no_weights, monkeypatch):
+    for module in (_window_cpu, _clustered):
+        monkeypatch.setattr(module, '_NUM_SCORES', 1)
     mixer = build(name, (16, 16), dtype=torch.float32).eval()
-    x = tokens(mixer, batch_size=2, dtype=torch.float32)
-    kept = []
+    x = tokens(mixer, batch_size=8, dtype=torch.float32)
+    # arguments that need a gradient, which is disabled
+    arguments = [y.requires_grad_() if isinstance(y, torch.Tensor) else y for y in recorded_call(mixer, x)]
 
-    def keep(tensor):
-        kept.append(tensor)
-        return tensor
+    def forward(_):
+        with torch.no_grad():
+            return type(mixer).op(*arguments)
 
-    with torch.inference_mode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        mixer(x, (16, 16))
-    assert not kept
+    stored = call_peak_megabytes(forward, x.device)
+    store_no_weights()
+    assert call_peak_megabytes(forward, x.device) == stored
+
+
+def test_the_limit_of_stored_weights_counts_shared_keys(monkeypatch):
+    q, k, v = (torch.randn(1, 2, 36, 4, requires_grad=True) for _ in range(3))
+    shared = torch.randn(1, 2, 5, 4)
+    # 4 tiles of 3 x 3 queries, which attend 5 x 5 and 5 keys
+    for stored, is_kept in ((2 * 36 * (25 + 5), True), (2 * 36 * (25 + 5) - 1, False)):
+        monkeypatch.setattr(_recompute, '_STORED_SAMPLE', stored)
+        out = _window_cpu.window_attention_cpu(q, k, v, shared, shared, (6, 6), (3, 3), (1, 1), 0.5)
+        assert out.grad_fn.stored == is_kept
 
 
 def test_every_mixer_that_recomputes_long_sequences_is_tested():

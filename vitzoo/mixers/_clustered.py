@@ -201,8 +201,9 @@ def _attend(
     _add(y, rows_q, routed.mul_(weights))
     torch.div(y, l_i, out=y)
     out.copy_(y)
-    for p, factor in zip(kept, _groups(weights.div_(_take(l_i, rows_q)))):
-        p.mul_(*factor)
+    if stored:
+        for p, factor in zip(kept, _groups(weights.div_(_take(l_i, rows_q)))):
+            p.mul_(*factor)
     torch.add(m_i, l_i.log2_(), out=lse)
     return kept
 

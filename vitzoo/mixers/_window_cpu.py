@@ -41,7 +41,9 @@ def window_attention_cpu(
     """
     bias = None if bias is None else bias.expand(q.shape[1], -1, -1)
     tile_rows = _TileRows(q, grid_size, window_size, halo)
-    return _WindowAttention.apply(q, k, v, k_shared, v_shared, bias, tile_rows, scale)
+    num_weights = q.shape[1] * tile_rows.num_queries * (math.prod(tile_rows.key_size) + k_shared.shape[2])
+    keeps_weights = torch.is_grad_enabled() and is_stored(num_weights)
+    return _WindowAttention.apply(q, k, v, k_shared, v_shared, bias, tile_rows, scale, keeps_weights)
 
 
 class _TileRows:
@@ -57,11 +59,11 @@ class _TileRows:
         self.grid_size, self.window_size, self.halo = grid_size, window_size, halo
         self.key_size = window_size[0] + 2 * halo[0], window_size[1] + 2 * halo[1]
         self.num_rows, self.num_columns = (-(-size // w) for size, w in zip(grid_size, window_size))
-        # of a row of tiles and of all rows, in one head of one sample
-        of_row = self.num_columns * math.prod(window_size) * math.prod(self.key_size)
-        self.num_scores = self.num_rows * of_row
-        samples = _slices(len(q), _NUM_SCORES // (of_row * q.shape[1]))
-        self.blocks = list(product(samples, _slices(q.shape[1], _NUM_SCORES // of_row)))
+        # those of whole tiles
+        self.num_queries = self.num_rows * self.num_columns * math.prod(window_size)
+        num_scores = self.num_columns * math.prod(window_size) * math.prod(self.key_size)
+        samples = _slices(len(q), _NUM_SCORES // (num_scores * q.shape[1]))
+        self.blocks = list(product(samples, _slices(q.shape[1], _NUM_SCORES // num_scores)))
 
     def __iter__(self) -> Iterator[tuple[tuple[slice, slice], int]]:
         """Pairs of a block of samples and heads and the index of a row of tiles."""
@@ -183,12 +185,13 @@ class _WindowAttention(torch.autograd.Function):
         bias: Tensor | None,
         tile_rows: _TileRows,
         scale: float,
+        keeps_weights: bool,
     ) -> Tensor:
         B, heads, N, d = v.shape
         # (B, N, heads, d) in memory, so that merging the heads is free
         out = v.new_empty(B, N, heads, d).transpose(1, 2)
         q_map, k_map, v_map, out_map = tile_rows.to_maps(q, k, v, out)
-        stored = any(ctx.needs_input_grad) and is_stored(heads * tile_rows.num_scores)
+        stored = keeps_weights and any(ctx.needs_input_grad)
         kept = []
         for block, row in tile_rows:
             k_tiles = tile_rows.read_keys(k_map[block], k_shared[block], row)
@@ -236,4 +239,4 @@ class _WindowAttention(torch.autograd.Function):
 
         for (block, row), p_or_lse in zip(tile_rows, kept):
             backward_of_row(block, row, p_or_lse)
-        return dq, dk, dv, dk_shared, dv_shared, dbias, None, None
+        return dq, dk, dv, dk_shared, dv_shared, dbias, None, None, None

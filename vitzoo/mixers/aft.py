@@ -25,7 +25,7 @@ from torch.types import Device
 from vitzoo.kernels import use_kernel
 
 from ._depthwise_conv import depthwise_conv
-from ._numerics import LOG2_E, is_traced
+from ._numerics import LOG2_E, is_compiled, is_traced
 from ._recompute import apply_to_heads, recompute_heads
 from ._window import fit_halo, fit_window, halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
@@ -104,8 +104,8 @@ def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     with no_autocast(q):
         # (B, N, heads, d), as in memory
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if v.device.type == 'cpu':
-            # a softmax over tokens would copy the keys, and its gradient, too
+        if _is_inference_on_cpu(k):
+            # without the copy of the keys that a softmax over tokens makes
             weights = _key_weights(k, v, dim=1)
             mean = (weights * v.to(weights.dtype)).sum(dim=1) / weights.sum(dim=1)
         else:
@@ -217,9 +217,13 @@ def _key_weights(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor
 
 def _exp(x: torch.Tensor, dim: int) -> torch.Tensor:
     """exp(x - m) with the maximum m along a dimension, which has no gradient."""
-    x = x - x.detach().amax(dim=dim, keepdim=True)
-    # to base 2 for the speed on a CPU; elsewhere it is one more pass
-    return x.mul_(LOG2_E).exp2_() if x.device.type == 'cpu' else x.exp_()
+    shifted = x - x.detach().amax(dim=dim, keepdim=True)
+    return shifted.mul_(LOG2_E).exp2_() if _is_inference_on_cpu(x) else shifted.exp_()
+
+
+def _is_inference_on_cpu(x: torch.Tensor) -> bool:
+    """True where exponentials are fastest to base 2; their gradient and other devices would need further passes."""
+    return x.device.type == 'cpu' and not (torch.is_grad_enabled() and x.requires_grad) and not is_compiled()
 
 
 def _terms(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor:
