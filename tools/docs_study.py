@@ -1,4 +1,4 @@
-"""Writes docs/imagenette.html and the tables of docs/study.md from weights/study.csv and weights/robustness.csv.
+"""Writes docs/imagenette.html, docs/study.png and the tables of docs/study.md from the csv files of weights/.
 
 Run by `make docs`.
 
@@ -11,12 +11,16 @@ import csv
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
 from docs_models import fill, measure, read_rows, to_table, versions, write_rows
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from vitzoo.mixers import list_mixers
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.results import METRICS, Row, collect
@@ -24,6 +28,11 @@ from vitzoo.study.tables import CELL_COLUMNS, format_notes, format_ways, write_c
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CELLS = ROOT / 'docs' / 'study.md', ROOT / 'weights' / 'study.csv'
+PICTURE = ROOT / 'docs' / 'study.png'
+# the ways whose models are trained, those that convert them, and their columns in the picture
+BACKBONES = {'deit': 'DeiT', 'aft': 'AFT', 'vil': 'ViL', 'cvt': 'CvT'}
+CONVERTED = '_converted'
+COLORS = {'from scratch': '#1f77b4', 'converted': '#ff7f0e'}
 # written by `vitzoo validate --corrupt`; docs/study.md has the command
 ROBUSTNESS = ROOT / 'weights' / 'robustness.csv'
 # the groups of ImageNet-C, in its order
@@ -46,8 +55,9 @@ def main(argv: list[str]) -> None:
         merge_cells(study)
         write_results(study)
     REPORT.write_text(study_page())
+    draw_accuracies(PICTURE)
     PAGE.write_text(fill(PAGE.read_text(), {'imagenette': study_tables(), 'robustness': robustness_table()}))
-    print(f'wrote {PAGE} and {REPORT}', file=sys.stderr)
+    print(f'wrote {PAGE}, {PICTURE} and {REPORT}', file=sys.stderr)
 
 
 def study_tables() -> str:
@@ -68,6 +78,55 @@ def collect_committed() -> tuple[Study, list[Row], str]:
     rows = collect(study, lambda cell, evaluation: records.get((*_key(cell), evaluation)))
     finished = sum(all((*_key(cell), name) in records for name in cell.evaluations) for cell in study.cells)
     return study, rows, f'{finished} of {len(study.cells)} cells are finished'
+
+
+def draw_accuracies(path: Path) -> None:
+    """Draw the top-1 accuracies of every mixer, from scratch and converted, in a column for each backbone."""
+    accuracies: dict[str, dict[str, dict[str, float]]] = {}
+    for row in collect_committed()[1]:
+        way = row.way.removesuffix(CONVERTED)
+        mixer = row.mixer or _mixer_of(row.model, way)
+        kind = 'converted' if row.is_converted else 'from scratch'
+        accuracies.setdefault(mixer, {}).setdefault(way, {})[kind] = row.records[MAIN]['top1']
+    softmax = accuracies.pop('softmax')
+    # the best in DeiT, which has all mixers, at the top
+    mixers = sorted(accuracies, key=lambda mixer: max(accuracies[mixer].get('deit', {}).values(), default=0))
+    figure = Figure(figsize=(10, 0.22 * len(mixers) + 1.6), layout='constrained')
+    columns = figure.subplots(1, len(BACKBONES), sharey=True, width_ratios=[2, 1, 1, 1])
+    for axes, (way, title) in zip(columns, BACKBONES.items()):
+        axes.axvline(softmax[way]['from scratch'], color='#2ca02c', alpha=0.6, linewidth=3, zorder=0)
+        for place, mixer in enumerate(mixers):
+            found = accuracies[mixer].get(way, {})
+            axes.plot([*found.values()], [place] * len(found), color='#dddddd', linewidth=2, zorder=1)
+            for kind, accuracy in found.items():
+                axes.scatter(accuracy, place, color=COLORS[kind], s=22, zorder=2)
+        axes.set(title=title, xlabel='top-1, %')
+        axes.grid(alpha=0.3)
+        axes.tick_params(axis='y', length=0)
+        axes.spines[['top', 'right']].set_visible(False)
+    _equalize_scales(columns[1:])
+    columns[0].set_yticks(range(len(mixers)), mixers, fontsize='small')
+    columns[0].set_ylim(-0.8, len(mixers) - 0.2)
+    for kind, color in COLORS.items():
+        columns[0].scatter([], [], color=color, s=22, label=kind)
+    columns[0].plot([], [], color='#2ca02c', alpha=0.6, linewidth=3, label='softmax, from scratch')
+    figure.legend(loc='outside upper center', ncols=3, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _equalize_scales(columns: Sequence[Axes]) -> None:
+    """Give axes the same width in data units, around the middle of their data."""
+    limits = [axes.get_xlim() for axes in columns]
+    half = max(high - low for low, high in limits) / 2
+    for axes, (low, high) in zip(columns, limits):
+        axes.set_xlim((low + high) / 2 - half, (low + high) / 2 + half)
+
+
+def _mixer_of(model: str, way: str) -> str:
+    """The mixer of a model like 'deit_ls_nano'; 'aft_conv_nano' is the body AFT with the mixer 'aft_conv'."""
+    name = model.removesuffix('_nano')
+    mixer = name.removeprefix(f'{way}_')
+    return mixer if mixer in list_mixers() else name
 
 
 def robustness_table() -> str:
