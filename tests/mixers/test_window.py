@@ -4,7 +4,7 @@ import pytest
 import torch
 from timm.layers import set_exportable
 
-from vitzoo.mixers import _window_cpu
+from vitzoo.mixers import _recompute, _window_cpu
 from vitzoo.mixers._window import take_rows, window_attention, window_attention_naive
 
 HEADS = 3
@@ -36,11 +36,14 @@ def run(op, inputs, grid_size, window_size, halo):
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), present)]
 
 
+@pytest.mark.parametrize('stored', [0, 2**20])
 @pytest.mark.parametrize('num_scores', [1, 2**10, 2**20])
 @pytest.mark.parametrize('case', CASES)
-def test_rows_of_tiles_all_tiles_and_the_naive_form_agree(case, num_scores, monkeypatch):
+def test_rows_of_tiles_all_tiles_and_the_naive_form_agree(case, num_scores, stored, monkeypatch):
     # from one sample and head at a time to all at once
     monkeypatch.setattr(_window_cpu, '_NUM_SCORES', num_scores)
+    # weights that are computed again in the backward pass, and those that are kept
+    monkeypatch.setattr(_recompute, '_STORED_SAMPLE', stored)
     grid_size, window_size, halo, *_ = CASES[case]
     inputs = make_inputs(*CASES[case])
     rows = run(window_attention, inputs, grid_size, window_size, halo)
@@ -61,7 +64,9 @@ def test_one_bias_serves_all_heads():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_no_scores_are_saved_for_the_backward_pass():
+def test_no_scores_of_a_long_sequence_are_saved_for_the_backward_pass(monkeypatch):
+    # any sequence is long
+    monkeypatch.setattr(_recompute, '_STORED_SAMPLE', 0)
     inputs = make_inputs((12, 12), 3, 1, 2, True, True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
