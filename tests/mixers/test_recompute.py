@@ -50,6 +50,13 @@ def store_no_weights(monkeypatch):
     return set_sizes
 
 
+@pytest.fixture
+def attend_in_small_parts(monkeypatch):
+    """A row of windows or a cluster at a time, so that all weights take more memory than those at work."""
+    for module in (_window_cpu, _clustered):
+        monkeypatch.setattr(module, '_NUM_SCORES', 1)
+
+
 def output_and_gradients(mixer, x, grid_size):
     x = x.clone().requires_grad_()
     out = mixer(x, grid_size)
@@ -145,11 +152,9 @@ def test_weights_that_are_computed_again_give_the_same_outputs_and_gradients(nam
         assert (again - stored).norm() <= (1e-12 if dtype == torch.float64 else 0.02) * stored.norm() + 1e-12
 
 
+@pytest.mark.usefixtures('attend_in_small_parts')
 @pytest.mark.parametrize('name', WEIGHTS)
-def test_memory_of_a_training_step_falls_if_weights_are_computed_again(name, store_no_weights, monkeypatch):
-    # a row of windows or a cluster at a time
-    for module in (_window_cpu, _clustered):
-        monkeypatch.setattr(module, '_NUM_SCORES', 1)
+def test_memory_of_a_training_step_falls_if_weights_are_computed_again(name, store_no_weights):
     mixer = build(name, (16, 16), dtype=torch.float32).eval()
     x = tokens(mixer, batch_size=2, dtype=torch.float32)
     stored = call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device)
@@ -157,10 +162,9 @@ def test_memory_of_a_training_step_falls_if_weights_are_computed_again(name, sto
     assert call_peak_megabytes(lambda _: output_and_gradients(mixer, x, (16, 16)), x.device) < 0.8 * stored
 
 
+@pytest.mark.usefixtures('attend_in_small_parts')
 @pytest.mark.parametrize('name', WEIGHTS)
-def test_no_weights_are_stored_without_gradients(name, store_no_weights, monkeypatch):
-    for module in (_window_cpu, _clustered):
-        monkeypatch.setattr(module, '_NUM_SCORES', 1)
+def test_no_weights_are_stored_without_gradients(name, store_no_weights):
     mixer = build(name, (16, 16), dtype=torch.float32).eval()
     x = tokens(mixer, batch_size=8, dtype=torch.float32)
     # arguments that need a gradient, which is disabled

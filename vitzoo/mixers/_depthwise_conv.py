@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ._numerics import is_compiled
+from ._numerics import is_compiled, needs_gradient
 
 __all__ = ['depthwise_conv']
 
@@ -38,7 +38,7 @@ def _is_faster(image: torch.Tensor, weight: torch.Tensor) -> bool:
     size = weight.shape[-1]
     # on a strip, most offsets of the filters are beyond the image
     is_image = min(image.shape[2:]) > size // 2
-    return torch.is_grad_enabled() and weight.requires_grad and size >= _LEAST_SIZE and is_image
+    return needs_gradient(weight) and size >= _LEAST_SIZE and is_image
 
 
 def _convolve(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

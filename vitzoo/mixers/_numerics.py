@@ -8,8 +8,8 @@ from timm.layers import is_exporting
 from torch.nn import functional as F
 
 __all__ = [
-    'CACHED', 'LOG2_E', 'at_least', 'dot_tokens', 'is_compiled', 'is_traced', 'mask_bias', 'no_autocast', 'pad',
-    'sum_products',
+    'CACHED', 'LOG2_E', 'at_least', 'dot_tokens', 'is_compiled', 'is_traced', 'mask_bias', 'needs_gradient',
+    'no_autocast', 'pad', 'sum_products',
 ]  # fmt: skip
 
 # exponentials are to base 2, which PyTorch computes several times faster on a CPU
@@ -38,6 +38,11 @@ def is_traced() -> bool:
 def is_compiled() -> bool:
     """Return True if the compiler, an exporter or torch.func traces, and decides itself what to store and to fuse."""
     return is_traced() or is_exporting()
+
+
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Return True if gradients are enabled and one of the tensors needs one."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def pad(x: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:

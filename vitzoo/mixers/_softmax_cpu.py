@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ._numerics import CACHED, is_traced
+from ._numerics import CACHED, is_traced, needs_gradient
 
 __all__ = ['is_faster_than_fused', 'scaled_scores', 'softmax_attention_cpu']
 
@@ -24,7 +24,7 @@ def is_faster_than_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias
     """
     if q.device.type != 'cpu' or q.dtype != torch.bfloat16 or is_traced():
         return False
-    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias)))
+    return not needs_gradient(q, k, v, bias)
 
 
 def softmax_attention_cpu(

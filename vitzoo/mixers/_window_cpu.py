@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._numerics import CACHED, LOG2_E, pad
+from ._numerics import CACHED, LOG2_E, needs_gradient, pad
 from ._recompute import is_stored
 
 __all__ = ['window_attention_cpu']
@@ -42,8 +42,8 @@ def window_attention_cpu(
     bias = None if bias is None else bias.expand(q.shape[1], -1, -1)
     tile_rows = _TileRows(q, grid_size, window_size, halo)
     num_weights = q.shape[1] * tile_rows.num_queries * (math.prod(tile_rows.key_size) + k_shared.shape[2])
-    keeps_weights = torch.is_grad_enabled() and is_stored(num_weights)
-    return _WindowAttention.apply(q, k, v, k_shared, v_shared, bias, tile_rows, scale, keeps_weights)
+    tensors = q, k, v, k_shared, v_shared, bias
+    return _WindowAttention.apply(*tensors, tile_rows, scale, needs_gradient(*tensors) and is_stored(num_weights))
 
 
 class _TileRows:
@@ -185,13 +185,12 @@ class _WindowAttention(torch.autograd.Function):
         bias: Tensor | None,
         tile_rows: _TileRows,
         scale: float,
-        keeps_weights: bool,
+        stored: bool,
     ) -> Tensor:
         B, heads, N, d = v.shape
         # (B, N, heads, d) in memory, so that merging the heads is free
         out = v.new_empty(B, N, heads, d).transpose(1, 2)
         q_map, k_map, v_map, out_map = tile_rows.to_maps(q, k, v, out)
-        stored = keeps_weights and any(ctx.needs_input_grad)
         kept = []
         for block, row in tile_rows:
             k_tiles = tile_rows.read_keys(k_map[block], k_shared[block], row)

@@ -25,7 +25,7 @@ from torch.types import Device
 from vitzoo.kernels import use_kernel
 
 from ._depthwise_conv import depthwise_conv
-from ._numerics import LOG2_E, is_compiled, is_traced
+from ._numerics import LOG2_E, is_compiled, is_traced, needs_gradient
 from ._recompute import apply_to_heads, recompute_heads
 from ._window import fit_halo, fit_window, halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
@@ -223,7 +223,7 @@ def _exp(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _is_inference_on_cpu(x: torch.Tensor) -> bool:
     """True where exponentials are fastest to base 2; their gradient and other devices would need further passes."""
-    return x.device.type == 'cpu' and not (torch.is_grad_enabled() and x.requires_grad) and not is_compiled()
+    return x.device.type == 'cpu' and not needs_gradient(x) and not is_compiled()
 
 
 def _terms(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor:

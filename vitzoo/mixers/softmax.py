@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._numerics import needs_gradient
 from ._rel_bias import DecomposedBias, OffsetBias, PrefixBias
 from ._softmax_cpu import is_faster_than_fused, scaled_scores, softmax_attention_cpu
 from .base import QKVMixer, register_mixer
@@ -98,7 +99,7 @@ def _is_fused_backward_slower(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     For a learned bias sdpa has no fused kernel, and scales copies of both queries and keys. In half precision sdpa and
     its backward pass take 1.4 to 5 times as long as the formula.
     """
-    if q.device.type != 'cpu' or not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
+    if q.device.type != 'cpu' or not needs_gradient(q, k, v):
         return False
     if bias is not None and bias.requires_grad:
         return True
