@@ -90,13 +90,6 @@ def _rows(in_q: Tensor, in_k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return (in_q + first).flatten(0, 1), (in_k + first).flatten(0, 1)
 
 
-def _own_keys(in_q: Tensor, in_k: Tensor, q: Tensor) -> Tensor:
-    """The place of each query's token among the w keys of its cluster, (clusters, w); w if it is not one of them."""
-    in_q, in_k = in_q.flatten(0, 1), in_k.flatten(0, 1)
-    places = torch.arange(in_k.shape[1], device=in_k.device).expand_as(in_k)
-    return in_k.new_full((len(in_k), q.shape[1]), in_k.shape[1]).scatter(1, in_k, places).gather(1, in_q)
-
-
 def _take(x: Tensor, rows: Tensor) -> Tensor:
     """Tokens (M, N, d) of the members of clusters (G, w), (G, w, d).
 
@@ -110,12 +103,16 @@ def _add(x: Tensor, rows: Tensor, of_members: Tensor) -> None:
     x.view(-1, x.shape[-1]).index_add_(0, rows.flatten(), of_members.flatten(0, 1))
 
 
-def _scores(q: Tensor, k: Tensor, own: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, in_q: Tensor, in_k: Tensor, num_tokens: int) -> Tensor:
     """Scores (G, w, w) of the members of clusters, minus infinity of a token with itself."""
-    scores, own = (q @ k.mT).to(_wide(q)), own.unsqueeze(2)
+    w = in_k.shape[1]
+    # where among the keys each query's token is, w if it is not one of them
+    own = in_k.new_full((len(in_k), num_tokens), w)
+    own = own.scatter_(1, in_k, torch.arange(w, device=in_k.device).expand_as(in_k)).gather(1, in_q).unsqueeze(2)
+    scores = (q @ k.mT).to(_wide(q))
     # one score per query, instead of a comparison of all of them
-    place = own.clamp(max=k.shape[1] - 1)
-    return scores.scatter_(2, place, scores.gather(2, place).masked_fill(own < k.shape[1], float('-inf')))
+    place = own.clamp(max=w - 1)
+    return scores.scatter_(2, place, scores.gather(2, place).masked_fill(own < w, float('-inf')))
 
 
 def _blocks(q: Tensor) -> list[slice]:
@@ -180,9 +177,9 @@ def _attend(
     """Write `out` and `lse` of a few heads, and return the weights within each group of clusters if they are stored."""
     dtype, (rows_q, rows_k) = lse.dtype, _rows(in_q, in_k, q)
     routed, m_c, l_c = (q.new_empty(*rows_q.shape, n, dtype=dtype) for n in (v.shape[-1], 1, 1))
-    kept = []
-    for *rows, own, routed_of_group, m, l in _groups(rows_q, rows_k, _own_keys(in_q, in_k, q), routed, m_c, l_c):
-        scores = _scores(_take(q, rows[0]), _take(k, rows[1]), own)
+    kept, members = [], (in_q.flatten(0, 1), in_k.flatten(0, 1))
+    for *rows, in_q_c, in_k_c, routed_of_group, m, l in _groups(rows_q, rows_k, *members, routed, m_c, l_c):
+        scores = _scores(_take(q, rows[0]), _take(k, rows[1]), in_q_c, in_k_c, q.shape[1])
         # finite if the only key is the token itself
         m.copy_(scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(dtype).min / 2))
         p = scores.sub_(m).exp2_()
@@ -234,11 +231,11 @@ def _grad_attend(
     ds = (do @ v_shared.mT).to(dtype).sub_(delta).mul_(p).to(q.dtype)
     dk_shared, dv_shared = ds.mT @ q, p.to(v.dtype).mT @ do
     dq += ds @ k_shared
-    for *rows, own in _groups(rows_q, rows_k, _own_keys(in_q, in_k, q)):
+    for *rows, in_q_c, in_k_c in _groups(rows_q, rows_k, in_q.flatten(0, 1), in_k.flatten(0, 1)):
         (q_c, do_c), (k_c, v_c) = ([_take(x, r) for x in xs] for xs, r in zip(((q, do), (k, v)), rows))
         p = next(weights, None)
         if p is None:
-            p = _scores(q_c, k_c, own).sub_(_take(lse, rows[0])).exp2_()
+            p = _scores(q_c, k_c, in_q_c, in_k_c, q.shape[1]).sub_(_take(lse, rows[0])).exp2_()
         ds = (do_c @ v_c.mT).to(dtype).sub_(_take(delta, rows[0])).mul_(p).to(q.dtype)
         _add(dv, rows[1], (p.to(v.dtype).mT @ do_c).to(dtype))
         _add(dq, rows[0], (ds @ k_c).to(dtype))
