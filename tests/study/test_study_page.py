@@ -11,6 +11,7 @@ from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.report import write_study_report
 from vitzoo.study.results import ResultColumn, average, collect
+from vitzoo.study.retention import find_retentions
 from vitzoo.study.tables import format_notes
 from vitzoo.study.worker import Worker
 
@@ -92,6 +93,15 @@ def test_conversion_is_compared_with_the_teacher_and_with_the_same_mixer_from_sc
     # no cell trains performer from scratch
     assert 'converted, performer: 77.0' in kept and 'from scratch, performer' not in kept
     assert '<th scope="row">performer</th><td>77</td><td>–</td><td>95.06</td>' in kept
+
+
+def test_a_mixer_that_is_named_after_its_body_is_found_from_scratch(tmp_path):
+    way = dict(train=dict(epochs=1), models=['aft_softmax_nano', 'aft_conv_nano'])
+    mixers = dict(transfer=dict(steps=2), teacher='aft_softmax_nano', teacher_way='scratch', mixers=['aft_conv', 'ls'])
+    study = read_study(write_study(tmp_path, baseline='aft_softmax_nano', ways=dict(scratch=way, converted=mixers)))
+    rows = collect(study, lambda cell, evaluation: dict(top1=70.0 if cell.model == 'aft_conv_nano' else 60.0))
+    found = find_retentions(study, [row for row in rows if row.is_converted], rows)
+    assert [(kept.mixer, kept.scratch, kept.share) for kept in found] == [('aft_conv', 70, 100), ('ls', None, 100)]
 
 
 def test_speeds_of_several_machines_are_not_compared(study):

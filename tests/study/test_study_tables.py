@@ -75,6 +75,24 @@ def test_the_markdown_table_has_one_column_for_each_number(study):
     assert 'comparisons, here 6' in text
 
 
+def test_the_table_of_a_conversion_is_followed_by_what_it_keeps(study):
+    transfer = dict(kind='top1', start=dict(top1=50.0), controls=dict(zero=dict(top1=10.0)))
+
+    def read(cell, evaluation):
+        record = cell.record.results(evaluation)
+        return record | dict(transfer=transfer) if cell.model.endswith('_to_ls') else record
+
+    parts = format_markdown(study, collect(study, read)).split('\n\n')
+    (number,) = [number for number, part in enumerate(parts) if part == '### converted']
+    lines = parts[number + 3].splitlines()
+    assert lines[:2] == [
+        '| mixer | converted | % of the teacher | from scratch | before training | without attention |',
+        '| --- | ---: | ---: | ---: | ---: | ---: |',
+    ]
+    # 78.9 and 80 of a teacher with 80
+    assert lines[2:] == ['| performer | 80.00 | 100.0 | – | – | – |', '| ls | 78.90 | 98.6 | – | 50.00 | 10.00 |']
+
+
 @pytest.mark.parametrize(('sign', 'front'), [(1, ['a', 'c', 'd']), (-1, ['a', 'b'])])
 def test_a_front_has_the_models_that_no_other_dominates(sign, front):
     score, cost = ResultColumn('clean', 'top1'), ResultColumn('clean', 'gmacs')
@@ -133,7 +151,10 @@ def test_a_way_is_ranked_by_the_first_of_its_own_evaluations(tmp_path):
 def test_latex_is_escaped(study):
     text = format_latex(study, collect(study))
     assert r'deit\_ls\_nano & 3 & 83.10 $\pm$ 2.73 & +2.10 $\pm$ 0.25 better' in text
-    assert text.count(r'\begin{tabular}{rl') == text.count(r'\end{tabular}') == 3
+    # three ways, and what the conversions of the third keep
+    assert text.count(r'\begin{tabular}{rl') == 3 and text.count(r'\begin{tabular}{lrrrrr}') == 1
+    assert text.count(r'\end{tabular}') == 4
+    assert r'mixer & converted & \% of the teacher' in text and r'ls & 78.90 & 98.6 & – & – & –' in text
     assert r'top-1 \%' in text
 
 

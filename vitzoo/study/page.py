@@ -15,6 +15,7 @@ from vitzoo.report.table import sort_heading
 from vitzoo.report.transfers import retention_table
 from vitzoo.study.plan import Study
 from vitzoo.study.results import ResultColumn, Row, merge_records, score_column, size_columns
+from vitzoo.study.retention import find_retentions
 from vitzoo.study.tables import GridCell, format_fronts, make_grid
 
 # of `vitzoo report`, with their titles
@@ -159,26 +160,25 @@ def _size_figures(study: Study, shown: list[_Entry], way: list[Row]) -> list[Ele
 
 def _retention_figures(study: Study, way: list[_Entry], rows: list[Row]) -> list[Element]:
     """Accuracies of the students of a way, of their teacher, and of the same mixers from scratch."""
-    score = score_column(study, [entry.row for entry in way])
-    known = {(row.way, row.model): row.values[score].mean for row in rows if score in row.values} if score else {}
-    students = [entry.row for entry in way if entry.row.is_converted and (entry.row.way, entry.row.model) in known]
-    # a way has one teacher
-    teacher = students[0].baseline if students else None
-    if score is None or teacher is None or teacher not in known:
+    of_way = [entry.row for entry in way]
+    score, found = score_column(study, of_way), find_retentions(study, of_way, rows)
+    if score is None or not found:
         return []
-    names = [row.mixer for row in students]
-    scores = [known[row.way, row.model] for row in students]
-    scratch = [known.get((teacher[0], teacher[1].replace('_softmax_', f'_{name}_'))) for name in names]
-    columns: dict[str, Sequence[float | None]] = dict(teacher=[known[teacher]] * len(names))
-    columns |= {'from scratch': scratch, 'converted': scores}
+    # a way has one teacher
+    teacher = next(row.baseline[1] for row in of_way if row.baseline is not None)
+    names = [kept.mixer for kept in found]
+    columns: dict[str, Sequence[float | None]] = {
+        'teacher': [kept.teacher for kept in found],
+        'from scratch': [kept.scratch for kept in found],
+        'converted': [kept.student for kept in found],
+    }
     # symbols that no row has
     marks = [(number, name, list(values)) for number, (name, values) in enumerate(columns.items(), start=len(rows))]
-    chart = dots(f'{score.metric.title} of mixers in {teacher[1]}', names, marks, score.metric.title)
-    shares = [100 * value / known[teacher] for value in scores]
+    chart = dots(f'{score.metric.title} of mixers in {teacher}', names, marks, score.metric.title)
     head = ['mixer', 'converted', 'from scratch', '% of the teacher']
-    numbers = [list(line) for line in zip(names, scores, scratch, shares)]
+    numbers = [[kept.mixer, kept.student, kept.scratch, kept.share] for kept in found]
     symbols = [dict(index=number, name=name) for number, name, _ in marks]
-    return [figure(f'Mixers in {teacher[1]}', legend(symbols), chart, head, numbers)]
+    return [figure(f'Mixers in {teacher}', legend(symbols), chart, head, numbers)]
 
 
 def _provenance(study: Study, rows: list[Row]) -> list[Element]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, score_column, visible_columns
+from vitzoo.study.retention import Retention, find_retentions
 from vitzoo.transfer.summary import STAGES
 
 _CSV_KEYS = (
@@ -23,6 +25,9 @@ CELL_COLUMNS = (
     *('way', 'model', 'seed', 'evaluation', *_CELL_KEYS),
     *('token_statistics', 'transfer', 'seconds', 'command'),
 )
+# columns of text, which are aligned at the left
+_TEXTS = ('model', 'mixer')
+_RETENTION = ('mixer', 'converted', '% of the teacher', 'from scratch', 'before training', 'without attention')
 _ESCAPES = {character: f'\\{character}' for character in '&%$#_{}'} | {'~': r'\textasciitilde{}', '±': r'$\pm$'}
 
 
@@ -39,27 +44,45 @@ def format_markdown(study: Study, rows: list[Row]) -> str:
 
 
 def format_ways(study: Study, rows: list[Row]) -> list[str]:
-    """A heading, a table and the Pareto fronts of each way, in Markdown."""
+    """A heading, the tables and the Pareto fronts of each way, in Markdown."""
     parts = []
     for way in by_way(rows):
-        headings, lines = _grid_texts(study, way)
-        rules = ['---:' if number != 1 else '---' for number in range(len(headings))]
-        table = '\n'.join(f'| {" | ".join(line)} |' for line in (headings, rules, *lines))
-        parts += [f'### {way[0].way}\n\n{table}', *format_fronts(study, way)]
+        table, *kept = (_to_markdown(*grid) for grid in _grids(study, way, rows))
+        parts += [f'### {way[0].way}\n\n{table}', *format_fronts(study, way), *kept]
     return parts
 
 
 def format_latex(study: Study, rows: list[Row]) -> str:
-    """A tabular for each way, with the rules of the package booktabs."""
+    """The tabulars of each way, with the rules of the package booktabs."""
     parts = []
     for way in by_way(rows):
-        headings, lines = _grid_texts(study, way)
-        lines = [' & '.join(map(_to_latex, line)) + r' \\' for line in (headings, *lines)]
-        columns = 'rl' + 'r' * (len(headings) - 2)
-        body = '\n'.join([r'\toprule', lines[0], r'\midrule', *lines[1:], r'\bottomrule'])
-        parts.append(f'% {way[0].way}\n\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}')
+        for headings, lines in _grids(study, way, rows):
+            first, *others = (' & '.join(map(_to_latex, line)) + r' \\' for line in (headings, *lines))
+            columns = ''.join('l' if heading in _TEXTS else 'r' for heading in headings)
+            body = '\n'.join([r'\toprule', first, r'\midrule', *others, r'\bottomrule'])
+            parts.append(f'% {way[0].way}\n\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}')
     notes = [f'{count_finished(study)}.', *format_notes(study, rows)]
     return '\n\n'.join([*parts, *(f'% {note}' for note in notes)])
+
+
+def _grids(study: Study, way: list[Row], rows: list[Row]) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Headings and lines of a way's table and, if it converts models, of what they keep."""
+    headings, lines = make_grid(study, way)
+    yield headings, [[cell.text for cell in line] for line in lines]
+    found = find_retentions(study, way, rows)
+    if found:
+        yield [*_RETENTION], [_retention_line(kept) for kept in found]
+
+
+def _retention_line(kept: Retention) -> list[str]:
+    scores = (kept.student, kept.scratch, kept.start, kept.zero)
+    student, *others = ('–' if score is None else f'{score:.2f}' for score in scores)
+    return [kept.mixer, student, f'{kept.share:.1f}', *others]
+
+
+def _to_markdown(headings: list[str], lines: list[list[str]]) -> str:
+    rules = ['---' if heading in _TEXTS else '---:' for heading in headings]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in (headings, rules, *lines))
 
 
 def write_csv(path: Path, rows: list[Row]) -> None:
@@ -161,11 +184,6 @@ def make_grid(study: Study, rows: list[Row]) -> tuple[list[str], list[list[GridC
         cells = [make_cell(row, column) for make_cell, column in columns]
         lines.append([rank, GridCell(name, row.model), GridCell(str(seeds), seeds), *cells])
     return headings, lines
-
-
-def _grid_texts(study: Study, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    headings, lines = make_grid(study, rows)
-    return headings, [[cell.text for cell in line] for line in lines]
 
 
 def format_fronts(study: Study, rows: list[Row]) -> list[str]:
