@@ -58,10 +58,10 @@ class Traits:
 # by what is needed
 NEEDS: dict[str, Callable[[str, Traits], bool]] = {
     'exact softmax attention in a fixed part of the grid': lambda _, t: t.exact and t.reads < N and not t.chosen,
-    'tokens to read chosen by content': lambda _, t: t.chosen,
+    'content-based choice of the tokens attended': lambda _, t: t.chosen,
     'every token reads every token, at linear cost': lambda name, t: t.reads == N and name in LINEAR,
     'an approximation of softmax attention, without training': lambda _, t: t.approximates,
-    'all weights of softmax attention and no others': lambda _, t: t.inherits == 'all' and not t.adds,
+    'inherits every parameter of softmax attention and adds none': lambda _, t: t.inherits == 'all' and not t.adds,
     'no parameters at all': lambda _, t: not t.parameters,
     'weights that do not depend on content': lambda _, t: not t.content_based,
 }
@@ -143,12 +143,12 @@ def needs_table(names: list[str]) -> str:
         [need, ', '.join(f'[`{name}`](#{name})' for name in names if meets(name, find_traits(name)))]
         for need, meets in NEEDS.items()
     ]
-    return to_table(['needed', 'mixers'], lines)
+    return to_table(['property', 'mixers'], lines)
 
 
 def traits_table(names: list[str], speeds: dict[str, Speeds]) -> str:
     """The properties of each mixer, and the number of tokens from which it is faster than fused softmax attention."""
-    head = ['mixer', 'reads', 'exact', 'by content', 'takes', 'adds', 'any grid', 'approximates']
+    head = ['mixer', 'reads', 'exact', 'by content', 'inherits', 'new parameters', 'any grid', 'approximates']
     head += [f'faster, {measured_pass}' for measured_pass in LAYER_PASSES] + ['× at 16,384']
     return to_table(head, [_line(name, find_traits(name), speeds.get(name, {})) for name in names])
 

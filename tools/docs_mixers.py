@@ -54,7 +54,7 @@ exists only for mixers that approximate it.
   **chosen** if its content decides which.
 * **exact**: the weights are those of softmax attention over these tokens, without a relative bias.
 * **by content**: the output is not a linear function of the tokens.
-* **takes**: the part of the weights of a layer of softmax attention that it inherits; **adds**: it has others, too.
+* **inherits**: how many weights of softmax attention it inherits; **new parameters**: it has others, too.
 * **any grid**: has no parameters for one grid, which `set_input_size` resamples. Every mixer works on every grid.
 * **approximates**: approximates softmax attention over all tokens, so that a model with inherited weights works to some
   degree without training. The other mixers need training.

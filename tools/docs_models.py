@@ -105,8 +105,14 @@ def page_tables(rows: list[dict[str, str]]) -> dict[str, str]:
         tables[family] = published_table(members)
     same_backbone = [row for row in published if row['model'].partition('.')[0] == SWAPPED]
     tables['swapped'] = swapped_table(same_backbone)
-    tables['measured'] = measured_table([row for row in rows if row not in published])
+    # docs/study.md has the cells of the study
+    tables['measured'] = measured_table([row for row in rows if row not in published and not is_cell(row)])
     return tables
+
+
+def is_cell(row: dict[str, str]) -> bool:
+    """Return True if a row has the result of a cell of a study."""
+    return row['reference'].startswith('`vitzoo study run')
 
 
 def published_table(rows: list[dict[str, str]]) -> str:
@@ -145,29 +151,8 @@ def swapped_table(rows: list[dict[str, str]]) -> str:
 
 def measured_table(rows: list[dict[str, str]]) -> str:
     """Results of `vitzoo validate`, and the origin of the weights."""
-    head = [
-        'model',
-        'images',
-        'image',
-        'top-1 %',
-        'top-5 %',
-        'images/s',
-        'peak MB',
-        'last cosine',
-        'weights',
-        'made by',
-    ]
-    keys = (
-        'data',
-        'img_size',
-        'top1',
-        'top5',
-        'images_per_second',
-        'peak_memory_mb',
-        'oversmoothing',
-        'source',
-        'reference',
-    )
+    head = ['model', 'images', 'image', 'top-1 %', 'top-5 %', 'last cosine', 'weights', 'made by']
+    keys = ('data', 'img_size', 'top1', 'top5', 'oversmoothing', 'source', 'reference')
     return to_table(head, [[name_with_mixers(row), *(numbers(row)[key] for key in keys)] for row in rows])
 
 
@@ -185,10 +170,7 @@ def numbers(row: dict[str, str]) -> dict[str, str]:
     for key, factor in (('gmacs', 1), ('gflops', 2)):
         value = factor * float(row['gmacs'])
         shown[key] = f'{value:.2f}' if value >= 1 else f'{value:.3f}'
-    for key, form in (('images_per_second', ',.0f'), ('peak_memory_mb', ',.0f'), ('oversmoothing', '.3f')):
-        shown[key] = format(float(row[key]), form) if row[key] else ''
-    if row['images_per_second']:
-        shown['images_per_second'] += f' ({row["device"]})'
+    shown['oversmoothing'] = f'{float(row["oversmoothing"]):.3f}' if row['oversmoothing'] else ''
     # weights without a tag are not published
     has_tag = '.' in row['model']
     shown['license'] = (timm.get_pretrained_cfg(row['model']).license or 'not stated') if has_tag else ''
@@ -213,8 +195,8 @@ def family_of(row: dict[str, str]) -> str:
 
 
 def to_table(head: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table; columns that contain only numbers are right-aligned."""
-    numeric = [all(re.fullmatch(r'[\d,.]*', line[column]) for line in lines) for column in range(len(head))]
+    """A Markdown table; columns of numbers, some of them perhaps marked by "?", are right-aligned."""
+    numeric = [all(re.fullmatch(r'[\d,.]*\??', line[column]) for line in lines) for column in range(len(head))]
     rule = ['---:' if right else '---' for right in numeric]
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in (head, rule, *lines))
 

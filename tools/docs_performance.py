@@ -15,6 +15,7 @@ from targets import LINEAR
 from vitzoo.bench._harness import LAYER_PASSES, find_doubt, format_machine, read_rows
 from vitzoo.bench._show import format_time
 from vitzoo.bench.mixers import BASELINE, exponent, format_crossover
+from vitzoo.metrics.speed import MAX_SPREAD
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'weights' / 'benchmarks.csv'
@@ -77,10 +78,20 @@ def format_run(rows: list[dict]) -> str:
 
 
 def format_doubts(rows: list[dict]) -> str:
-    """The measurements of a run whose rounds disagree, '' if there are none."""
-    uneven = [row for row in rows if find_doubt(row) == 'uneven rounds']
-    names = dict.fromkeys(f'{row["name"]} at {row["tokens"] or row["img_size"]}' for row in uneven)
-    return f' The rounds of {len(uneven)} of {len(rows)} times disagree: {", ".join(names)}.' if uneven else ''
+    """How many times of a run are marked, '' if none is."""
+    uneven = sum(is_uneven(row) for row in rows)
+    spread = f'the quartiles are more than {MAX_SPREAD:.0%} of the median apart'
+    return f' {uneven} of {len(rows)} times are marked by "?": {spread}.' if uneven else ''
+
+
+def is_uneven(row: dict) -> bool:
+    """Return True if the rounds of a measurement disagree."""
+    return find_doubt(row) == 'uneven rounds'
+
+
+def mark(text: str, row: dict) -> str:
+    """Mark what was computed from a time that is unreliable."""
+    return f'{text}?' if is_uneven(row) else text
 
 
 def format_rates(rows: list[dict]) -> str:
@@ -140,7 +151,7 @@ def mixer_line(name: str, known: dict[int, dict], sizes: list[int]) -> list[str]
     """A mixer's line, with dashes for sizes that exceed the limits of time or memory."""
     power = exponent({size: row['seconds'] for size, row in known.items()})
     start = '' if name == BASELINE else format_crossover({size: row['ratio'] for size, row in known.items()})
-    cells = [f'{known[size]["ratio"]:.2f}' if size in known else '–' for size in sizes]
+    cells = [mark(f'{known[size]["ratio"]:.2f}', known[size]) if size in known else '–' for size in sizes]
     cells += [start, '–' if power is None else f'{power:.2f}']
     last = known.get(max(sizes))
     if last is None:
@@ -148,7 +159,8 @@ def mixer_line(name: str, known: dict[int, dict], sizes: list[int]) -> list[str]
     ceiling, share = (
         format_optional(last.get(key), form) for key, form in (('ceiling', '.1f'), ('matmul_share', '.0%'))
     )
-    return [f'`{name}`', *cells, format_time(last['seconds']), f'{last["peak_mb"]:,.0f}', ceiling, share]
+    time = mark(format_time(last['seconds']), last)
+    return [f'`{name}`', *cells, time, f'{last["peak_mb"]:,.0f}', ceiling, share]
 
 
 def format_optional(value: float | None, form: str) -> str:
@@ -182,7 +194,7 @@ def peer_tables(rows: list[dict]) -> list[str]:
     lines = []
     for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
         size = f'{ours["tokens"]:,}' if ours['tokens'] else f'{ours["img_size"]} px'
-        times = [format_time(ours['seconds']), format_time(theirs['seconds']), f'{ours["ratio"]:.2f}']
+        times = [*(mark(format_time(row['seconds']), row) for row in (ours, theirs)), f'{ours["ratio"]:.2f}']
         times += [f'{ours["ratio_low"]:.2f} – {ours["ratio_high"]:.2f}', str(ours['rounds'])]
         limits = [format_optional(ours.get(key), form) for key, form in LIMITS.items()]
         lines.append([f'`{ours["name"]}`', ours['against'], size, ours['what'], *times, *limits])
@@ -196,8 +208,8 @@ def model_tables(rows: list[dict]) -> list[str]:
     lines = [
         [
             *(f'`{row["name"]}`', str(row['img_size']), row['dtype'], row['what'], str(row['batch_size'])),
-            f'{row["batch_size"] / row["seconds"]:,.1f}',
-            format_time(row['seconds']),
+            mark(f'{row["batch_size"] / row["seconds"]:,.1f}', row),
+            mark(format_time(row['seconds']), row),
             f'{format_time(row["seconds_low"])} – {format_time(row["seconds_high"])}',
             *(f'{row["gmacs"]:.2f}', f'{row["matmul_share"]:.0%}', f'{row["peak_mb"]:,.0f}'),
             *([f'{row["ratio"]:.2f}'] if against else []),
@@ -214,7 +226,7 @@ def model_tables(rows: list[dict]) -> list[str]:
 def startup_tables(rows: list[dict]) -> list[str]:
     """Time to import and to create a model, relative to timm."""
     lines = [
-        [row['name'], format_time(row['seconds']), f'{1 / row["ratio"]:.2f}', row['against']]
+        [row['name'], mark(format_time(row['seconds']), row), f'{1 / row["ratio"]:.2f}', row['against']]
         for row in rows
         if row['name'] != row['against']
     ]

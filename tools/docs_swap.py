@@ -70,9 +70,13 @@ def tables(times: dict[tuple[str, int], str], machine: str) -> dict[str, str]:
 
 
 def weights_table() -> str:
-    """The weights of the attention of each family that each mixer inherits."""
-    lines = [[f'`{mixer}`', *(lost_weights(mixer, family) for family in FAMILIES)] for mixer in own_mixers()]
-    return to_table(['mixer', *FAMILIES], lines)
+    """The weights of the attention of each family that mixers inherit; those that inherit the same have one line."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for mixer in own_mixers():
+        groups.setdefault(tuple(lost_weights(mixer, family) for family in FAMILIES), []).append(f'`{mixer}`')
+    # the largest group first
+    lines = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return to_table(['mixers', *FAMILIES], [[', '.join(mixers), *cells] for cells, mixers in lines])
 
 
 def lost_weights(mixer: str, family: str) -> str:

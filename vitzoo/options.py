@@ -22,7 +22,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add('--checkpoint', metavar='FILE', help='weights to load, .safetensors or .pth')
     add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the model)')
-    add('--batch-size', type=positive, default=64, metavar='N', help='batch size per process (default: 64)')
+    add('--batch-size', type=positive, default=64, metavar='N', help='batch size per process (default: %(default)s)')
     add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='data loading processes')
     add('--device', type=device, default=default_device(), help='device (default: the accelerator if available)')
     add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass (default: float32)')

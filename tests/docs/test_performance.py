@@ -303,3 +303,10 @@ MODULES = dict(mixers=mixers, memory=memory, peers=peers, models=models, startup
 PLANNED = dict(
     mixers=planned_mixers, memory=planned_memory, peers=planned_peers, models=planned_models, startup=planned_startup
 )
+
+
+def test_times_of_uneven_rounds_are_marked():
+    uneven, even = MEASURED | MACHINE, MEASURED | MACHINE | dict(seconds_low=0.95, seconds_high=1.05)
+    assert [docs_performance.mark('1.00', row) for row in (uneven, even)] == ['1.00?', '1.00']
+    assert '1 of 2 times are marked' in docs_performance.format_doubts([uneven, even])
+    assert docs_performance.format_doubts([even]) == ''

@@ -9,10 +9,10 @@ PAGE = Path(__file__).parents[2] / 'docs' / 'swap.md'
 
 
 def cells(table: str) -> dict[str, list[str]]:
-    """The cells of a table by the mixer of their row."""
+    """The cells of a table by the mixers of their row."""
     text = PAGE.read_text().partition(f'<!-- {table}: made by')[2].partition(f'<!-- end of {table} -->')[0]
     rows = [[cell.strip(' `') for cell in line.strip('|').split('|')] for line in text.splitlines() if line[:1] == '|']
-    return {mixer: values for mixer, *values in rows[2:]}
+    return {mixer.strip('`'): values for mixers, *values in rows[2:] for mixer in mixers.split(', ')}
 
 
 @pytest.mark.parametrize('mixer', ['aft_conv', 'longformer', 'pool', 'softmax', 'srformer'])
