@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from helpers import DIM, GRID, HEADS, SETTINGS, build, cast, recorded_call, run_with_gradients, tokens
+from helpers import DIM, GRID, HEADS, SETTINGS, build, cast, perturb, recorded_call, run_with_gradients, tokens
+from timm.models._manipulate import reinit_non_persistent_buffers
 
 from vitzoo import create_mixer, list_mixers, register_mixer
-from vitzoo.mixers import QKVMixer, _window
+from vitzoo.mixers import QKVMixer, _recompute, _window
 
 CASES = [
     pytest.param(name, kwargs, id=f'{name}-{i}')
@@ -68,6 +69,21 @@ def test_a_sample_does_not_depend_on_its_batch(name, kwargs, std):
         torch.testing.assert_close(batched[i : i + 1], alone, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize('is_long', [False, True], ids=['stored', 'recomputed'])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_an_empty_batch_has_no_gradient(name, kwargs, is_long, monkeypatch):
+    if is_long:
+        monkeypatch.setattr(_recompute, '_STORED_SAMPLE', 0)
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    x = tokens(mixer, 0).requires_grad_()
+    out = mixer(x, GRID)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(p.grad is None or not p.grad.any() for p in mixer.parameters())
+    assert all(buffer.isfinite().all() for buffer in mixer.buffers())
+
+
 @pytest.mark.parametrize('value', [math.inf, math.nan])
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_a_sample_that_is_not_finite_leaves_the_others_as_they_are(name, kwargs, value):
@@ -101,6 +117,42 @@ def test_gradients_per_sample_by_torch_func_are_those_of_autograd(name):
         expected = torch.autograd.grad(loss(*inputs), [*inputs[0].values(), inputs[1]])
         for one, other in zip([*(grad[i] for grad in found[0].values()), found[1][i]], expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.filterwarnings('ignore:There is a performance drop')
+@pytest.mark.parametrize(
+    'name, kwargs',
+    [
+        ('swin', {}),
+        ('neighborhood', {}),
+        ('softmax', {'rel_bias': 'table'}),
+        ('softmax', {'rel_bias': 'decomposed'}),
+        ('longformer', {'rel_bias': 'table'}),
+    ],
+    ids=str,
+)
+def test_learned_biases_of_an_ensemble_train_by_torch_func(name, kwargs):
+    mixers = [perturb(build(name, num_prefix_tokens=1, **kwargs), std=scale) for scale in (0.1, 0.2)]
+    x, (weights, buffers) = tokens(mixers[0]), torch.func.stack_module_state(mixers)
+    run = torch.func.vmap(lambda *state: torch.func.functional_call(mixers[0], state, (x, GRID)))
+    run(weights, buffers).square().sum().backward()
+    for i, mixer in enumerate(mixers):
+        mixer(x, GRID).square().sum().backward()
+        for key, p in mixer.named_parameters():
+            torch.testing.assert_close(weights[key].grad[i], p.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_mixer_from_the_meta_device_equals_its_original(name, kwargs):
+    original = build(name, num_prefix_tokens=1, **kwargs).eval()
+    kwargs = dict(grid_size=GRID, num_prefix_tokens=1, dtype=torch.float64, device='meta', **kwargs)
+    loaded = create_mixer(name, DIM, HEADS, **kwargs).eval().to_empty(device='cpu')
+    for tensor in (*loaded.parameters(), *loaded.buffers()):
+        tensor.data.fill_(math.nan if tensor.is_floating_point() else 0)
+    loaded.load_state_dict(original.state_dict())
+    reinit_non_persistent_buffers(loaded)
+    x = tokens(original)
+    torch.testing.assert_close(loaded(x, GRID), original(x, GRID), rtol=0, atol=0)
 
 
 # torch.jit fails with the sizes that they compute with
@@ -141,6 +193,18 @@ def test_values_and_gradients_stay_finite(name, kwargs, std, dtype):
     assert out.dtype == dtype
     assert out.isfinite().all()
     assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize('name', list_mixers())
+def test_gradients_of_a_new_mixer_are_finite_in_float16_autocast(name):
+    # with windows, tiles and blocks at the border that are not whole
+    mixer = create_mixer(name, 24, 2, grid_size=(16, 15), num_prefix_tokens=1)
+    x = tokens(mixer, dtype=torch.float32).requires_grad_()
+    with torch.autocast('cpu', torch.float16):
+        out = mixer(x, (16, 15))
+    (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    assert out.isfinite().all() and x.grad.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in mixer.parameters())
 
 
 @pytest.mark.parametrize('name, kwargs', CASES)

@@ -380,6 +380,14 @@ def test_routing_centroids_move_to_the_mean_of_their_tokens_and_only_in_training
             torch.testing.assert_close(after[head, c], expected, rtol=1e-9, atol=1e-9)
 
 
+def test_routing_centroids_do_not_move_under_torch_func():
+    mixer = build('routing', num_clusters=3).train()
+    x, before = tokens(mixer), mixer.centroids.clone()
+    weights = {name: p.detach() for name, p in mixer.named_parameters()}
+    grads = torch.func.grad(lambda weights: torch.func.functional_call(mixer, weights, (x, GRID)).sum())(weights)
+    assert grads['qkv.weight'].any() and torch.equal(mixer.centroids, before)
+
+
 def test_a_routing_centroid_without_nearest_tokens_does_not_move():
     mixer = build('routing', num_clusters=3)
     mixer.centroids[:, 2] = -mixer.centroids[:, 0]

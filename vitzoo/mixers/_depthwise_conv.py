@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ._numerics import is_compiled, needs_gradient
+from ._numerics import is_compiled, is_empty, needs_gradient, no_autocast
 
 __all__ = ['depthwise_conv']
 
@@ -33,7 +33,7 @@ def depthwise_conv(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def _is_faster(image: torch.Tensor, weight: torch.Tensor) -> bool:
-    if image.device.type != 'cpu' or is_compiled():
+    if image.device.type != 'cpu' or is_compiled() or is_empty(image):
         return False
     size = weight.shape[-1]
     # on a strip, most offsets of the filters are beyond the image
@@ -56,9 +56,11 @@ class _DepthwiseConv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         image, weight = ctx.saved_tensors
-        d_image = _convolve(grad, weight.flip(2, 3)) if ctx.needs_input_grad[0] else None
-        d_weight = _grad_weight(image, grad, weight.shape[-1]).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        d_bias = grad.sum(dim=(0, 2, 3)) if ctx.needs_input_grad[2] else None
+        # backward may be called within autocast
+        with no_autocast(grad):
+            d_image = _convolve(grad, weight.flip(2, 3)) if ctx.needs_input_grad[0] else None
+            d_weight = _grad_weight(image, grad, weight.shape[-1]).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            d_bias = grad.sum(dim=(0, 2, 3)) if ctx.needs_input_grad[2] else None
         return d_image, d_weight, d_bias
 
 

@@ -56,7 +56,7 @@ class GridConv(nn.Conv2d):
         # before the grid is unflattened would leave it a stride that PyTorch takes for another order
         image = x.transpose(1, 2).flatten(2) if self.in_channels == heads * d else x.flatten(0, 1).contiguous()
         image = image.unflatten(1, grid_size).permute(0, 3, 1, 2)
-        grid = depthwise_conv(image, self.weight, self.bias).reshape(B, heads, d, -1).mT
+        grid = depthwise_conv(image, self.weight, self.bias).reshape(B, heads, d, N - P).mT
         return F.pad(grid, (0, 0, P, 0)) if P else grid
 
 

@@ -8,8 +8,8 @@ from timm.layers import is_exporting
 from torch.nn import functional as F
 
 __all__ = [
-    'CACHED', 'LOG2_E', 'at_least', 'dot_tokens', 'is_compiled', 'is_traced', 'mask_bias', 'needs_gradient',
-    'no_autocast', 'pad', 'sum_products',
+    'CACHED', 'LOG2_E', 'at_least', 'dot_tokens', 'is_compiled', 'is_empty', 'is_traced', 'is_transformed',
+    'mask_bias', 'needs_gradient', 'no_autocast', 'pad', 'sum_products',
 ]  # fmt: skip
 
 # exponentials are to base 2, which PyTorch computes several times faster on a CPU
@@ -29,8 +29,11 @@ def is_traced() -> bool:
 
     They need the gradients of these too, and know no loops over the samples of a batch.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return True
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
+
+
+def is_transformed() -> bool:
+    """Return True within a transform of torch.func, such as grad or vmap."""
     # torch has no public name for this
     return torch._C._are_functorch_transforms_active()
 
@@ -38,6 +41,11 @@ def is_traced() -> bool:
 def is_compiled() -> bool:
     """Return True if the compiler, an exporter or torch.func traces, and decides itself what to store and to fuse."""
     return is_traced() or is_exporting()
+
+
+def is_empty(x: torch.Tensor) -> bool:
+    """Return True if `x` (B, ...) has no samples; False if it is traced, for any batch size that is not 0."""
+    return not is_compiled() and x.shape[0] == 0
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:

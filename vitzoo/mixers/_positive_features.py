@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._numerics import CACHED, dot_tokens, is_traced
+from ._numerics import CACHED, dot_tokens, is_empty, is_traced
 
 __all__ = ['FeatureMap', 'feature_attention', 'query_features']
 
@@ -52,9 +52,9 @@ class FeatureMap(Protocol):
 
 def feature_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap) -> Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
-    if not is_traced():
+    if not (is_traced() or is_empty(q)):
         return _FeatureAttention.apply(q, k, v, phi.weight, phi)
-    # the compiler does its own tiling and fusion
+    # the compiler does its own tiling and fusion; an empty batch has no tiles
     dtype = torch.promote_types(q.dtype, torch.float32)
     context, k_sum, shift = _sum_keys([(k.to(dtype), v.to(dtype))], phi)
     features = query_features(q.to(dtype), shift, phi)

@@ -12,13 +12,22 @@ from timm.layers import ConvNormAct
 from torch import nn
 from torch.types import Device
 
-__all__ = ['ConvQKV', 'LinearQKV', 'split_heads', 'split_prefix', 'split_qkv']
+__all__ = ['ConvQKV', 'LinearQKV', 'norm_heads', 'split_heads', 'split_prefix', 'split_qkv']
 
 
 def split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """(B, N, heads * d) -> (B, heads, N, d)."""
     B, N, C = x.shape
     return x.reshape(B, N, num_heads, C // num_heads).transpose(1, 2)
+
+
+def norm_heads(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Apply a norm of channels to (B, heads, N, d)."""
+    if isinstance(norm, nn.Identity):
+        return x
+    B, heads, N, d = x.shape
+    # rows of one matrix, because compiled code fails in the backward pass of a norm of transposed tokens
+    return norm(x.transpose(1, 2).reshape(B * N * heads, d)).view(B, N, heads, d).transpose(1, 2)
 
 
 def split_prefix(x: torch.Tensor, num_prefix_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._numerics import is_compiled
+from ._numerics import is_compiled, is_empty
 
 __all__ = ['apply_to_heads', 'is_stored', 'recompute_heads']
 
@@ -45,7 +45,7 @@ def recompute_heads(
         num_elements: Elements of the intermediate results of one head of one sample.
         dropout_p: Dropout of the function; all results are stored if it is not 0.
     """
-    if is_stored(tensors[0].shape[1] * num_elements) or dropout_p or is_compiled():
+    if is_stored(tensors[0].shape[1] * num_elements) or dropout_p or is_compiled() or is_empty(tensors[0]):
         return function(*tensors)
     return _RecomputedHeads.apply(function, _heads_at_once(tensors[0], _GROUP, num_elements), *tensors)
 

@@ -41,6 +41,10 @@ class OffsetBias(nn.Module):
         self.table = nn.Parameter(torch.empty(int(index.max()) + 1, num_heads, device=device, dtype=dtype))
         trunc_normal_(self.table, std=0.02)
 
+    def init_non_persistent_buffers(self) -> None:
+        """Compute the index again, for timm's `reinit_non_persistent_buffers`."""
+        self.index = self._offset_index().to(self.table.device)
+
     def _offset_index(self) -> torch.Tensor:
         """Table row of each (query, key) pair, (h*w, (h + 2 halo) * (w + 2 halo))."""
         offsets = []
@@ -67,7 +71,7 @@ class OffsetBias(nn.Module):
         table = self.table.data.T.unflatten(1, num_old).unsqueeze(0)  # (1, heads, dy, dx)
         table = F.interpolate(table.float(), size=num_new, mode='bilinear').to(table.dtype)
         self.table = nn.Parameter(table.squeeze(0).flatten(1).T.contiguous(), requires_grad=self.table.requires_grad)
-        self.index = self._offset_index().to(self.index.device)
+        self.init_non_persistent_buffers()
 
     def fit_from(self, name: str, parent: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int] | None:
         """The table of another block of queries or halo, and how many values are inherited.

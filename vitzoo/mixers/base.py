@@ -19,7 +19,7 @@ from vitzoo.errors import constructor_arguments, did_you_mean
 
 from ._grid import check_grid
 from ._numerics import no_autocast
-from ._qkv import LinearQKV
+from ._qkv import LinearQKV, norm_heads
 from ._rope import Rope
 from ._softmax_health import SoftmaxHealth
 
@@ -315,20 +315,23 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
         q, k, v = self.to_qkv(x, grid_size, rope)
-        x = self.mix(q, k, v, grid_size)
-        return self.project(x)
+        return self.project(self.mix(q, k, v, grid_size))
 
     def to_qkv(
         self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens (B, N, dim) -> queries, keys and values (B, heads, N, head_dim); `rope` rotates queries and keys."""
         q, k, v = self.qkv(x, grid_size)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.norm_qk(q, k)
         if rope is not None:
             # keys shared with the queries have no channels
             q, k = rope.rotate(q), rope.rotate(k) if k.shape[-1] else k
         # under autocast a norm returns float32
         return q.to(v.dtype), k.to(v.dtype), v
+
+    def norm_qk(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalize queries and keys (B, heads, N, head_dim)."""
+        return norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Queries, keys and values (B, heads, N, head_dim) -> mixed values (B, heads, N, head_dim)."""

@@ -70,8 +70,9 @@ def routed_window_attention(
     grid_q, grid_k, grid_v = (tile(x[:, :, P:].transpose(0, 1), grid_size, sizes) for x in (q, k, v))
     T, is_real = grid_q.shape[2], halo_mask(grid_size, sizes, (0, 0), q.device)  # (T, s)
     chosen = _route(grid_q, grid_k, is_real, min(topk, T))  # (B, T, k)
+    num_keys = chosen.shape[2] * grid_k.shape[3]
     keys, values = (
-        take_rows(x, chosen.flatten(1).unsqueeze(0)).view(heads, B * T, -1, x.shape[-1]) for x in (grid_k, grid_v)
+        take_rows(x, chosen.flatten(1).unsqueeze(0)).view(heads, B * T, num_keys, x.shape[-1]) for x in (grid_k, grid_v)
     )  # (heads, B * T, k * s, d)
     mask = is_real[chosen].flatten(2).flatten(0, 1)  # (B * T, k * s)
     if P:

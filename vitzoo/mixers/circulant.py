@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.types import Device
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from ._numerics import is_empty
 from .base import QKVMixer, no_autocast, register_mixer
 from .fourier import fft_flops
 from .softmax import softmax_attention, softmax_naive
@@ -48,6 +49,9 @@ def circulant_attention(
     """
     num_grid = grid_size[0] * grid_size[1]
     P = q.shape[2] - num_grid
+    if is_empty(q):
+        # which a transform refuses
+        return v * gate
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         spectra = [torch.fft.rfft2(_to_image(x[:, :, P:].to(dtype), grid_size)) for x in (q, k, v)]

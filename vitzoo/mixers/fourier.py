@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from ._numerics import is_empty
 from .base import ParameterFreeMixer, no_autocast, register_mixer
 
 __all__ = ['Fourier', 'fft_flops', 'fourier', 'fourier_naive']
@@ -45,6 +46,9 @@ def _transform(real: torch.Tensor, imag: torch.Tensor, dim: int, size: int) -> t
 def fourier(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     """Tokens (B, P + H*W, C) -> the same shape, in float32 or wider."""
     num_grid = grid_size[0] * grid_size[1]
+    if is_empty(x):
+        # which a transform refuses
+        return x
     with no_autocast(x):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         prefix, grid = wide.split([x.shape[1] - num_grid, num_grid], dim=1)

@@ -209,7 +209,7 @@ class Longformer(QKVMixer):
             return ()
         q = split_heads(self.q_global(x[:, : self.num_prefix_tokens]), self.num_heads)
         k, v = (split_heads(part, self.num_heads) for part in self.kv_global(x).chunk(2, dim=-1))
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.norm_qk(q, k)
         if rope is not None:
             k = rope.rotate(k)
         return q.to(v.dtype), k.to(v.dtype), v

@@ -232,11 +232,15 @@ class MHLA(KernelMixer):
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_blocks = num_blocks
         self.normalizer = normalizer
+        self.rms_norm = rms_norm
         if rms_norm:
             self.q_norm, self.k_norm = (_AllHeadsRMSNorm(num_heads, self.head_dim, **dd) for _ in range(2))
         mixing = block_mixing_weights(num_blocks, locality, self.num_prefix_tokens)
         self.mixing = nn.Parameter(mixing.to(device=device, dtype=dtype))
         self.conv = GridConv(dim, conv_size, **dd) if conv_size else None
+
+    def norm_qk(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.q_norm(q), self.k_norm(k)) if self.rms_norm else super().norm_qk(q, k)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return self.op(q, k, v, self.mixing, self.conv, grid_size, self.num_blocks, self.normalizer)

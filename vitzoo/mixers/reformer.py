@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._chunked import chunk_attention, merge, softmax_with_lse
-from ._numerics import LOG2_E, is_traced, mask_bias
+from ._numerics import LOG2_E, is_empty, is_traced, mask_bias
 from ._random import draw_generator
 from ._recompute import recompute_heads
 from .base import QKVMixer, no_autocast, register_mixer
@@ -91,6 +91,9 @@ def reformer_attention(
 ) -> torch.Tensor:
     """q, v (B, heads, P + H*W, d), the first P tokens global, rotations (rounds, d, b/2) -> (B, heads, P + H*W, d)."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
+    if is_empty(q):
+        # there are no chunks
+        return v
     # once for both passes
     tensors = q, v, lsh_buckets(q[:, :, P:], rotations)
     # the chunks of different samples and heads are neighbours, and a weight of 0 does not remove what is not finite

@@ -170,9 +170,18 @@ class RMT(QKVMixer):
         self.decomposed = decomposed
         self.decay = decay
         self.rope = rope
-        steps = initial_decay + decay_range * torch.arange(num_heads, dtype=torch.float32, device='cpu') / num_heads
-        self.register_buffer('log_gamma', torch.log1p(-(2**-steps)).to(device, dtype), persistent=False)
+        self.initial_decay = initial_decay
+        self.decay_range = decay_range
+        self.register_buffer('log_gamma', self._log_gamma().to(device, dtype), persistent=False)
         self.lepe = GridConv(dim, 5, device=device, dtype=dtype)
+
+    def init_non_persistent_buffers(self) -> None:
+        """Compute the decays again, for timm's `reinit_non_persistent_buffers`."""
+        self.log_gamma = self._log_gamma().to(self.proj.weight.device, self.log_gamma.dtype)
+
+    def _log_gamma(self) -> torch.Tensor:
+        heads = torch.arange(self.num_heads, dtype=torch.float32, device='cpu')
+        return torch.log1p(-(2 ** -(self.initial_decay + self.decay_range * heads / self.num_heads)))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         in_weights = self.decay == 'weights'

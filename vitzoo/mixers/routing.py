@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._clustered import cluster_attention
-from ._numerics import LOG2_E
+from ._numerics import LOG2_E, is_transformed
 from ._qkv import split_prefix
 from ._random import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
@@ -156,7 +156,8 @@ class Routing(QKVMixer):
         N = grid_size[0] * grid_size[1]
         cluster_size = min(self.cluster_size or -(-N // self.centroids.shape[1]), N)
         out = self.op(q, k, v, self.centroids, grid_size, cluster_size, self.scale, self.dropout_p)
-        if self.training and out.requires_grad:
+        # a transform of torch.func has no side effects
+        if self.training and out.requires_grad and not is_transformed():
             statistics = self.statistics(q[:, :, -N:], k[:, :, -N:])
             # update in the backward pass: gradient checkpointing repeats the forward pass, which must see the same
             # centroids and must not update them twice

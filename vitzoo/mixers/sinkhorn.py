@@ -118,8 +118,9 @@ def sinkhorn_attention(
         for tiles in (k_tiles, v_tiles):
             tiles.masked_fill_(~inside.unsqueeze(-1), 0)
     sort = block_sort(q_tiles, k_tiles, inside, noise, num_iterations, temperature, scale)  # (B, heads, T, T)
-    # without partial tiles M is 1
-    mass = sort @ inside.to(sort.dtype) if has_partial_tiles else None  # (B, heads, T, b*b)
+    # in the dtype of `sort`, because the gradient of 1 / M overflows in float16; without partial tiles M is 1
+    with no_autocast(q):
+        mass = sort @ inside.to(sort.dtype) if has_partial_tiles else None  # (B, heads, T, b*b)
     keys, values = (
         torch.cat(
             [prefix.unsqueeze(2).expand(-1, -1, len(inside), -1, -1), tiles, _sorted_tiles(sort, tiles, mass)], dim=3

@@ -95,12 +95,12 @@ def gaussian_attention(
 
 def _landmarks(q: torch.Tensor, landmarks: nn.Conv2d, norm: nn.LayerNorm, grid_size: tuple[int, int]) -> torch.Tensor:
     """Queries (B, heads, H*W, d) -> landmarks (B, heads, m, d)."""
-    B, r = q.shape[0], landmarks.stride[0]
+    heads, r = q.shape[1], landmarks.stride[0]
     image = q.mT.unflatten(3, grid_size).flatten(0, 1)  # (B * heads, d, H, W)
     image = pad(image, (0, -grid_size[1] % r, 0, -grid_size[0] % r))
     points = F.conv2d(image, landmarks.weight.to(q.dtype), stride=r).flatten(2).mT
     weight, bias = norm.weight.to(q.dtype), norm.bias.to(q.dtype)
-    return F.gelu(F.layer_norm(points, norm.normalized_shape, weight, bias, norm.eps)).unflatten(0, (B, -1))
+    return F.gelu(F.layer_norm(points, norm.normalized_shape, weight, bias, norm.eps)).unflatten(0, (-1, heads))
 
 
 def _gaussian_kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

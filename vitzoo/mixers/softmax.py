@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
-from ._numerics import needs_gradient
+from ._numerics import is_transformed, needs_gradient
 from ._rel_bias import DecomposedBias, OffsetBias, PrefixBias
 from ._softmax_cpu import is_faster_than_fused, scaled_scores, softmax_attention_cpu
 from .base import QKVMixer, register_mixer
@@ -68,7 +68,7 @@ def softmax_attention(
     # torch.export decomposes sdpa with a bias into operations whose output strides do not match
     is_unsuitable = (bias is not None and is_exporting()) or _is_fused_backward_slower(q, k, v, bias)
     if use_fused_attn() and proj_l is None and not is_unsuitable:
-        bias = None if bias is None else bias.reshape(-1, *bias.shape[-3:])
+        bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 3 else bias
         if dropout_p == 0 and is_faster_than_fused(q, k, v, bias):
             return softmax_attention_cpu(q, k, v, scale, bias)
         # sdpa requires the bias in the dtype of the queries, which autocast does not ensure
@@ -99,7 +99,12 @@ def _is_fused_backward_slower(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     For a learned bias sdpa has no fused kernel, and scales copies of both queries and keys. In half precision sdpa and
     its backward pass take 1.4 to 5 times as long as the formula.
     """
-    if q.device.type != 'cpu' or not needs_gradient(q, k, v):
+    if q.device.type != 'cpu':
+        return False
+    if bias is not None and is_transformed():
+        # torch.func hides what needs a gradient
+        return torch.is_grad_enabled()
+    if not needs_gradient(q, k, v):
         return False
     if bias is not None and bias.requires_grad:
         return True

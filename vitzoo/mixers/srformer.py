@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._numerics import pad
-from ._qkv import split_heads, split_qkv
+from ._qkv import norm_heads, split_heads, split_qkv
 from .base import TokenMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -81,7 +81,7 @@ def spatial_reduction_attention(
         x = spatial_reduction(x, sr, norm, grid_size)
     k, v = (split_heads(part, q.shape[1]) for part in kv(x).chunk(2, dim=-1))
     if k_norm is not None:
-        k = k_norm(k).to(v.dtype)
+        k = norm_heads(k_norm, k).to(v.dtype)
     return softmax_attention(q, k, v, scale, None, dropout_p)
 
 
@@ -164,7 +164,7 @@ class SRFormer(TokenMixer):
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         q = self.q(x)
         # under autocast a norm returns float32
-        q = self.q_norm(split_heads(q, self.num_heads)).to(q.dtype)
+        q = norm_heads(self.q_norm, split_heads(q, self.num_heads)).to(q.dtype)
         dropout_p = self.attn_drop.p if self.training else 0.0
         x = self.op(x, q, self.sr, self.norm, self.kv, grid_size, self.scale, dropout_p, self.k_norm)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
