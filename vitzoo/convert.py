@@ -58,6 +58,9 @@ def convert(argv: list[str] | None = None) -> None:
         model, data_config, about = _start_from_parent(args)
     else:
         model = load_official(args.file, args.model, args.model_kwargs)
+        if '.' not in args.model:
+            # it is that of the published weights, which only a tag names
+            model.pretrained_cfg.pop('license', None)
         data_config, about = _given_size(args), {}
     _check_forward(model, data_config)
     save_for_hf(
@@ -68,7 +71,7 @@ def convert(argv: list[str] | None = None) -> None:
         data_config=data_config,
         model_config=about,
     )
-    held_out = read_about(find_model(args.parent), about['vitzoo']['weights']).get('held_out') if args.parent else None
+    held_out = _read_about(args).get('held_out')
     if held_out:
         # `vitzoo validate` must not evaluate the images that the parent was trained on
         shutil.copyfile(held_out, folder / HELD_OUT)
@@ -209,7 +212,7 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
             'of the same backbone and size'
         )
     print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
-    about = _describe_origin(args.parent, source, inheritance.share)
+    about = _describe_origin(args, source, inheritance.share)
     model.pretrained_cfg['license'] = parent.pretrained_cfg.get('license')
     # another number of classes has other names
     names = parent.pretrained_cfg.get('label_names') if model.num_classes == parent.num_classes else None
@@ -231,15 +234,25 @@ def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
     new = ', '.join(dict.fromkeys(name for report in reports for name in report.initialized)) or 'none'
     print(f"{args.parent} ({source}) with {swapped}\ninherited {share:.2%} of the attention's parameters")
     print(f'initialized in the mixers: {new}')
-    about = _describe_origin(args.parent, source, share)
+    about = _describe_origin(args, source, share)
     return model, _given_size(args), {'label_names': model.pretrained_cfg.get('label_names'), 'vitzoo': about}
 
 
-def _describe_origin(parent: str, source: str, share: float) -> dict:
+def _describe_origin(args: argparse.Namespace, source: str, share: float) -> dict:
     """Facts for config.json about the parent, the inherited share of its weights, and the data of its training."""
     kept = ('multi_label', 'data_dir', *DATA_OPTIONS)
-    about = {key: value for key, value in read_about(find_model(parent), source).items() if key in kept}
-    return about | {'parent': parent, 'weights': source, 'inherited': round(share, 4)}
+    about = {key: value for key, value in _read_about(args).items() if key in kept}
+    return about | {'parent': args.parent, 'weights': source, 'inherited': round(share, 4)}
+
+
+def _read_about(args: argparse.Namespace) -> dict:
+    """Facts about the data of the weights that are converted."""
+    checkpoint = args.checkpoint or args.file
+    if checkpoint:
+        source = 'checkpoint'
+    else:
+        source = 'random weights' if args.random_weights else 'published'
+    return read_about(find_model(args.parent or args.model), source, checkpoint)
 
 
 def _given_size(args: argparse.Namespace) -> dict:

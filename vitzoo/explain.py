@@ -58,7 +58,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
         data_config = fit_data_config(name, model, args.img_size)
         dataset = ImageFiles(files, eval_transform(data_config))
         loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
-        is_multi_label = read_about(name, weights).get('multi_label', False)
+        is_multi_label = read_about(name, weights, args.checkpoint).get('multi_label', False)
         records = explain_images(model, loader, args.method, target, is_multi_label)
         for path, record in zip(paths, _with_progress(records, len(files))):
             if 'error' in record:

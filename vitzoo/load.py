@@ -260,16 +260,20 @@ def _disambiguate(words: list[str], wnids: list[str]) -> list[str]:
     return [word if counts[word] == 1 else f'{word} ({wnid})' for word, wnid in zip(words, wnids, strict=True)]
 
 
-def read_about(name: str, weights: str = 'published') -> dict:
+def read_about(name: str, weights: str = 'published', checkpoint: str | None = None) -> dict:
     """Facts about the data (multi_label, held_out, …) from the folder or repository of a model; empty for others.
 
     Args:
         weights: Origin of its weights, as of `load_model`; those of a name are not those of its folder if it is another
             than 'published'.
+        checkpoint: The file of the weights; if training wrote it to a folder, the facts are those of that folder.
 
     Raises:
         UserError: The list of held-out images cannot be fetched.
     """
+    written_to = None if checkpoint is None else _folder_of(checkpoint)
+    if written_to is not None:
+        return read_about(str(written_to))
     folder = Path(name.removeprefix('local-dir:')).expanduser()
     if not is_trained_folder(folder):
         if weights != 'published':
@@ -410,6 +414,12 @@ def _read_img_size(path: str) -> tuple[int, int] | None:
 
 def _read_config(path: str) -> dict | None:
     """The config.json of the folder that training wrote the weights in a file to."""
+    folder = _folder_of(path)
+    return None if folder is None else json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+
+
+def _folder_of(path: str) -> Path | None:
+    """The folder, with a config.json, that training wrote the weights in a file to."""
     folder = Path(path).resolve().parent
     folders = [folder]
     if folder.parent.name == 'checkpoints':
@@ -418,7 +428,7 @@ def _read_config(path: str) -> dict | None:
         folders += [run, run / 'best']
     for folder in folders:
         if is_trained_folder(folder):
-            return json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+            return folder
     return None
 
 

@@ -56,7 +56,7 @@ def predict(argv: list[str] | None = None) -> list[str]:
         loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
         top_k = min(args.top_k, model.num_classes)
         unreadable: list[str] = []
-        is_multi_label = read_about(name, weights).get('multi_label', False)
+        is_multi_label = read_about(name, weights, args.checkpoint).get('multi_label', False)
         records = predict_images(model, loader, top_k, is_multi_label)
         records = _report_unreadable(records, len(files), unreadable)
         if args.out is None and sys.stdout.isatty():

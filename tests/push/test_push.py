@@ -224,9 +224,11 @@ def test_a_run_on_the_hub_is_validated_on_the_images_that_it_held_out(run, hub, 
     assert read_about('hf-hub:me/photos')['held_out'] == hub.folder / 'held_out.csv'
     for name in (str(folder), 'hf-hub:me/photos'):
         assert count_images(name, data) == 2
-    # the images of other weights are unknown
-    options = dict(checkpoint=str(folder / 'model.safetensors'))
-    assert count_images('hf-hub:me/photos', data, **options) == 9
+    # weights in a folder of training are those of its run; the images of others are unknown
+    checkpoint = folder / 'model.safetensors'
+    assert count_images('hf-hub:me/photos', data, checkpoint=str(checkpoint)) == 2
+    other = shutil.copyfile(checkpoint, tmp_path / 'other.safetensors')
+    assert count_images('hf-hub:me/photos', data, checkpoint=str(other)) == 9
     (hub.folder / 'held_out.csv').unlink()
     assert 'held_out' not in read_about(str(hub.folder))
 

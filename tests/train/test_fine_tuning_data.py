@@ -79,6 +79,41 @@ def test_held_out_images_are_validated_after_a_move_and_among_new_images(undivid
     assert validate_run(run / 'best', moved)['n'] == 6
 
 
+@pytest.mark.parametrize('start', ['--model RUN', '--model RUN/best', '--model test_vit --initial-checkpoint RUN/FILE'])
+def test_training_goes_on_with_the_same_held_out_images(undivided_run, start, tmp_path, capsys):
+    run, photos = undivided_run
+    moved = shutil.copytree(photos, tmp_path / 'moved')
+    shutil.copy(make_images(tmp_path, new_red=9) / 'new' / 'red' / '8.jpg', moved / 'red')
+    start = split(start.replace('RUN', str(run)).replace('FILE', 'model.safetensors'))
+    options = [*TINY, '--data-dir', str(moved), '--epochs', '1', '--seed', '7', '--output', str(tmp_path / 'next')]
+    train([*options, *start])
+    assert held_out(tmp_path / 'next') == held_out(run)
+    printed = capsys.readouterr().out
+    assert (
+        '11 training and 6 validation images' in printed and f'the images in {run / "held_out.csv"} are held' in printed
+    )
+    # after which other weights are resumed with the same images
+    train(['--resume', str(tmp_path / 'next'), '--epochs', '2'])
+    assert held_out(tmp_path / 'next') == held_out(run)
+
+
+@pytest.mark.parametrize('is_other', ['data', 'weights', 'split'])
+def test_held_out_images_of_other_data_or_weights_are_not_taken_over(undivided_run, is_other, tmp_path):
+    run, photos = undivided_run
+    options, model = [*TINY, '--epochs', '1', '--output', str(tmp_path / 'next')], run
+    if is_other == 'data':
+        photos = make_images(tmp_path, others_red=5, others_green=5, others_blue=5) / 'others'
+    elif is_other == 'weights':
+        model = 'test_vit'
+    else:
+        photos = shutil.copytree(photos, tmp_path / 'parts' / 'train').parent
+        shutil.copytree(photos / 'train', photos / 'val')
+    train([*options, '--model', str(model), '--data-dir', str(photos)])
+    found = tmp_path / 'next' / 'held_out.csv'
+    assert found.is_file() == (is_other != 'split')
+    assert is_other == 'split' or held_out(tmp_path / 'next') != held_out(run)
+
+
 def test_other_datasets_are_validated_completely(undivided_run, tmp_path, capsys):
     run, _ = undivided_run
     # the same names with other pixels

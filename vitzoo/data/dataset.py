@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from vitzoo.data.archives import Archive, ArchiveReader, Folder, list_files, open_archive
 from vitzoo.data.class_map import ClassMapReader, read_class_map
 from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error, read_rgb
-from vitzoo.data.held_out import Subset, find_held_out, hold_out
+from vitzoo.data.held_out import Subset, find_held_out, hold_out, without
 from vitzoo.data.label_table import LabelTableReader
 from vitzoo.data.layout import (
     ARCHIVES,
@@ -46,6 +46,7 @@ def open_dataset(
     val_fraction: float = 0,
     seed: int = 0,
     held_out: Path | None = None,
+    held_out_before: Path | None = None,
     options: DataOptions = NO_OPTIONS,
 ) -> 'Images':
     """Open one split of a dataset.
@@ -64,6 +65,8 @@ def open_dataset(
             excluded from 'train'; 0 holds out nothing.
         seed: Together with the names of the images determines which ones are held out.
         held_out: A file written by `write_held_out`; if the data contains any of the images in it, 'val' is these.
+        held_out_before: Such a file, of the training that made the initial weights. If `val_fraction` holds out images
+            and the data contains any of those in the file, they are held out, and not others that the weights know.
         options: The names of splits, columns and classes, if they are not the usual ones.
 
     Raises:
@@ -71,14 +74,19 @@ def open_dataset(
             indexing: an image cannot be read.
     """
     splits = Splits(data_dir, multi_label, options)
-    reader = splits.open(split, or_train=bool(val_fraction or held_out))
+    reader, known = splits.open(split, or_train=bool(val_fraction or held_out)), None
     if held_out is not None:
         # without any of these images it is other data, which is evaluated as it is
         subset = find_held_out(held_out, reader)
         reader = splits.open(split) if subset is None else subset
     elif val_fraction and not splits.has_val:
-        reader = hold_out(reader, split, val_fraction, seed)
+        known = None if held_out_before is None else find_held_out(held_out_before, reader)
+        if known is None:
+            reader = hold_out(reader, split, val_fraction, seed)
+        else:
+            reader = known if split == 'val' else without(reader, known)
     images = Images(reader, transform, class_to_idx)
+    images.held_out_before = None if known is None else held_out_before
     # with the content of the class map, which a run records
     images.options = replace(options, class_map=splits.class_map)
     return images
@@ -157,6 +165,8 @@ class Images(Dataset):
     """
 
     options = NO_OPTIONS
+    # the list of an earlier training that these images, or the others, are in
+    held_out_before: Path | None = None
 
     def __init__(
         self, reader: LabelledReader, transform: Callable | None = None, class_to_idx: dict[str, int] | None = None

@@ -93,6 +93,12 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
     return Subset(reader, sorted(found)) if found else None
 
 
+def without(reader: LabelledReader, subset: Subset) -> Subset:
+    """The images of a reader that are not in a subset of it."""
+    indices = {*subset.indices}
+    return Subset(reader, [index for index in range(len(reader)) if index not in indices])
+
+
 def _single_labels(labels: list) -> list:
     """The label of each image; if it has several, the rarest."""
     if not any(isinstance(label, list) for label in labels):

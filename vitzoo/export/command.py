@@ -44,7 +44,9 @@ def export_to_file(argv: list[str] | None = None) -> None:
     out = Path(args.out)
     with TemporaryDirectory(dir=out.parent) as folder:
         written = Path(folder, out.name)
-        write_file(args.to, model, batches[0], written, describe_export(name, model, data_config, weights))
+        write_file(
+            args.to, model, batches[0], written, describe_export(name, model, data_config, weights, args.checkpoint)
+        )
         difference, largest = compare_logits(model, file_format.open(written), batches)
         # also if the logits are not finite
         if not difference <= args.tolerance * largest < math.inf:
@@ -84,7 +86,9 @@ def random_batches(input_size: tuple[int, int, int]) -> list[torch.Tensor]:
     return [torch.randn(batch_size, *input_size, generator=generator) for batch_size in _BATCH_SIZES]
 
 
-def describe_export(name: str, model: nn.Module, data_config: dict, weights: str) -> dict:
+def describe_export(
+    name: str, model: nn.Module, data_config: dict, weights: str, checkpoint: str | None = None
+) -> dict:
     """The facts about a model that its file has as metadata."""
     facts: dict[str, Any] = dict(model=name, weights=weights, vitzoo=vitzoo.__version__)
     facts['class_names'] = class_names(model)
@@ -93,7 +97,7 @@ def describe_export(name: str, model: nn.Module, data_config: dict, weights: str
     if weights in ('trained', 'published') and config.get('license'):
         facts['license'] = config['license']
     # logits of several labels need a sigmoid each
-    facts['multi_label'] = read_about(name, weights).get('multi_label', False)
+    facts['multi_label'] = read_about(name, weights, checkpoint).get('multi_label', False)
     keys = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
     return facts | {key: data_config[key] for key in keys}
 

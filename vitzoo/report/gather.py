@@ -91,7 +91,9 @@ def describe_model(name: str, options: EvalOptions) -> dict:
     about = find_origin(name) | read_transfer(name)
     if options.has_data and not options.ignore_labels:
         transform = eval_transform(config)
-        images = open_validation_data(options.data, model, transform, name, options.data_options, weights)
+        images = open_validation_data(
+            options.data, model, transform, name, options.data_options, weights, options.checkpoint
+        )
         if not images.is_multi_label:
             about['explanations'] = explain_some(model.to(options.device), images, config)
     return about | dict(scaling=dict(gmacs=measure_scaling(name, model, config['input_size'][1])))

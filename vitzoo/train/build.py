@@ -89,6 +89,12 @@ def build_val_loader(recipe: Recipe, plan: Plan, val_set: Images, rank: int) -> 
     return eval_loader(val_set, batch_size, recipe.workers, rank=rank, world=plan.world_size)
 
 
+def has_initial_weights(recipe: Recipe) -> bool:
+    """Return True if training begins with the weights of the model's name or folder."""
+    name = find_model(recipe.model)
+    return recipe.pretrained or is_trained_folder(name) or name.startswith('local-dir:')
+
+
 def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None = None) -> nn.Module:
     """The recipe's model, with its initial weights.
 
@@ -101,7 +107,7 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
     is_folder = is_trained_folder(name)
     if recipe.pretrained and not is_folder and ':' not in name and not timm.is_model_pretrained(name):
         raise UserError(f'there are no published weights of {name}; leave out pretrained')
-    is_pretrained = recipe.pretrained or is_folder or name.startswith('local-dir:')
+    is_pretrained = has_initial_weights(recipe)
     model = create_model(
         name,
         img_size=recipe.img_size,
@@ -130,7 +136,10 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
     elif recipe.mixer_kwargs:
         raise UserError(f'mixer_kwargs {recipe.mixer_kwargs} need a mixer; add --mixer NAME, or use --model-kwargs')
     if recipe.grad_checkpointing:
-        model.set_grad_checkpointing()
+        try:
+            model.set_grad_checkpointing()
+        except AssertionError as error:
+            raise UserError(f'{name} cannot recompute activations: {error}; leave out --grad-checkpointing') from error
     # check the image size before the first step does
     fit_data_config(name, model, recipe.img_size)
     return model

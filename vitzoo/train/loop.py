@@ -32,6 +32,7 @@ from vitzoo.data.loader import seed_everything
 from vitzoo.data.options import DATA_OPTIONS, UNDIVIDED
 from vitzoo.data.transforms import expand_pipeline
 from vitzoo.errors import UserError
+from vitzoo.load import find_model, read_about
 from vitzoo.metrics import evaluate
 from vitzoo.train.build import (
     build_ema,
@@ -46,6 +47,7 @@ from vitzoo.train.build import (
     compile_model,
     convert_format,
     freeze,
+    has_initial_weights,
     plan_batches,
     synchronize_batch_norm,
 )
@@ -54,7 +56,7 @@ from vitzoo.train.lock import FolderLock
 from vitzoo.train.progress import Display, describe_run, learning_rate, parse_trackers, report_epoch, start_trackers
 from vitzoo.train.recipe import Recipe, save_recipe
 from vitzoo.train.recipe_cli import load_recipe
-from vitzoo.train.resume import choose_folder, contains_checkpoint, resume_run, save_run
+from vitzoo.train.resume import choose_folder, contains_checkpoint, find_run, resume_run, save_run
 from vitzoo.train.run import Run
 from vitzoo.train.run_folder import claim_folder, export_model, remove_old_run, set_aside, write_on_main
 from vitzoo.train.step import train_step
@@ -241,6 +243,16 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
     )
 
 
+def find_list(recipe: Recipe) -> Path | None:
+    """The list of the images that this run held out, if it is resumed, or the run of its initial weights."""
+    if recipe.resume is not None:
+        own = find_run(recipe.resume, recipe.output)[0] / HELD_OUT
+        if own.is_file():
+            return own
+    weights = 'published' if has_initial_weights(recipe) else 'random weights'
+    return read_about(find_model(recipe.model), weights, recipe.initial_checkpoint).get('held_out')
+
+
 def open_data(recipe: Recipe) -> tuple[Images, Images]:
     """The training and validation sets, with the same classes.
 
@@ -251,6 +263,7 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
         multi_label=recipe.multi_label,
         val_fraction=recipe.val_fraction,
         seed=recipe.seed,
+        held_out_before=find_list(recipe),
         options=DataOptions(**{name: getattr(recipe, name) for name in DATA_OPTIONS}),
     )
     train_set = open_dataset(recipe.data_dir, 'train', **options)

@@ -106,7 +106,7 @@ def open_transfer(options: TransferOptions) -> Transfer:
     teacher = teacher.to(accelerator.device)
     data_config = fit_data_config(name, teacher, options.img_size)
     data = options.data_dir, data_config, options.data_options, options.seed
-    pictures = open_pictures(name, teacher, *data, weights=source)
+    pictures = open_pictures(name, teacher, *data, weights=source, checkpoint=options.checkpoint)
     if options.labels and pictures.kind != 'top1':
         raise UserError(f'--labels needs images of the classes of {name}, but {pictures.reason}; leave it out')
     train, held_out = divide(len(pictures.train), options.eval_images)

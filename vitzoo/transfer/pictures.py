@@ -113,6 +113,7 @@ def open_pictures(
     options: DataOptions,
     seed: int,
     weights: str = 'published',
+    checkpoint: str | None = None,
 ) -> Pictures:
     """Open the images of a transfer.
 
@@ -121,6 +122,7 @@ def open_pictures(
 
     Args:
         weights: Origin of the teacher's weights, as of `load_model`.
+        checkpoint: Their file, if they are not those of the name.
 
     Raises:
         UserError: There are no images, or too few to hold some out, or an option does not suit them.
@@ -137,7 +139,7 @@ def open_pictures(
     kind, reason = 'top1', ''
     if has_head(teacher):
         try:
-            found = open_validation_data(data_dir, teacher, evaluation, teacher_name, options, weights)
+            found = open_validation_data(data_dir, teacher, evaluation, teacher_name, options, weights, checkpoint)
         except UserError as error:
             kind, reason = 'knn', str(error)
         else:

@@ -125,11 +125,13 @@ def open_validation_data(
     run: str | None = None,
     options: DataOptions = NO_OPTIONS,
     weights: str = 'published',
+    checkpoint: str | None = None,
 ) -> Images:
     """Open the validation split, with the model's class indices as labels.
 
     If `run` is a training run that held out images of this dataset, these are the validation split. Its data options
-    are used if `options` does not have others. It is a folder, or a name with `weights` as in `read_about`.
+    are used if `options` does not have others. It is a folder, or a name, with `weights` and `checkpoint` as in
+    `read_about`.
 
     Classes are matched by name if the model knows its class names: those it was trained on, or ImageNet's WordNet ids,
     of which the data may have a subset. Otherwise the class folders in natural order are the classes.
@@ -139,7 +141,7 @@ def open_validation_data(
     """
     if not model.num_classes:
         raise UserError(f'{run or "the model"} has no classifier to be scored; use --ignore-labels')
-    about = {} if run is None else read_about(run, weights)
+    about = {} if run is None else read_about(run, weights, checkpoint)
     settings = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
     options = merge_options(options, about, data_dir)
     dataset = open_dataset(data_dir, 'val', transform, options=options, **settings)
@@ -227,7 +229,9 @@ def _open_images(name: str, model: nn.Module, weights: str, transform: Callable,
     """Open the validation images, or with --ignore-labels all images."""
     if options.ignore_labels:
         return UnlabelledImages(find_files([options.data]), transform)
-    images = open_validation_data(options.data, model, transform, name, options.data_options, weights)
+    images = open_validation_data(
+        options.data, model, transform, name, options.data_options, weights, options.checkpoint
+    )
     if images.is_multi_label and (options.save_predictions or '').lower().endswith('.csv'):
         raise UserError(f'{options.data_dir} has several labels per image: save the predictions as .npz')
     if images.is_multi_label and options.errors:
@@ -312,7 +316,9 @@ def _measure_health(
         model(torch.zeros(1, *data_config['input_size'], device=next(model.parameters()).device))
     probe.per_image()
     transform = eval_transform(data_config)
-    images = open_validation_data(options.data, model, transform, name, options.data_options, weights)
+    images = open_validation_data(
+        options.data, model, transform, name, options.data_options, weights, options.checkpoint
+    )
     return probe.report(summarize(_score(name, model, images, probe, options, accelerator))[probe.key])
 
 
