@@ -59,7 +59,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
         dataset = ImageFiles(files, eval_transform(data_config))
         loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
         is_multi_label = read_about(name, weights, args.checkpoint).get('multi_label', False)
-        records = explain_images(model, loader, args.method, target, is_multi_label)
+        records = explain_images(model, loader, args.method, target, is_multi_label, name)
         for path, record in zip(paths, _with_progress(records, len(files))):
             if 'error' in record:
                 print(f'vitzoo: cannot read {record["file"]}: {record["error"]}', file=sys.stderr)
@@ -86,12 +86,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def explain_images(
-    model: nn.Module, loader: DataLoader, method: str, target: int | None = None, is_multi_label: bool = False
+    model: nn.Module,
+    loader: DataLoader,
+    method: str,
+    target: int | None = None,
+    is_multi_label: bool = False,
+    name: str | None = None,
 ) -> Iterator[dict]:
     """Yield a heatmap for each image of a loader of `ImageFiles`, in order.
 
     A record is {file, image, heat, method, label, probability}, with the normalized image (C, H, W) and the heatmap
     (H, W) of class `target`, or of the most likely one; or {file, error} for an image that cannot be read.
+
+    Args:
+        name: Name of the model in errors.
 
     Raises:
         UserError: The logits are not finite.
@@ -101,7 +109,7 @@ def explain_images(
         images = images.to(device, non_blocking=True)
         with torch.no_grad():
             logits = model(images).float()
-        check_logits(logits, model, images, files.__getitem__)
+        check_logits(logits, model, images, files.__getitem__, name)
         shares = logits.sigmoid() if is_multi_label else logits.softmax(dim=1)
         labels = shares.argmax(dim=1) if target is None else torch.full_like(shares[:, 0], target, dtype=torch.long)
         heat, used = explain(model, images, method, labels)

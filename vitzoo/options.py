@@ -86,9 +86,10 @@ def nonnegative(text: str) -> float:
 
 def size(text: str) -> tuple[int, int]:
     """Parse an image size (H, W), such as '224' or '224x288'."""
-    sizes = [positive(side) for side in text.lower().split('x')]
-    if len(sizes) > 2:
+    sides = text.lower().split('x')
+    if len(sides) > 2 or not all(sides):
         raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 224 or 224x288")
+    sizes = [positive(side) for side in sides]
     return sizes[0], sizes[-1]
 
 

@@ -57,7 +57,7 @@ def predict(argv: list[str] | None = None) -> list[str]:
         top_k = min(args.top_k, model.num_classes)
         unreadable: list[str] = []
         is_multi_label = read_about(name, weights, args.checkpoint).get('multi_label', False)
-        records = predict_images(model, loader, top_k, is_multi_label)
+        records = predict_images(model, loader, top_k, is_multi_label, name)
         records = _report_unreadable(records, len(files), unreadable)
         if args.out is None and sys.stdout.isatty():
             names = class_names(model)
@@ -81,11 +81,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 @torch.no_grad()
-def predict_images(model: nn.Module, loader: DataLoader, top_k: int, is_multi_label: bool = False) -> Iterator[dict]:
+def predict_images(
+    model: nn.Module, loader: DataLoader, top_k: int, is_multi_label: bool = False, name: str | None = None
+) -> Iterator[dict]:
     """Yield the `top_k` most likely classes of each image of a loader of `ImageFiles`, in order.
 
     A record is {file, predictions: [{label, probability}, …]}, or {file, error} for an image that cannot be read.
     Probabilities are a softmax over the classes, or a sigmoid of each in a multi-label model.
+
+    Args:
+        name: Name of the model in errors.
 
     Raises:
         UserError: The logits are not finite.
@@ -95,7 +100,7 @@ def predict_images(model: nn.Module, loader: DataLoader, top_k: int, is_multi_la
     for images, files, errors in loader:
         images = images.to(device, non_blocking=True)
         logits = model(images).float()
-        check_logits(logits, model, images, files.__getitem__)
+        check_logits(logits, model, images, files.__getitem__, name)
         top = (logits.sigmoid() if is_multi_label else logits.softmax(dim=1)).topk(top_k)
         for file, error, *best in zip(files, errors, top.indices.tolist(), top.values.tolist()):
             if error:

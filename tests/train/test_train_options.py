@@ -227,6 +227,7 @@ def test_a_distilled_checkpoint_gets_new_heads_for_other_classes(images, tmp_pat
         ('--log-with dvclive', "log_with 'dvclive' needs its package: pip install dvclive"),
         ('--torchcompile inducktor', "torch.compile has no backend 'inducktor'"),
         ('--freeze heads', "freeze: the model has no parameters in 'heads'"),
+        ('--model twins_svt_small --grad-checkpointing', 'twins_svt_small cannot recompute activations'),
     ],
 )
 def test_an_invalid_option_is_refused_before_the_folder_is_created(images, teacher, tmp_path, options, words):

@@ -1,6 +1,7 @@
 """`vitzoo transfer`: its folder, its controls, interruption, several processes, and wrong inputs."""
 
 import json
+import math
 import os
 import pkgutil
 import random
@@ -407,11 +408,11 @@ WRONG = {
     'no output': ('{teacher} --mixer ls --data-dir {images}', '--output is missing'),
     'labels without classes': (
         '{teacher} --mixer ls --data-dir {flat} --labels --output {out}',
-        '--labels needs images of the classes of',
+        'no class folders; leave --labels out$',
     ),
     'labels without a head': (
         '{headless} --mixer ls --data-dir {images} --labels --output {out}',
-        'but it has no head; leave it out',
+        'but it has no head; leave --labels out',
     ),
     'training option': (
         '{teacher} --mixer ls --data-dir {images} --output {out} --model-ema --model-ema-decay 2',
@@ -419,6 +420,11 @@ WRONG = {
     ),
     'tracker': ('{teacher} --mixer ls --data-dir {images} --output {out} --log-with paper', "unknown tracker 'paper'"),
     'another run': ('{teacher} --mixer ls --data-dir {images} --output {run} --resume', 'that is not of a transfer'),
+    'broken teacher': ('{broken} --mixer ls --data-dir {images} --output {out}', 'weights blocks.0.* are not finite'),
+    'half a size': (
+        '{teacher} --mixer ls --data-dir {images} --img-size 64x --output {out}',
+        "'64x' is not a size such",
+    ),
     'too many blocks': (
         '{teacher} --mixer ls --data-dir {images} --output {out} --keep-softmax 2',
         '0 to 1 of 2 blocks',
@@ -439,7 +445,10 @@ def places(teacher, images, tmp_path_factory) -> dict[str, str]:
         shutil.copy(next(Path(images).rglob('*.jpg')), root / name / file)
     shutil.copy(root / 'flat' / 'a.jpg', root / 'flat' / 'b.jpg')
     places |= dict(flat=str(root / 'flat'), run=str(root / 'run'), headless=save_teacher(root / 'none', num_classes=0))
-    return places | dict(two=save_teacher(root / 'two', in_chans=2), rope=rope)
+    broken = timm.create_model(f'local-dir:{teacher}', pretrained=True)
+    torch.nn.init.constant_(broken.blocks[0].attn.proj.weight, math.nan)
+    timm.models.save_for_hf(broken, str(root / 'broken'), safe_serialization=True)
+    return places | dict(two=save_teacher(root / 'two', in_chans=2), rope=rope, broken=str(root / 'broken'))
 
 
 @pytest.mark.parametrize('case', WRONG)

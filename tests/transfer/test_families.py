@@ -9,15 +9,20 @@ from teachers import batches, make_student, make_teacher, save_teacher
 from timm.models import save_for_hf
 
 import vitzoo
+from vitzoo.report.markup import to_html
+from vitzoo.report.transfers import read_transfer, transfer_section
+from vitzoo.train.distill import NetworkLoss
 from vitzoo.transfer import keep_softmax, match_blocks, probe
 from vitzoo.transfer.command import transfer
 from vitzoo.transfer.matching import new_parameters
 from vitzoo.transfer.outputs import output_error
+from vitzoo.validate.evaluation import validate
 
 IMAGES = batches(1, batch_size=2)
 PATHS = ['stages.0.blocks.0.attn', 'stages.1.blocks.0.attn', 'stages.1.blocks.1.attn']
 SMALL = dict(depth=2, embed_dim=32, num_heads=2, patch_size=8)
 STAGES = dict(depth=None, embed_dim=None, embed_dims=(16, 32), depths=(1, 2), num_heads=(2, 2))
+PYRAMID = dict(depth=None, embed_dim=None, embed_dims=(16, 32), depths=(2, 1), num_heads=(2, 2))
 FAMILIES = {
     'dinov3': ('vit_small_patch16_dinov3', {}),
     'eva02': ('eva02_tiny_patch14_224', {}),
@@ -50,6 +55,51 @@ def test_softmax_by_softmax_stays_at_zero_and_linear_learns(family):
     before = output_error(teacher, student, IMAGES)
     keep_softmax(teacher, student, IMAGES, 1)
     assert output_error(teacher, student, IMAGES) < before
+
+
+def test_swin_by_its_own_windows_stays_at_zero_and_others_learn():
+    # 12 x 12 and 6 x 6 tokens, in the second block of the first stage in shifted windows
+    own = dict(embed_dim=16, depth=None, depths=(2, 1), num_heads=(2, 2), window_size=3, patch_size=4)
+    teacher = make_teacher('swin_tiny_patch4_window7_224', **own)
+    same = make_student(teacher, 'swin', window_size=3)
+    assert max(cost.error for cost in probe(teacher, same, IMAGES)) < 1e-5
+    assert output_error(teacher, same, IMAGES) < 1e-9
+    with torch.no_grad(), NetworkLoss(same, teacher, block_weight=1.0) as loss:
+        for model in (same, teacher):
+            model(IMAGES[0])
+        assert float(loss()) < 1e-6
+    assert not any('_attn' in vars(module) for module in teacher.modules())
+    student = make_student(teacher, 'linear')
+    history = match_blocks(teacher, student, IMAGES, IMAGES, steps=6, eval_every=3, lr=1e-3)
+    assert 0 < sum(history[-1]['errors'].values()) < sum(history[0]['errors'].values())
+
+
+# with the size of the images
+ONE_SIZE = {
+    'cait': ('cait_xxs24_224', dict(patch_size=8), '32'),
+    'pvt': ('pvt_v2_b0', dict(PYRAMID, img_size=None, patch_size=None, sr_ratios=(2, 1), mlp_ratios=(2, 2)), '64'),
+    'twins': ('twins_svt_small', dict(PYRAMID, patch_size=4, sr_ratios=(2, 1), wss=(4, 4)), '32'),
+    'swin': (
+        'swin_tiny_patch4_window7_224',
+        dict(PYRAMID, embed_dim=16, embed_dims=None, patch_size=4, window_size=4),
+        '32',
+    ),
+}
+
+
+@pytest.mark.usefixtures('fresh_accelerate')
+@pytest.mark.parametrize('family', ONE_SIZE)
+def test_families_that_timm_builds_for_one_size_are_transferred_with_all_measures(family, images, tmp_path):
+    name, kwargs, size = ONE_SIZE[family]
+    teacher = save_teacher(tmp_path / 'teacher', name=name, **kwargs)
+    command = [teacher, '--data-dir', images, '--output', str(tmp_path / 'ls'), '--img-size', size]
+    options = '--mixer ls --steps 1 --network-steps 1 --evals 1 --eval-images 8 --batch-size 8 --workers 0'
+    (results,) = transfer([*command, *split(options), '--no-random-control', '--sizes', size])
+    assert results['images_per_second'][size].keys() >= {'teacher', 'student'}
+    record = read_transfer(str(tmp_path / 'ls')) | dict(index=0, name='ls', model=str(tmp_path / 'ls'))
+    assert ('Tokens of ls' in ''.join(map(to_html, transfer_section([record])))) == (family != 'twins')
+    (validated,) = validate([str(tmp_path / 'ls'), '--data-dir', images, '--workers', '0'])
+    assert validated['top1'] == pytest.approx(results['student']['top1']) and str(validated['img_size']) == size
 
 
 @pytest.mark.usefixtures('fresh_accelerate')

@@ -29,7 +29,9 @@ def transfer_section(records: list[dict]) -> list[Element]:
         return []
     sides = dict.fromkeys(side for record in records for side in record['transfer']['images_per_second'])
     parts = [_speed_figure(records, symbols, side) for side in sorted(sides, key=int)]
-    parts += [_token_figure(record, symbols[record['transfer']['settings']['teacher']]) for record in records]
+    # the tokens of some models are unknown
+    known = [record for record in records if record['transfer']['oversmoothing']]
+    parts += [_token_figure(record, symbols[record['transfer']['settings']['teacher']]) for record in known]
     verdicts = tag('ul', (tag('li', record['transfer']['verdict']) for record in records), class_='note')
     return [retention_table(records), verdicts, tag('div', parts, class_='charts')]
 
@@ -85,6 +87,8 @@ def _token_figure(record: dict, teacher_index: int) -> Element:
     """Mean cosine similarity of the tokens of a student and its teacher."""
     lines = []
     for kind, index in (('student', record['index']), ('teacher', teacher_index)):
+        if kind not in record['transfer']['oversmoothing']:
+            continue
         values = record['transfer']['oversmoothing'][kind]['mean']
         tips = [f'{kind}, block {block}: {value:.3f}' for block, value in enumerate(values, start=1)]
         lines.append(Curve(index, kind, range(1, len(values) + 1), values, tips))

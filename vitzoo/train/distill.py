@@ -15,6 +15,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, label_names, load_model
 from vitzoo.mixers import TokenMixer
+from vitzoo.models._attention_hook import hook_attention
 from vitzoo.train.recipe import Recipe
 
 
@@ -129,7 +130,7 @@ class _Record:
     def __init__(self, model: Any, paths: list[str]) -> None:
         self.model = model
         self.attention: dict[str, Tensor] = {}
-        self.hooks = [model.get_submodule(path).register_forward_hook(partial(self._keep, path)) for path in paths]
+        self.hooks = [hook_attention(model, path, partial(self._keep, path)) for path in paths]
         self.forward_head = model.forward_head
         model.forward_head = self._keep_tokens
 
@@ -142,7 +143,7 @@ class _Record:
         for hook in self.hooks:
             hook.remove()
 
-    def _keep(self, path: str, attn: nn.Module, args: tuple, output: Tensor) -> None:
+    def _keep(self, path: str, output: Tensor) -> None:
         self.attention[path] = output
 
     def _keep_tokens(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitzoo.mixers import TokenMixer
+from vitzoo.models._attention_hook import Handle, hook_attention
 from vitzoo.models._swap_models import SwappedModel
 
 # positional and keyword arguments of a block
@@ -62,14 +63,14 @@ def visit_attention(
     def keep_call(path: str, block: nn.Module, args: tuple, kwargs: dict) -> None:
         calls[path] = args, kwargs
 
-    def call_visit(path: str, attn: nn.Module, args: tuple, output: Tensor) -> None:
+    def call_visit(path: str, output: Tensor) -> None:
         visit(path, calls[path], output)
 
-    hooks = []
+    hooks: list[Handle] = []
     for path in paths:
         block = teacher.get_submodule(block_of(path))
         hooks.append(block.register_forward_pre_hook(partial(keep_call, path), with_kwargs=True))
-        hooks.append(teacher.get_submodule(path).register_forward_hook(partial(call_visit, path)))
+        hooks.append(hook_attention(teacher, path, partial(call_visit, path)))
     try:
         yield
     finally:

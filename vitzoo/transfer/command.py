@@ -110,7 +110,7 @@ def transfer_to(task: Transfer, mixer: str, ledger: Ledger, lock: FolderLock) ->
     once('student', lambda: score(student) if task.options.network_steps else ledger.results['hybrid'])
     once('controls', lambda: measure_controls(task, student, ledger))
     once('images_per_second', lambda: measure_speed(task, student))
-    once('oversmoothing', lambda: {name: _oversmoothing(task, model) for name, model in _pair(task, student)})
+    once('oversmoothing', lambda: measure_oversmoothing(task, student))
     # the last result, so that a transfer that has it is complete
     once('verdict', lambda: export_student(task, student, ledger, explain_result(mixer, ledger.results)))
     task.accelerator.wait_for_everyone()
@@ -211,8 +211,11 @@ def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict]:
     for name, model in _pair(task, student):
         for side in task.options.sizes:
             try:
-                resized = deepcopy(model)
-                resized.set_input_size(img_size=(side, side))
+                resized: Any = deepcopy(model)
+                if task.data_config['input_size'][1:] != (side, side):
+                    if not hasattr(resized, 'set_input_size'):
+                        raise ValueError(f'timm builds {type(model).__name__} for one image size.')
+                    resized.set_input_size(img_size=(side, side))
                 images = torch.randn(batch_size, task.data_config['input_size'][0], side, side)
                 with task.accelerator.autocast():
                     speed = measure_throughput(resized, images.to(task.accelerator.device))
@@ -222,6 +225,20 @@ def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict]:
             found.setdefault(str(side), {})[name] = round(speed.images_per_second, 3)
             if speed.doubt:
                 found[str(side)]['doubt'] = speed.doubt
+    return found
+
+
+def measure_oversmoothing(task: Transfer, student: nn.Module) -> dict[str, dict]:
+    """Similarity of the tokens of teacher and student by block; a model whose tokens are unknown is left out."""
+    found: dict[str, dict] = {}
+    for name, model in _pair(task, student):
+        try:
+            with task.accelerator.autocast():
+                statistics = token_statistics(model, task.held_out[:1])
+        except UserError as error:
+            task.console.print(f'note   no similarity of the tokens of the {name}: {error}')
+            continue
+        found[name] = dict(blocks=statistics['blocks'], mean=statistics['cosine']['mean'])
     return found
 
 
@@ -312,9 +329,3 @@ def _describe_row(stage: str, number: int, row: dict) -> str:
 
 def _pair(task: Transfer, student: nn.Module) -> list[tuple[str, nn.Module]]:
     return [('teacher', task.teacher), ('student', student)]
-
-
-def _oversmoothing(task: Transfer, model: nn.Module) -> dict:
-    with task.accelerator.autocast():
-        found = token_statistics(model, task.held_out[:1])
-    return dict(blocks=found['blocks'], mean=found['cosine']['mean'])

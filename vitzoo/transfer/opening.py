@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from vitzoo.data import Normalize, eval_loader, train_loader
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, load_model
+from vitzoo.metrics.finite import find_non_finite
 from vitzoo.train.build import plan_batches
 from vitzoo.train.loop import create_accelerator
 from vitzoo.train.run import Plan
@@ -80,7 +83,11 @@ class Transfer:
 
     def student(self, mixer: str) -> nn.Module:
         """A new student."""
-        return make_student(self.name, self.teacher, mixer, self.arguments(mixer), self.options.seed)
+        student: Any = make_student(self.name, self.teacher, mixer, self.arguments(mixer), self.options.seed)
+        if self.options.img_size is not None and not hasattr(self.teacher, 'set_input_size'):
+            # timm builds such a model for one size
+            student.set_input_size(img_size=self.data_config['input_size'][1:])
+        return student
 
 
 def open_transfer(options: TransferOptions) -> Transfer:
@@ -105,10 +112,13 @@ def open_transfer(options: TransferOptions) -> Transfer:
         teacher.pretrained_cfg.pop('license', None)
     teacher = teacher.to(accelerator.device)
     data_config = fit_data_config(name, teacher, options.img_size)
+    problem = find_non_finite(teacher, torch.zeros(1, *data_config['input_size'], device=accelerator.device))
+    if problem:
+        raise UserError(f'{name} cannot be a teacher: {problem}')
     data = options.data_dir, data_config, options.data_options, options.seed
     pictures = open_pictures(name, teacher, *data, weights=source, checkpoint=options.checkpoint)
     if options.labels and pictures.kind != 'top1':
-        raise UserError(f'--labels needs images of the classes of {name}, but {pictures.reason}; leave it out')
+        raise UserError(f'--labels needs images of the classes of {name}, but {pictures.reason}; leave --labels out')
     train, held_out = divide(len(pictures.train), options.eval_images)
     held_out_images = Chosen(pictures.plain, held_out)
     return Transfer(

@@ -133,7 +133,7 @@ def open_pictures(
     except NoClassesError as error:
         if options != NO_OPTIONS:
             raise
-        return _open_unlabelled(data_dir, recipe, data_config, str(error))
+        return _open_unlabelled(data_dir, recipe, data_config, _fact(error))
     settings: dict[str, Any] = dict(options=options, val_fraction=_VAL_FRACTION, seed=seed)
     val = open_dataset(data_dir, 'val', evaluation, class_to_idx=labelled.class_to_idx, **settings)
     kind, reason = 'top1', ''
@@ -141,7 +141,7 @@ def open_pictures(
         try:
             found = open_validation_data(data_dir, teacher, evaluation, teacher_name, options, weights, checkpoint)
         except UserError as error:
-            kind, reason = 'knn', str(error)
+            kind, reason = 'knn', _fact(error)
         else:
             # data without a validation split is whole in `found`, unless the teacher's run held images of it out
             is_whole = found.root == labelled.root and len(found) == len(labelled)
@@ -155,6 +155,11 @@ def open_pictures(
     reader: LabelledReader = Subset(labelled.reader, rest) if names else labelled.reader
     train = Images(reader, train_transform(recipe, data_config), val.class_to_idx)
     return Pictures(train, Images(reader, evaluation, val.class_to_idx), val, kind, val.class_names, reason)
+
+
+def _fact(error: UserError) -> str:
+    """What is wrong, without the advice after it, which is for other commands."""
+    return str(error).partition('; ')[0]
 
 
 def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, reason: str) -> Pictures:

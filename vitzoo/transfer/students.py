@@ -128,7 +128,8 @@ def check_student(name: str, student: nn.Module, input_size: tuple[int, int, int
         student(torch.zeros(1, *input_size, device=next(student.parameters()).device))
     except (AssertionError, RuntimeError, ValueError) as error:
         raise UserError(
-            f'{name} with another mixer cannot take {input_size[1]} x {input_size[2]} pixels: {error}'
+            f'{name} with another mixer cannot take {input_size[1]} x {input_size[2]} pixels; choose another --img-size'
+            f' ({error})'
         ) from error
 
 
