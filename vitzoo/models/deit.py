@@ -135,6 +135,26 @@ class DeiT(VisionTransformer):
         self.weight_init_mode = ''
         self.init_weights(needs_reset=False)
 
+    def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
+        """Initialize the weights as timm does; `needs_reset` also those that layers set when they are built.
+
+        Raises:
+            RuntimeError: Some of them belong to mixers, which set them only when they are built.
+        """
+        if needs_reset:
+            fixed = [
+                f'blocks.{name}.{tensor}'
+                for name, module in self.blocks.named_modules()
+                for tensor in (*module._parameters, *module._buffers)
+                if not hasattr(module, 'reset_parameters') and getattr(module, tensor) is not None
+            ]
+            if fixed:
+                raise RuntimeError(
+                    f'{fixed[0]} is set when its mixer is built, and cannot be initialized again; build the model on'
+                    f' its device, or load weights instead.'
+                )
+        super().init_weights(mode, needs_reset)
+
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
