@@ -93,6 +93,17 @@ def test_the_table_of_a_conversion_is_followed_by_what_it_keeps(study):
     assert lines[2:] == ['| performer | 80.00 | 100.0 | – | – | – |', '| ls | 78.90 | 98.6 | – | 50.00 | 10.00 |']
 
 
+def test_image_sizes_have_a_column_if_they_differ(study):
+    def read(cell, evaluation):
+        return dict(top1=70.0, img_size='80x80' if cell.model.endswith('_to_ls') else '64x64')
+
+    for line in format_markdown(study, collect(study, read)).splitlines():
+        if '_to_ls' in line or '_to_performer' in line:
+            assert f'| 3 | {80 if "_to_ls" in line else 64} | 70.00' in line
+    same = format_markdown(study, collect(study, lambda cell, evaluation: dict(top1=70.0, img_size='64x64')))
+    assert '| image |' not in same
+
+
 @pytest.mark.parametrize(('sign', 'front'), [(1, ['a', 'c', 'd']), (-1, ['a', 'b'])])
 def test_a_front_has_the_models_that_no_other_dominates(sign, front):
     score, cost = ResultColumn('clean', 'top1'), ResultColumn('clean', 'gmacs')

@@ -70,7 +70,7 @@ def render_study(study: Study, rows: list[Row], about: Sequence[str], notes: Seq
 def _way_section(study: Study, way: list[_Entry], entries: list[_Entry]) -> list[Element]:
     """Table, fronts and charts of a way; the charts of conversions show their teachers, too."""
     rows = [entry.row for entry in way]
-    parts = [_table(study, way), *(tag('p', line, class_='note') for line in format_fronts(study, rows))]
+    parts = [_table(study, way, entries), *(tag('p', line, class_='note') for line in format_fronts(study, rows))]
     shown = _with_teachers(way, entries)
     charts = [chart for key in _COSTS for chart in _cost_figures(study, shown, rows, key)]
     charts += _size_figures(study, shown, rows)
@@ -91,9 +91,9 @@ def _with_teachers(way: list[_Entry], entries: list[_Entry]) -> list[_Entry]:
     return shown + [replace(entry, name=entry.row.mixer or entry.name) for entry in way]
 
 
-def _table(study: Study, way: list[_Entry]) -> Element:
+def _table(study: Study, way: list[_Entry], entries: list[_Entry]) -> Element:
     """The table of a way, which a click on a heading sorts."""
-    (rank, model, *others), lines = make_grid(study, [entry.row for entry in way])
+    (rank, model, *others), lines = make_grid(study, [entry.row for entry in way], [entry.row for entry in entries])
     head = [sort_heading(model, '', 'text'), *(sort_heading(text, '', 'number') for text in (rank, *others))]
     head[1].set('aria-sort', 'ascending')
     body = []

@@ -67,7 +67,7 @@ def format_latex(study: Study, rows: list[Row]) -> str:
 
 def _grids(study: Study, way: list[Row], rows: list[Row]) -> Iterator[tuple[list[str], list[list[str]]]]:
     """Headings and lines of a way's table and, if it converts models, of what they keep."""
-    headings, lines = make_grid(study, way)
+    headings, lines = make_grid(study, way, rows)
     yield headings, [[cell.text for cell in line] for line in lines]
     found = find_retentions(study, way, rows)
     if found:
@@ -165,24 +165,31 @@ def by_way(rows: list[Row]) -> list[list[Row]]:
     return [list(group) for _, group in groupby(rows, lambda row: row.way)]
 
 
-def make_grid(study: Study, rows: list[Row]) -> tuple[list[str], list[list[GridCell]]]:
-    """Headings and cells of a way's table; each judged metric is followed by its differences, if there are any."""
-    first = study.evaluations_of(rows[0].way)[0]
+def make_grid(study: Study, way: list[Row], rows: list[Row]) -> tuple[list[str], list[list[GridCell]]]:
+    """Headings and cells of a way's table; each judged metric is followed by its differences, if there are any.
+
+    If the models of the study, all of whose rows are given, are evaluated at several image sizes of their own, these
+    have a column.
+    """
+    first = study.evaluations_of(way[0].way)[0]
     headings, columns = ['rank', 'model', 'seeds'], []
-    for column in visible_columns(study, rows):
+    has_sizes = len({row.img_size(first) for row in rows} - {None}) > 1
+    headings += ['image'] if has_sizes else []
+    for column in visible_columns(study, way):
         title = column.metric.title if column.evaluation == first else f'{column.metric.title}, {column.evaluation}'
         headings.append(title)
         columns.append((_value_cell, column))
-        if column.metric.sign and any(column in row.differences for row in rows):
+        if column.metric.sign and any(column in row.differences for row in way):
             headings.append('difference')
             columns.append((_difference_cell, column))
     lines = []
-    for row in rows:
+    for row in way:
         seeds = max(value.n for value in row.values.values())
         name = f'{row.model} (baseline)' if row.is_baseline else row.model
         rank = GridCell(str(row.rank), row.rank) if row.rank else GridCell('–')
         cells = [make_cell(row, column) for make_cell, column in columns]
-        lines.append([rank, GridCell(name, row.model), GridCell(str(seeds), seeds), *cells])
+        size = [_size_cell(row.img_size(first))] if has_sizes else []
+        lines.append([rank, GridCell(name, row.model), GridCell(str(seeds), seeds), *size, *cells])
     return headings, lines
 
 
@@ -199,6 +206,10 @@ def format_fronts(study: Study, rows: list[Row]) -> list[str]:
         names = ', '.join(row.model for row in pareto_front(rows, score, cost, sign))
         lines.append(f'Pareto front of {score.metric.title} and {cost.metric.title}: {names}.')
     return [' '.join(lines)] if lines else []
+
+
+def _size_cell(size: int | None) -> GridCell:
+    return GridCell('–') if size is None else GridCell(str(size), size)
 
 
 def _value_cell(row: Row, column: ResultColumn) -> GridCell:
