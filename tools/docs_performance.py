@@ -78,7 +78,7 @@ def format_run(rows: list[dict]) -> str:
 
 
 def format_doubts(rows: list[dict]) -> str:
-    """How many times of a run are marked, '' if none is."""
+    """The number of times of a run that are marked, in a sentence, '' if none is."""
     uneven = sum(is_uneven(row) for row in rows)
     spread = f'the quartiles are more than {MAX_SPREAD:.0%} of the median apart'
     return f' {uneven} of {len(rows)} times are marked by "?": {spread}.' if uneven else ''
@@ -90,7 +90,7 @@ def is_uneven(row: dict) -> bool:
 
 
 def mark(text: str, row: dict) -> str:
-    """Mark what was computed from a time that is unreliable."""
+    """Mark a number that was computed from an unreliable time."""
     return f'{text}?' if is_uneven(row) else text
 
 

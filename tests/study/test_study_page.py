@@ -11,7 +11,7 @@ from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.report import write_study_report
 from vitzoo.study.results import ResultColumn, average, collect
-from vitzoo.study.retention import find_retentions
+from vitzoo.study.retention import find_kept
 from vitzoo.study.tables import format_notes
 from vitzoo.study.worker import Worker
 
@@ -100,7 +100,7 @@ def test_a_mixer_that_is_named_after_its_body_is_found_from_scratch(tmp_path):
     mixers = dict(transfer=dict(steps=2), teacher='aft_softmax_nano', teacher_way='scratch', mixers=['aft_conv', 'ls'])
     study = read_study(write_study(tmp_path, baseline='aft_softmax_nano', ways=dict(scratch=way, converted=mixers)))
     rows = collect(study, lambda cell, evaluation: dict(top1=70.0 if cell.model == 'aft_conv_nano' else 60.0))
-    found = find_retentions(study, [row for row in rows if row.is_converted], rows)
+    found = find_kept(study, [row for row in rows if row.is_converted], rows)
     assert [(kept.mixer, kept.scratch, kept.share) for kept in found] == [('aft_conv', 70, 100), ('ls', None, 100)]
 
 

@@ -50,7 +50,7 @@ def circulant_attention(
     num_grid = grid_size[0] * grid_size[1]
     P = q.shape[2] - num_grid
     if is_empty(q):
-        # which a transform refuses
+        # a transform refuses it
         return v * gate
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)

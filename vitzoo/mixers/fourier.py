@@ -47,7 +47,7 @@ def fourier(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     """Tokens (B, P + H*W, C) -> the same shape, in float32 or wider."""
     num_grid = grid_size[0] * grid_size[1]
     if is_empty(x):
-        # which a transform refuses
+        # a transform refuses it
         return x
     with no_autocast(x):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -12,7 +12,7 @@ __all__ = ['Handle', 'hook_attention']
 
 
 class Handle(Protocol):
-    """What `hook_attention` returns."""
+    """The hook that `hook_attention` registers."""
 
     def remove(self) -> None:
         """Remove the hook."""

@@ -15,7 +15,7 @@ from vitzoo.report.table import sort_heading
 from vitzoo.report.transfers import retention_table
 from vitzoo.study.plan import Study
 from vitzoo.study.results import ResultColumn, Row, merge_records, score_column, size_columns
-from vitzoo.study.retention import find_retentions
+from vitzoo.study.retention import find_kept
 from vitzoo.study.tables import GridCell, format_fronts, make_grid
 
 # of `vitzoo report`, with their titles
@@ -161,7 +161,7 @@ def _size_figures(study: Study, shown: list[_Entry], way: list[Row]) -> list[Ele
 def _retention_figures(study: Study, way: list[_Entry], rows: list[Row]) -> list[Element]:
     """Accuracies of the students of a way, of their teacher, and of the same mixers from scratch."""
     of_way = [entry.row for entry in way]
-    score, found = score_column(study, of_way), find_retentions(study, of_way, rows)
+    score, found = score_column(study, of_way), find_kept(study, of_way, rows)
     if score is None or not found:
         return []
     # a way has one teacher

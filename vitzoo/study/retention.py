@@ -1,4 +1,4 @@
-"""What conversions keep: accuracies of students beside those of their teacher and of the same mixers from scratch."""
+"""Accuracies that conversions keep: of students beside those of their teacher and of the same mixers from scratch."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from vitzoo.study.plan import Study
 from vitzoo.study.results import ResultColumn, Row, score_column
 
 
-class Retention(NamedTuple):
+class KeptAccuracy(NamedTuple):
     """Accuracies of a converted model in percent, means over the seeds.
 
     Args:
@@ -28,8 +28,8 @@ class Retention(NamedTuple):
         return 100 * self.student / self.teacher
 
 
-def find_retentions(study: Study, way: list[Row], rows: list[Row]) -> list[Retention]:
-    """The retentions of a way's converted models, whose teacher is among the rows of the whole study."""
+def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccuracy]:
+    """The kept accuracies of a way's converted models, whose teacher is among the rows of the whole study."""
     score = score_column(study, way)
     if score is None:
         return []
@@ -40,7 +40,7 @@ def find_retentions(study: Study, way: list[Row], rows: list[Row]) -> list[Reten
             teacher_way, teacher = row.baseline
             scratch = known.get((teacher_way, _same_mixer(teacher, row.mixer)))
             accuracies = known[row.baseline], known[row.way, row.model], scratch
-            found.append(Retention(row.mixer, *accuracies, *_recorded(row, score)))
+            found.append(KeptAccuracy(row.mixer, *accuracies, *_recorded(row, score)))
     return found
 
 

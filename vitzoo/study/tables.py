@@ -12,7 +12,7 @@ from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, score_column, visible_columns
-from vitzoo.study.retention import Retention, find_retentions
+from vitzoo.study.retention import KeptAccuracy, find_kept
 from vitzoo.transfer.summary import STAGES
 
 _CSV_KEYS = (
@@ -69,12 +69,12 @@ def _grids(study: Study, way: list[Row], rows: list[Row]) -> Iterator[tuple[list
     """Headings and lines of a way's table and, if it converts models, of what they keep."""
     headings, lines = make_grid(study, way, rows)
     yield headings, [[cell.text for cell in line] for line in lines]
-    found = find_retentions(study, way, rows)
+    found = find_kept(study, way, rows)
     if found:
         yield [*_RETENTION], [_retention_line(kept) for kept in found]
 
 
-def _retention_line(kept: Retention) -> list[str]:
+def _retention_line(kept: KeptAccuracy) -> list[str]:
     scores = (kept.student, kept.scratch, kept.start, kept.zero)
     student, *others = ('–' if score is None else f'{score:.2f}' for score in scores)
     return [kept.mixer, student, f'{kept.share:.1f}', *others]

@@ -158,7 +158,7 @@ def open_pictures(
 
 
 def _fact(error: UserError) -> str:
-    """What is wrong, without the advice after it, which is for other commands."""
+    """The fault that an error describes, without the advice after it, which is for other commands."""
     return str(error).partition('; ')[0]
 
 
