@@ -97,6 +97,15 @@ def test_training_goes_on_with_the_same_held_out_images(undivided_run, start, tm
     assert held_out(tmp_path / 'next') == held_out(run)
 
 
+def test_data_that_was_held_out_completely_is_refused(undivided_run, tmp_path):
+    run, photos = undivided_run
+    for name in held_out(run):
+        (tmp_path / 'held' / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(photos / name, tmp_path / 'held' / name)
+    with pytest.raises(UserError, match='all images of .* are in .*held_out.csv'):
+        train([*TINY, '--model', str(run), '--data-dir', str(tmp_path / 'held'), '--output', str(tmp_path / 'next')])
+
+
 @pytest.mark.parametrize('is_other', ['data', 'weights', 'split'])
 def test_held_out_images_of_other_data_or_weights_are_not_taken_over(undivided_run, is_other, tmp_path):
     run, photos = undivided_run

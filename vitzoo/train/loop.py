@@ -263,11 +263,16 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
         multi_label=recipe.multi_label,
         val_fraction=recipe.val_fraction,
         seed=recipe.seed,
-        held_out_before=find_list(recipe),
         options=DataOptions(**{name: getattr(recipe, name) for name in DATA_OPTIONS}),
     )
-    train_set = open_dataset(recipe.data_dir, 'train', **options)
-    val_set = open_dataset(recipe.data_dir, 'val', class_to_idx=train_set.class_to_idx, **options)
+    train_set = open_dataset(recipe.data_dir, 'train', held_out_before=find_list(recipe), **options)
+    # a list of other images, for which all files were read, is not tried again
+    known = train_set.held_out_before
+    if known is not None and not len(train_set):
+        raise UserError(f"all images of '{recipe.data_dir}' are in {known}, those held out for validation; add others")
+    val_set = open_dataset(
+        recipe.data_dir, 'val', class_to_idx=train_set.class_to_idx, held_out_before=known, **options
+    )
     shares_images = _share_images(train_set, val_set)
     if shares_images and val_set.options.val_split not in (None, UNDIVIDED):
         raise UserError(
