@@ -340,6 +340,13 @@ def test_the_rates_of_the_network_stage_are_recorded_and_used(words, teacher, im
     assert results['network'][1]['lr'] == pytest.approx(results['network_rates']['new_lr'])
 
 
+def test_a_network_stage_that_diverges_names_its_own_options(teacher, images, tmp_path):
+    # evaluated after both steps, so that the loss of the second is the first that is not finite
+    options = [*split('--mixer linear --network-lr 1e30'), *QUICK, *split('--evals 1 --no-random-control')]
+    with pytest.raises(UserError, match=r'half the --network-lr \(5e\+29\), --clip-grad 1 or, with mixed precision'):
+        transfer([teacher, *options, '--data-dir', images, '--output', str(tmp_path)])
+
+
 def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path):
     name = save_teacher(tmp_path)
     config = json.loads((tmp_path / 'config.json').read_text())

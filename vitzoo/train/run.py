@@ -102,6 +102,8 @@ class Run:
     measure: Callable[[nn.Module], dict[str, float]] | None = None
     # the measurements of the model before training, if it may be the best
     start: dict[str, float] | None = None
+    # of a loss that is not finite; {} is half the learning rate
+    remedies: str = 'half the lr ({}), --clip-grad 1, a longer warm-up'
 
     @property
     def folder(self) -> Path:

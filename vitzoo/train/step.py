@@ -142,7 +142,8 @@ def explain_divergence(run: Run, images: Tensor, loss: float) -> str:
     with run.accelerator.autocast():
         sources = gather_object([find_non_finite(model, images)])
     source = next(filter(None, sources), 'all layer outputs are finite, only the loss is not')
+    remedies = run.remedies.format(f'{run.plan.lr / 2:.2g}')
     return (
-        f'the loss is {loss} at step {run.step + 1}: {source}. No weight was changed by this step; try half the lr'
-        f' ({run.plan.lr / 2:.2g}), --clip-grad 1, a longer warm-up or, with mixed precision, --amp-dtype bfloat16'
+        f'the loss is {loss} at step {run.step + 1}: {source}. No weight was changed by this step; try {remedies} or,'
+        f' with mixed precision, --amp-dtype bfloat16'
     )

@@ -173,6 +173,7 @@ def _open_run(task: Transfer, student: nn.Module, lock: FolderLock, steps: int, 
         val_loader=val_loader,
         console=task.console,
         measure=measure,
+        remedies='half the --network-lr ({}), --clip-grad 1',
     )
     return run
 
