@@ -35,6 +35,10 @@ class NoClassesError(UserError):
     """Data whose images are not in class folders."""
 
 
+class DivergenceError(UserError):
+    """A loss or an error that is not finite any more."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser of a command line whose errors are user errors: one sentence, without the usage."""
 

@@ -20,13 +20,14 @@ from processes import shard_accelerators, start_processes
 from teachers import batches, make_teacher, save_teacher
 
 from vitzoo.data import DataOptions
-from vitzoo.errors import UserError
+from vitzoo.errors import DivergenceError, UserError
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
 from vitzoo.transfer import main, network, zero_attention
-from vitzoo.transfer.command import transfer
+from vitzoo.transfer.command import transfer, try_rates
 from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
+from vitzoo.transfer.network import train_network
 from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.record import Ledger
@@ -320,7 +321,8 @@ def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_pa
     options += split('--amp-dtype bfloat16 --log-with tensorboard --no-random-control')
     transfer([teacher, *options, *QUICK, '--data-dir', images, '--output', str(tmp_path)])
     results = read_results(tmp_path)
-    assert weights == [1.0]
+    # of the trials and of the stage
+    assert {*weights} == {1.0}
     assert results['settings']['training'] == dict(model_ema=True, model_ema_decay=0.5, clip_grad=1.0)
     for stage in ('matching', 'network'):
         assert len({row['output_error'] for row in results[stage]}) == 3
@@ -329,15 +331,62 @@ def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_pa
     assert len(list((tmp_path / 'vitzoo').glob('events.out.tfevents*'))) == 1
 
 
-@pytest.mark.parametrize('words', ['', '--network-lr auto --network-new-lr 1e-3', '--network-lr 2e-5'])
+@pytest.mark.parametrize('words', ['scaled', 'scaled --network-new-lr 1e-3', '2e-5'])
 def test_the_rates_of_the_network_stage_are_recorded_and_used(words, teacher, images, tmp_path):
-    options = [*split('--mixer linear --no-random-control'), *split(words), *QUICK]
+    options = [*split(f'--mixer linear --no-random-control --network-lr {words}'), *QUICK]
     transfer([teacher, *options, '--data-dir', images, '--output', str(tmp_path)])
     results = read_results(tmp_path)
     lr = 2e-5 if '2e-5' in words else min(3e-5, 1e-4 * results['network'][0]['output_error'])
     assert results['network_rates'] == pytest.approx(dict(lr=lr, new_lr=1e-3 if '1e-3' in words else 10 * lr))
+    assert 'network_trials' not in results
     # that of the last group, which has the new parameters, at the end of the warm-up of one step
     assert results['network'][1]['lr'] == pytest.approx(results['network_rates']['new_lr'])
+
+
+def test_trials_choose_the_rates_of_the_network_stage(finished):
+    results = read_results(finished)
+    trials = results['network_trials']
+    errors = [row['output_error'] for row in trials]
+    assert [row['lr'] for row in trials] == [pytest.approx(trials[0]['lr'] * 3**power) for power in range(len(trials))]
+    # each but the last is better than the one before
+    assert errors[:-1] == sorted(errors[:-1], reverse=True)
+    assert errors[-1] >= errors[-2]
+    assert results['network_rates'] == {name: trials[-2][name] for name in ('lr', 'new_lr')}
+    # the trial is the stage itself if that has no more steps
+    assert results['network'][-1]['output_error'] == pytest.approx(errors[-2], rel=1e-5)
+
+
+def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monkeypatch):
+    options = [teacher, *split('--mixer linear --no-random-control'), *QUICK, '--data-dir', images]
+    options += ['--output', str(tmp_path), '--resume']
+    made, limit = [], 1
+
+    def make(task, student, ledger, error, lr, new_lr):
+        if len(made) == limit:
+            raise KeyboardInterrupt
+        made.append(lr)
+        return try_rates(task, student, ledger, error, lr, new_lr)
+
+    monkeypatch.setattr('vitzoo.transfer.command.try_rates', make)
+    with pytest.raises(KeyboardInterrupt):
+        transfer(options)
+    limit = math.inf
+    transfer(options)
+    assert made == [row['lr'] for row in read_results(tmp_path)['network_trials']]
+
+
+def test_a_trial_that_diverges_ends_the_search(teacher, images, tmp_path, monkeypatch):
+    def train(*args, lr, **options):
+        if lr > 2e-5:
+            raise DivergenceError('the loss is nan')
+        return train_network(*args, lr=lr, **options)
+
+    monkeypatch.setattr('vitzoo.transfer.command.train_network', train)
+    options = split('--mixer linear --no-random-control')
+    transfer([teacher, *options, *QUICK, '--data-dir', images, '--output', str(tmp_path)])
+    results = read_results(tmp_path)
+    assert results['network_trials'][-1]['output_error'] is None
+    assert results['network_rates']['lr'] == results['network_trials'][-2]['lr'] <= 2e-5
 
 
 def test_a_network_stage_that_diverges_names_its_own_options(teacher, images, tmp_path):

@@ -1,5 +1,6 @@
 """Block matching and distillation: what they train, that they cannot make a student worse, and that they resume."""
 
+import math
 from copy import deepcopy
 
 import pytest
@@ -10,7 +11,7 @@ from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
 from vitzoo.transfer import distil, match_blocks
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
-from vitzoo.transfer.distillation import choose_rates
+from vitzoo.transfer.distillation import choose_rates, trial_steps
 from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.pictures import IntervalBatches
 
@@ -129,42 +130,93 @@ def test_a_stage_that_diverges_ends_with_a_sentence_and_the_best_state():
     assert all(torch.equal(before[name], value) for name, value in student.state_dict().items())
 
 
+def refuse(*rates: float) -> float:
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ('error', 'lr'), [(0.0, 0.0), (0.1, 1e-5), (0.5, 3e-5), (float('inf'), 3e-5), (float('nan'), 3e-5)]
 )
-def test_the_learning_rate_follows_the_error_up_to_a_limit(error, lr):
-    rates = choose_rates('auto', 'auto', lambda: error)
+def test_the_scaled_learning_rate_follows_the_error_up_to_a_limit(error, lr):
+    rates = choose_rates('scaled', 'auto', lambda: error, refuse)
     assert rates == pytest.approx(dict(lr=lr, new_lr=10 * lr))
-    assert choose_rates('auto', 0.5, lambda: error) == pytest.approx(dict(lr=lr, new_lr=0.5))
+    assert choose_rates('scaled', 0.5, lambda: error, refuse) == pytest.approx(dict(lr=lr, new_lr=0.5))
+
+
+@pytest.mark.parametrize(
+    ('errors', 'tried', 'chosen'),
+    [
+        ([0.3, 0.2, 0.1, 0.15], 4, 2),
+        ([0.3, 0.4], 2, 0),
+        ([0.3, math.inf], 2, 0),
+        ([0.3, 0.2, math.nan], 3, 1),
+        ([0.3, 0.3], 2, 0),
+        ([math.inf, math.inf], 2, 0),
+    ],
+)
+def test_the_learning_rate_is_tripled_as_long_as_trials_end_better(errors, tried, chosen):
+    seen, left = [], iter(errors)
+
+    def trial(lr: float, new_lr: float) -> float:
+        seen.append((lr, new_lr))
+        return next(left)
+
+    found = choose_rates('auto', 'auto', lambda: 0.1, trial)
+    assert seen == [pytest.approx((1e-5 * 3**power, 1e-4 * 3**power)) for power in range(tried)]
+    assert tuple(found.values()) == seen[chosen]
 
 
 def test_given_learning_rates_need_no_error():
-    def fail() -> float:
-        raise AssertionError
-
-    assert choose_rates(2e-4, 'auto', fail) == pytest.approx(dict(lr=2e-4, new_lr=2e-3))
-    assert choose_rates(2e-4, 1e-4, fail) == dict(lr=2e-4, new_lr=1e-4)
+    assert choose_rates(2e-4, 'auto', refuse, refuse) == pytest.approx(dict(lr=2e-4, new_lr=2e-3))
+    assert choose_rates(2e-4, 1e-4, refuse, refuse) == dict(lr=2e-4, new_lr=1e-4)
 
 
-def test_a_rate_in_words_is_refused():
+def test_trials_have_a_twentieth_of_the_steps_and_at_least_ten():
+    assert [trial_steps(steps) for steps in (2, 10, 100, 200, 1000)] == [2, 10, 10, 10, 50]
+
+
+@pytest.mark.parametrize(
+    ('rates', 'message'),
+    [(dict(new_lr='high'), "new_lr is a number or 'auto'"), (dict(lr='high'), "lr is a number or 'auto' or 'scaled'")],
+)
+def test_a_rate_in_words_is_refused(rates, message):
     teacher = make_teacher()
-    with pytest.raises(ValueError, match="new_lr is a number or 'auto', not 'high'"):
-        distil(teacher, make_student(teacher, 'linear'), TRAIN, HELD_OUT, steps=1, new_lr='high')
+    with pytest.raises(ValueError, match=f"{message}, not 'high'"):
+        distil(teacher, make_student(teacher, 'linear'), TRAIN, HELD_OUT, steps=1, **rates)
 
 
 def test_distillation_begins_with_the_rates_of_the_students_error():
     teacher = make_teacher()
     # close to the teacher: a window that covers nearly the whole grid
-    automatic, explicit, fixed = (make_student(teacher, 'neighborhood', kernel_size=3).train() for _ in range(3))
-    error = output_error(teacher, automatic, HELD_OUT)
+    scaled, explicit, fixed = (make_student(teacher, 'neighborhood', kernel_size=3).train() for _ in range(3))
+    error = output_error(teacher, scaled, HELD_OUT)
     assert error < 0.3
-    automatic.train()
+    scaled.train()
     options = dict(steps=4, eval_every=2)
-    history = distil(teacher, automatic, TRAIN, HELD_OUT, **options)
-    assert automatic.training
-    rates = choose_rates('auto', 'auto', lambda: error)
+    history = distil(teacher, scaled, TRAIN, HELD_OUT, lr='scaled', **options)
+    assert scaled.training
+    rates = choose_rates('scaled', 'auto', lambda: error, refuse)
     assert history == distil(teacher, explicit, TRAIN, HELD_OUT, **rates, **options)
     assert history != distil(teacher, fixed, TRAIN, HELD_OUT, lr=3e-5, new_lr=3e-4, **options)
+
+
+def test_distillation_trains_at_the_rate_of_the_best_trial():
+    teacher = make_teacher()
+    found, *others = (make_student(teacher, 'xca') for _ in range(8))
+    options = dict(steps=12, eval_every=12)
+    history = distil(teacher, found, TRAIN, HELD_OUT, **options)
+    first = choose_rates('scaled', 'auto', lambda: history[0]['output_error'], refuse)['lr']
+    rates = [first * 3**power for power in range(len(others))]
+    # trials of ten steps, each with the whole schedule
+    errors = [
+        distil(teacher, deepcopy(other), TRAIN, HELD_OUT, steps=10, eval_every=10, lr=lr)[-1]['output_error']
+        for lr, other in zip(rates, others)
+    ]
+    best = next(index for index in range(len(rates) - 1) if not errors[index + 1] < errors[index])
+    assert best > 1
+    assert history == distil(teacher, others[best], TRAIN, HELD_OUT, lr=rates[best], **options)
+    scaled = distil(teacher, others[0], TRAIN, HELD_OUT, lr='scaled', **options)
+    assert history[-1]['output_error'] < scaled[-1]['output_error']
 
 
 def test_stochastic_depth_does_not_keep_a_stage_from_continuing_exactly(tmp_path):

@@ -20,7 +20,7 @@ from timm.utils import dispatch_clip_grad
 from torch import Tensor, distributed
 
 from vitzoo.data.loader import STEP_STREAM, seed_everything
-from vitzoo.errors import RankError, UserError
+from vitzoo.errors import DivergenceError, RankError, UserError
 from vitzoo.metrics.finite import find_non_finite
 from vitzoo.mixers import set_step
 from vitzoo.train.run import Run
@@ -38,7 +38,8 @@ def train_step(run: Run, micro_batches: Iterator, stop: bool = False, save: bool
     """Train on one global batch; `stop` and `save` are the flags of this process.
 
     Raises:
-        UserError: An image cannot be read, or the loss is not finite.
+        UserError: An image cannot be read.
+        DivergenceError: The loss is not finite.
     """
     accelerator, accum_steps = run.accelerator, run.plan.accum_steps
     run.scheduler.step_update(run.step)
@@ -60,7 +61,7 @@ def train_step(run: Run, micro_batches: Iterator, stop: bool = False, save: bool
             accelerator.backward(loss)
     status = reduce.wait()
     if not math.isfinite(status.loss):
-        raise UserError(explain_divergence(run, images, status.loss))
+        raise DivergenceError(explain_divergence(run, images, status.loss))
     clip_gradients(run)
     run.optimizer.step()
     run.optimizer.zero_grad()

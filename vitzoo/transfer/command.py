@@ -1,5 +1,6 @@
 """The stages of a transfer, one mixer after the other, and their results."""
 
+import math
 import sys
 from contextlib import ExitStack
 from copy import deepcopy
@@ -13,7 +14,7 @@ from torch import nn
 from vitzoo.bench._harness import describe_machine
 from vitzoo.data import Images
 from vitzoo.data.held_out import HELD_OUT, write_held_out
-from vitzoo.errors import UserError, is_first_process
+from vitzoo.errors import DivergenceError, UserError, is_first_process
 from vitzoo.load import label_names
 from vitzoo.metrics.oversmoothing import token_statistics
 from vitzoo.metrics.speed import measure_throughput
@@ -21,7 +22,7 @@ from vitzoo.mixers import mixer_class
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.run_folder import claim_folder, export_model, write_metrics
 from vitzoo.transfer.attention import mixer_paths, only_part, parts_of, zero_attention
-from vitzoo.transfer.distillation import choose_rates
+from vitzoo.transfer.distillation import choose_rates, trial_steps
 from vitzoo.transfer.hybrid import give_back, keep_softmax
 from vitzoo.transfer.matching import match_blocks
 from vitzoo.transfer.network import load_best, train_network
@@ -171,13 +172,45 @@ def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: Fol
     settings |= dict(progress=ledger.write_time)
     if options.network_steps:
         settings['start_error'] = error = ledger.once('network_start', lambda: _error(task, student))
-        rates = ledger.once(
-            'network_rates', lambda: choose_rates(options.network_lr, options.network_new_lr, lambda: error)
-        )
+        rates = ledger.once('network_rates', lambda: _find_rates(task, student, ledger, error))
         task.console.print(f'network        all parameters, learning rates {rates["lr"]:.2g} and {rates["new_lr"]:.2g}')
         settings |= rates
     rows = ledger.once('network', lambda: train_network(task, student, lock, **settings))
     load_best(student, ledger.folder, rows)
+
+
+def _find_rates(task: Transfer, student: nn.Module, ledger: Ledger, error: float) -> dict[str, float]:
+    """The learning rates of the network stage, by trials if the user gave none; those of an earlier process count."""
+    options = task.options
+    trials = ledger.results.setdefault('network_trials', [])
+    errors = {(row['lr'], row['new_lr']): row['output_error'] for row in trials}
+
+    def trial(lr: float, new_lr: float) -> float:
+        if (lr, new_lr) not in errors:
+            errors[lr, new_lr] = end = try_rates(task, student, ledger, error, lr, new_lr)
+            trials.append(dict(lr=lr, new_lr=new_lr, output_error=end))
+            ledger.write_time()
+        end = errors[lr, new_lr]
+        return math.inf if end is None else end
+
+    rates = choose_rates(options.network_lr, options.network_new_lr, lambda: error, trial)
+    if not trials:
+        del ledger.results['network_trials']
+    return rates
+
+
+def try_rates(
+    task: Transfer, student: nn.Module, ledger: Ledger, error: float, lr: float, new_lr: float
+) -> float | None:
+    """Error of the outputs after a short training of a copy, None if it diverges."""
+    steps, folder = trial_steps(task.options.network_steps), ledger.folder / STATES / f'trial_{lr:g}'
+    task.console.print(f'network        trial of {steps} steps, learning rates {lr:.2g} and {new_lr:.2g}')
+    settings: dict[str, Any] = dict(steps=steps, lr=lr, new_lr=new_lr, start_error=error, evals=1)
+    try:
+        rows = train_network(task, student, FolderLock(folder), progress=ledger.write_time, **settings)
+    except DivergenceError:
+        return None
+    return rows[-1]['output_error']
 
 
 def measure_controls(task: Transfer, student: nn.Module, ledger: Ledger) -> dict[str, dict]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from vitzoo._files import replace_file
 from vitzoo.data.loader import STEP_STREAM, seed_everything
-from vitzoo.errors import UserError
+from vitzoo.errors import DivergenceError
 from vitzoo.mixers import set_step
 from vitzoo.transfer.attention import images_of
 
@@ -86,7 +86,7 @@ def descend(
         no parameters.
 
     Raises:
-        UserError: The error is no longer finite; the student is in its best state.
+        DivergenceError: The error is no longer finite; the student is in its best state.
         ValueError: The loader has no images.
     """
     with _training_only(student, groups):
@@ -178,7 +178,7 @@ class _Descent:
             return
         self.restore(self.best)
         rates = ' and '.join(f'{rate:g}' for rate in self.schedule.base_values)
-        raise UserError(
+        raise DivergenceError(
             f'the error of the outputs is {error} after step {self.step} at learning rates of {rates}; halve them'
         )
 

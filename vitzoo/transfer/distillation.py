@@ -1,13 +1,16 @@
 """Distillation of the whole network, from Python; `vitzoo transfer` does it with the trainer instead."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from vitzoo.errors import DivergenceError
 from vitzoo.train.distill import NetworkLoss
 from vitzoo.transfer.attention import mixer_paths
 from vitzoo.transfer.descent import StepBatches, descend
@@ -18,10 +21,14 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-# learning rate of inherited parameters for an error of the outputs of 1, and its limit. The first steps of Adam are as
-# long as the learning rate, however small the error is: at a rate for distant students they take a close one further
-# away than the rest of the training brings it back (docs/transfer.md)
+# learning rate of inherited parameters for an error of the outputs of 1, and its limit; the trials begin with it. The
+# first steps of Adam are as long as the learning rate, however small the error is: at a rate for distant students they
+# take a close one further away than the rest of the training brings it back (docs/transfer.md)
 _LR_PER_ERROR, _MAX_LR = 1e-4, 3e-5
+# from one trial to the next
+_LR_FACTOR = 3
+# a trial has this part of the steps, or this number if it is larger
+_TRIAL_PART, _TRIAL_STEPS = 0.05, 10
 # learning rate of the mixers' own parameters, over that of inherited ones
 _NEW_OVER_INHERITED = 10
 
@@ -53,7 +60,8 @@ def distil(
         student: The model after it, usually after `match_blocks`.
         loader: Batches (B, C, H, W) of training images, or tuples that begin with them.
         held_out: Other images, in the same form; read at each evaluation.
-        lr: Learning rate of inherited parameters; 'auto' for 1e-4 times the error of the outputs, at most 3e-5.
+        lr: Learning rate of inherited parameters; 'scaled' for 1e-4 times the error of the outputs, at most 3e-5;
+            'auto' for this or the larger rates at which trials of a twentieth of the steps, on copies, end better.
         new_lr: Learning rate of the mixers' own parameters; 'auto' for ten times `lr`.
         block_weight: Weight of the attention outputs in the loss.
         temperature: Of the logits.
@@ -66,51 +74,76 @@ def distil(
         For each evaluation its `step`, `output_error` and whether it is the `best` so far.
 
     Raises:
-        ValueError: The student has no mixers, a loader no images, or a rate is neither a number nor 'auto'.
-        UserError: The learning rate is too high: the error is not finite. The student is in its best state.
+        ValueError: The student has no mixers, a loader no images, or a rate is a string that is not known.
+        DivergenceError: The learning rate is too high: the error is not finite. The student is in its best state.
     """
 
-    def error() -> float:
-        return output_error(teacher, student, held_out, accelerator)
+    def train(student: nn.Module, steps: int, eval_every: int, rates: dict[str, float], **options: Any) -> list[dict]:
+        def backward(images: Tensor) -> None:
+            with NetworkLoss(student, teacher, block_weight, temperature) as loss:
+                student(images)
+                with torch.no_grad():
+                    teacher(images)
+                loss().backward()
 
-    def backward(images: Tensor) -> None:
-        with NetworkLoss(student, teacher, block_weight, temperature) as loss:
-            student(images)
-            with torch.no_grad():
-                teacher(images)
-            loss().backward()
+        groups, evaluate = parameter_groups(student, **rates), lambda: dict(output_error=error(student))
+        settings = dict(steps=steps, eval_every=eval_every, accelerator=accelerator, **options)
+        return descend(student, groups, loader, backward, evaluate, **settings)
+
+    def error(student: nn.Module) -> float:
+        with nullcontext() if accelerator is None else accelerator.autocast():
+            return output_error(teacher, student, held_out, accelerator)
+
+    def trial(lr: float, new_lr: float) -> float:
+        count = trial_steps(steps)
+        try:
+            return train(deepcopy(student), count, count, dict(lr=lr, new_lr=new_lr))[-1]['output_error']
+        except DivergenceError:
+            return math.inf
 
     was_training = student.training
-    with nullcontext() if accelerator is None else accelerator.autocast():
-        rates = choose_rates(lr, new_lr, error)
+    rates = choose_rates(lr, new_lr, lambda: error(student), trial)
     student.train(was_training)
-    return descend(
-        student,
-        parameter_groups(student, **rates),
-        loader,
-        backward,
-        lambda: dict(output_error=error()),
-        steps=steps,
-        eval_every=eval_every,
-        accelerator=accelerator,
-        state_file=state_file,
-        progress=progress,
-    )
+    return train(student, steps, eval_every, rates, state_file=state_file, progress=progress)
 
 
-def choose_rates(lr: float | str, new_lr: float | str, error: Callable[[], float]) -> dict[str, float]:
-    """The arguments `lr` and `new_lr` of `distil` as numbers; `error` measures that of the student's outputs.
+def choose_rates(
+    lr: float | str, new_lr: float | str, error: Callable[[], float], trial: Callable[[float, float], float]
+) -> dict[str, float]:
+    """The arguments `lr` and `new_lr` of `distil` as numbers.
+
+    Args:
+        error: Measures that of the student's outputs.
+        trial: Measures it after a short training of a copy with the two rates.
 
     Raises:
-        ValueError: One is a string other than 'auto'.
+        ValueError: One is a string that it does not know.
     """
-    for name, rate in (('lr', lr), ('new_lr', new_lr)):
-        if isinstance(rate, str) and rate != 'auto':
-            raise ValueError(f"{name} is a number or 'auto', not {rate!r}.")
-    if isinstance(lr, str):
-        # in this order nan gives a number
-        lr = min(_MAX_LR, _LR_PER_ERROR * error())
-    return dict(lr=lr, new_lr=_NEW_OVER_INHERITED * lr if isinstance(new_lr, str) else new_lr)
+    for name, rate, known in (('lr', lr, ('auto', 'scaled')), ('new_lr', new_lr, ('auto',))):
+        if isinstance(rate, str) and rate not in known:
+            raise ValueError(f'{name} is a number or {" or ".join(map(repr, known))}, not {rate!r}.')
+
+    def both(lr: float) -> dict[str, float]:
+        return dict(lr=lr, new_lr=_NEW_OVER_INHERITED * lr if isinstance(new_lr, str) else new_lr)
+
+    if not isinstance(lr, str):
+        return both(lr)
+    # in this order nan gives a number
+    found = both(min(_MAX_LR, _LR_PER_ERROR * error()))
+    if lr == 'scaled':
+        return found
+    smallest = trial(**found)
+    while True:
+        larger = both(_LR_FACTOR * found['lr'])
+        end = trial(**larger)
+        if not end < smallest:
+            return found
+        found, smallest = larger, end
+
+
+def trial_steps(steps: int) -> int:
+    """The number of steps of a trial, for a training of `steps`."""
+    return min(steps, max(_TRIAL_STEPS, round(_TRIAL_PART * steps)))
 
 
 def parameter_groups(student: nn.Module, lr: float, new_lr: float) -> list[dict]:

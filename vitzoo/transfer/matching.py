@@ -70,7 +70,7 @@ def match_blocks(
 
     Raises:
         ValueError: The student has no mixers, or a loader no images.
-        UserError: The learning rate is too high: the error is not finite. The student is in its best state.
+        DivergenceError: The learning rate is too high: the error is not finite. The student is in its best state.
     """
     paths = mixer_paths(student)
     device = next(student.parameters()).device

@@ -17,7 +17,7 @@ from torch import nn
 
 from vitzoo.data import Normalize, train_loader
 from vitzoo.data.loader import stop_workers
-from vitzoo.errors import UserError
+from vitzoo.errors import DivergenceError
 from vitzoo.train.build import build_ema
 from vitzoo.train.checkpoint import find_checkpoints
 from vitzoo.train.distill import NetworkLoss, Teacher, TransferTask
@@ -47,6 +47,7 @@ def train_network(
     lr: float = 0.0,
     new_lr: float = 0.0,
     start_error: float | None = None,
+    evals: int | None = None,
     progress: Callable[[], None],
     log_with: str | None = None,
 ) -> list[dict]:
@@ -57,6 +58,7 @@ def train_network(
         lr: Learning rate of inherited parameters, needed if there are steps.
         new_lr: Learning rate of the mixers' own parameters.
         start_error: Error of the student's outputs, measured if it is not given.
+        evals: Number of evaluations; by default that of the options.
         progress: Called after each evaluation.
         log_with: Trackers.
 
@@ -65,7 +67,8 @@ def train_network(
         whether it is the `best` so far.
 
     Raises:
-        UserError: The loss or the error is no longer finite, or the folder cannot be written.
+        UserError: The folder cannot be written.
+        DivergenceError: The loss or the error is no longer finite.
         Stopped: The process received SIGTERM. The current step is saved.
     """
     accelerator = task.accelerator
@@ -75,7 +78,7 @@ def train_network(
     start = dict(output_error=start_error)
     history = []
     if steps:
-        run = _open_run(task, student, lock, steps, lr, new_lr)
+        run = _open_run(task, student, lock, steps, evals or task.options.evals, lr, new_lr)
         run.start, run.recipe.log_with = start, log_with
         _train(run, progress)
         history = [{name: row[name] for name in _COLUMNS if name in row} for row in run.history]
@@ -122,10 +125,12 @@ def _train(run: Run, progress: Callable[[], None]) -> None:
         run.accelerator.trackers.clear()
 
 
-def _open_run(task: Transfer, student: nn.Module, lock: FolderLock, steps: int, lr: float, new_lr: float) -> Run:
+def _open_run(
+    task: Transfer, student: nn.Module, lock: FolderLock, steps: int, evals: int, lr: float, new_lr: float
+) -> Run:
     """Build everything that the trainer uses."""
     options, accelerator = task.options, task.accelerator
-    interval = max(1, steps // options.evals)
+    interval = max(1, steps // evals)
     plan = replace(task.plan, steps_per_epoch=interval, epochs=math.ceil(steps / interval), max_steps=steps, lr=lr)
     # not a metric of recipes, because other trainings do not measure it
     recipe = replace(options.recipe, lr=lr, model=task.name, kd_model_name=task.name, eval_metric='output_error')
@@ -141,7 +146,7 @@ def _open_run(task: Transfer, student: nn.Module, lock: FolderLock, steps: int, 
     def measure(model: nn.Module) -> dict[str, float]:
         error = output_error(task.teacher, model, task.held_out, accelerator)
         if not math.isfinite(error):
-            raise UserError(
+            raise DivergenceError(
                 f'the error of the outputs is {error} after step {run.step} at learning rates of {lr:g} and'
                 f' {new_lr:g}; halve them'
             )

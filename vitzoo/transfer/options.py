@@ -107,8 +107,9 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         help='percentage points below the teacher at which auto stops [0.5]')  # fmt: skip
     add('--network-steps', type=natural, metavar='N', default=defaults.network_steps,
         help='distillation of the whole network [1000]')  # fmt: skip
-    add('--network-lr', type=_rate, metavar='X|auto', default=defaults.network_lr,
-        help='of it; auto: 1e-4 times the error of the outputs at its start, at most 3e-5 [auto]')  # fmt: skip
+    add('--network-lr', type=_rate_or_rule, metavar='X|auto|scaled', default=defaults.network_lr,
+        help='of it; scaled: 1e-4 times the error of the outputs at its start, at most 3e-5; auto: this, or a larger '
+        'one if short trials end better [auto]')  # fmt: skip
     add('--network-new-lr', type=_rate, metavar='X|auto', default=defaults.network_new_lr,
         help='of parameters that are not inherited; auto: ten times --network-lr [auto]')  # fmt: skip
     add('--block-weight', type=nonnegative, metavar='X', default=defaults.block_weight,
@@ -222,6 +223,10 @@ def _count(text: str) -> int | str:
 
 def _rate(text: str) -> float | str:
     return text if text == 'auto' else _positive_number(text)
+
+
+def _rate_or_rule(text: str) -> float | str:
+    return text if text == 'scaled' else _rate(text)
 
 
 def _positive_number(text: str) -> float:
