@@ -1,4 +1,4 @@
-"""Files that are never half written."""
+"""Files that are never half written, and names that can be printed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,3 +11,8 @@ def replace_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(f'.{path.name}')
     yield partial
     partial.replace(path)
+
+
+def printable(name: str) -> str:
+    """A file name in which bytes that are not UTF-8 are replaced by question marks in diamonds."""
+    return name.encode(errors='surrogateescape').decode(errors='replace')

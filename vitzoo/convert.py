@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,7 +25,16 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import create_model, find_model, fit_label_names, load_model, num_classes_in, read_about, swap_in
+from vitzoo.load import (
+    create_model,
+    find_model,
+    fit_config,
+    label_names,
+    load_model,
+    num_classes_in,
+    read_about,
+    swap_in,
+)
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -61,7 +71,9 @@ def convert(argv: list[str] | None = None) -> None:
         if '.' not in args.model:
             # it is that of the published weights, which only a tag names
             model.pretrained_cfg.pop('license', None)
-        data_config, about = _given_size(args), {}
+        # a file of a run folder is described there
+        fit_config(args.model, model, args.file)
+        data_config, about = _given_size(args), {'label_names': label_names(model) or None}
     _check_forward(model, data_config)
     save_for_hf(
         model,
@@ -205,6 +217,9 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
         parent.set_input_size(data_config['img_size'])
     kwargs = dict(img_size=data_config['img_size'], in_chans=in_chans, num_classes=parent.num_classes)
     model = create_model(find_model(args.to), model_kwargs=args.model_kwargs, **kwargs)
+    own_chans = args.model_kwargs.get('in_chans', in_chans)
+    if own_chans != in_chans:
+        data_config |= {key: (fmean(data_config[key]),) * own_chans for key in ('mean', 'std')}
     inheritance = inherit_weights(model, parent.state_dict())
     if inheritance.share < LEAST_SHARE:
         raise UserError(
@@ -267,7 +282,7 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     if args.checkpoint:
         # a parent only gives its weights, so its head may be for any classes
         parent = load_official(args.checkpoint, args.parent, kwargs, any_classes=not args.swap)
-        fit_label_names(find_model(args.parent), parent, args.checkpoint)
+        fit_config(find_model(args.parent), parent, args.checkpoint)
         source = args.checkpoint
     else:
         parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)

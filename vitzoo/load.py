@@ -28,6 +28,8 @@ from vitzoo.models._shipped import shipped_folders
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps
 
 SOURCES = ('local-dir:', 'hf-hub:')
+# of a model's config, what its weights expect of images
+_PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
 
 
 def find_models(patterns: Iterable[str]) -> list[str]:
@@ -97,7 +99,7 @@ def load_model(
     if checkpoint is not None:
         load_weights(model, checkpoint)
     if checkpoint is not None or num_classes is not None:
-        fit_label_names(name, model, checkpoint)
+        fit_config(name, model, checkpoint)
     return model.eval(), source
 
 
@@ -212,17 +214,20 @@ def label_names(model: nn.Module) -> list[str]:
     return names if len(names) <= model.num_classes else []
 
 
-def fit_label_names(name: str, model: Any, checkpoint: str | None) -> None:
-    """Give a model with other weights than those of its name the names of their classes, if they are known.
+def fit_config(name: str, model: Any, checkpoint: str | None) -> None:
+    """Describe other weights than those of a model's name in its config: their classes and images, if they are known.
 
     Args:
-        checkpoint: The file of the weights; the names are those in the folder that training wrote it to.
+        checkpoint: The file of the weights; the names, and mean, std, interpolation and crop of the images, are those
+            in the folder that training wrote it to.
     """
     config = model.pretrained_cfg
     if is_trained_folder(name) and model.num_classes == config.get('num_classes'):
         return
     config.pop('label_names', None)
     found = None if checkpoint is None else _read_config(checkpoint)
+    if found is not None:
+        config.update({key: value for key, value in found.get('pretrained_cfg', {}).items() if key in _PREPROCESSING})
     if found is not None and found.get('num_classes') == model.num_classes:
         config['label_names'] = found.get('label_names')
 

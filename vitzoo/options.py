@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,6 +14,8 @@ import yaml
 from vitzoo._resources import resource_folder
 from vitzoo.errors import UserError, format_flag
 
+# a number that PyYAML reads as a string, because it has no dot or no sign
+_EXPONENT = re.compile(r'[-+]?(\d+\.?\d*|\.\d+)e[-+]?\d+', re.IGNORECASE)
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -98,10 +101,21 @@ def keyword(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition('=')
     try:
         if key and equals:
-            return key, None if value == 'None' else yaml.safe_load(value)
+            return key, None if value == 'None' else parse_yaml(value)
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(f"'{value}' is not YAML") from error
     raise argparse.ArgumentTypeError(f"'{text}' is not KEY=VALUE, such as img_size=384")
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML, with the numbers that PyYAML takes for strings or for octal ones: '1e-3' and '010'.
+
+    Raises:
+        yaml.YAMLError: It is not YAML.
+    """
+    if text.isdecimal():
+        return int(text)
+    return float(text) if _EXPONENT.fullmatch(text) else yaml.safe_load(text)
 
 
 def find_config(path: str | Path) -> Path:

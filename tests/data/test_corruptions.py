@@ -1,6 +1,7 @@
 """The corruptions of ImageNet-C, and the table of accuracies that --corrupt adds to a record."""
 
 import json
+import os
 import runpy
 import tarfile
 from io import BytesIO
@@ -92,6 +93,11 @@ def test_a_higher_severity_leaves_less_of_the_picture(corruption):
     images = [scene(seed=seed) for seed in range(3)]
     left = [np.mean([share_left(image, corruption, severity) for image in images]) for severity in SEVERITIES]
     assert (np.diff(left) < 0).all(), left
+
+
+def test_a_name_that_is_not_unicode_is_a_seed_like_another():
+    first, second = (corrupt(scene(), 'gaussian_noise', 1, os.fsdecode(name)) for name in (b'a\xff', b'a\xfe'))
+    assert not np.array_equal(first, second)
 
 
 def test_fog_is_thicker_at_the_end_and_elastic_is_far_at_first_and_local_later():

@@ -404,6 +404,10 @@ def test_a_ready_made_pipeline_survives_yaml_and_pickle(name):
         ([{'Rotate': {}, 'Blur': {}}], 'one name with its arguments'),
         (['Rotate'], 'one name with its arguments'),
         ([{'Resize': {'height': 8, 'width': 8}}], 'changes the image size'),
+        ([{'Rotate': 3}], 'the arguments of albumentations Rotate are names with their values, not 3'),
+        ([{'OneOf': {'transforms': 3}}], 'the transforms of albumentations OneOf are a list, not 3'),
+        ([{'Normalize': {'p': 1}}], 'makes an array of float32'),
+        ([{'ToGray': {'num_output_channels': 1, 'p': 1}}], 'leave out what changes the channels or normalizes'),
     ],
 )
 def test_a_mistake_in_a_pipeline_gets_one_sentence(pipeline, sentence):

@@ -309,6 +309,20 @@ def test_one_head_has_none_to_be_similar_to():
     assert head_similarity(attn, torch.randn(2, 9, 24), (3, 3)).isnan().all()
 
 
+@pytest.mark.parametrize('mixer', ['softmax', 'performer'])
+def test_heads_of_a_model_with_rotary_positions_are_compared(mixer):
+    model = timm.create_model(f'deit_{mixer}_nano', pos_embed='rope', img_size=32, depth=1).eval()
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    (found,) = token_statistics(model, images, ['head_similarity'])['head_similarity']['mean']
+    seen = []
+    model.blocks[0].attn.register_forward_hook(lambda attn, args, output: seen.append(args))
+    with torch.no_grad():
+        model(images)
+        (x, grid_size, rope) = seen[0]
+        maps = [attention_weights(model.blocks[0].attn, image, grid_size, rope).dense()[0] for image in x.split(1)]
+    assert found == pytest.approx(sum(brute_force(heads.flatten(1)) for heads in maps) / 2, abs=1e-5)
+
+
 @pytest.mark.parametrize('name', ('cvt_13', 'vil_ls_tiny', 'aft_conv_tiny', 'test_resnet', 'vit_tiny_patch16_224'))
 def test_every_measure_is_taken_of_every_block(name):
     small = {'aft': dict(depth=2), 'vit': dict(depth=2)}.get(name.partition('_')[0], {})

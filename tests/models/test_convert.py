@@ -446,6 +446,29 @@ def test_a_parents_preprocessing_and_labels_are_inherited(tmp_path):
     assert not loaded(tmp_path / 'other').pretrained_cfg.get('label_names')
 
 
+def test_a_file_of_a_run_folder_keeps_its_preprocessing_and_labels(tmp_path):
+    kwargs = {key: value for key, value in SMALL['deit'].items() if key != 'img_size'}
+    model = small('deit_softmax_tiny', num_classes=2)
+    data_config, about = dict(mean=(0.5, 0.5, 0.5), crop_pct=1.0), dict(label_names=['cat', 'dog'])
+    save_for_hf(model, str(tmp_path / 'run'), safe_serialization=True, model_config=about, data_config=data_config)
+    argv = [str(tmp_path / 'run' / 'model.safetensors'), '--model', 'deit_softmax_tiny', '--out', str(tmp_path / 'out')]
+    convert([*argv, '--model-kwargs', *words({**kwargs, 'num_classes': 2, 'img_size': SMALL['deit']['img_size']})])
+    config = loaded(tmp_path / 'out').pretrained_cfg
+    assert (config['mean'], config['crop_pct'], config['label_names']) == ([0.5, 0.5, 0.5], 1.0, ['cat', 'dog'])
+
+
+def test_a_model_of_other_channels_averages_the_preprocessing_of_its_parent(tmp_path):
+    parent = small('deit_softmax_tiny', depth=9)
+    data_config = dict(mean=(0.2, 0.4, 0.6), std=(0.1, 0.2, 0.3))
+    save_for_hf(parent, str(tmp_path / 'p'), safe_serialization=True, data_config=data_config)
+    kwargs = words({**SMALL['deit'], 'depth': 9, 'in_chans': 1})
+    argv = ['--from', str(tmp_path / 'p'), '--to', 'deit_softmax_tiny', '--model-kwargs', *kwargs]
+    convert([*argv, '--out', str(tmp_path / 'out')])
+    config = loaded(tmp_path / 'out').pretrained_cfg
+    assert config['mean'] == pytest.approx([0.4]) and config['std'] == pytest.approx([0.2])
+    assert config['input_size'][0] == 1
+
+
 @pytest.mark.parametrize('file', ['', 'config.json'])
 @pytest.mark.parametrize('options', ['--to deit_softmax_tiny', '--swap softmax'])
 def test_facts_about_the_data_of_a_run_are_kept(options, file, tmp_path):

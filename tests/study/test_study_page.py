@@ -104,6 +104,22 @@ def test_a_mixer_that_is_named_after_its_body_is_found_from_scratch(tmp_path):
     assert [(kept.mixer, kept.scratch, kept.share) for kept in found] == [('aft_conv', 70, 100), ('ls', None, 100)]
 
 
+def test_a_conversion_is_compared_with_the_same_seeds_of_its_teacher(tmp_path):
+    way = dict(train=dict(epochs=1), models=['deit_softmax_nano', 'deit_ls_nano'])
+    mixers = dict(transfer=dict(steps=2), teacher='deit_softmax_nano', teacher_way='scratch', mixers=['ls'])
+    ways = dict(scratch=way, converted=mixers)
+    study = read_study(write_study(tmp_path, baseline='deit_softmax_nano', seeds=[0, 1], ways=ways))
+    scores = {'deit_softmax_nano': (78.0, 79.0), 'deit_ls_nano': (80.0, 82.0), 'deit_softmax_nano_to_ls': (70.0, None)}
+
+    def read(cell, evaluation):
+        score = scores[cell.model][cell.seed]
+        return None if score is None else dict(top1=score)
+
+    rows = collect(study, read)
+    (kept,) = find_kept(study, [row for row in rows if row.is_converted], rows)
+    assert (kept.teacher, kept.student, kept.scratch) == (78, 70, 80)
+
+
 def test_speeds_of_several_machines_are_not_compared(study):
     column = ResultColumn('clean', 'images_per_second')
     assert all(not row.doubts for row in collect(study, read))

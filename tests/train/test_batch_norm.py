@@ -30,6 +30,12 @@ def keep_statistics(run) -> None:
     save_file(statistics(run.raw_model.state_dict()), f'{run.folder}-{rank}.safetensors')
 
 
+def test_batch_norm_of_a_single_value_is_a_user_error(images, tmp_path):
+    arguments = [*RUN, '--data-dir', images, '--output', str(tmp_path / 'run'), '--batch-size', '1']
+    with pytest.raises(UserError, match='BatchNorm cannot train on 1 image with features of one pixel'):
+        train_module.train(arguments)
+
+
 def test_statistics_are_averaged_over_the_processes_after_an_epoch(images, tmp_path):
     arguments = [*RUN, '--model-ema', '--data-dir', images, '--output']
     outcome = start_processes(

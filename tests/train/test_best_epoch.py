@@ -91,3 +91,14 @@ def test_epochs_are_validated_at_intervals_and_at_the_end(images, tmp_path, caps
     resumed = ['--resume', str(tmp_path / 'again'), '--epochs', '5', '--val-interval', '1', '--sched', 'cosine']
     train(resumed)
     assert [bool(row['top1']) for row in rows_of(tmp_path / 'again')] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize('options', ['', '--val-interval 3'])
+def test_the_result_of_a_last_epoch_is_kept_if_the_run_is_extended(images, tmp_path, scores, options):
+    run = str(tmp_path / 'run')
+    # the first epoch is validated again when the run resumes at its end
+    scores += [dict(top1=90.0), dict(top1=90.0), dict(top1=80.0)]
+    train([*TINY, '--data-dir', images, '--output', run, '--val-interval', '2', '--sched', 'constant', '--epochs', '1'])
+    train(['--resume', run, '--epochs', '2', *options.split()])
+    assert [row['top1'] for row in rows_of(tmp_path / 'run')] == ['90.0', '80.0']
+    assert epochs_of(tmp_path / 'run' / 'best') == 1

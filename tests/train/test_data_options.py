@@ -131,6 +131,19 @@ def test_a_class_map_orders_merges_and_leaves_out_classes(tmp_path, capsys):
     assert (record['n'], record['top1']) == (scores['n'], scores['top1']) == (5, scores['top1'])
 
 
+def test_a_run_is_not_resumed_with_other_labels_of_a_class_map(tmp_path):
+    images = make_images(
+        tmp_path / 'photos', **{f'{split}_{name}': 3 for split in ('train', 'val') for name in ('red', 'blue', 'green')}
+    )
+    class_map = tmp_path / 'classes.json'
+    class_map.write_text(json.dumps(dict(red='warm', blue='cold', green='cold')))
+    arguments = [*TINY, '--data-dir', str(images), '--output', str(tmp_path / 'run'), '--class-map', str(class_map)]
+    train([*arguments, '--epochs', '1'])
+    class_map.write_text(json.dumps(dict(red='warm', blue='cold', green='warm')))
+    with pytest.raises(UserError, match='its labels of the class map are different'):
+        train([*arguments, '--epochs', '2', '--resume', 'auto'])
+
+
 def test_data_options_need_data(capsys):
     with pytest.raises(SystemExit):
         run_command(validate, ['test_vit', '--no-data', '--val-split', 'x'])

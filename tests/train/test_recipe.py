@@ -62,6 +62,7 @@ def test_an_option_is_spelled_with_hyphens_or_underscores(spelling):
         ('lr', '1e-3', 1e-3),
         ('lr', '1', 1.0),
         ('batch_size', '64', 64),
+        ('seed', '1e3', 1000),
         ('amp', 'yes', True),
         ('amp', 'false', False),
         ('img_size', '64', 64),
@@ -81,6 +82,13 @@ def test_a_value_has_the_type_of_its_key(recipe_file, name, text, value):
     assert type(from_line) is type(value)
     if name != 'output':
         assert getattr(load_recipe(['--config', recipe_file(f'{name}: {text}')]), name) == value
+
+
+def test_words_are_numbers_where_yaml_would_read_others():
+    words = ['--batch-size', '010', '--decay-milestones', '30', '--model-kwargs', 'drop_path_rate=1e-1', 'depth=08']
+    recipe = load_recipe(words)
+    assert (recipe.batch_size, recipe.decay_milestones) == (10, [30])
+    assert recipe.model_kwargs == {'drop_path_rate': 0.1, 'depth': 8}
 
 
 def test_options_take_several_words():
@@ -105,7 +113,9 @@ def test_options_take_several_words():
         (['--lr', 'nan'], "lr must be a number, not 'nan'"),
         (['--amp', 'perhaps'], "amp must be yes or no, not 'perhaps'"),
         (['--hflip', '2'], 'hflip must be from 0 to 1, not 2'),
-        (['--scale', '0.5'], 'scale must be a list'),
+        (['--scale', '0.5'], 'scale must have 2 items, not 1'),
+        (['--seed', '9' * 400], 'seed must be a whole number'),
+        (['--decay-milestones', '[{a: 1}]'], 'decay_milestones must be a list'),
         (['--scale', '1', '2', '3'], 'scale must have 2 items, not 3'),
         (['--aug', 'cv2'], "aug must be one of timm, albumentations, not 'cv2'"),
         (['--model-kwargs', 'deep'], "model_kwargs must be a mapping, not 'deep'"),

@@ -8,6 +8,7 @@ from shlex import split
 
 import pytest
 from accelerate import Accelerator
+from timm.models import save_for_hf
 
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
@@ -49,6 +50,42 @@ def finished(images, tmp_path_factory) -> Path:
 @pytest.fixture
 def run(finished, tmp_path) -> Path:
     return shutil.copytree(finished, tmp_path / 'run')
+
+
+def test_models_are_written_within_the_run_folder_which_may_be_a_disk_of_its_own(images, tmp_path, monkeypatch):
+    folders = []
+
+    def save(model, folder, **options):
+        folders.append(Path(folder))
+        return save_for_hf(model, folder, **options)
+
+    monkeypatch.setattr('vitzoo.train.run_folder.save_for_hf', save)
+    run = tmp_path / 'run'
+    train([*TINY, '--data-dir', images, '--output', str(run), '--epochs', '1'])
+    assert [folder.parent for folder in folders] == [run / 'best', run]
+    assert not any(folder.exists() for folder in folders)
+    # safetensors alone would let only the owner read it
+    assert (run / 'model.safetensors').stat().st_mode == (run / 'config.json').stat().st_mode
+
+
+@pytest.mark.parametrize(
+    'source', ['--model {}', '--initial-checkpoint {}/best/model.safetensors', '--kd-model-name {}']
+)
+def test_a_run_does_not_replace_the_models_that_it_begins_with(images, run, source):
+    before = snapshot(run)
+    arguments = [*TINY, '--data-dir', images, '--output', str(run), '--epochs', '1', '--overwrite']
+    with pytest.raises(UserError, match='which this run would replace; choose another --output'):
+        train([*arguments, *source.format(run).split()])
+    assert snapshot(run) == before
+
+
+def test_a_run_resumes_without_the_checkpoint_that_it_began_with(images, run, tmp_path):
+    start = shutil.copy(run / 'model.safetensors', tmp_path / 'start.safetensors')
+    arguments = [*TINY, '--data-dir', images, '--initial-checkpoint', str(start), '--output', str(tmp_path / 'new')]
+    train([*arguments, '--epochs', '1'])
+    start.unlink()
+    assert train([*arguments, '--epochs', '2', '--resume', 'auto'])['n'] == 11
+    assert steps(tmp_path / 'new')[-1] == 10
 
 
 def test_resuming_without_checkpoints_does_not_delete_a_finished_model(images, run):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -75,6 +76,17 @@ def test_the_table_of_predictions_is_readable_by_itself(data, trained, tmp_path)
     assert all(row['top2_name'] == NAMES[int(row['top2'])] for row in rows)
     assert sum(row['top1_name'] == row['label_name'] for row in rows) * 100 / 11 == record['top1']
     assert all(1 >= float(row['prob1']) >= float(row['prob2']) >= float(row['prob5']) >= 0 for row in rows)
+
+
+def test_names_that_are_not_unicode_are_written_and_read(data, trained, tmp_path):
+    copied = shutil.copytree(data, tmp_path / 'data')
+    image = next((copied / 'val').rglob('*.*'))
+    image.rename(image.parent / os.fsdecode(b'bad\xff\xfe' + os.fsencode(image.suffix)))
+    record = save(copied, trained, tmp_path / 'predictions.csv')
+    assert b'bad\xff\xfe' in (tmp_path / 'predictions.csv').read_bytes()
+    argv = ['--from-predictions', tmp_path / 'predictions.csv', '--errors', tmp_path / 'errors', '--data-dir', copied]
+    (again,) = validate([*map(str, argv)])
+    assert again['top1'] == record['top1'] < 100
 
 
 def test_the_logits_of_each_image_are_kept(data, trained, tmp_path):

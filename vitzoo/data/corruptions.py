@@ -192,7 +192,7 @@ def corrupt(image: np.ndarray, corruption: str, severity: int, name: str) -> np.
     """
     # the loader's workers already use all cores
     cv2.setNumThreads(0)
-    seed = zlib.crc32(f'{corruption} {severity} {name}'.encode())
+    seed = zlib.crc32(f'{corruption} {severity} {name}'.encode(errors='surrogateescape'))
     return CORRUPTIONS[corruption](image, severity, np.random.default_rng(seed))
 
 

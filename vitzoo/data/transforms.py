@@ -96,6 +96,10 @@ def train_transform(recipe: Any, data_config: dict) -> 'TrainTransform':
         low, high = getattr(recipe, name)
         if not 0 < low <= high:
             raise UserError(f'{name} must be two increasing numbers above 0, not {low} {high}')
+    # brightness, contrast, saturation and hue
+    jitter = recipe.color_jitter
+    if isinstance(jitter, list) and len(jitter) == 4 and jitter[3] > 0.5:
+        raise UserError(f'the hue of color_jitter, its last number, is at most 0.5, not {jitter[3]}')
     if recipe.no_aug:
         resize, crop, _ = create_transform(
             size, is_training=True, no_aug=True, interpolation=recipe.train_interpolation, use_prefetcher=True
@@ -214,20 +218,33 @@ class Albumentations:
             (OneOf, …) lists its transforms under `transforms`.
 
     Raises:
-        UserError: A transform or one of its arguments does not exist, or the pipeline changes the image size.
+        UserError: A transform or one of its arguments does not exist, or the pipeline changes the size or the channels
+            of an image.
     """
 
     def __init__(self, pipeline: str | list[dict]) -> None:
         self.pipeline = expand_pipeline(pipeline)
         self.compose = _build_pipeline(self.pipeline)
         image = Image.new('RGB', (48, 40))
-        if self(image).size != image.size:
+        try:
+            result = self._apply(image)
+        except (TypeError, ValueError) as error:
+            raise UserError(f'the albumentations pipeline fails on an image of bytes: {error}') from error
+        if result.shape[:2] != image.size[::-1]:
             raise UserError('the albumentations pipeline changes the image size; leave cropping to scale and ratio')
+        if result.shape[2:] != (3,) or result.dtype != np.uint8:
+            raise UserError(
+                f'the albumentations pipeline makes an array of {result.dtype} of shape {result.shape} of an RGB image;'
+                f' leave out what changes the channels or normalizes'
+            )
 
     def __call__(self, image: Image.Image) -> Image.Image:
+        return Image.fromarray(self._apply(image))
+
+    def _apply(self, image: Image.Image) -> np.ndarray:
         seed = int(torch.randint(2**62, ()))
         self.compose.set_random_state(np.random.default_rng(seed), random.Random(seed))
-        return Image.fromarray(self.compose(image=np.asarray(image))['image'])
+        return self.compose(image=np.asarray(image))['image']
 
 
 def expand_pipeline(pipeline: str | list[dict]) -> list[dict]:
@@ -259,7 +276,11 @@ def _build_transform(step: dict, albumentations: ModuleType) -> Any:
     kind = getattr(albumentations, name, None)
     if not isinstance(kind, type) or not issubclass(kind, (albumentations.BasicTransform, albumentations.BaseCompose)):
         raise UserError(f"albumentations has no transform '{name}'{did_you_mean(name, dir(albumentations))}")
+    if not isinstance(options, dict | None):
+        raise UserError(f'the arguments of albumentations {name} are names with their values, not {options}')
     options = dict(options or {})
+    if not isinstance(options.get('transforms', []), list):
+        raise UserError(f'the transforms of albumentations {name} are a list, not {options["transforms"]}')
     if 'transforms' in options:
         options['transforms'] = [_build_transform(part, albumentations) for part in options['transforms']]
     if issubclass(kind, albumentations.BasicTransform):

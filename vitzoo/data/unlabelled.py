@@ -10,6 +10,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from vitzoo._files import printable
 from vitzoo.data.archives import list_files, open_archive
 from vitzoo.data.decode import DECODING_ERRORS, read_rgb
 from vitzoo.data.layout import ARCHIVES, SUFFIXES, is_image, natural_order
@@ -42,7 +43,7 @@ class ImageFiles(Dataset):
             reason = 'it is not an image' if isinstance(error, UnidentifiedImageError) else str(error)
             image = Image.new('RGB', (32, 32))
         # names that are not valid UTF-8 could not be printed or written to a file
-        return self.transform(image), name.encode(errors='surrogateescape').decode(errors='replace'), reason
+        return self.transform(image), printable(name), reason
 
 
 class UnlabelledImages(ImageFiles):

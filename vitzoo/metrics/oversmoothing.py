@@ -111,7 +111,9 @@ def high_frequency_energy(image: Tensor) -> Tensor:
     return energy[:, row[:, None] | column].sum(dim=-1) / energy.sum(dim=(1, 2))
 
 
-def head_similarity(attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+def head_similarity(
+    attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None, rope: Tensor | None = None
+) -> Tensor:
     """Mean cosine similarity between the attention maps of a layer's heads for its input x (B, N, C): (B,).
 
     nan if the layer has no attention map or a single head. Materializes N x N, one image at a time. The attention-level
@@ -119,7 +121,7 @@ def head_similarity(attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | Non
     """
     values = []
     for image in x.split(1):
-        weights = attention_weights(attn, image, grid_size)
+        weights = attention_weights(attn, image, grid_size, *([] if rope is None else [rope]))
         if weights is None or weights.values.shape[1] == 1:
             return _undefined(x)
         values.append(mean_cosine(weights.dense().flatten(2)))

@@ -60,6 +60,7 @@ class Row:
 
     Args:
         values: Estimates by column.
+        by_seed: What they are estimated from.
         differences: Of the seeds that the baseline also has.
         verdicts: 'better', 'worse' or an empty string.
         doubts: Columns of speeds that were measured on a busy machine, or on several machines in this way.
@@ -73,6 +74,7 @@ class Row:
     model: str
     baseline: tuple[str, str] | None
     values: dict[ResultColumn, Estimate] = field(default_factory=dict)
+    by_seed: dict[ResultColumn, dict[int, float]] = field(default_factory=dict)
     differences: dict[ResultColumn, Estimate] = field(default_factory=dict)
     verdicts: dict[ResultColumn, str] = field(default_factory=dict)
     doubts: set[ResultColumn] = field(default_factory=set)
@@ -120,7 +122,7 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
         row = Row(way, model, baselines[way, model], records=records, mixer=mixers[way, model])
         reference = {} if row.is_baseline or row.baseline is None else values.get(row.baseline, {})
         for column, seeds in columns.items():
-            row.values[column] = estimate(list(seeds.values()))
+            row.values[column], row.by_seed[column] = estimate(list(seeds.values())), seeds
             difference = None if column.metric.is_exact else paired_difference(seeds, reference.get(column, {}))
             if difference is not None:
                 row.differences[column] = difference

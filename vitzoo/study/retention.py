@@ -1,5 +1,6 @@
 """Accuracies that conversions keep: of students beside those of their teacher and of the same mixers from scratch."""
 
+from statistics import fmean
 from typing import NamedTuple
 
 from vitzoo.study.plan import Study
@@ -7,7 +8,7 @@ from vitzoo.study.results import ResultColumn, Row, score_column
 
 
 class KeptAccuracy(NamedTuple):
-    """Accuracies of a converted model in percent, means over the seeds.
+    """Accuracies of a converted model in percent, means over the seeds that it shares with the other model.
 
     Args:
         scratch: Of the same mixer trained from scratch in the way of the teacher, if the study has it.
@@ -33,15 +34,26 @@ def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccurac
     score = score_column(study, way)
     if score is None:
         return []
-    known = {(row.way, row.model): row.values[score].mean for row in rows if score in row.values}
+    known = {(row.way, row.model): row.by_seed[score] for row in rows if score in row.by_seed}
     found = []
     for row in way:
-        if row.is_converted and row.baseline in known and (row.way, row.model) in known:
-            teacher_way, teacher = row.baseline
-            scratch = known.get((teacher_way, _same_mixer(teacher, row.mixer)))
-            accuracies = known[row.baseline], known[row.way, row.model], scratch
+        if not row.is_converted or row.baseline is None:
+            continue
+        teacher_way, name = row.baseline
+        students = known.get((row.way, row.model), {})
+        teachers = known.get(row.baseline, {})
+        scratch = known.get((teacher_way, _same_mixer(name, row.mixer)), {})
+        teacher, student = _mean(teachers, students), _mean(students, teachers)
+        if teacher is not None and student is not None:
+            accuracies = teacher, student, _mean(scratch, students)
             found.append(KeptAccuracy(row.mixer, *accuracies, *_recorded(row, score)))
     return found
+
+
+def _mean(values: dict[int, float], others: dict[int, float]) -> float | None:
+    """The mean over the seeds that others have, too; None if there are none."""
+    shared = [value for seed, value in values.items() if seed in others]
+    return fmean(shared) if shared else None
 
 
 def _same_mixer(teacher: str, mixer: str) -> str:

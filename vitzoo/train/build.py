@@ -95,10 +95,14 @@ def has_initial_weights(recipe: Recipe) -> bool:
     return recipe.pretrained or is_trained_folder(name) or name.startswith('local-dir:')
 
 
-def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None = None) -> nn.Module:
+def build_model(
+    recipe: Recipe, num_classes: int, class_names: list[str] | None = None, is_resumed: bool = False
+) -> nn.Module:
     """The recipe's model, with its initial weights.
 
-    `class_names` are those of the data, for a note if the model was trained on others.
+    Args:
+        class_names: Those of the data, for a note if the model was trained on others.
+        is_resumed: Leave out the initial checkpoint, which may be gone, because the run continues from another.
 
     Raises:
         UserError: The model, its weights, an argument or the image size does not exist.
@@ -118,6 +122,12 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
         drop_rate=recipe.drop,
         drop_path_rate=recipe.drop_path,
     )
+    found = getattr(model, 'num_classes', None)
+    if found != num_classes:
+        has = 'is no classifier' if found is None else f'has {found} classes'
+        raise UserError(
+            f'{name} with model_kwargs {recipe.model_kwargs} {has}, but training needs {num_classes}; correct them'
+        )
     if not is_pretrained or recipe.initial_checkpoint:
         # it is that of the published weights, which the model does not have
         model.pretrained_cfg.pop('license', None)
@@ -127,7 +137,7 @@ def build_model(recipe: Recipe, num_classes: int, class_names: list[str] | None 
     elif is_pretrained and class_names and label_names(model) not in ([], class_names):
         old, new = (', '.join(names[:3]) + ', …' * (len(names) > 3) for names in (label_names(model), class_names))
         PartialState().print(f'note   {name} has a head for the classes {old}; it is kept for the classes {new}')
-    if recipe.initial_checkpoint:
+    if recipe.initial_checkpoint and not is_resumed:
         _start_from(model, recipe.initial_checkpoint)
     if recipe.mixer is not None:
         # after the checkpoint, which mixers inherit as well
@@ -324,8 +334,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
             layer_decay=recipe.layer_decay,
             **overrides,
         )
-    except (AssertionError, ImportError) as error:
-        # timm's way to ask for CUDA or a package
+    except (AssertionError, ImportError, ValueError) as error:
+        # timm's way to ask for CUDA or a package, or an optimizer's to refuse a setting
         raise UserError(f'opt {recipe.opt} cannot be used here: {error}; choose another opt') from error
 
 
@@ -335,6 +345,8 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
     Raises:
         UserError: The settings of the schedule contradict each other.
     """
+    if recipe.sched == 'step' and recipe.decay_epochs == 0:
+        raise UserError('sched step needs decay_epochs above 0; set it, or leave it out')
     if recipe.sched == 'rsqrt' and not recipe.warmup_epochs:
         raise UserError('sched rsqrt decays by the length of the warm-up: set warmup_epochs, or choose another sched')
     try:

@@ -13,7 +13,13 @@ from typing import Any
 import timm
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, gather_object
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    broadcast,
+    gather_object,
+)
 from rich.console import Console
 from timm.utils import distribute_bn
 from torch import nn
@@ -79,7 +85,8 @@ def train(argv: list[str] | None = None) -> dict | None:
             # another run may have ended in it just before it was locked
             with raise_together(accelerator):
                 _, checkpoints = choose_folder(recipe)
-        scores = train_in_folder(set_up(recipe, accelerator, lock), checkpoints, stop)
+        run = set_up(recipe, accelerator, lock, is_resumed=bool(checkpoints))
+        scores = train_in_folder(run, checkpoints, stop)
     accelerator.end_training()
     return scores
 
@@ -147,6 +154,8 @@ def create_accelerator(recipe: Recipe) -> Accelerator:
             # explicit, because without an accelerator torchrun's processes would not join each other
             cpu=not torch.accelerator.is_available(),
             mixed_precision=_mixed_precision(recipe),
+            # by default a number in the environment, by which Accelerate would divide the loss
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             log_with=trackers or None,
             # some trackers need a folder now; `start_trackers` sets that of the run
             project_config=ProjectConfiguration(project_dir='runs'),
@@ -189,8 +198,8 @@ def raise_together(accelerator: Accelerator) -> Iterator[None]:
         raise UserError(message)
 
 
-def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
-    """Open the data, and build everything that training uses."""
+def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock, is_resumed: bool = False) -> Run:
+    """Open the data, and build everything that training uses; a resumed run gets its weights later."""
     with raise_together(accelerator):
         train_set, val_set = open_data(recipe)
         plan = plan_batches(recipe, len(train_set), accelerator.num_processes)
@@ -198,7 +207,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock) -> Run:
 
         # the same initial weights on all processes
         seed_everything(recipe.seed)
-        raw_model = build_model(recipe, num_classes, train_set.class_names).to(accelerator.device)
+        raw_model = build_model(recipe, num_classes, train_set.class_names, is_resumed).to(accelerator.device)
         if recipe.sync_bn:
             raw_model = synchronize_batch_norm(raw_model, accelerator)
         raw_model = convert_format(raw_model, recipe, accelerator)
@@ -377,11 +386,20 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
     row = dict(epoch=epoch + 1, step=run.step, lr=learning_rate(run), train_loss=sum(run.losses) / len(run.losses))
     run.history.append(dict(row, images_per_second=round(run.speed, 1)))
     run.losses = []
-    if (epoch + 1) % recipe.val_interval == 0 or epoch + 1 == plan.epochs:
+    is_due = is_evaluated(epoch, recipe.val_interval, plan.epochs)
+    if first_step == last_step and run.before is not None:
+        # the run resumes at the end of the epoch
+        is_due = is_due or is_evaluated(epoch, *run.before)
+    if is_due:
         end_epoch(run, display)
     else:
         report_epoch(run)
     return True
+
+
+def is_evaluated(epoch: int, val_interval: int, epochs: int) -> bool:
+    """Return True if an epoch, the first being 0, ends with an evaluation."""
+    return (epoch + 1) % val_interval == 0 or epoch + 1 == epochs
 
 
 def end_epoch(run: Run, display: Display) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from vitzoo._files import replace_file
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.options import read_yaml
+from vitzoo.options import parse_yaml, read_yaml
 
 
 def option(
@@ -217,7 +217,9 @@ class Recipe:
     grad_accum_steps: int = _optimizer(1, 'gradient accumulation steps', low=1, on_resume=NEUTRAL)
     opt: str = _optimizer('adamw', 'optimizer, any of timm', on_resume=FIXED)
     opt_eps: float | None = _optimizer(None, "optimizer epsilon; by default the optimizer's", low=0)
-    opt_betas: list | None = _optimizer(None, "optimizer betas; by default the optimizer's", low=0, high=1)
+    opt_betas: list | None = _optimizer(
+        None, "optimizer betas; by default the optimizer's", low=0, high=1, lengths=(2, 3)
+    )
     momentum: float = _optimizer(0.9, 'momentum, of optimizers that have one', low=0, high=1)
     weight_decay: float = _optimizer(0.05, 'weight decay, not applied to biases and norms', low=0)
     layer_decay: float | None = _optimizer(None, 'layer-wise learning-rate decay', low=0, high=1, on_resume=FIXED)
@@ -341,7 +343,7 @@ def _convert(name: str, value: Any) -> Any:
     types, limits = option_types(name), FIELDS[name].metadata
     try:
         converted = _to_type(value, types)
-    except (ValueError, TypeError, yaml.YAMLError):
+    except (ValueError, TypeError, OverflowError, yaml.YAMLError):
         raise UserError(f"{name} must be {' or '.join(_TYPE_NAMES[kind] for kind in types)}, not '{value}'") from None
     choices, lengths, low, high = (limits[key] for key in ('choices', 'lengths', 'low', 'high'))
     if choices and converted not in choices:
@@ -358,18 +360,18 @@ def _convert(name: str, value: Any) -> Any:
 def _to_type(value: Any, types: tuple[type, ...]) -> Any:
     """Convert to the first type that fits; YAML and the shell leave some numbers ('1e-3') and lists as strings."""
     if isinstance(value, str):
-        parsed = yaml.safe_load(value) if types != (str,) else value
+        parsed = parse_yaml(value) if types != (str,) else value
         value = parsed if str not in types or isinstance(parsed, list | dict) else value
     if isinstance(value, bool) and bool in types:
         return value
     if isinstance(value, list | tuple) and list in types:
-        return [item if isinstance(item, dict) else _to_type(item, (int, float)) for item in value]
+        return [item if isinstance(item, dict) and str in types else _to_type(item, (int, float)) for item in value]
     if isinstance(value, dict) and dict in types:
         return value
     if isinstance(value, str) and str in types:
         return value
     if not isinstance(value, bool) and int in types and float(value).is_integer():
-        return int(value)
+        return value if isinstance(value, int) else int(float(value))
     if not isinstance(value, bool) and float in types and math.isfinite(float(value)):
         return float(value)
     raise ValueError(value)

@@ -6,10 +6,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-import yaml
-
 from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
-from vitzoo.options import size
+from vitzoo.options import parse_yaml, size
 from vitzoo.train.recipe import FIELDS, FIXED_KEYS, Recipe, make_recipe, option_types, read_recipe_file
 from vitzoo.train.resume import find_run
 
@@ -99,9 +97,10 @@ def _join_words(name: str, words: list[str] | str) -> Any:
     if not words:
         raise UserError(f'{format_flag(name)} needs a value')
     if dict in types and all('=' in word and word[0] not in '{[' for word in words):
-        return {left: yaml.safe_load(right) for left, _, right in (word.partition('=') for word in words)}
+        return {left: parse_yaml(right) for left, _, right in (word.partition('=') for word in words)}
     if len(words) == 1:
-        return words[0]
+        # a list of one
+        return words if types == (list,) and words[0][0] not in '[{' else words[0]
     if list not in types:
         raise UserError(f'{format_flag(name)} takes one value, not {len(words)}: {" ".join(words)}')
     return words

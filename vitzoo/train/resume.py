@@ -16,7 +16,7 @@ from vitzoo.train.checkpoint import (
 )
 from vitzoo.train.recipe import FIXED_KEYS, NOT_SAVED, Recipe
 from vitzoo.train.run import Run
-from vitzoo.train.run_folder import best_epoch, check_free, check_restart, new_folder
+from vitzoo.train.run_folder import best_epoch, check_free, check_restart, check_sources, new_folder
 
 
 def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
@@ -28,13 +28,17 @@ def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
         UserError: There is nothing to resume, or the folder contains another run.
     """
     if recipe.resume is None:
-        return new_folder(recipe), []
+        folder = new_folder(recipe)
+        check_sources(recipe, folder)
+        return folder, []
     source, checkpoints = find_run(recipe.resume, recipe.output)
     folder = Path(recipe.output or source)
     if not checkpoints:
         check_restart(folder, recipe.overwrite)
+        check_sources(recipe, folder)
     elif not contains_checkpoint(folder, checkpoints[0]):
         check_free(folder, recipe.overwrite)
+        check_sources(recipe, folder)
     return folder, checkpoints
 
 
@@ -92,6 +96,7 @@ def resume_run(run: Run, checkpoints: list[Path]) -> None:
     ema = None if run.ema is None else run.ema.module
     load_checkpoint(run.accelerator, checkpoint, run.full_model, ema, run.optimizer)
     run.step, run.losses, run.history, run.speed = (state[name] for name in ('step', 'losses', 'history', 'speed'))
+    run.before = state['recipe']['val_interval'], state['recipe']['epochs'] + state['recipe']['cooldown_epochs']
     run.later = [path for path in list_checkpoints(run.folder / 'checkpoints') if path.name > f'step-{run.step:08d}']
     is_branch = not contains_checkpoint(run.folder, checkpoint) or bool(
         run.later and best_epoch(run.folder) > len(run.history)
@@ -119,7 +124,8 @@ def check_resumable(run: Run, checkpoint: Path, state: dict) -> None:
             f' or --config to keep it, or start another run with another --output'
         )
     for name, value in data_facts(run).items():
-        before = state['data'][name]
+        # checkpoints of earlier versions lack the last
+        before = state['data'].get(name, value)
         if value != before:
             counts = f'{before}, not {value}' if isinstance(value, int) else 'different'
             raise UserError(f'cannot resume from {checkpoint}: its {name.replace("_", " ")} are {counts}')
@@ -141,10 +147,13 @@ def changed_keys(recipe: Recipe, saved: dict[str, Any]) -> dict[str, tuple]:
 
 def data_facts(run: Run) -> dict:
     """Numbers and names that the order of the images and the classifier depend on; they must match when resuming."""
+    # the content of a class map, whose file may have changed
+    labels = run.train_set.options.class_map or {}
     return dict(
         images_per_step=run.plan.batch_size,
         training_images=len(run.train_set),
         classes=run.train_set.class_names,
+        labels_of_the_class_map=labels,
     )
 
 

@@ -94,6 +94,8 @@ class Run:
     history: list[dict] = field(default_factory=list)
     # training images per second in the current epoch
     speed: float = 0.0
+    # val_interval and epochs of the process that saved the checkpoint, which may have evaluated the epoch that it ends
+    before: tuple[int, int] | None = None
     # best/ has the model of an epoch after this many; not 0 in a run that went back to an earlier checkpoint
     best_from: int = 0
     # checkpoints of this folder after the one that the run went back to

@@ -35,6 +35,8 @@ from vitzoo.train.recipe import Recipe
 
 RUN_FILES = ('recipe.yaml', HELD_OUT, 'metrics.csv', 'curves.png', 'config.json', 'model.safetensors')
 RUN_FOLDERS = ('checkpoints', 'best', 'abandoned')
+# of a model that is being written
+_PARTIAL = '.export'
 # the first words of the summary in recipe.yaml, by which a run is told from other folders
 _MARK = '# model  '
 # raised by the libraries if the disk is full, or a file is not in their format
@@ -72,6 +74,21 @@ def check_free(folder: Path, overwrite: bool) -> None:
             f"there is a run in '{folder}' already; continue it with --resume auto, replace it with --overwrite,"
             f' or choose another --output'
         )
+
+
+def check_sources(recipe: Recipe, folder: Path) -> None:
+    """Check that a new run does not replace the model that it begins with, or its teacher.
+
+    Raises:
+        UserError: It would.
+    """
+    folder = folder.resolve()
+    replaced = {folder} | {folder / name for name in RUN_FILES + RUN_FOLDERS}
+    for name in ('model', 'initial_checkpoint', 'kd_model_name'):
+        value = str(getattr(recipe, name) or '').removeprefix('local-dir:')
+        path = Path(value).resolve()
+        if value and path.exists() and (path in replaced or replaced.intersection(path.parents) - {folder}):
+            raise UserError(f"{name} '{value}' is in '{folder}', which this run would replace; choose another --output")
 
 
 def check_own(folder: Path) -> None:
@@ -143,7 +160,8 @@ def remove_old_run(folder: Path) -> None:
     written += (folder / 'vitzoo').rglob('events.out.tfevents*')
     for file in written:
         file.unlink(missing_ok=True)
-    for pattern in ('checkpoints/step-*', 'checkpoints/.partial-step-*', 'abandoned/step-*'):
+    unfinished = ('checkpoints/.partial-step-*', _PARTIAL, f'best/{_PARTIAL}')
+    for pattern in ('checkpoints/step-*', 'abandoned/step-*', *unfinished):
         for path in folder.glob(pattern):
             shutil.rmtree(path)
     for name in RUN_FOLDERS:
@@ -218,8 +236,10 @@ def export_model(folder: Path, model: nn.Module, class_names: list[str], data_co
     Args:
         info: Stored in config.json under 'vitzoo'.
     """
-    partial = folder.parent / f'.export-{folder.name}'
+    # within the folder, which may be on another disk than its parent
+    partial = folder / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     if not all(tensor.is_contiguous() for tensor in model.state_dict().values()):
         # safetensors has no memory formats
         model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
@@ -230,8 +250,10 @@ def export_model(folder: Path, model: nn.Module, class_names: list[str], data_co
         safe_serialization=True,
         data_config=data_config,
     )
-    folder.mkdir(exist_ok=True)
+    # safetensors writes a file that only its owner may read
+    mode = (partial / 'config.json').stat().st_mode
     for path in partial.iterdir():
+        path.chmod(mode)
         path.replace(folder / path.name)
     partial.rmdir()
 

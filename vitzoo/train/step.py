@@ -54,7 +54,7 @@ def train_step(run: Run, micro_batches: Iterator, stop: bool = False, save: bool
         is_last = micro_step == accum_steps - 1
         # gradients are all-reduced once per step
         with nullcontext() if is_last else accelerator.no_sync(run.model):
-            loss = run.task(images, target)['loss'] / accum_steps
+            loss = _compute_loss(run, images, target) / accum_steps
             total += loss.detach()
             if is_last:
                 reduce = StatusReduce(accelerator, total, stop, save)
@@ -70,6 +70,18 @@ def train_step(run: Run, micro_batches: Iterator, stop: bool = False, save: bool
     if run.ema is not None:
         run.ema.update(run.full_model.gather(), step=run.step)
     return status
+
+
+def _compute_loss(run: Run, images: Tensor, target: Tensor) -> Tensor:
+    try:
+        return run.task(images, target)['loss']
+    except ValueError as error:
+        if 'Expected more than 1 value per channel' not in str(error):
+            raise
+        raise UserError(
+            f'BatchNorm cannot train on {len(images)} image with features of one pixel; increase batch_size, or reduce'
+            f' grad_accum_steps or the number of processes'
+        ) from error
 
 
 def next_batch(micro_batches: Iterator) -> list[Tensor]:

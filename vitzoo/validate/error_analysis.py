@@ -13,6 +13,7 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
+from vitzoo._files import printable
 from vitzoo.data.dataset import Images, Splits
 from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.errors import UserError
@@ -133,13 +134,13 @@ def _to_figure_row(
     load_image: Callable,
 ) -> tuple[str, list[tuple[Image.Image, str]]]:
     """Title and captioned images of a confused pair."""
-    captions = (f'{Path(files[index]).name}\n{100 * confidence[index]:.0f} % confident' for index in indices)
+    captions = (f'{printable(Path(files[index]).name)}\n{100 * confidence[index]:.0f} % confident' for index in indices)
     often = f'{times} times' if times > 1 else 'once'
     return f'{name} predicted as {taken_for} {often}', list(zip(map(load_image, indices), captions))
 
 
 def _write_csv(folder: str, name: str, header: Iterable[str], rows: Iterable[list]) -> None:
-    with open(Path(folder) / name, 'w', newline='', encoding='utf-8') as file:
+    with open(Path(folder) / name, 'w', newline='', encoding='utf-8', errors='surrogateescape') as file:
         writer = csv.writer(file, lineterminator='\n')
         writer.writerow(header)
         writer.writerows(rows)

@@ -45,7 +45,8 @@ def write_predictions(path: str, predictions: Predictions) -> None:
         return
     ranks = range(1, columns['top'].shape[1] + 1)
     ranked = [f'{key}{rank}{end}' for rank in ranks for key, end in (('top', ''), ('top', '_name'), ('prob', ''))]
-    with open(path, 'w', newline='') as file:
+    # names of files may not be Unicode
+    with open(path, 'w', newline='', encoding='utf-8', errors='surrogateescape') as file:
         writer = csv.writer(file)
         writer.writerow(['index', 'file', 'label', 'label_name', 'loss', *ranked])
         rows = zip(predictions.files, *(columns[name].tolist() for name in ('label', 'loss', 'top', 'prob')))
@@ -87,7 +88,7 @@ def _read_npz(path: str) -> Predictions:
 
 
 def _read_csv(path: str) -> Predictions:
-    with open(path, newline='') as file:
+    with open(path, newline='', encoding='utf-8', errors='surrogateescape') as file:
         rows = list(csv.DictReader(file))
     ranks = range(1, sum(key.startswith('prob') for key in rows[0]) + 1)
     class_names = {int(row['label']): row['label_name'] for row in rows}
