@@ -29,10 +29,11 @@ from vitzoo.study.tables import CELL_COLUMNS, format_notes, format_ways, write_c
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CELLS = ROOT / 'docs' / 'study.md', ROOT / 'weights' / 'study.csv'
 PICTURE = ROOT / 'docs' / 'study.png'
-# the ways whose models are trained, those that convert them, and their columns in the picture
+# the ways whose models are trained, and their columns in the picture
 BACKBONES = {'deit': 'DeiT', 'aft': 'AFT', 'vil': 'ViL', 'cvt': 'CvT'}
-CONVERTED = '_converted'
-COLORS = {'from scratch': '#1f77b4', 'converted': '#ff7f0e'}
+# by the end of the name of a way
+KINDS = {'_converted_auto': 'converted, rate by trials', '_converted': 'converted', '': 'from scratch'}
+COLORS = {'from scratch': '#1f77b4', 'converted': '#ff7f0e', 'converted, rate by trials': '#d62728'}
 # written by `vitzoo validate --corrupt`; docs/study.md has the command
 ROBUSTNESS = ROOT / 'weights' / 'robustness.csv'
 # the groups of ImageNet-C, in its order
@@ -84,9 +85,9 @@ def draw_accuracies(path: Path) -> None:
     """Draw the top-1 accuracies of every mixer, from scratch and converted, in a column for each backbone."""
     accuracies: dict[str, dict[str, dict[str, float]]] = {}
     for row in collect_committed()[1]:
-        way = row.way.removesuffix(CONVERTED)
+        suffix = next(suffix for suffix in KINDS if row.way.endswith(suffix))
+        way, kind = row.way.removesuffix(suffix), KINDS[suffix]
         mixer = row.mixer or _mixer_of(row.model, way)
-        kind = 'converted' if row.is_converted else 'from scratch'
         accuracies.setdefault(mixer, {}).setdefault(way, {})[kind] = row.records[MAIN]['top1']
     softmax = accuracies.pop('softmax')
     # the best in DeiT, which has all mixers, at the top
