@@ -80,9 +80,11 @@ def train_network(
     if steps:
         run = _open_run(task, student, lock, steps, evals or task.options.evals, lr, new_lr)
         run.start, run.recipe.log_with = start, log_with
-        _train(run, progress)
+        try:
+            _train(run, progress)
+        finally:
+            accelerator.free_memory()
         history = [{name: row[name] for name in _COLUMNS if name in row} for row in run.history]
-        accelerator.free_memory()
     return _mark_best([dict(step=0, **start), *history])
 
 
