@@ -111,7 +111,7 @@ def draw_accuracies(path: Path) -> None:
     for kind, color in COLORS.items():
         columns[0].scatter([], [], color=color, s=22, label=kind)
     columns[0].plot([], [], color='#2ca02c', alpha=0.6, linewidth=3, label='softmax, from scratch')
-    figure.legend(loc='outside upper center', ncols=3, frameon=False)
+    figure.legend(loc='outside upper center', ncols=4, frameon=False)
     figure.savefig(path, dpi=130)
 
 
