@@ -250,10 +250,11 @@ def export_model(folder: Path, model: nn.Module, class_names: list[str], data_co
         safe_serialization=True,
         data_config=data_config,
     )
-    # safetensors writes a file that only its owner may read
+    # safetensors writes a file that only its owner may read; some file systems have no modes to change
     mode = (partial / 'config.json').stat().st_mode
     for path in partial.iterdir():
-        path.chmod(mode)
+        with suppress(OSError):
+            path.chmod(mode)
         path.replace(folder / path.name)
     partial.rmdir()
 
