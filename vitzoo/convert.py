@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from timm.layers import to_2tuple
-from timm.models import save_for_hf
 from torch import Tensor, nn
 
+from vitzoo._save import save_model
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
@@ -72,13 +72,12 @@ def convert(argv: list[str] | None = None) -> None:
             # it is that of the published weights, which only a tag names
             model.pretrained_cfg.pop('license', None)
         # a file of a run folder is described there
-        fit_config(args.model, model, args.file)
+        fit_config(find_model(args.model), model, args.file)
         data_config, about = _given_size(args), {'label_names': label_names(model) or None}
     _check_forward(model, data_config)
-    save_for_hf(
+    save_model(
+        folder,
         model,
-        str(folder),
-        safe_serialization=True,
         model_args=_bias_index(model),
         data_config=data_config,
         model_config=about,

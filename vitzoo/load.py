@@ -225,10 +225,9 @@ def fit_config(name: str, model: Any, checkpoint: str | None) -> None:
     if is_trained_folder(name) and model.num_classes == config.get('num_classes'):
         return
     config.pop('label_names', None)
-    found = None if checkpoint is None else _read_config(checkpoint)
-    if found is not None:
-        config.update({key: value for key, value in found.get('pretrained_cfg', {}).items() if key in _PREPROCESSING})
-    if found is not None and found.get('num_classes') == model.num_classes:
+    found = (checkpoint and _read_config(checkpoint)) or {}
+    config.update({key: value for key, value in found.get('pretrained_cfg', {}).items() if key in _PREPROCESSING})
+    if found.get('num_classes') == model.num_classes:
         config['label_names'] = found.get('label_names')
 
 

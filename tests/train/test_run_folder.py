@@ -59,7 +59,7 @@ def test_models_are_written_within_the_run_folder_which_may_be_a_disk_of_its_own
         folders.append(Path(folder))
         return save_for_hf(model, folder, **options)
 
-    monkeypatch.setattr('vitzoo.train.run_folder.save_for_hf', save)
+    monkeypatch.setattr('vitzoo._save.save_for_hf', save)
     run = tmp_path / 'run'
     train([*TINY, '--data-dir', images, '--output', str(run), '--epochs', '1'])
     assert [folder.parent for folder in folders] == [run / 'best', run]
@@ -77,6 +77,24 @@ def test_a_run_does_not_replace_the_models_that_it_begins_with(images, run, sour
     with pytest.raises(UserError, match='which this run would replace; choose another --output'):
         train([*arguments, *source.format(run).split()])
     assert snapshot(run) == before
+
+
+def test_a_folder_with_the_name_of_a_model_can_be_its_output(images, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'test_vit').mkdir()
+    train([*TINY, '--data-dir', images, '--output', 'test_vit', '--epochs', '1'])
+    assert (tmp_path / 'test_vit' / 'model.safetensors').is_file()
+
+
+def test_a_checkpoint_whose_recipe_lacks_later_keys_is_resumed(images, run):
+    for state in run.glob('checkpoints/*/state.json'):
+        found = json.loads(state.read_text())
+        for name in ('val_interval', 'cooldown_epochs', 'mixer'):
+            del found['recipe'][name]
+        del found['data']['labels_of_the_class_map']
+        state.write_text(json.dumps(found))
+    train([*TINY, '--data-dir', images, '--output', str(run), '--epochs', '4', '--resume', 'auto'])
+    assert steps(run)[-1] == 20
 
 
 def test_a_run_resumes_without_the_checkpoint_that_it_began_with(images, run, tmp_path):

@@ -19,6 +19,7 @@ from torch.nn.functional import normalize
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.metrics._attention import attention_weights
 from vitzoo.metrics._tokens import TokenBlocks, Tokens
+from vitzoo.mixers._rope import Rope
 
 
 def oversmoothing(model: nn.Module, images: Tensor, **options: Any) -> list[float]:
@@ -111,9 +112,7 @@ def high_frequency_energy(image: Tensor) -> Tensor:
     return energy[:, row[:, None] | column].sum(dim=-1) / energy.sum(dim=(1, 2))
 
 
-def head_similarity(
-    attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None, rope: Tensor | None = None
-) -> Tensor:
+def head_similarity(attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None, *rope: Rope) -> Tensor:
     """Mean cosine similarity between the attention maps of a layer's heads for its input x (B, N, C): (B,).
 
     nan if the layer has no attention map or a single head. Materializes N x N, one image at a time. The attention-level
@@ -121,7 +120,7 @@ def head_similarity(
     """
     values = []
     for image in x.split(1):
-        weights = attention_weights(attn, image, grid_size, *([] if rope is None else [rope]))
+        weights = attention_weights(attn, image, grid_size, *rope)
         if weights is None or weights.values.shape[1] == 1:
             return _undefined(x)
         values.append(mean_cosine(weights.dense().flatten(2)))

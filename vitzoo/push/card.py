@@ -149,10 +149,8 @@ def _training_hours(run: Path) -> float | None:
 def _scores_of_seeds(cell: Path) -> dict[tuple[str, str], list[float]]:
     """The scores of a cell of a study and of its other seeds that are finished, by evaluation and score."""
     found: dict[tuple[str, str], list[float]] = {}
-    for path in sorted(cell.resolve().parent.glob(f'seed-*/{EVALUATIONS}/*.json')):
-        if path.name.startswith('.'):
-            # of an evaluation that was not finished
-            continue
+    # those of evaluations that were not finished are hidden
+    for path in sorted(cell.resolve().parent.glob(f'seed-*/{EVALUATIONS}/[!.]*.json')):
         (record,) = read_json(path)
         for key in _SCORES:
             if record.get(key) is not None:

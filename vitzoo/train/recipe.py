@@ -364,6 +364,9 @@ def _to_type(value: Any, types: tuple[type, ...]) -> Any:
         value = parsed if str not in types or isinstance(parsed, list | dict) else value
     if isinstance(value, bool) and bool in types:
         return value
+    if types == (list,) and isinstance(value, int | float) and not isinstance(value, bool):
+        # a number is a list of one
+        value = [value]
     if isinstance(value, list | tuple) and list in types:
         return [item if isinstance(item, dict) and str in types else _to_type(item, (int, float)) for item in value]
     if isinstance(value, dict) and dict in types:
@@ -371,7 +374,7 @@ def _to_type(value: Any, types: tuple[type, ...]) -> Any:
     if isinstance(value, str) and str in types:
         return value
     if not isinstance(value, bool) and int in types and float(value).is_integer():
-        return value if isinstance(value, int) else int(float(value))
+        return int(value)
     if not isinstance(value, bool) and float in types and math.isfinite(float(value)):
         return float(value)
     raise ValueError(value)

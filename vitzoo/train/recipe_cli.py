@@ -99,8 +99,7 @@ def _join_words(name: str, words: list[str] | str) -> Any:
     if dict in types and all('=' in word and word[0] not in '{[' for word in words):
         return {left: parse_yaml(right) for left, _, right in (word.partition('=') for word in words)}
     if len(words) == 1:
-        # a list of one
-        return words if types == (list,) and words[0][0] not in '[{' else words[0]
+        return words[0]
     if list not in types:
         raise UserError(f'{format_flag(name)} takes one value, not {len(words)}: {" ".join(words)}')
     return words

@@ -28,17 +28,17 @@ def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
         UserError: There is nothing to resume, or the folder contains another run.
     """
     if recipe.resume is None:
-        folder = new_folder(recipe)
-        check_sources(recipe, folder)
-        return folder, []
-    source, checkpoints = find_run(recipe.resume, recipe.output)
-    folder = Path(recipe.output or source)
-    if not checkpoints:
-        check_restart(folder, recipe.overwrite)
-        check_sources(recipe, folder)
-    elif not contains_checkpoint(folder, checkpoints[0]):
-        check_free(folder, recipe.overwrite)
-        check_sources(recipe, folder)
+        folder, checkpoints = new_folder(recipe), []
+    else:
+        source, checkpoints = find_run(recipe.resume, recipe.output)
+        folder = Path(recipe.output or source)
+        if not checkpoints:
+            check_restart(folder, recipe.overwrite)
+        elif contains_checkpoint(folder, checkpoints[0]):
+            return folder, checkpoints
+        else:
+            check_free(folder, recipe.overwrite)
+    check_sources(recipe, folder)
     return folder, checkpoints
 
 
@@ -96,7 +96,8 @@ def resume_run(run: Run, checkpoints: list[Path]) -> None:
     ema = None if run.ema is None else run.ema.module
     load_checkpoint(run.accelerator, checkpoint, run.full_model, ema, run.optimizer)
     run.step, run.losses, run.history, run.speed = (state[name] for name in ('step', 'losses', 'history', 'speed'))
-    run.before = state['recipe']['val_interval'], state['recipe']['epochs'] + state['recipe']['cooldown_epochs']
+    before = saved_recipe(state['recipe'])
+    run.before = before['val_interval'], before['epochs'] + before['cooldown_epochs']
     run.later = [path for path in list_checkpoints(run.folder / 'checkpoints') if path.name > f'step-{run.step:08d}']
     is_branch = not contains_checkpoint(run.folder, checkpoint) or bool(
         run.later and best_epoch(run.folder) > len(run.history)
@@ -137,23 +138,24 @@ def check_resumable(run: Run, checkpoint: Path, state: dict) -> None:
 
 
 def changed_keys(recipe: Recipe, saved: dict[str, Any]) -> dict[str, tuple]:
-    """The fixed keys whose values differ, each with its value in the saved recipe and in this one.
-
-    Keys that the saved recipe lacks were introduced after it, and had the effect of their default.
-    """
-    before, now = {**asdict(Recipe()), **saved}, asdict(recipe)
+    """The fixed keys whose values differ, each with its value in the saved recipe and in this one."""
+    before, now = saved_recipe(saved), asdict(recipe)
     return {name: (before[name], now[name]) for name in FIXED_KEYS if before[name] != now[name]}
+
+
+def saved_recipe(saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved recipe with all keys; those that it lacks were introduced later, and had the effect of their default."""
+    return {**asdict(Recipe()), **saved}
 
 
 def data_facts(run: Run) -> dict:
     """Numbers and names that the order of the images and the classifier depend on; they must match when resuming."""
-    # the content of a class map, whose file may have changed
-    labels = run.train_set.options.class_map or {}
     return dict(
         images_per_step=run.plan.batch_size,
         training_images=len(run.train_set),
         classes=run.train_set.class_names,
-        labels_of_the_class_map=labels,
+        # the content, because the file may have changed
+        labels_of_the_class_map=run.train_set.options.class_map or {},
     )
 
 

@@ -24,19 +24,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
-from timm.models import save_for_hf
 from torch import nn
 
 from vitzoo._files import replace_file
+from vitzoo._save import PARTIAL, save_model
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
+from vitzoo.load import is_trained_folder
 from vitzoo.train.lock import FolderLock, FolderLocked, LostLock
 from vitzoo.train.recipe import Recipe
 
 RUN_FILES = ('recipe.yaml', HELD_OUT, 'metrics.csv', 'curves.png', 'config.json', 'model.safetensors')
 RUN_FOLDERS = ('checkpoints', 'best', 'abandoned')
-# of a model that is being written
-_PARTIAL = '.export'
 # the first words of the summary in recipe.yaml, by which a run is told from other folders
 _MARK = '# model  '
 # raised by the libraries if the disk is full, or a file is not in their format
@@ -83,11 +82,13 @@ def check_sources(recipe: Recipe, folder: Path) -> None:
         UserError: It would.
     """
     folder = folder.resolve()
-    replaced = {folder} | {folder / name for name in RUN_FILES + RUN_FOLDERS}
+    replaced = {folder / name for name in RUN_FILES + RUN_FOLDERS}
     for name in ('model', 'initial_checkpoint', 'kd_model_name'):
         value = str(getattr(recipe, name) or '').removeprefix('local-dir:')
         path = Path(value).resolve()
-        if value and path.exists() and (path in replaced or replaced.intersection(path.parents) - {folder}):
+        # another folder may have the name of a model of timm
+        is_source = is_trained_folder(path) if path.is_dir() else path.is_file()
+        if is_source and (path == folder or replaced.intersection([path, *path.parents])):
             raise UserError(f"{name} '{value}' is in '{folder}', which this run would replace; choose another --output")
 
 
@@ -160,7 +161,7 @@ def remove_old_run(folder: Path) -> None:
     written += (folder / 'vitzoo').rglob('events.out.tfevents*')
     for file in written:
         file.unlink(missing_ok=True)
-    unfinished = ('checkpoints/.partial-step-*', _PARTIAL, f'best/{_PARTIAL}')
+    unfinished = ('checkpoints/.partial-step-*', PARTIAL, f'best/{PARTIAL}')
     for pattern in ('checkpoints/step-*', 'abandoned/step-*', *unfinished):
         for path in folder.glob(pattern):
             shutil.rmtree(path)
@@ -236,27 +237,10 @@ def export_model(folder: Path, model: nn.Module, class_names: list[str], data_co
     Args:
         info: Stored in config.json under 'vitzoo'.
     """
-    # within the folder, which may be on another disk than its parent
-    partial = folder / _PARTIAL
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     if not all(tensor.is_contiguous() for tensor in model.state_dict().values()):
         # safetensors has no memory formats
         model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
-    save_for_hf(
-        model,
-        str(partial),
-        model_config=dict(label_names=class_names, vitzoo=info),
-        safe_serialization=True,
-        data_config=data_config,
-    )
-    # safetensors writes a file that only its owner may read; some file systems have no modes to change
-    mode = (partial / 'config.json').stat().st_mode
-    for path in partial.iterdir():
-        with suppress(OSError):
-            path.chmod(mode)
-        path.replace(folder / path.name)
-    partial.rmdir()
+    save_model(folder, model, model_config=dict(label_names=class_names, vitzoo=info), data_config=data_config)
 
 
 def _names_in(folder: Path) -> list[str]:

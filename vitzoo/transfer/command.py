@@ -182,21 +182,17 @@ def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: Fol
 def _find_rates(task: Transfer, student: nn.Module, ledger: Ledger, error: float) -> dict[str, float]:
     """The learning rates of the network stage, by trials if the user gave none; those of an earlier process count."""
     options = task.options
-    trials = ledger.results.setdefault('network_trials', [])
-    errors = {(row['lr'], row['new_lr']): row['output_error'] for row in trials}
 
     def trial(lr: float, new_lr: float) -> float:
-        if (lr, new_lr) not in errors:
-            errors[lr, new_lr] = end = try_rates(task, student, ledger, error, lr, new_lr)
-            trials.append(dict(lr=lr, new_lr=new_lr, output_error=end))
+        trials = ledger.results.setdefault('network_trials', [])
+        known = [row['output_error'] for row in trials if (row['lr'], row['new_lr']) == (lr, new_lr)]
+        if not known:
+            known = [try_rates(task, student, ledger, error, lr, new_lr)]
+            trials.append(dict(lr=lr, new_lr=new_lr, output_error=known[0]))
             ledger.write_time()
-        end = errors[lr, new_lr]
-        return math.inf if end is None else end
+        return math.inf if known[0] is None else known[0]
 
-    rates = choose_rates(options.network_lr, options.network_new_lr, lambda: error, trial)
-    if not trials:
-        del ledger.results['network_trials']
-    return rates
+    return choose_rates(options.network_lr, options.network_new_lr, lambda: error, trial)
 
 
 def try_rates(
