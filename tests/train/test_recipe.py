@@ -45,6 +45,10 @@ def test_height_and_width_are_given_as_for_other_commands_or_as_two_words(words)
     assert load_recipe(words).img_size == [64, 96]
 
 
+def test_height_and_width_are_given_in_a_file_as_on_the_command_line(recipe_file):
+    assert load_recipe(['--config', recipe_file('img_size: 64x96')]).img_size == [64, 96]
+
+
 @pytest.mark.parametrize('text', ['64x', '64x96x3'])
 def test_what_is_not_a_size_is_refused(text):
     with pytest.raises(UserError, match='img_size must'):

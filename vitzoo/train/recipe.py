@@ -6,6 +6,7 @@ the default. `batch_size` is global: the number of images per optimizer step ove
 
 import math
 import os
+import re
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 
 from vitzoo._files import replace_file
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.options import parse_yaml, read_yaml
+from vitzoo.options import parse_yaml, read_yaml, size
 
 
 def option(
@@ -341,6 +342,9 @@ def option_types(name: str) -> tuple[type, ...]:
 def _convert(name: str, value: Any) -> Any:
     """Convert a value to the type of its key, and check its range."""
     types, limits = option_types(name), FIELDS[name].metadata
+    if name == 'img_size' and isinstance(value, str) and re.fullmatch(r'[1-9]\d*x[1-9]\d*', value, re.IGNORECASE):
+        # the form of the other commands
+        value = list(size(value))
     try:
         converted = _to_type(value, types)
     except (ValueError, TypeError, OverflowError, yaml.YAMLError):

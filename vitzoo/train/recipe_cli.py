@@ -1,13 +1,12 @@
 """The command line of `vitzoo train`: every key of a recipe is an option."""
 
 import argparse
-import re
 import sys
 from dataclasses import asdict
 from typing import Any
 
 from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
-from vitzoo.options import parse_yaml, size
+from vitzoo.options import parse_yaml
 from vitzoo.train.recipe import FIELDS, FIXED_KEYS, Recipe, make_recipe, option_types, read_recipe_file
 from vitzoo.train.resume import find_run
 
@@ -86,9 +85,6 @@ def _metavar(name: str) -> str:
 
 def _join_words(name: str, words: list[str] | str) -> Any:
     """The value of the words after an option: `--scale 0.5 1`, `--pretrained`, `--model-kwargs depth=2`."""
-    if name == 'img_size' and len(words) == 1 and re.fullmatch(r'[1-9]\d*x[1-9]\d*', words[0], re.IGNORECASE):
-        # the form of the other commands
-        return list(size(words[0]))
     if isinstance(words, str):
         return words
     types = option_types(name)
