@@ -15,7 +15,7 @@ from vitzoo.data import DataOptions, Images
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.doctor.examine import examine, open_splits
 from vitzoo.errors import UserError
-from vitzoo.train.loop import open_data
+from vitzoo.train.opening import open_data
 from vitzoo.train.recipe_cli import load_recipe
 
 Layout = tuple[str, list[str]]

@@ -14,7 +14,7 @@ from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
 from vitzoo.train.build import synchronize_batch_norm
 from vitzoo.train.checkpoint import list_checkpoints
-from vitzoo.train.loop import share_statistics
+from vitzoo.train.processes import share_statistics
 
 CVT = dict(depths=(1, 1, 1), embed_dims=(16, 16, 32), num_heads=(1, 2, 2), img_size=32)
 RUN = split('--model test_resnet --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --epochs 1')
@@ -71,7 +71,9 @@ def test_statistics_are_averaged_over_the_processes_after_an_epoch(images, tmp_p
 )
 def test_statistics_are_shared_as_the_recipe_says(monkeypatch, ema, options, world_size, expected):
     calls = []
-    monkeypatch.setattr(train_module, 'distribute_bn', lambda model, world, reduce: calls.append((model, reduce)))
+    monkeypatch.setattr(
+        'vitzoo.train.processes.distribute_bn', lambda model, world, reduce: calls.append((model, reduce))
+    )
     recipe, accelerator = SimpleNamespace(**dict(dist_bn='reduce', sync_bn=False) | options), SimpleNamespace()
     accelerator.num_processes = world_size
     share_statistics(SimpleNamespace(recipe=recipe, accelerator=accelerator, raw_model='raw', ema=ema))

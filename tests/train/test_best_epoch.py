@@ -12,7 +12,8 @@ from toys import make_images
 from vitzoo.errors import UserError
 from vitzoo.figures import draw_curves
 from vitzoo.train import loop as train_module
-from vitzoo.train.loop import rate, train
+from vitzoo.train.evaluation import rate
+from vitzoo.train.loop import train
 from vitzoo.train.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')

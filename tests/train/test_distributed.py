@@ -23,7 +23,7 @@ from toys import read_metrics
 
 from vitzoo.errors import UserError, run_command
 from vitzoo.launch import _run_processes, start_missing_processes
-from vitzoo.train.loop import raise_together
+from vitzoo.train.processes import raise_together
 
 ROOT = Path(__file__).parents[2]
 # nothing random that involves several images, such as mixup, whose pairs are within a micro-batch

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from vitzoo.errors import UserError
 from vitzoo.train import checkpoint as checkpoint_module
+from vitzoo.train import evaluation
 from vitzoo.train import loop as train_module
 from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.train.loop import train
@@ -54,13 +55,13 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_passed_over(images, tm
 
 
 def test_a_model_that_is_not_finite_in_validation_ends_the_run(images, tmp_path, monkeypatch):
-    evaluate_shared = train_module.evaluate_shared
+    evaluate_shared = evaluation.evaluate_shared
 
     def evaluate_broken(run, model, advance=None):
         model.blocks[1].mlp.fc2.register_forward_hook(lambda module, inputs, output: output * torch.inf)
         return evaluate_shared(run, model, advance)
 
-    monkeypatch.setattr(train_module, 'evaluate_shared', evaluate_broken)
+    monkeypatch.setattr(evaluation, 'evaluate_shared', evaluate_broken)
     words = 'are not finite: the first layer with an output that is not finite is blocks.1.mlp.fc2'
     with pytest.raises(UserError, match=words):
         train([*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1'])
@@ -68,12 +69,12 @@ def test_a_model_that_is_not_finite_in_validation_ends_the_run(images, tmp_path,
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run(images, tmp_path, monkeypatch):
-    evaluate_shared = train_module.evaluate_shared
+    evaluate_shared = evaluation.evaluate_shared
 
     def evaluate_broken(run, model, advance=None):
         return dict(evaluate_shared(run, model, advance), loss=float('nan'))
 
-    monkeypatch.setattr(train_module, 'evaluate_shared', evaluate_broken)
+    monkeypatch.setattr(evaluation, 'evaluate_shared', evaluate_broken)
     with pytest.raises(UserError, match='validation loss is nan after step 5, although all logits are finite'):
         train([*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1'])
     assert not (tmp_path / 'best').exists() and not (tmp_path / 'model.safetensors').exists()

@@ -40,7 +40,7 @@ from vitzoo.errors import CommandParser
 from vitzoo.load import create_model, find_models
 from vitzoo.options import positive
 from vitzoo.train.lock import FolderLock
-from vitzoo.train.loop import create_accelerator, set_up
+from vitzoo.train.opening import create_accelerator, set_up
 from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.train.run import Run
 from vitzoo.train.step import train_step

@@ -13,7 +13,7 @@ from vitzoo.study.slurm import slurm_settings, submit_workers
 from vitzoo.study.status import print_status
 from vitzoo.study.tables import format_markdown
 from vitzoo.study.worker import Worker
-from vitzoo.train.loop import StopSignal
+from vitzoo.train.stopping import StopSignal
 
 
 def run_study(argv: list[str] | None = None) -> None:

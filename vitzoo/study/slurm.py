@@ -8,7 +8,7 @@ from typing import Any
 from vitzoo.errors import UserError
 from vitzoo.study.plan import read_study
 from vitzoo.study.worker import Worker
-from vitzoo.train.loop import StopSignal
+from vitzoo.train.stopping import StopSignal
 
 # names of submitit for short ones; any other name is an option of sbatch
 _NAMES = {'gpus': 'gpus_per_node', 'cpus': 'cpus_per_task', 'minutes': 'timeout_min', 'memory': 'mem_gb'}

@@ -23,10 +23,12 @@ from vitzoo.train.checkpoint import find_checkpoints
 from vitzoo.train.distill import NetworkLoss, Teacher, TransferTask
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
-from vitzoo.train.loop import StopSignal, raise_together, train_one_epoch
+from vitzoo.train.loop import train_one_epoch
+from vitzoo.train.processes import raise_together
 from vitzoo.train.progress import Display, start_trackers
 from vitzoo.train.resume import resume_run
 from vitzoo.train.run import Run
+from vitzoo.train.stopping import StopSignal
 from vitzoo.transfer.descent import WarmupCosine
 from vitzoo.transfer.distillation import parameter_groups
 from vitzoo.transfer.opening import Transfer
