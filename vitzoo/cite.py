@@ -19,8 +19,9 @@ import timm
 import torch
 from torch import nn
 
+from vitzoo.about import find_shipped, is_trained_folder, read_about
 from vitzoo.errors import CommandParser, run_command
-from vitzoo.load import create_model, find_models, find_shipped, is_trained_folder, read_about
+from vitzoo.load import create_model, find_models
 from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
 from vitzoo.options import read_yaml
 

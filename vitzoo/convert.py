@@ -21,20 +21,13 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitzoo._save import save_model
+from vitzoo.about import fit_config, read_about
+from vitzoo.classes import label_names, num_classes_in
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import (
-    create_model,
-    find_model,
-    fit_config,
-    label_names,
-    load_model,
-    num_classes_in,
-    read_about,
-    swap_in,
-)
+from vitzoo.load import create_model, find_model, load_model, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap

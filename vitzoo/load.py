@@ -1,9 +1,7 @@
 """Finding, creating and loading models: timm names, wildcards, folders written by training, and checkpoints."""
 
 import inspect
-import json
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,24 +10,18 @@ from typing import Any
 import timm
 import torch
 from safetensors import SafetensorError
-from timm.data import ImageNetInfo, infer_imagenet_subset
-from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
-from timm.models._hub import download_from_hf
 from torch import Tensor, nn
 
 import vitzoo
+from vitzoo.about import fit_config, is_trained_folder, read_img_size
 from vitzoo.data import resolve_data_config
-from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, constructor_arguments, did_you_mean
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models._resample import resample_checkpoint
-from vitzoo.models._shipped import shipped_folders
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps
 
 SOURCES = ('local-dir:', 'hf-hub:')
-# of a model's config, what its weights expect of images
-_PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
 
 
 def find_models(patterns: Iterable[str]) -> list[str]:
@@ -51,11 +43,6 @@ def find_model(name: str) -> str:
     if len(names) > 1:
         raise UserError(f"'{name}' stands for {len(names)} models ({_first(names)}), but this command takes one")
     return names[0]
-
-
-def is_trained_folder(name: str | Path) -> bool:
-    """Return True for a folder with a config.json, as training and `vitzoo convert` write it."""
-    return (Path(name) / 'config.json').is_file()
 
 
 def load_model(
@@ -181,16 +168,6 @@ def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks:
     return describe_swaps(model._model_args['swap_mixer'])
 
 
-def describe_architecture(config: dict) -> str:
-    """The architecture in a folder's config.json, and mixers that are arguments; or a swapped model's base."""
-    args = config.get('model_args', {})
-    if config['architecture'] != ARCHITECTURE:
-        mixer = args.get('mixer', '')
-        mixers = mixer if isinstance(mixer, str) else f'{", ".join(mixer)} in its stages'
-        return f'{config["architecture"]} with {mixers}' if mixers else config['architecture']
-    return f'{args["base_model"]} with {describe_swaps(args["swap_mixer"])}'
-
-
 def fit_data_config(name: str, model: nn.Module, img_size: int | Sequence[int] | None = None) -> dict:
     """The model's data config; if an image size is given, at that size, after running the model on one such image.
 
@@ -206,101 +183,6 @@ def fit_data_config(name: str, model: nn.Module, img_size: int | Sequence[int] |
     return data_config
 
 
-def label_names(model: nn.Module) -> list[str]:
-    """Names of the classes that the model was trained on, in label order; empty if its config has none that fit."""
-    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names') or []
-    names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
-    # fewer are fine: training may have been given a larger num_classes than the dataset has
-    return names if len(names) <= model.num_classes else []
-
-
-def fit_config(name: str, model: Any, checkpoint: str | None) -> None:
-    """Describe other weights than those of a model's name in its config: their classes and images, if they are known.
-
-    Args:
-        checkpoint: The file of the weights; the names, and mean, std, interpolation and crop of the images, are those
-            in the folder that training wrote it to.
-    """
-    config = model.pretrained_cfg
-    if is_trained_folder(name) and model.num_classes == config.get('num_classes'):
-        return
-    config.pop('label_names', None)
-    found = (checkpoint and _read_config(checkpoint)) or {}
-    config.update({key: value for key, value in found.get('pretrained_cfg', {}).items() if key in _PREPROCESSING})
-    if found.get('num_classes') == model.num_classes:
-        config['label_names'] = found.get('label_names')
-
-
-def check_classifier(name: str, model: Any) -> None:
-    """Check that a model has classes to predict.
-
-    Raises:
-        UserError: It was made without a classifier.
-    """
-    if model.num_classes < 1:
-        raise UserError(f'{name} has no classifier, so it predicts no classes; give a model that was trained on some')
-
-
-def class_names(model: nn.Module) -> list[str]:
-    """The name of each class: from the model's config, else ImageNet's if the head fits it, else its number."""
-    names, subset = label_names(model), infer_imagenet_subset(model)
-    if not names and subset:
-        descriptions: Any = ImageNetInfo(subset).label_descriptions(as_dict=True)
-        names = _disambiguate(list(descriptions.values()), list(descriptions))
-    return names + [str(label) for label in range(len(names), model.num_classes)]
-
-
-def readable(class_names: list[str]) -> list[str]:
-    """Replace ImageNet's WordNet ids by the first word or two of their descriptions; other names are unchanged."""
-    info = ImageNetInfo()
-    if not set(class_names) <= set(info.label_names()):
-        return class_names
-    return _disambiguate([info.label_name_to_description(name).partition(',')[0] for name in class_names], class_names)
-
-
-def _disambiguate(words: list[str], wnids: list[str]) -> list[str]:
-    """Add the id to words that occur more than once, such as the bird and the machine called crane."""
-    counts = Counter(words)
-    return [word if counts[word] == 1 else f'{word} ({wnid})' for word, wnid in zip(words, wnids, strict=True)]
-
-
-def read_about(name: str, weights: str = 'published', checkpoint: str | None = None) -> dict:
-    """Facts about the data (multi_label, held_out, …) from the folder or repository of a model; empty for others.
-
-    Args:
-        weights: Origin of its weights, as of `load_model`; those of a name are not those of its folder if it is another
-            than 'published'.
-        checkpoint: The file of the weights; if training wrote it to a folder, the facts are those of that folder.
-
-    Raises:
-        UserError: The list of held-out images cannot be fetched.
-    """
-    written_to = None if checkpoint is None else _folder_of(checkpoint)
-    if written_to is not None:
-        return read_about(str(written_to))
-    folder = Path(name.removeprefix('local-dir:')).expanduser()
-    if not is_trained_folder(folder):
-        if weights != 'published':
-            return {}
-        if name.startswith('hf-hub:'):
-            return _fetch_about(name)
-        shipped = find_shipped(name)
-        return {} if shipped is None else read_about(str(shipped))
-    about = _facts(folder / 'config.json')
-    # the best epoch has a folder of its own inside that of the run
-    for parent in (folder, folder.resolve().parent):
-        if (parent / HELD_OUT).is_file():
-            return about | {'held_out': parent / HELD_OUT}
-    # a repository of the hub names the file, which may not have been copied
-    return {key: value for key, value in about.items() if key != 'held_out'}
-
-
-def find_shipped(name: str) -> Path | None:
-    """The folder of the published weights of a name in timm, if they come with vitzoo."""
-    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
-    return None if config is None else shipped_folders().get(f'{name.partition(".")[0]}.{config.tag}')
-
-
 def load_weights(model: nn.Module, path: str) -> None:
     """Load a checkpoint that fits the model exactly, EMA weights first.
 
@@ -313,7 +195,7 @@ def load_weights(model: nn.Module, path: str) -> None:
     """
     state_dict = unwrap(read_checkpoint(path))
     try:
-        resampled = resample_checkpoint(state_dict, model, _read_img_size(path))
+        resampled = resample_checkpoint(state_dict, model, read_img_size(path))
     except ValueError as error:
         raise UserError(f'the checkpoint {path} is ambiguous: {error}') from error
     misfit = _load_if_fits(model, resampled)
@@ -324,18 +206,6 @@ def load_weights(model: nn.Module, path: str) -> None:
             misfit = _load_if_fits(model, convert(state_dict, model)) and misfit
     if misfit:
         raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}')
-
-
-def num_classes_in(model: nn.Module, weights: dict[str, Tensor]) -> int | None:
-    """The number of classes of a checkpoint's head; None if it has no head of the model's name."""
-    heads = [weights.get(f'{name}.weight') for name in head_names(model)]
-    return None if not heads or heads[0] is None else len(heads[0])
-
-
-def head_names(model: Any) -> list[str]:
-    """Names of the layers that classify; distilled models have one for each token."""
-    names = model.pretrained_cfg.get('classifier') or []
-    return [names] if isinstance(names, str) else list(names)
 
 
 def _expand(pattern: str) -> list[str]:
@@ -393,47 +263,6 @@ def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]
         model.eval()(image)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise UserError(f'{name} cannot take images of {input_size[1]} x {input_size[2]}: {error}') from error
-
-
-def _fetch_about(name: str) -> dict:
-    """The facts in a repository of the hub."""
-    repository = name.removeprefix('hf-hub:')
-    try:
-        about = _facts(download_from_hf(repository, 'config.json'))
-        return about | {key: Path(download_from_hf(repository, about[key])) for key in ('held_out',) if key in about}
-    except OSError as error:
-        raise UserError(f'cannot fetch what {name} knows of its data ({error}); try again') from error
-
-
-def _facts(config: str | Path) -> dict:
-    return json.loads(Path(config).read_text(encoding='utf-8')).get('vitzoo', {})
-
-
-def _read_img_size(path: str) -> tuple[int, int] | None:
-    """The image size of the weights in a file, from the config.json of the folder that training wrote them to."""
-    config = _read_config(path) or {}
-    size = config.get('model_args', {}).get('img_size') or config.get('pretrained_cfg', {}).get('input_size')
-    return to_2tuple(size)[-2:] if size else None
-
-
-def _read_config(path: str) -> dict | None:
-    """The config.json of the folder that training wrote the weights in a file to."""
-    folder = _folder_of(path)
-    return None if folder is None else json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-
-
-def _folder_of(path: str) -> Path | None:
-    """The folder, with a config.json, that training wrote the weights in a file to."""
-    folder = Path(path).resolve().parent
-    folders = [folder]
-    if folder.parent.name == 'checkpoints':
-        # <run>/checkpoints/step-00001250; a run that has not ended has a config of its best epoch only
-        run = folder.parents[1]
-        folders += [run, run / 'best']
-    for folder in folders:
-        if is_trained_folder(folder):
-            return folder
-    return None
 
 
 def _load_if_fits(model: nn.Module, state_dict: dict[str, Tensor]) -> str:

@@ -21,10 +21,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from vitzoo.about import read_about
+from vitzoo.classes import check_classifier, class_names, readable
 from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import check_classifier, class_names, find_model, fit_data_config, load_model, read_about, readable
+from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output, positive
 

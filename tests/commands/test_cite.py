@@ -201,7 +201,7 @@ def test_weights_that_began_with_those_of_their_own_name_end(tmp_path, monkeypat
     name = 'cvt_softmax_nano.vz_imagenette'
     save_for_hf(timm.create_model('cvt_softmax_nano', num_classes=10), tmp_path, safe_serialization=True)
     (tmp_path / 'recipe.yaml').write_text(f'{{model: {name}, pretrained: true, data_dir: imagenette}}')
-    monkeypatch.setattr('vitzoo.load.shipped_folders', lambda: {name: tmp_path})
+    monkeypatch.setattr('vitzoo.about.shipped_folders', lambda: {name: tmp_path})
     assert [source for source, reason in find_papers(name) if reason.startswith('training data')] == ['1409.0575']
 
 

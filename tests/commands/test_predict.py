@@ -18,9 +18,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
+from vitzoo.classes import class_names
 from vitzoo.data.unlabelled import find_files
 from vitzoo.errors import UserError
-from vitzoo.load import class_names
 from vitzoo.predict import main, predict
 
 ROOT = Path(__file__).parents[2]

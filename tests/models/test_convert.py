@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 import vitzoo
+from vitzoo.about import read_about
 from vitzoo.convert import convert, main, trace_names
 from vitzoo.errors import UserError
-from vitzoo.load import read_about
 from vitzoo.models import cvt, vil
 from vitzoo.models._official import read_checkpoint
 from vitzoo.models.inherit import summarize_names

@@ -10,8 +10,9 @@ from timm.models._registry import _clear_model_entries, _model_entrypoints
 
 import vitzoo
 from vitzoo.cite import cite
+from vitzoo.classes import class_names
 from vitzoo.convert import convert as convert_command
-from vitzoo.load import class_names, load_model
+from vitzoo.load import load_model
 from vitzoo.models import _shipped, converted
 
 SMALL = dict(depth=2, embed_dim=24, num_heads=2, img_size=32)

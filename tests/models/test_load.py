@@ -7,8 +7,9 @@ import timm
 import torch
 from timm.models import save_for_hf
 
+from vitzoo.classes import class_names
 from vitzoo.errors import UserError
-from vitzoo.load import class_names, create_model, load_model
+from vitzoo.load import create_model, load_model
 
 
 @pytest.mark.parametrize('img_size', [48, [48, 32]])

@@ -6,7 +6,8 @@ import torch
 from timm.models import save_for_hf
 
 import vitzoo
-from vitzoo.load import create_model, describe_architecture, swap_in
+from vitzoo.about import describe_architecture
+from vitzoo.load import create_model, swap_in
 from vitzoo.metrics import token_statistics
 from vitzoo.mixers import mixer_class
 

@@ -14,9 +14,10 @@ from timm.models import _hub as timm_hub
 from timm.models import push_to_hf_hub, resolve_model_input_args, save_for_hf
 
 import vitzoo
+from vitzoo.about import describe_architecture
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
-from vitzoo.load import create_model, describe_architecture, find_model, load_weights, swap_in
+from vitzoo.load import create_model, find_model, load_weights, swap_in
 from vitzoo.models._swap_record import describe_swaps, parse_swaps
 
 SMALL = dict(depth=3, img_size=64, embed_dim=48, num_heads=3, num_classes=5)

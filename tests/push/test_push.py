@@ -17,11 +17,12 @@ from timm.models import _hub as timm_hub
 from timm.models._registry import _clear_model_entries, _model_entrypoints
 from tiny import DEIT, make_data, make_model
 
+from vitzoo.about import read_about
 from vitzoo.data import open_dataset
 from vitzoo.data.held_out import Subset, write_held_out
 from vitzoo.errors import UserError
 from vitzoo.export.command import describe_export
-from vitzoo.load import fit_data_config, load_model, read_about
+from vitzoo.load import fit_data_config, load_model
 from vitzoo.models import _shipped
 from vitzoo.models._register import cfg, register_variants
 from vitzoo.models.deit import DeiT, checkpoint_filter_fn

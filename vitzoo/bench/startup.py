@@ -17,6 +17,7 @@ import timm
 import torch
 
 import vitzoo  # noqa: F401  registers the models
+from vitzoo.about import is_trained_folder
 from vitzoo.bench._harness import (
     Spread,
     append_rows,
@@ -30,7 +31,7 @@ from vitzoo.bench._harness import (
 from vitzoo.bench._options import parse_common
 from vitzoo.bench._show import format_time, print_table
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.load import find_models, is_trained_folder
+from vitzoo.load import find_models
 
 _CPU = torch.device('cpu')
 

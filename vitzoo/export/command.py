@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 import vitzoo
+from vitzoo.about import read_about
+from vitzoo.classes import class_names
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
-from vitzoo.load import class_names, find_model, fit_data_config, load_model, read_about
+from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.options import check_output, nonnegative, positive, size
 
 # traced with the first number of images, and compared with all

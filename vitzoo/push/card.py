@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import vitzoo
+from vitzoo.about import describe_architecture
 from vitzoo.cite import find_papers, read_papers
-from vitzoo.load import describe_architecture
 from vitzoo.push.folder import (
     CONFIG,
     RECIPE,

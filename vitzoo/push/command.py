@@ -16,9 +16,10 @@ from timm.models import push_to_hf_hub
 from timm.models._hub import generate_readme
 from torch import Tensor
 
+from vitzoo.about import is_trained_folder, read_about
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.load import is_trained_folder, load_model, read_about
+from vitzoo.load import load_model
 from vitzoo.options import default_device, natural
 from vitzoo.push.card import make_card, read_facts
 from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, write_folder

@@ -18,20 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from vitzoo.about import is_trained_folder
+from vitzoo.classes import head_names, label_names, num_classes_in
 from vitzoo.data import Images, eval_loader, train_loader
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.load import (
-    create_model,
-    find_model,
-    fit_data_config,
-    head_names,
-    is_trained_folder,
-    label_names,
-    load_weights,
-    num_classes_in,
-    swap_in,
-)
+from vitzoo.load import create_model, find_model, fit_data_config, load_weights, swap_in
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.train.distill import distillation_task
 from vitzoo.train.loss import BalancedLoss, count_labels

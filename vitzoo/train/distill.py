@@ -11,9 +11,10 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo.classes import label_names
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
-from vitzoo.load import find_model, fit_data_config, label_names, load_model
+from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.mixers import TokenMixer
 from vitzoo.models._attention_hook import hook_attention
 from vitzoo.train.recipe import Recipe

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration
 from rich.console import Console
 
+from vitzoo.about import read_about
 from vitzoo.data import (
     DataOptions,
     Images,
@@ -21,7 +22,7 @@ from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.loader import seed_everything
 from vitzoo.data.options import DATA_OPTIONS, UNDIVIDED
 from vitzoo.errors import UserError
-from vitzoo.load import find_model, read_about
+from vitzoo.load import find_model
 from vitzoo.train.build import (
     build_ema,
     build_loss,

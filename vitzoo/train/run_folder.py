@@ -28,9 +28,9 @@ from torch import nn
 
 from vitzoo._files import replace_file
 from vitzoo._save import PARTIAL, save_model
+from vitzoo.about import is_trained_folder
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
-from vitzoo.load import is_trained_folder
 from vitzoo.train.lock import FolderLock, FolderLocked, LostLock
 from vitzoo.train.recipe import Recipe
 

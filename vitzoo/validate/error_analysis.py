@@ -14,10 +14,10 @@ from PIL import Image
 from torch import Tensor
 
 from vitzoo._files import printable
+from vitzoo.classes import readable
 from vitzoo.data.dataset import Images, Splits
 from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.errors import UserError
-from vitzoo.load import readable
 from vitzoo.metrics.confusion import (
     Calibration,
     calibrate,

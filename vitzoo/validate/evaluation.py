@@ -12,13 +12,15 @@ import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
+from vitzoo.about import read_about
+from vitzoo.classes import label_names
 from vitzoo.data import Images, eval_transform, open_dataset
 from vitzoo.data.dataset import merge_options
 from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
-from vitzoo.load import find_models, fit_data_config, label_names, load_model, read_about
+from vitzoo.load import find_models, fit_data_config, load_model
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarize
 from vitzoo.metrics.speed import PeakMemory, Speed, measure_throughput
 from vitzoo.options import autocast

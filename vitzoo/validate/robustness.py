@@ -11,12 +11,12 @@ from rich.progress import track
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
+from vitzoo.classes import label_names
 from vitzoo.data import Images, split_eval_transform
 from vitzoo.data.corruptions import CONDITIONS, SEVERITIES, CorruptedImages
 from vitzoo.data.variants import Found, Readout, find_suite
 from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.errors import UserError
-from vitzoo.load import label_names
 from vitzoo.metrics import mark_hits, rank_classes
 from vitzoo.metrics.robustness import corruption_errors, score_allowed, summarize_allowed
 from vitzoo.validate.options import EvalOptions

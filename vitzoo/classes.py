@@ -1,0 +1,62 @@
+"""The classes of a model: their names, their number and the layers that predict them."""
+
+from collections import Counter
+from typing import Any
+
+from timm.data import ImageNetInfo, infer_imagenet_subset
+from torch import Tensor, nn
+
+from vitzoo.errors import UserError
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """Names of the classes that the model was trained on, in label order; empty if its config has none that fit."""
+    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names') or []
+    names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
+    # fewer are fine: training may have been given a larger num_classes than the dataset has
+    return names if len(names) <= model.num_classes else []
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """The name of each class: from the model's config, else ImageNet's if the head fits it, else its number."""
+    names, subset = label_names(model), infer_imagenet_subset(model)
+    if not names and subset:
+        descriptions: Any = ImageNetInfo(subset).label_descriptions(as_dict=True)
+        names = _disambiguate(list(descriptions.values()), list(descriptions))
+    return names + [str(label) for label in range(len(names), model.num_classes)]
+
+
+def readable(class_names: list[str]) -> list[str]:
+    """Replace ImageNet's WordNet ids by the first word or two of their descriptions; other names are unchanged."""
+    info = ImageNetInfo()
+    if not set(class_names) <= set(info.label_names()):
+        return class_names
+    return _disambiguate([info.label_name_to_description(name).partition(',')[0] for name in class_names], class_names)
+
+
+def check_classifier(name: str, model: Any) -> None:
+    """Check that a model has classes to predict.
+
+    Raises:
+        UserError: It was made without a classifier.
+    """
+    if model.num_classes < 1:
+        raise UserError(f'{name} has no classifier, so it predicts no classes; give a model that was trained on some')
+
+
+def num_classes_in(model: nn.Module, weights: dict[str, Tensor]) -> int | None:
+    """The number of classes of a checkpoint's head; None if it has no head of the model's name."""
+    heads = [weights.get(f'{name}.weight') for name in head_names(model)]
+    return None if not heads or heads[0] is None else len(heads[0])
+
+
+def head_names(model: Any) -> list[str]:
+    """Names of the layers that classify; distilled models have one for each token."""
+    names = model.pretrained_cfg.get('classifier') or []
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _disambiguate(words: list[str], wnids: list[str]) -> list[str]:
+    """Add the id to words that occur more than once, such as the bird and the machine called crane."""
+    counts = Counter(words)
+    return [word if counts[word] == 1 else f'{word} ({wnid})' for word, wnid in zip(words, wnids, strict=True)]
