@@ -362,15 +362,10 @@ def _convert(name: str, value: Any) -> Any:
 
 
 def _to_type(value: Any, types: tuple[type, ...]) -> Any:
-    """Convert to the first type that fits; YAML and the shell leave some numbers ('1e-3') and lists as strings."""
-    if isinstance(value, str):
-        parsed = parse_yaml(value) if types != (str,) else value
-        value = parsed if str not in types or isinstance(parsed, list | dict) else value
+    """Convert to the first type that fits."""
+    value = _parse(value, types)
     if isinstance(value, bool) and bool in types:
         return value
-    if types == (list,) and isinstance(value, int | float) and not isinstance(value, bool):
-        # a number is a list of one
-        value = [value]
     if isinstance(value, list | tuple) and list in types:
         return [item if isinstance(item, dict) and str in types else _to_type(item, (int, float)) for item in value]
     if isinstance(value, dict) and dict in types:
@@ -382,3 +377,12 @@ def _to_type(value: Any, types: tuple[type, ...]) -> Any:
     if not isinstance(value, bool) and float in types and math.isfinite(float(value)):
         return float(value)
     raise ValueError(value)
+
+
+def _parse(value: Any, types: tuple[type, ...]) -> Any:
+    """Parse what YAML and the shell leave as strings, some numbers ('1e-3') and lists; a number is a list of one."""
+    if isinstance(value, str):
+        parsed = parse_yaml(value) if types != (str,) else value
+        value = parsed if str not in types or isinstance(parsed, list | dict) else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return [value] if types == (list,) and is_number else value

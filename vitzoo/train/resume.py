@@ -27,8 +27,9 @@ def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
     Raises:
         UserError: There is nothing to resume, or the folder contains another run.
     """
+    checkpoints: list[Path] = []
     if recipe.resume is None:
-        folder, checkpoints = new_folder(recipe), []
+        folder = new_folder(recipe)
     else:
         source, checkpoints = find_run(recipe.resume, recipe.output)
         folder = Path(recipe.output or source)

@@ -108,13 +108,13 @@ def distil(
 
 
 def choose_rates(
-    lr: float | str, new_lr: float | str, error: Callable[[], float], trial: Callable[[float, float], float]
+    lr: float | str, new_lr: float | str, error: Callable[[], float], trial: Callable[..., float]
 ) -> dict[str, float]:
     """The arguments `lr` and `new_lr` of `distil` as numbers.
 
     Args:
         error: Measures that of the student's outputs.
-        trial: Measures it after a short training of a copy with the two rates.
+        trial: Measures it after a short training of a copy with `lr` and `new_lr`.
 
     Raises:
         ValueError: One is a string that it does not know.
