@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, features
 from torch.utils.data import Dataset
 from torchvision.transforms import Compose, InterpolationMode, ToTensor
 from torchvision.transforms import Normalize as TorchNormalize
@@ -105,6 +105,15 @@ def test_an_unreadable_image_is_named_in_training_too(tmp_path, damage):
     dataset = open_dataset(str(tmp_path), 'train', train_transform(make_recipe(CROP_AND_FLIP), CONFIG))
     with pytest.raises(UserError, match='cannot read the image ant/a.jpg of .*train'):
         dataset[0]
+
+
+@pytest.mark.skipif(not features.check('avif'), reason='this PIL reads no AVIF')
+def test_a_damaged_avif_with_the_suffix_of_a_jpeg_is_named(tmp_path):
+    without_locations = encode(photograph(), 'AVIF').getvalue().replace(b'iloc', b'xloc')
+    (tmp_path / 'train' / 'ant').mkdir(parents=True)
+    (tmp_path / 'train' / 'ant' / 'a.jpg').write_bytes(without_locations)
+    with pytest.raises(UserError, match='cannot read the image ant/a.jpg of .*train'):
+        open_dataset(str(tmp_path), 'train')[0]
 
 
 @pytest.mark.parametrize('interpolation', ('bilinear', 'bicubic'))

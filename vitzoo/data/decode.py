@@ -10,9 +10,9 @@ import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-# all that the decoders of PIL and OpenCV raise for damaged files
+# all that the decoders of PIL and OpenCV raise for damaged files; PIL's of AVIF, which may be in a .jpg, RuntimeError
 DECODING_ERRORS = (
-    *(OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error),
+    *(OSError, SyntaxError, ValueError, EOFError, IndexError, RuntimeError, struct.error),
     *(Image.DecompressionBombError, cv2.error),
 )
 # libjpeg can downscale an image by these factors while decoding it
