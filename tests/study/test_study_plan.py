@@ -81,6 +81,7 @@ def with_way(**way) -> dict:
         (dict(models=[3]), 'models must be a name or a list of names'),
         (dict(baseline='cvt_nano'), "'cvt_nano' is not a model of this study"),
         (dict(baseline={'cvt_*': 'deit_ls_nano'}), "no model of this study matches 'cvt_"),
+        (dict(baseline=['deit_ls_nano']), r"baseline must be the name of a model.*not \['deit_ls_nano'\]"),
         (dict(evaluations=None), 'has no evaluations'),
         (dict(evaluations=dict(clean=dict(corupt=True))), "unknown option 'corupt', did you mean corrupt"),
         (dict(evaluations=dict(clean=dict(measures=['cosin']))), "evaluations.clean: .*'cosin' is not one of"),

@@ -271,6 +271,10 @@ def _read_baselines(value: Any, models: set[str]) -> dict[str, str]:
         return {}
     baselines = value if isinstance(value, dict) else {'*': value}
     for pattern, model in baselines.items():
+        if not isinstance(model, str):
+            raise UserError(
+                f'baseline must be the name of a model, or consist of wildcards and such names, not {model!r}'
+            )
         if model not in models:
             raise UserError(f"baseline: '{model}' is not a model of this study{did_you_mean(str(model), models)}")
         if not any(fnmatchcase(other, str(pattern)) for other in models):
