@@ -100,6 +100,10 @@ def with_way(**way) -> dict:
             r"no mixer matches 'y\*'",
         ),
         (
+            with_way(transfer={}, teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers=['perfomer']),
+            "ways.other.mixers: unknown mixer 'perfomer', did you mean performer",
+        ),
+        (
             with_way(transfer=dict(steps=-1), teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
             "ways.other.transfer: .*'-1' is not",
         ),

@@ -313,6 +313,10 @@ def _expand_mixers(place: str, value: Any) -> list[str]:
         found = [name for name in list_mixers() if fnmatchcase(name, pattern) and name != 'softmax']
         if is_wildcard and not found:
             raise UserError(f"{place}: no mixer matches '{pattern}'; see `vitzoo list --mixers`")
+        # otherwise the transfer would find out, after its teacher was trained
+        if not is_wildcard and pattern not in list_mixers():
+            hint = did_you_mean(pattern, list_mixers())
+            raise UserError(f"{place}: unknown mixer '{pattern}'{hint or '; see `vitzoo list --mixers`'}")
         names += found if is_wildcard else [pattern]
     return list(dict.fromkeys(names))
 
