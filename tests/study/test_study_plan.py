@@ -90,6 +90,7 @@ def with_way(**way) -> dict:
         (dict(evaluations={'a/b': {}}), "the name 'a/b' must consist of"),
         (with_way(train=dict(epoch=2)), "ways.other.train: unknown recipe key 'epoch', did you mean epochs"),
         (with_way(train=dict(epochs=0)), 'ways.other.train: epochs must be at least 1'),
+        (with_way(train=dict(config=['a.yaml'])), r"config must be the name of a recipe file, not \['a.yaml'\]"),
         (with_way(train=dict(seed=1)), "ways.other.train: 'seed' cannot be given here"),
         (with_way(train={}, evaluations=['clear']), "'clear' is not an evaluation of this study, did you mean clean"),
         (with_way(), 'add train: or transfer:'),

@@ -176,6 +176,8 @@ def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[Study
     given = dict(_mapping(f'{place}.train', way['train'] or {}))
     _refuse_own(f'{place}.train', given, _OWN_TRAIN_KEYS)
     config = given.pop('config', None)
+    if config is not None and not isinstance(config, str):
+        raise UserError(f'{place}.train: config must be the name of a recipe file, not {config!r}')
     # the model and the seed of a recipe file are only its defaults
     base = {} if config is None else read_recipe_file(config)
     base = {key: value for key, value in base.items() if key not in _OWN_TRAIN_KEYS}
