@@ -33,6 +33,13 @@ def test_differences_are_of_pairs_with_the_same_seed():
     assert paired_difference({0: 1.0}, {1: 1.0}) is None
 
 
+def test_equal_differences_of_accuracies_are_not_judged():
+    # one image of 500 more with each seed; the subtractions have different errors
+    found = paired_difference({0: 19.6, 1: 20.4}, {0: 19.4, 1: 20.2})
+    assert 19.6 - 19.4 != 20.4 - 20.2
+    assert found.half_width and judge(found, 1) == ''
+
+
 @pytest.mark.parametrize(
     ('mean', 'half_width', 'sign', 'verdict'),
     [

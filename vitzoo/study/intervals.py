@@ -52,10 +52,11 @@ def judge(difference: Estimate | None, sign: int) -> str:
     Args:
         sign: 1 if higher is better, -1 if lower is, 0 if neither.
     """
-    if difference is None or not difference.half_width or sign == 0:
+    if difference is None or sign == 0:
         return ''
     low, high = difference.low, difference.high
-    if low is None or high is None or low <= 0 <= high:
+    # equal differences of numbers that are not exact have a width of rounding errors
+    if low is None or high is None or low <= 0 <= high or math.isclose(low, high, rel_tol=1e-9, abs_tol=1e-9):
         return ''
     return 'better' if difference.mean * sign > 0 else 'worse'
 
