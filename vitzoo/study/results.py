@@ -205,7 +205,7 @@ def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign:
         sign: 1 if a higher cost is better, as for images/s, else -1.
     """
     known = [row for row in rows if score in row.values and cost in row.values]
-    points = [(row.values[score].mean, sign * row.values[cost].mean) for row in known]
+    points = [(_without_error(row.values[score].mean), sign * row.values[cost].mean) for row in known]
     return [
         row
         for row, (y, x) in zip(known, points)
@@ -253,6 +253,11 @@ def _scalar(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
+def _without_error(mean: float) -> float:
+    """A mean accuracy without errors of rounding, by which means of the same number of images differ."""
+    return round(mean, 9)
+
+
 def _rank(study: Study, rows: list[Row]) -> list[Row]:
     """Sort by way and accuracy, and number the models of each way."""
     ways = list(dict.fromkeys(cell.way for cell in study.cells))
@@ -260,7 +265,7 @@ def _rank(study: Study, rows: list[Row]) -> list[Row]:
     def accuracy(row: Row) -> float:
         first = study.evaluations_of(row.way)[0]
         found = row.values.get(ResultColumn(first, 'top1')) or row.values.get(ResultColumn(first, 'map'))
-        return found.mean if found else -1.0
+        return _without_error(found.mean) if found else -1.0
 
     for way in ways:
         scores = sorted((accuracy(row) for row in rows if row.way == way), reverse=True)
