@@ -207,6 +207,12 @@ def test_the_report_writes_all_files(path, study, tmp_path):
     assert len(records) == len(study.cells) and records[0]['commands'][0].startswith('vitzoo train --config')
 
 
+def test_a_report_in_place_of_a_file_is_refused(path, tmp_path):
+    (tmp_path / 'tables').write_text('')
+    with pytest.raises(UserError, match="cannot create the report's folder '.*tables': File exists"):
+        run_study(['report', path, '--out', str(tmp_path / 'tables')])
+
+
 def test_a_report_without_results_is_refused(tmp_path):
     with pytest.raises(UserError, match='no cell of .* has results yet'):
         run_study(['report', write_study(tmp_path)])
