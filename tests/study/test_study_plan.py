@@ -43,6 +43,15 @@ def test_options_override_the_recipe_and_the_cell_chooses_model_and_seed(tmp_pat
     assert cell.options == dict(model='deit_softmax_nano', seed=0, epochs=4, lr=1e-4, data_dir='sample')
 
 
+def test_options_override_the_file_of_a_transfer_and_the_cell_chooses_mixer_and_seed(tmp_path):
+    options = tmp_path / 'transfer.yaml'
+    options.write_text('mixer: xca\nseed: 42\nsteps: 9\nnetwork_steps: 5\ndata_dir: elsewhere')
+    ways = dict(STUDY['ways'])
+    ways['converted'] = dict(ways['converted'], transfer=dict(config=str(options), steps=4))
+    cell = read_study(write_study(tmp_path, ways=ways, seeds=[2])).cells[-1]
+    assert cell.options == dict(steps=4, network_steps=5, data_dir='sample', mixer='performer', seed=2)
+
+
 def test_a_wildcard_stands_for_all_its_models(tmp_path):
     study = read_study(
         write_study(tmp_path, models=['deit_l*_nano'], baseline='deit_ls_nano', ways=dict(a=dict(train={})))
@@ -90,7 +99,7 @@ def with_way(**way) -> dict:
         (dict(evaluations={'a/b': {}}), "the name 'a/b' must consist of"),
         (with_way(train=dict(epoch=2)), "ways.other.train: unknown recipe key 'epoch', did you mean epochs"),
         (with_way(train=dict(epochs=0)), 'ways.other.train: epochs must be at least 1'),
-        (with_way(train=dict(config=['a.yaml'])), r"config must be the name of a recipe file, not \['a.yaml'\]"),
+        (with_way(train=dict(config=['a.yaml'])), r"config must be the name of a file, not \['a.yaml'\]"),
         (with_way(train=dict(seed=1)), "ways.other.train: 'seed' cannot be given here"),
         (with_way(train={}, evaluations=['clear']), "'clear' is not an evaluation of this study, did you mean clean"),
         (with_way(), 'add train: or transfer:'),

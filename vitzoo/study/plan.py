@@ -26,7 +26,7 @@ _WAY_KEYS = {
 }
 # set by the study
 _OWN_TRAIN_KEYS = ('model', 'seed', *NOT_SAVED)
-_OWN_TRANSFER_KEYS = ('teacher', 'mixer', 'mixers', 'seed', 'output', 'resume', 'overwrite', 'probe_only', 'config')
+_OWN_TRANSFER_KEYS = ('teacher', 'mixer', 'mixers', 'seed', 'output', 'resume', 'overwrite', 'probe_only')
 # these would contradict the study, or write files of several cells to one place
 _OWN_EVAL_KEYS = (
     *('models', 'no_data', 'random_weights', 'checkpoint', 'num_classes', 'ignore_labels'),
@@ -175,12 +175,8 @@ def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[Study
     _check_keys(place, way, _WAY_KEYS['train'])
     given = dict(_mapping(f'{place}.train', way['train'] or {}))
     _refuse_own(f'{place}.train', given, _OWN_TRAIN_KEYS)
-    config = given.pop('config', None)
-    if config is not None and not isinstance(config, str):
-        raise UserError(f'{place}.train: config must be the name of a recipe file, not {config!r}')
     # the model and the seed of a recipe file are only its defaults
-    base = {} if config is None else read_recipe_file(config)
-    base = {key: value for key, value in base.items() if key not in _OWN_TRAIN_KEYS}
+    base = _read_config(f'{place}.train', given, read_recipe_file, _OWN_TRAIN_KEYS)
     models = _expand(f'{place}.models', way['models']) if 'models' in way else common.models
     if not models:
         raise UserError(f"{place} has no models; give the study a list of models, such as models: ['deit_*_nano']")
@@ -203,8 +199,7 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
     _check_keys(place, way, _WAY_KEYS['transfer'], required=('teacher', 'teacher_way', 'mixers'))
     given = dict(_mapping(f'{place}.transfer', way['transfer'] or {}))
     _refuse_own(f'{place}.transfer', given, _OWN_TRANSFER_KEYS)
-    config = given.pop('config', None)
-    base = {} if config is None else _read_file(config)
+    base = _read_config(f'{place}.transfer', given, _read_file, _OWN_TRANSFER_KEYS)
     teachers = [c for c in cells if (c.way, c.model, c.seed) == (way['teacher_way'], way['teacher'], seed)]
     if not teachers or teachers[0].command != 'train':
         raise UserError(
@@ -282,6 +277,16 @@ def _read_baselines(value: Any, models: set[str]) -> dict[str, str]:
         if not any(fnmatchcase(other, str(pattern)) for other in models):
             raise UserError(f"baseline: no model of this study matches '{pattern}'")
     return {str(pattern): model for pattern, model in baselines.items()}
+
+
+def _read_config(place: str, given: dict, read: Callable[[str], dict], own: tuple[str, ...]) -> dict:
+    """Take `config` out of the options of a command, and return those in its file that the study does not choose."""
+    config = given.pop('config', None)
+    if config is None:
+        return {}
+    if not isinstance(config, str):
+        raise UserError(f'{place}: config must be the name of a file, not {config!r}')
+    return {key: value for key, value in read(config).items() if key not in own}
 
 
 def _read_file(path: str) -> dict:
