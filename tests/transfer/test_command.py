@@ -32,7 +32,7 @@ from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.record import Ledger
 from vitzoo.transfer.students import make_student
-from vitzoo.transfer.summary import explain_result
+from vitzoo.transfer.summary import explain_result, minutes
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
@@ -354,6 +354,11 @@ def test_trials_choose_the_rates_of_the_network_stage(finished):
     assert results['network_rates'] == {name: trials[-2][name] for name in ('lr', 'new_lr')}
     # the trial is the stage itself if that has no more steps
     assert results['network'][-1]['output_error'] == pytest.approx(errors[-2], rel=1e-5)
+
+
+def test_the_minutes_of_a_transfer_include_its_trials():
+    seconds = dict(matching=60, keep_softmax=60, network_rates=120, network=60, student=600, controls=600)
+    assert minutes(dict(seconds=seconds)) == 5
 
 
 def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def print_scores(console: Console, results: list[dict], kind: str) -> None:
 def minutes(result: dict) -> float:
     """Time of the stages that train the student, without its controls."""
     seconds = result['seconds']
-    return sum(seconds.get(stage, 0) for stage in ('matching', 'keep_softmax', 'network')) / 60
+    return sum(seconds.get(stage, 0) for stage in ('matching', 'keep_softmax', 'network_rates', 'network')) / 60
 
 
 def find_doubts(speeds: dict[str, dict]) -> str:
