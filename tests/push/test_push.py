@@ -303,6 +303,7 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
     push(arguments(named, str(target), '--half'))
     names = {path.name for path in target.iterdir()}
     assert names == {'config.json', 'model.safetensors', 'recipe.yaml', 'metrics.csv', 'README.md'}
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1
     recipe = yaml.safe_load((target / 'recipe.yaml').read_text())
     assert (recipe['data_dir'], recipe['kd_model_name']) == ('source', 'a')
     assert not any(str(tmp_path).encode() in path.read_bytes() for path in target.iterdir())

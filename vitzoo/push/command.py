@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from timm.models import push_to_hf_hub
 from timm.models._hub import generate_readme
 from torch import Tensor
@@ -122,7 +122,8 @@ def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> dict:
         if not changed:
             if seed:
                 print(f'rounded at random with seed {seed}, because {reason}')
-            save_file(halved, folder / WEIGHTS)
+            # `save_file` would replace it by a file that only its owner may read
+            (folder / WEIGHTS).write_bytes(save(halved))
             return rounded
         reason = reason or (
             f'the nearest numbers of half precision have {changed[0]} {rounded[changed[0]]:.4f}, '
