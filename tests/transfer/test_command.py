@@ -235,6 +235,15 @@ def test_two_processes_give_the_numbers_of_one(target, teacher, images, finished
     assert found['student']['top1'] == single['student']['top1']
 
 
+@pytest.mark.parametrize('source', ['{}', 'local-dir:{}', '{} --checkpoint {}/model.safetensors'])
+def test_a_transfer_does_not_replace_its_teacher(source, images, finished):
+    before = {path: path.read_bytes() for path in finished.iterdir()}
+    command = [*source.format(finished, finished).split(), *split('--mixer linear --overwrite'), *QUICK]
+    with pytest.raises(UserError, match='which this run would replace; choose another --output'):
+        transfer([*command, '--data-dir', images, '--output', str(finished)])
+    assert {path: path.read_bytes() for path in finished.iterdir()} == before
+
+
 def test_several_mixers_give_one_table(teacher, images, tmp_path, capsys):
     command = [teacher, *QUICK, '--data-dir', images, '--no-random-control', '--output', str(tmp_path / 'all')]
     transfer([*command, '--mixer', 'linear,pool', '--mixer-kwargs', 'pool.pool_size=5'])

@@ -39,7 +39,8 @@ def choose_folder(recipe: Recipe) -> tuple[Path, list[Path]]:
             return folder, checkpoints
         else:
             check_free(folder, recipe.overwrite)
-    check_sources(recipe, folder)
+    names = ('model', 'initial_checkpoint', 'kd_model_name')
+    check_sources({name: getattr(recipe, name) for name in names}, folder)
     return folder, checkpoints
 
 

@@ -75,16 +75,19 @@ def check_free(folder: Path, overwrite: bool) -> None:
         )
 
 
-def check_sources(recipe: Recipe, folder: Path) -> None:
+def check_sources(sources: dict[str, str | None], folder: Path) -> None:
     """Check that a new run does not replace the model that it begins with, or its teacher.
+
+    Args:
+        sources: The names and files of these models, by option.
 
     Raises:
         UserError: It would.
     """
     folder = folder.resolve()
     replaced = {folder / name for name in RUN_FILES + RUN_FOLDERS}
-    for name in ('model', 'initial_checkpoint', 'kd_model_name'):
-        value = str(getattr(recipe, name) or '').removeprefix('local-dir:')
+    for name, source in sources.items():
+        value = (source or '').removeprefix('local-dir:')
         path = Path(value).resolve()
         # another folder may have the name of a model of timm
         is_source = is_trained_folder(path) if path.is_dir() else path.is_file()

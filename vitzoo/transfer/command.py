@@ -20,14 +20,14 @@ from vitzoo.metrics.oversmoothing import token_statistics
 from vitzoo.metrics.speed import measure_throughput
 from vitzoo.mixers import mixer_class
 from vitzoo.train.lock import FolderLock
-from vitzoo.train.run_folder import claim_folder, export_model, write_metrics
+from vitzoo.train.run_folder import check_sources, claim_folder, export_model, write_metrics
 from vitzoo.transfer.attention import mixer_paths, only_part, parts_of, zero_attention
 from vitzoo.transfer.distillation import choose_rates, trial_steps
 from vitzoo.transfer.hybrid import give_back, keep_softmax
 from vitzoo.transfer.matching import match_blocks
 from vitzoo.transfer.network import load_best, train_network
 from vitzoo.transfer.opening import Transfer, open_transfer
-from vitzoo.transfer.options import TransferOptions, parse_args
+from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.probing import probe
 from vitzoo.transfer.record import STATES, Ledger
@@ -74,7 +74,7 @@ def _transfer(task: Transfer) -> list[dict]:
     if options.mixers[1:]:
         summary.open_summary()
     with ExitStack() as stack:
-        folders = {mixer: _folder(options, mixer) for mixer in options.mixers}
+        folders = {mixer: _folder(task, mixer) for mixer in options.mixers}
         locks = {
             mixer: stack.enter_context(claim_folder(task.accelerator, folder, is_named=True))
             for mixer, folder in folders.items()
@@ -300,11 +300,14 @@ def _check_count(count: int | str, student: nn.Module) -> None:
         raise UserError(f'--keep-softmax {count} leaves no mixer; give auto or 0 to {total - 1} of {total} blocks')
 
 
-def _folder(options: TransferOptions, mixer: str) -> Path:
+def _folder(task: Transfer, mixer: str) -> Path:
+    options = task.options
     assert options.output is not None
     folder = Path(options.output) / (mixer if options.mixers[1:] else '')
     if folder.is_file():
         raise UserError(f"'{folder}' is a file; choose another --output")
+    if options.overwrite:
+        check_sources({'the teacher': task.name, '--checkpoint': options.checkpoint}, folder)
     return folder
 
 
