@@ -100,12 +100,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not (args.file and args.model) and not (args.parent and (args.to or args.swap)):
         parser.error('either OFFICIAL_FILE and --model, or --from and --to or --swap, are required')
-    if (args.file or args.model) and (args.parent or args.to or args.swap):
-        parser.error('OFFICIAL_FILE and --model cannot be combined with --from, --to and --swap')
+    if (args.file or args.model) and (args.parent or args.to or args.swap or args.checkpoint or args.random_weights):
+        parser.error(
+            'OFFICIAL_FILE and --model cannot be combined with --from, --to, --swap, --checkpoint and --random-weights'
+        )
     if args.to and args.swap:
         parser.error('--to and --swap cannot be combined')
     if not args.swap and (args.blocks or args.mixer_kwargs):
         parser.error('--blocks and --mixer-kwargs need --swap')
+    if args.random_weights and args.checkpoint:
+        parser.error('--random-weights and --checkpoint cannot be combined')
     args.model_kwargs, args.mixer_kwargs = dict(args.model_kwargs), dict(args.mixer_kwargs)
     return args
 
@@ -254,12 +258,10 @@ def _describe_origin(args: argparse.Namespace, source: str, share: float) -> dic
 
 def _read_about(args: argparse.Namespace) -> dict:
     """Facts about the data of the weights that are converted."""
+    if args.random_weights:
+        return {}
     checkpoint = args.checkpoint or args.file
-    if checkpoint:
-        source = 'checkpoint'
-    else:
-        source = 'random weights' if args.random_weights else 'published'
-    return read_about(find_model(args.parent or args.model), source, checkpoint)
+    return read_about(find_model(args.parent or args.model), 'checkpoint' if checkpoint else 'published', checkpoint)
 
 
 def _given_size(args: argparse.Namespace) -> dict:
@@ -276,8 +278,11 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
         parent = load_official(args.checkpoint, args.parent, kwargs, any_classes=not args.swap)
         fit_config(find_model(args.parent), parent, args.checkpoint)
         source = args.checkpoint
+    elif args.random_weights:
+        # those of a folder are loaded by `load_model` in any case
+        parent, source = create_model(find_model(args.parent), model_kwargs=kwargs).eval(), 'random weights'
     else:
-        parent, source = load_model(find_model(args.parent), pretrained=not args.random_weights, model_kwargs=kwargs)
+        parent, source = load_model(find_model(args.parent), model_kwargs=kwargs)
     if source == 'random weights' and not args.random_weights:
         raise UserError(f'there are no published weights of {args.parent}; pass a --checkpoint')
     if source not in ('published', 'trained'):

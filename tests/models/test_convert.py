@@ -258,6 +258,7 @@ def test_wrong_arguments_are_one_sentence(tmp_path, capsys):
     (out / 'config.json').write_text('{}')
     assert 'already' in fails(capsys, file, '--model', 'cvt_13', '--out', out)
     usages = [[], ['a.pth'], ['a.pth', '--model', 'cvt_13', '--from', 'y'], ['--from', 'cvt_13']]
+    usages += [['a.pth', '--model', 'cvt_13', *option.split()] for option in ('--random-weights', '--checkpoint a.pth')]
     usages += [['a.pth', '--model', 'cvt_13', '--model-kwargs', wrong] for wrong in ('depth', 'depth={')]
     for argv in usages:
         with pytest.raises(SystemExit) as end:
@@ -596,6 +597,20 @@ def test_weights_are_inherited_by_a_converted_model_that_comes_with_vitzoo(tmp_p
     config = json.loads((tmp_path / 'out' / 'config.json').read_text())
     assert 'mixer_kwargs' not in config['model_args']
     assert loaded(tmp_path / 'out')(torch.rand(1, 3, 128, 128)).isfinite().all()
+
+
+@pytest.mark.parametrize('options', ['--swap softmax', '--to deit_softmax_tiny'])
+def test_random_weights_are_not_those_of_the_folder(options, tmp_path, capsys):
+    parent, kwargs = vit(tmp_path / 'parent', about=dict(data_dir='photos')), words(SMALL['deit'])
+    argv = ['--from', str(tmp_path / 'parent'), '--random-weights', *options.split(), '--model-kwargs', *kwargs]
+    convert([*argv, '--out', str(tmp_path / 'out')])
+    key = 'blocks.0.attn.qkv.weight'
+    assert not torch.equal(loaded(tmp_path / 'out').state_dict()[key], parent.state_dict()[key])
+    about = read_about(str(tmp_path / 'out'))
+    assert about['weights'] == 'random weights' and 'data_dir' not in about
+    file = tmp_path / 'parent' / 'model.safetensors'
+    error = fails(capsys, *argv, '--checkpoint', file, '--out', tmp_path / 'other')
+    assert '--random-weights and --checkpoint cannot be combined' in error
 
 
 def test_a_checkpoint_is_swapped_too(tmp_path):
