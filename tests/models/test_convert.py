@@ -631,6 +631,8 @@ def test_a_checkpoint_is_swapped_too(tmp_path):
         ('--swap ls --blocks 1-0', "'1-0' in the blocks '1-0' is not a number or a range"),
         ('--swap ls --mixer-kwargs ranc=2', 'ranc'),
         ('--swap ls:0,pool:1 --mixer-kwargs rank=2', 'must be those of one of them'),
+        ('--swap ls --mixer-kwargs dim=48', 'The dim of a mixer is that of the model; leave dim=48 out'),
+        ('--swap ls --mixer-kwargs device=meta', 'The device of a mixer is that of the model'),
         (
             '--swap ls --model-kwargs num_classes=7',
             'num_classes=7 does not fit .* for 2 classes',

@@ -29,6 +29,8 @@ _SIZES = {
     'vit_large_patch16_dinov3': 303,
     'vit_huge_patch14_224': 631,
 }
+# arguments of mixers that no other value suits
+_OF_THE_MODEL = ('dim', 'grid_size', 'num_prefix_tokens', 'device')
 _REASONS = {
     **dict.fromkeys(
         ('SwinTransformerV2', 'SwinTransformerV2Cr'), 'its attention compares directions with learned scales'
@@ -55,10 +57,13 @@ def swap_mixer(
 
     Raises:
         ValueError: The type of the model, of a block or of its attention is not supported, the block or mixer does not
-            exist, or the list of mixers does not fit the blocks.
+            exist, the list of mixers does not fit the blocks, or an argument of the mixer is the model's to choose.
         TypeError: The mixer does not have one of the arguments.
     """
     family = _family(model)
+    for key in _OF_THE_MODEL:
+        if key in mixer_kwargs:
+            raise ValueError(f'The {key} of a mixer is that of the model; leave {key}={mixer_kwargs[key]} out.')
     timm_blocks = family.token_blocks(model)
     paths = list(timm_blocks)
     chosen = [i for i, path in enumerate(paths) if family.is_default(timm_blocks[path])] if blocks is None else blocks
