@@ -469,6 +469,14 @@ def test_a_folder_of_another_library_is_refused(target, tmp_path):
         push(arguments(tmp_path, target.replace('TMP', str(tmp_path))))
 
 
+def test_a_model_without_a_classifier_is_refused(run, tmp_path, hub):
+    folder = shutil.copytree(run, tmp_path / 'run')
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(config | dict(num_classes=0)))
+    with pytest.raises(UserError, match='has no classifier, so .*; train it on classes first'):
+        push(arguments(folder, 'hf-hub:me/photos'))
+
+
 def test_a_model_that_does_not_name_its_data_needs_it(run, tmp_path, hub):
     folder = tmp_path / 'converted'
     shutil.copytree(run, folder)

@@ -47,6 +47,10 @@ def push(argv: list[str] | None = None) -> None:
         # the card is named after the target
         folder = Path(scratch, re.split('[:/]', args.to)[-1])
         write_folder(Path(args.run), folder, args.license)
+        if read_json(folder / CONFIG).get('num_classes') == 0:
+            raise UserError(
+                f"'{args.run}' has no classifier, so there is no accuracy for its card; train it on classes first"
+            )
         if parent is not None:
             check_name(folder)
         data_dir = _find_data(args)
