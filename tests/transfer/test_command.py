@@ -244,6 +244,13 @@ def test_a_transfer_does_not_replace_its_teacher(source, images, finished):
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
+def test_the_weights_that_a_mixer_loses_are_named_once(teacher, images, tmp_path, caplog):
+    options = split('--mixer pool --steps 0 --network-steps 0 --no-random-control')
+    transfer([teacher, *QUICK, *options, '--data-dir', images, '--output', str(tmp_path)])
+    assert caplog.text.count('pool does not inherit all weights of the attention') == 1
+    assert 'softmax does not' not in caplog.text
+
+
 def test_several_mixers_give_one_table(teacher, images, tmp_path, capsys):
     command = [teacher, *QUICK, '--data-dir', images, '--no-random-control', '--output', str(tmp_path / 'all')]
     transfer([*command, '--mixer', 'linear,pool', '--mixer-kwargs', 'pool.pool_size=5'])

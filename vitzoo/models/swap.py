@@ -1,6 +1,8 @@
 """In-place replacement of the attention of a vision transformer by a token mixer that inherits its weights."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import log
 from typing import Any
 
@@ -233,3 +235,13 @@ def _warn_of_losses(model: nn.Module, name: str, indices: list[int]) -> None:
             len(indices),
             'keeps' if model.has_pos_embed() else 'does not have',
         )
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Do not name the weights that mixers lose, because they were named before, or others will replace them."""
+    before, _logger.disabled = _logger.disabled, True
+    try:
+        yield
+    finally:
+        _logger.disabled = before

@@ -4,9 +4,7 @@
 by `timm.create_model` after `import vitzoo`. timm does not list its name, because it needs the name of another model.
 """
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import timm
@@ -68,7 +66,7 @@ def vitzoo_swapped(
         given = None if pretrained_cfg is None or _is_default(pretrained_cfg) else pretrained_cfg
         source = {'pretrained_cfg': given or tag or None, 'pretrained_cfg_overlay': pretrained_cfg_overlay}
     model = timm.model_entrypoint(base_model)(pretrained and not is_saved, **source, cache_dir=cache_dir, **own)
-    with _no_warnings(silent=is_saved):
+    with swap.without_warnings() if is_saved else nullcontext():
         for arguments in swap_mixer or ():
             swap.swap_mixer(model, **arguments)
     if kwargs.get('img_size') is not None and (is_pvt or hasattr(model, 'embeds')):
@@ -134,14 +132,3 @@ def _default_indices(model: nn.Module) -> int | tuple[int, ...]:
     """timm's feature maps of `features_only`: the last three blocks, or all stages of a hierarchical model."""
     reductions = {info['reduction'] for info in model.feature_info}
     return 3 if len(reductions) == 1 else tuple(range(len(model.feature_info)))
-
-
-@contextmanager
-def _no_warnings(silent: bool) -> Iterator[None]:
-    """Do not name the weights that mixers lose, if those of the file replace them."""
-    logger = logging.getLogger(swap.__name__)
-    before, logger.disabled = logger.disabled, silent or logger.disabled
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -1,6 +1,7 @@
 """The shared parts of a transfer of one teacher to several students: the teacher, the images and the processes."""
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.metrics.finite import find_non_finite
+from vitzoo.models.swap import without_warnings
 from vitzoo.train.build import plan_batches
 from vitzoo.train.opening import create_accelerator
 from vitzoo.train.run import Plan
@@ -34,6 +36,7 @@ class Transfer:
         held_out_images: Those that choose the best state of a stage.
         held_out: The share of this process of them, in batches.
         plan: Batches of one step.
+        made: Mixers of which there has been a student.
     """
 
     options: TransferOptions
@@ -48,6 +51,7 @@ class Transfer:
     held_out: list[Tensor]
     plan: Plan
     console: Console
+    made: set[str] = field(default_factory=set)
 
     @cached_property
     def train(self) -> StepBatches:
@@ -82,8 +86,10 @@ class Transfer:
         return {**start_arguments(mixer), **self.options.mixer_kwargs.get(mixer, {})}
 
     def student(self, mixer: str) -> nn.Module:
-        """A new student."""
-        student: Any = make_student(self.name, self.teacher, mixer, self.arguments(mixer), self.options.seed)
+        """A new student; only for the first of a mixer, the weights that it loses are named."""
+        with without_warnings() if mixer in self.made else nullcontext():
+            student: Any = make_student(self.name, self.teacher, mixer, self.arguments(mixer), self.options.seed)
+        self.made.add(mixer)
         if self.options.img_size is not None and not hasattr(self.teacher, 'set_input_size'):
             # timm builds such a model for one size
             student.set_input_size(img_size=self.data_config['input_size'][1:])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitzoo.models.swap import swap_mixer
+from vitzoo.models.swap import swap_mixer, without_warnings
 from vitzoo.transfer.attention import (
     Call,
     attention_output,
@@ -106,7 +106,8 @@ def _compare_outputs(teacher: nn.Module, student: nn.Module, features: Tensor, i
 def _with_softmax(teacher: nn.Module, student: nn.Module) -> nn.Module:
     """The teacher with our softmax attention, which has the same access to the keys for every family of models."""
     blocks = sorted({index_of(student, path) for path in mixer_paths(student)})
-    return swap_mixer(deepcopy(teacher), 'softmax', blocks).eval()
+    with without_warnings():
+        return swap_mixer(deepcopy(teacher), 'softmax', blocks).eval()
 
 
 def _shift_ratios(reference: nn.Module, path: str, call: Call) -> Tensor:
