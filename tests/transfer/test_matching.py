@@ -138,37 +138,43 @@ def refuse(*rates: float) -> float:
     ('error', 'lr'), [(0.0, 0.0), (0.1, 1e-5), (0.5, 3e-5), (float('inf'), 3e-5), (float('nan'), 3e-5)]
 )
 def test_the_scaled_learning_rate_follows_the_error_up_to_a_limit(error, lr):
-    rates = choose_rates('scaled', 'auto', lambda: error, refuse)
+    rates = choose_rates('scaled', 'auto', 100, lambda: error, refuse)
     assert rates == pytest.approx(dict(lr=lr, new_lr=10 * lr))
-    assert choose_rates('scaled', 0.5, lambda: error, refuse) == pytest.approx(dict(lr=lr, new_lr=0.5))
+    assert choose_rates('scaled', 0.5, 100, lambda: error, refuse) == pytest.approx(dict(lr=lr, new_lr=0.5))
 
 
 @pytest.mark.parametrize(
-    ('errors', 'tried', 'chosen'),
+    ('steps', 'errors', 'chosen'),
     [
-        ([0.3, 0.2, 0.1, 0.15], 4, 2),
-        ([0.3, 0.4], 2, 0),
-        ([0.3, math.inf], 2, 0),
-        ([0.3, 0.2, math.nan], 3, 1),
-        ([0.3, 0.3], 2, 0),
-        ([math.inf, math.inf], 2, 0),
+        # in a short stage each trial must be better than the one before
+        (99, [0.3, 0.2, 0.1, 0.15], 2),
+        (99, [0.03, 0.04], 0),
+        (99, [0.3, math.inf], 0),
+        (99, [0.3, 0.2, math.nan], 1),
+        (99, [0.3, 0.3], 0),
+        (99, [math.inf, math.inf], 0),
+        # in a long one, better than the start
+        (100, [0.03, 0.05, 0.04, 0.099, 0.1], 3),
+        (100, [0.03, math.nan], 0),
+        (100, [0.2, 0.3], 0),
+        (100, [math.inf, math.inf], 0),
     ],
 )
-def test_the_learning_rate_is_tripled_as_long_as_trials_end_better(errors, tried, chosen):
+def test_the_learning_rate_is_tripled_as_long_as_trials_are_good(steps, errors, chosen):
     seen, left = [], iter(errors)
 
     def trial(lr: float, new_lr: float) -> float:
         seen.append((lr, new_lr))
         return next(left)
 
-    found = choose_rates('auto', 'auto', lambda: 0.1, trial)
+    found, tried = choose_rates('auto', 'auto', steps, lambda: 0.1, trial), len(errors)
     assert seen == [pytest.approx((1e-5 * 3**power, 1e-4 * 3**power)) for power in range(tried)]
     assert tuple(found.values()) == seen[chosen]
 
 
 def test_given_learning_rates_need_no_error():
-    assert choose_rates(2e-4, 'auto', refuse, refuse) == pytest.approx(dict(lr=2e-4, new_lr=2e-3))
-    assert choose_rates(2e-4, 1e-4, refuse, refuse) == dict(lr=2e-4, new_lr=1e-4)
+    assert choose_rates(2e-4, 'auto', 100, refuse, refuse) == pytest.approx(dict(lr=2e-4, new_lr=2e-3))
+    assert choose_rates(2e-4, 1e-4, 100, refuse, refuse) == dict(lr=2e-4, new_lr=1e-4)
 
 
 def test_trials_have_a_twentieth_of_the_steps_and_at_least_ten():
@@ -195,24 +201,27 @@ def test_distillation_begins_with_the_rates_of_the_students_error():
     options = dict(steps=4, eval_every=2)
     history = distil(teacher, scaled, TRAIN, HELD_OUT, lr='scaled', **options)
     assert scaled.training
-    rates = choose_rates('scaled', 'auto', lambda: error, refuse)
+    rates = choose_rates('scaled', 'auto', 100, lambda: error, refuse)
     assert history == distil(teacher, explicit, TRAIN, HELD_OUT, **rates, **options)
     assert history != distil(teacher, fixed, TRAIN, HELD_OUT, lr=3e-5, new_lr=3e-4, **options)
 
 
-def test_distillation_trains_at_the_rate_of_the_best_trial():
+@pytest.mark.parametrize('steps', [12, 100])
+def test_distillation_trains_at_the_rate_that_trials_find(steps):
     teacher = make_teacher()
-    found, *others = (make_student(teacher, 'xca') for _ in range(8))
-    options = dict(steps=12, eval_every=12)
+    found, *others = (make_student(teacher, 'xca') for _ in range(9))
+    options = dict(steps=steps, eval_every=steps)
     history = distil(teacher, found, TRAIN, HELD_OUT, **options)
-    first = choose_rates('scaled', 'auto', lambda: history[0]['output_error'], refuse)['lr']
+    start = history[0]['output_error']
+    first = choose_rates('scaled', 'auto', steps, lambda: start, refuse)['lr']
     rates = [first * 3**power for power in range(len(others))]
     # trials of ten steps, each with the whole schedule
     errors = [
         distil(teacher, deepcopy(other), TRAIN, HELD_OUT, steps=10, eval_every=10, lr=lr)[-1]['output_error']
         for lr, other in zip(rates, others)
     ]
-    best = next(index for index in range(len(rates) - 1) if not errors[index + 1] < errors[index])
+    limits = errors if steps == 12 else [start] * len(errors)
+    best = next(index for index in range(len(rates) - 1) if not errors[index + 1] < limits[index])
     assert best > 1
     assert history == distil(teacher, others[best], TRAIN, HELD_OUT, lr=rates[best], **options)
     scaled = distil(teacher, others[0], TRAIN, HELD_OUT, lr='scaled', **options)

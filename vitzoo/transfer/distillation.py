@@ -29,6 +29,8 @@ _LR_PER_ERROR, _MAX_LR = 1e-4, 3e-5
 _LR_FACTOR = 3
 # a trial has this part of the steps, or this number if it is larger
 _TRIAL_PART, _TRIAL_STEPS = 0.05, 10
+# a stage of this many trials makes up for the harm of a large rate, which a trial only shows
+_LONG = 10
 # learning rate of the mixers' own parameters, over that of inherited ones
 _NEW_OVER_INHERITED = 10
 
@@ -61,7 +63,7 @@ def distil(
         loader: Batches (B, C, H, W) of training images, or tuples that begin with them.
         held_out: Other images, in the same form; read at each evaluation.
         lr: Learning rate of inherited parameters; 'scaled' for 1e-4 times the error of the outputs, at most 3e-5;
-            'auto' for this or the larger rates at which trials of a twentieth of the steps, on copies, end better.
+            'auto' for this or a larger one that trials of a twentieth of the steps, on copies, find.
         new_lr: Learning rate of the mixers' own parameters; 'auto' for ten times `lr`.
         block_weight: Weight of the attention outputs in the loss.
         temperature: Of the logits.
@@ -102,17 +104,22 @@ def distil(
             return math.inf
 
     was_training = student.training
-    rates = choose_rates(lr, new_lr, lambda: error(student), trial)
+    rates = choose_rates(lr, new_lr, steps, lambda: error(student), trial)
     student.train(was_training)
     return train(student, steps, eval_every, rates, state_file=state_file, progress=progress)
 
 
 def choose_rates(
-    lr: float | str, new_lr: float | str, error: Callable[[], float], trial: Callable[..., float]
+    lr: float | str, new_lr: float | str, steps: int, error: Callable[[], float], trial: Callable[..., float]
 ) -> dict[str, float]:
     """The arguments `lr` and `new_lr` of `distil` as numbers.
 
+    The trials triple the rate as long as they end below the error of the start, and in a stage of fewer than ten trials
+    as long as each ends below the one before. A large rate harms the student at first. If a twentieth of a stage
+    repairs this, the rest gains from the rate, although the trial of a smaller one ends better (docs/transfer.md).
+
     Args:
+        steps: Those of the stage.
         error: Measures that of the student's outputs.
         trial: Measures it after a short training of a copy with `lr` and `new_lr`.
 
@@ -128,17 +135,19 @@ def choose_rates(
 
     if not isinstance(lr, str):
         return both(lr)
+    start = error()
     # in this order nan gives a number
-    found = both(min(_MAX_LR, _LR_PER_ERROR * error()))
+    found = both(min(_MAX_LR, _LR_PER_ERROR * start))
     if lr == 'scaled':
         return found
-    smallest = trial(**found)
+    is_long, end = steps >= _LONG * trial_steps(steps), trial(**found)
     while True:
+        limit = start if is_long else end
         larger = both(_LR_FACTOR * found['lr'])
         end = trial(**larger)
-        if not end < smallest:
+        if not end < limit:
             return found
-        found, smallest = larger, end
+        found = larger
 
 
 def trial_steps(steps: int) -> int:

@@ -109,7 +109,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         help='distillation of the whole network [1000]')  # fmt: skip
     add('--network-lr', type=_rate_or_rule, metavar='X|auto|scaled', default=defaults.network_lr,
         help='of it; scaled: 1e-4 times the error of the outputs at its start, at most 3e-5; auto: this, or a larger '
-        'one if short trials end better [auto]')  # fmt: skip
+        'one that short trials find [auto]')  # fmt: skip
     add('--network-new-lr', type=_rate, metavar='X|auto', default=defaults.network_new_lr,
         help='of parameters that are not inherited; auto: ten times --network-lr [auto]')  # fmt: skip
     add('--block-weight', type=nonnegative, metavar='X', default=defaults.block_weight,
