@@ -43,7 +43,7 @@ def make_report(argv: list[str] | None = None) -> Path:
     """
     argv = sys.argv[1:] if argv is None else argv
     args, options = parse_args(argv)
-    folder = _make_folder(args.out)
+    folder = make_folder(Path(args.out))
     records = [record for path in args.results for record in read_records(path)]
     now = datetime.now(timezone.utc)
     report = dict(title=args.title, made=f'{now.day} {now:%B %Y, %H:%M} UTC', records=records)
@@ -141,6 +141,21 @@ def read_records(path: str) -> list[dict]:
     return [{**record, 'commands': [*record.get('commands', ()), found['command']]} for record in records]
 
 
+def make_folder(folder: Path) -> Path:
+    """Create the folder of a report before its long measurements, and return it.
+
+    Raises:
+        UserError: It cannot be created or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create the report's folder '{folder}': {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write to the report's folder '{folder}'")
+    return folder
+
+
 def write_report(folder: Path, report: dict) -> None:
     """Write the page and its data."""
     from vitzoo.report.page import render
@@ -161,14 +176,3 @@ def write_records(folder: Path, report: dict) -> dict:
 def _write(path: Path, text: str) -> None:
     with replace_file(path) as partial:
         partial.write_text(text, encoding='utf-8')
-
-
-def _make_folder(path: str) -> Path:
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot create the report's folder '{path}': {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"cannot write to the report's folder '{path}'")
-    return folder

@@ -5,8 +5,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from vitzoo._files import replace_file
-from vitzoo.errors import UserError
-from vitzoo.report import DATA, PAGE, write_records
+from vitzoo.report import DATA, PAGE, make_folder, write_records
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import Row, merge_records, read_cell
@@ -17,14 +16,9 @@ def write_study_report(folder: Path, study: Study, rows: list[Row]) -> list[Path
     """Write all files of a report, and return their paths.
 
     Raises:
-        UserError: The folder cannot be created.
+        UserError: The folder cannot be created or written to.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot create the report's folder '{folder}': {error.strerror}; choose another --out"
-        ) from error
+    make_folder(folder)
     now = datetime.now(timezone.utc)
     made = f'{now.day} {now:%B %Y, %H:%M} UTC'
     page = render_study(study, rows, [count_finished(study), made], format_notes(study, rows))

@@ -192,8 +192,7 @@ def _find_rates(task: Transfer, student: nn.Module, ledger: Ledger, error: float
             ledger.write_time()
         return math.inf if known[0] is None else known[0]
 
-    rates, steps = (options.network_lr, options.network_new_lr), options.network_steps
-    return choose_rates(*rates, steps, lambda: error, trial)
+    return choose_rates(options.network_lr, options.network_new_lr, options.network_steps, lambda: error, trial)
 
 
 def try_rates(
