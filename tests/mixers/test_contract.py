@@ -155,6 +155,21 @@ def test_a_mixer_from_the_meta_device_equals_its_original(name, kwargs):
     torch.testing.assert_close(loaded(x, GRID), original(x, GRID), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_the_default_device_and_dtype_are_those_of_every_tensor(name, kwargs):
+    with torch.device('meta'):
+        mixer = create_mixer(name, DIM, HEADS, grid_size=GRID, num_prefix_tokens=1, **kwargs)
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = create_mixer(name, DIM, HEADS, grid_size=GRID, num_prefix_tokens=1, **kwargs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(tensor.is_meta for tensor in (*mixer.parameters(), *mixer.buffers()))
+    mixer(torch.empty(2, 1 + math.prod(GRID), DIM, device='meta', requires_grad=True), GRID).sum().backward()
+    tensors = (*double.parameters(), *double.buffers())
+    assert all(tensor.dtype == torch.float64 for tensor in tensors if tensor.is_floating_point())
+
+
 # torch.jit fails with the sizes that they compute with
 UNTRACEABLE = ['aft_conv', 'biformer', 'nystrom', 'routing']
 

@@ -289,6 +289,16 @@ def test_recomputed_activations_update_buffers_once(name):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    'name', ['aft_ls_nano', 'aft_rmt_nano', 'cvt_swin_nano', 'deit_reformer_nano', 'vil_nano', 'vil_ls_nano']
+)
+def test_a_model_is_built_on_the_default_device(name):
+    with torch.device('meta'):
+        model = timm.create_model(name)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    model(torch.empty(2, 3, 128, 128, device='meta')).sum().backward()
+
+
 @pytest.mark.parametrize('mixer', vitzoo.list_mixers())
 def test_a_model_from_the_meta_device_is_initialized_or_refuses(mixer):
     kwargs = dict(img_size=32, patch_size=8, embed_dim=24, num_heads=2, depth=2, num_classes=3)

@@ -58,7 +58,7 @@ class RandomFeatureMixer(KernelMixer):
         self.redraw_every = redraw_every
         self.draw_index = 0
         features = self.draw_features(draw_generator(seed, self.layer))
-        self.register_buffer(self.buffer_name, features.to(device=device, dtype=dtype))
+        self.register_buffer(self.buffer_name, features.to(self.proj.weight))
 
     def draw_features(self, generator: torch.Generator) -> torch.Tensor:
         """Draw random features from a generator, in float32."""

@@ -37,8 +37,8 @@ class OffsetBias(nn.Module):
         self.halo = halo
         self.row_stride = row_stride
         index = self._offset_index()
-        self.register_buffer('index', index.to(device), persistent=False)
         self.table = nn.Parameter(torch.empty(int(index.max()) + 1, num_heads, device=device, dtype=dtype))
+        self.register_buffer('index', index.to(self.table.device), persistent=False)
         trunc_normal_(self.table, std=0.02)
 
     def init_non_persistent_buffers(self) -> None:

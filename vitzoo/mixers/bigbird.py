@@ -233,7 +233,7 @@ class BigBird(QKVMixer):
         self.num_random_blocks = num_random_blocks
         # no torch.Generator, whose numbers may change between versions of torch; draw_blocks mixes the bits
         seeds = (seed + 1) * 7_368_787 + self.layer * 32_452_843 + torch.arange(num_heads, device='cpu') * 15_485_863
-        self.register_buffer('seeds', (seeds % _PRIME).to(device=device))
+        self.register_buffer('seeds', (seeds % _PRIME).to(self.proj.weight.device))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         blocks = draw_blocks(self.seeds, grid_size, self.block_size, self.num_global_blocks, self.num_random_blocks)

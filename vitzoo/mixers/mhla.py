@@ -236,7 +236,7 @@ class MHLA(KernelMixer):
         if rms_norm:
             self.q_norm, self.k_norm = (_AllHeadsRMSNorm(num_heads, self.head_dim, **dd) for _ in range(2))
         mixing = block_mixing_weights(num_blocks, locality, self.num_prefix_tokens)
-        self.mixing = nn.Parameter(mixing.to(device=device, dtype=dtype))
+        self.mixing = nn.Parameter(mixing.to(self.proj.weight))
         self.conv = GridConv(dim, conv_size, **dd) if conv_size else None
 
     def norm_qk(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -270,7 +270,7 @@ class Reformer(QKVMixer):
         self.bucket_size = bucket_size
         shape, generator = (num_hashes, self.head_dim, _MAX_BUCKETS // 2), draw_generator(seed, self.layer)
         rotations = torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
-        self.register_buffer('rotations', rotations.to(device=device, dtype=dtype))
+        self.register_buffer('rotations', rotations.to(self.proj.weight))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         rotations = torch.randn_like(self.rotations) if self.training else self.rotations

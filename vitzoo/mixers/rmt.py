@@ -172,7 +172,7 @@ class RMT(QKVMixer):
         self.rope = rope
         self.initial_decay = initial_decay
         self.decay_range = decay_range
-        self.register_buffer('log_gamma', self._log_gamma().to(device, dtype), persistent=False)
+        self.register_buffer('log_gamma', self._log_gamma().to(self.proj.weight), persistent=False)
         self.lepe = GridConv(dim, 5, device=device, dtype=dtype)
 
     def init_non_persistent_buffers(self) -> None:

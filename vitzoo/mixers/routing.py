@@ -150,7 +150,7 @@ class Routing(QKVMixer):
         self.decay = decay
         shape, generator = (num_heads, num_clusters, self.head_dim), draw_generator(seed, self.layer)
         centroids = torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
-        self.register_buffer('centroids', F.normalize(centroids, dim=-1).to(device=device, dtype=dtype))
+        self.register_buffer('centroids', F.normalize(centroids, dim=-1).to(self.proj.weight))
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         N = grid_size[0] * grid_size[1]

@@ -148,7 +148,7 @@ def read_study(path: str) -> Study:
     """
     values = _read_file(path)
     _check_keys(f"'{path}'", values, _KEYS, required=('output', 'data_dir', 'ways', 'evaluations'))
-    folder, data_dir = Path(str(values['output'])), str(values['data_dir'])
+    folder, data_dir = Path(_text('output', values['output'])), _text('data_dir', values['data_dir'])
     evaluations = {
         _check_name(name): _read_evaluation(name, options or {}, data_dir)
         for name, options in _mapping('evaluations', values['evaluations']).items()
@@ -166,7 +166,7 @@ def read_study(path: str) -> Study:
                     raise UserError(f'ways.{name}: two cells have the folder {cell.name}; remove one of their models')
                 cells[cell.name] = cell
     baselines = _read_baselines(values.get('baseline'), {cell.model for cell in cells.values()})
-    title = str(values.get('title') or Path(path).stem)
+    title = _text('title', values.get('title') or Path(path).stem)
     return Study(path, title, folder, tuple(cells.values()), baselines, evaluations)
 
 
@@ -297,6 +297,13 @@ def _mapping(place: str, value: Any) -> dict:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise UserError(f'{place} must consist of names and values, not {value!r}')
     return value
+
+
+def _text(place: str, value: Any) -> str:
+    """A name or path; YAML reads some as numbers."""
+    if isinstance(value, dict | list | bool):
+        raise UserError(f'{place} must be text, not {value!r}')
+    return str(value)
 
 
 def _texts(place: str, value: Any) -> list[str]:

@@ -70,7 +70,9 @@ class Recipe:
     initial_checkpoint: str | None = _model(None, 'start from the weights in this file (.safetensors, .pth)')
     num_classes: int | None = _model(None, 'number of classes; by default that of the dataset', low=2)
     in_chans: int = _model(3, 'image channels: 3 for RGB, 1 for greyscale', choices=(1, 3))
-    img_size: int | list | None = _model(None, "image size, or height and width; by default the model's", lengths=(2,))
+    img_size: int | list | None = _model(
+        None, "image size, or height and width; by default the model's", lengths=(2,), low=1
+    )
     drop: float | None = _model(
         None, "dropout rate of the classifier; by default the model's", low=0, high=1, on_resume=CHANGES
     )
