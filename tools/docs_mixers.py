@@ -83,10 +83,9 @@ weights gives the same output as without. `center_keys=True` subtracts from the 
 makes no difference to softmax attention but does to most kernels; `agent` and `inline`, to which it makes none, do not
 take it.
 
-Some fast forms cannot be differentiated twice: `linear`, `performer` and `reformer`, and on a CPU `local`, `longformer`
-and `ls`, have a backward pass of their own, and `biformer`, `global`, `linformer`, `nystrom`, `set`, `softmax`,
-`srformer` and, without partial tiles, `sinkhorn` use PyTorch's fused attention. A second derivative raises an error;
-the `op_naive` of each mixer has one.
+Second derivatives raise an error in the Triton kernels and in PyTorch's fused attention, which `biformer`, `global`,
+`linformer`, `nystrom`, `set`, `softmax`, `srformer` and, without partial tiles, `sinkhorn` use, and others for prefix
+tokens. On a CPU, within `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, every mixer has them.
 
 On long sequences, from 16 MB of intermediate results per image on, most mixers of kernels and feature maps, and
 `aft_conv`, `neighborhood`, `reformer`, `swin`, `ttt`, `vssd` and `xca`, store only their arguments, and recompute a few

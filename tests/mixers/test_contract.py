@@ -6,9 +6,12 @@ import pytest
 import torch
 from helpers import DIM, GRID, HEADS, SETTINGS, build, cast, perturb, recorded_call, run_with_gradients, tokens
 from timm.models._manipulate import reinit_non_persistent_buffers
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitzoo import create_mixer, list_mixers, register_mixer
 from vitzoo.mixers import QKVMixer, _recompute, _window
+from vitzoo.mixers._chunked import chunk_attention
 
 CASES = [
     pytest.param(name, kwargs, id=f'{name}-{i}')
@@ -38,22 +41,53 @@ def test_every_parameter_gets_a_gradient(name, kwargs):
     assert without == []
 
 
-# docs/mixers.md has these lists: a backward pass of their own, and PyTorch's fused attention
-OWN_BACKWARD = ['linear', 'local', 'longformer', 'ls', 'performer', 'reformer']
+# docs/mixers.md has this list: PyTorch's fused attention
 FUSED = ['biformer', 'global', 'linformer', 'nystrom', 'set', 'sinkhorn', 'softmax', 'srformer']
 
 
-@pytest.mark.parametrize('name', list_mixers())
-def test_second_derivatives_exist_or_are_refused(name):
+def second_derivatives(op, args: tuple) -> tuple[torch.Tensor, ...]:
+    """The Hessian of a function of the output times a vector, for every tensor and parameter among the arguments."""
+    args = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+    inputs = [a.requires_grad_() for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    inputs += [parameter for a in args if isinstance(a, nn.Module) for parameter in a.parameters()]
+    options = dict(allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(op(*args).square().sum(), inputs, create_graph=True, **options)
+    vectors = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x) for x in inputs]
+    return torch.autograd.grad(sum((g * z).sum() for g, z in zip(grads, vectors)), inputs, **options)
+
+
+@pytest.mark.parametrize('is_long', [False, True], ids=['stored', 'recomputed'])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_second_derivatives_are_those_of_the_naive_form(name, kwargs, is_long, monkeypatch):
+    if is_long:
+        monkeypatch.setattr(_recompute, '_STORED_SAMPLE', 0)
+        monkeypatch.setattr(_recompute, '_STORED', 0)
+    mixer = build(name, num_prefix_tokens=1, **kwargs)
+    args = recorded_call(mixer, tokens(mixer))
+    # `autograd.grad` and not `backward`, which also visits nodes that only the gradients lead to, and their errors
+    with sdpa_kernel(SDPBackend.MATH):
+        fast, naive = (second_derivatives(op, args) for op in (mixer.op, mixer.op_naive))
+    for found, expected in zip(fast, naive, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_second_derivatives_have_the_dropout_of_the_output():
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    bias = torch.randn(3, 3, 6, dtype=torch.float64)
+
+    def attend(*qkv):
+        torch.manual_seed(0)
+        return chunk_attention(*qkv, 0.7, bias, dropout_p=0.4)
+
+    assert torch.autograd.gradgradcheck(attend, (q, k, v))
+
+
+@pytest.mark.parametrize('name', FUSED)
+def test_pytorchs_fused_attention_refuses_second_derivatives(name):
     mixer = build(name, **SETTINGS.get(name, [{}])[0])
-    x = tokens(mixer).requires_grad_()
-    (grad,) = torch.autograd.grad(mixer(x, GRID).square().sum(), x, create_graph=True)
-    if name in OWN_BACKWARD + FUSED:
-        with pytest.raises(RuntimeError, match='once_differentiable|derivative for .* is not implemented'):
-            grad.square().sum().backward()
-    else:
-        grad.square().sum().backward()
-        assert x.grad.isfinite().all()
+    with pytest.raises(RuntimeError, match='derivative for .* is not implemented'):
+        second_derivatives(mixer.op, recorded_call(mixer, tokens(mixer)))
 
 
 @pytest.mark.parametrize('std', [1, 3, 6])

@@ -6,14 +6,15 @@ With their lse, `merge` combines the outputs of several sets of keys into those 
 are processed in groups whose scores fit in a CPU cache. Scores are recomputed in the backward pass, not stored.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ._numerics import CACHED, LOG2_E, is_traced
+from ._recompute import differentiable_gradients
 
 __all__ = ['chunk_attention', 'merge', 'softmax_with_lse']
 
@@ -28,16 +29,31 @@ def chunk_attention(
     """
     if not is_traced():
         return _ChunkAttention.apply(q, k, v, bias, scale, dropout_p)
+    return _plain(q, k, v, scale, bias, dropout_p)
+
+
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor,
+    dropout_p: float = 0.0,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`chunk_attention` as a composition of differentiable functions; dropout keeps the weights `kept`, if any."""
     k, v = (torch.cat([x[:-1], x[1:]], dim=1) for x in (k, v))
-    return softmax_with_lse(_scores(q[1:], k, scale, bias), v, dropout_p)
+    return softmax_with_lse(_scores(q[1:], k, scale, bias), v, dropout_p, kept)
 
 
-def softmax_with_lse(scores: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """softmax(scores) v and lse, for scores to base 2 in float32 or wider."""
+def softmax_with_lse(scores: Tensor, v: Tensor, dropout_p: float, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """softmax(scores) v and lse, for scores to base 2 in float32 or wider; dropout keeps the weights `kept`, if any."""
     m_i = scores.detach().amax(dim=-1, keepdim=True)
     p = (scores - m_i).exp2()
     l_i = p.sum(dim=-1, keepdim=True)
-    return F.dropout((p / l_i).to(v.dtype), dropout_p) @ v, m_i + l_i.log2()
+    weights = (p / l_i).to(v.dtype)
+    weights = F.dropout(weights, dropout_p) if kept is None else weights * kept / (1 - dropout_p)
+    return weights @ v, m_i + l_i.log2()
 
 
 def merge(outs: Tensor, lse: Tensor, dim: int) -> Tensor:
@@ -85,9 +101,12 @@ class _ChunkAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, out, lse, *masks = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            kept = torch.cat(masks) if masks else None
+            plain = partial(_plain, scale=ctx.scale, bias=bias, dropout_p=ctx.dropout_p, kept=kept)
+            return *differentiable_gradients(plain, (q, k, v), ctx.needs_input_grad, (do, dlse)), None, None, None
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         for x in (dq, dk, dv):
             x[0] = 0

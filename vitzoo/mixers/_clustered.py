@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._numerics import CACHED, is_traced, no_autocast
+from ._recompute import differentiable_gradients
 
 __all__ = ['cluster_attention']
 
@@ -148,10 +149,7 @@ class _ClusterAttention(torch.autograd.Function):
         inputs, weights = (q, k, v, k_shared, v_shared), iter(kept)
         args = *inputs, in_q, in_k
         if torch.is_grad_enabled():
-            # for second derivatives
-            wanted = [x for x, is_needed in zip(inputs, ctx.needs_input_grad) if is_needed]
-            of_wanted = iter(torch.autograd.grad(_plain(*args), wanted, do, create_graph=True))
-            return *(next(of_wanted) if is_needed else None for is_needed in ctx.needs_input_grad[:5]), None, None
+            return (*differentiable_gradients(_plain, args, ctx.needs_input_grad, do),)
         grads = [torch.empty_like(x) for x in inputs]
         with no_autocast(do):
             for block in _blocks(do):

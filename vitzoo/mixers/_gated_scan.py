@@ -11,6 +11,7 @@ of range, as with a mean logit of -30 in half a chunk, chunks of 16 are tried; a
 eager form cannot be captured; the compiled form has blocks only.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._numerics import CACHED, is_traced, no_autocast
+from ._recompute import differentiable_gradients
 
 __all__ = ['TEMPERATURE', 'gated_scan']
 
@@ -116,10 +118,8 @@ class _GatedScan(torch.autograd.Function):
         q, k, v, decay, decay_back, *kept = ctx.saved_tensors
         inputs = q, k, v, decay, decay_back
         if torch.is_grad_enabled():
-            # for second derivatives
-            wanted = [x for x, is_needed in zip(inputs, ctx.needs_input_grad) if is_needed]
-            of_wanted = iter(torch.autograd.grad(_plain(*inputs, ctx.scale), wanted, dy, create_graph=True))
-            return *(next(of_wanted) if is_needed else None for is_needed in ctx.needs_input_grad[:5]), None
+            plain = partial(_plain, scale=ctx.scale)
+            return *differentiable_gradients(plain, inputs, ctx.needs_input_grad, dy), None
         grads = [torch.empty_like(x) for x in inputs]
         with no_autocast(dy):
             for i, part in enumerate(_parts(q)):

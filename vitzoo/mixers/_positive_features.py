@@ -11,13 +11,14 @@ stored, which saves memory and memory traffic.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._numerics import CACHED, dot_tokens, is_empty, is_traced
+from ._recompute import differentiable_gradients
 
 __all__ = ['FeatureMap', 'feature_attention', 'query_features']
 
@@ -52,9 +53,14 @@ class FeatureMap(Protocol):
 
 def feature_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap) -> Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
-    if not (is_traced() or is_empty(q)):
-        return _FeatureAttention.apply(q, k, v, phi.weight, phi)
-    # the compiler does its own tiling and fusion; an empty batch has no tiles
+    if is_traced() or is_empty(q):
+        # the compiler does its own tiling and fusion; an empty batch has no tiles
+        return _plain(q, k, v, phi)
+    return _FeatureAttention.apply(q, k, v, phi.weight, phi)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap) -> Tensor:
+    """`feature_attention` as a composition of differentiable functions."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     context, k_sum, shift = _sum_keys([(k.to(dtype), v.to(dtype))], phi)
     features = query_features(q.to(dtype), shift, phi)
@@ -129,10 +135,12 @@ class _FeatureAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, den, contexts, k_sums, shifts = ctx.saved_tensors
         phi, dtype = ctx.phi, den.dtype
+        if torch.is_grad_enabled():
+            plain, needed = partial(_plain, phi=phi), ctx.needs_input_grad
+            return *differentiable_gradients(plain, (q, k, v), needed, do, (phi.weight,)), None
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         dweight = torch.zeros_like(phi.weight) if ctx.needs_input_grad[3] else None
         for samples, token_slices in _blocks(q, phi.num_features):

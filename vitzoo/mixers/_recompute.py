@@ -5,7 +5,7 @@ the arguments. `apply_to_heads` is for results that are large at any length; it 
 function may use tensors other than its arguments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._numerics import is_compiled, is_empty
 
-__all__ = ['apply_to_heads', 'is_stored', 'recompute_heads']
+__all__ = ['apply_to_heads', 'differentiable_gradients', 'is_stored', 'recompute_heads']
 
 # intermediate results of up to 64 MB in float32 are stored
 _STORED = 2**24
@@ -77,11 +77,12 @@ class _RecomputedHeads(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
-            # for second derivatives
-            inputs = [x.view_as(x) for x in tensors]
-            with ctx.autocast():
-                out = ctx.function(*inputs)
-            return None, None, *_gradients(out, inputs, needed, grad, create_graph=True)
+
+            def function(*inputs: Tensor) -> Tensor:
+                with ctx.autocast():
+                    return ctx.function(*inputs)
+
+            return None, None, *differentiable_gradients(function, tensors, needed, grad)
         B, heads = tensors[0].shape[:2]
         is_shared = [x.shape[:2] != (B, heads) for x in tensors]
         grads = [
@@ -116,11 +117,39 @@ def _cut(x: Tensor, group: tuple[slice, slice]) -> Tensor:
     return x[tuple(slice(None) if n == 1 else part for n, part in zip(x.shape, group))]
 
 
-def _gradients(out: Tensor, inputs: list[Tensor], needed: tuple[bool, ...], grad: Tensor, **kwargs: Any) -> list:
+def _gradients(
+    out: Tensor | tuple[Tensor, ...],
+    inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grad: Tensor | tuple[Tensor, ...],
+    **kwargs: Any,
+) -> list:
     """The gradient of each input, None where it is not needed."""
-    wanted = [x for x, need in zip(inputs, needed) if need]
+    wanted = [x for x, need in zip(inputs, needed) if need and x is not None]
     found = iter(torch.autograd.grad(out, wanted, grad, **kwargs))
     return [next(found) if need else None for need in needed]
+
+
+def differentiable_gradients(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grad: Tensor | tuple[Tensor, ...],
+    closed_over: tuple[Tensor | None, ...] = (),
+) -> list[Tensor | None]:
+    """The gradient of each tensor, None where it is not needed, for a backward pass that is differentiated itself.
+
+    Such a pass must not be written in place, nor decorated with torch's `once_differentiable`: that raises an error in
+    `backward`, but `torch.autograd.grad` silently returns a second derivative without this function's part.
+
+    Args:
+        function: The function whose backward pass it is, as a composition of differentiable functions.
+        grad: The gradient of its output, or of each output.
+        closed_over: Further tensors that it depends on without having them as arguments, after the others in `needed`.
+    """
+    # views, because one tensor may be several arguments
+    inputs = [None if x is None else x.view_as(x) for x in tensors]
+    return _gradients(function(*inputs), (*inputs, *closed_over), needed, grad, create_graph=True)
 
 
 def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], num_elements: int) -> Tensor:

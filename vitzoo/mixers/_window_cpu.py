@@ -6,15 +6,15 @@ inputs and the weights, or of long sequences the log-sum-exp of each query, and 
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._numerics import CACHED, LOG2_E, needs_gradient, pad
-from ._recompute import is_stored
+from ._recompute import differentiable_gradients, is_stored
 
 __all__ = ['window_attention_cpu']
 
@@ -173,6 +173,27 @@ def _scores(
     return tile_rows.mask_padding_(scores, row)
 
 
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_shared: Tensor,
+    v_shared: Tensor,
+    bias: Tensor | None,
+    tile_rows: _TileRows,
+    scale: float,
+) -> Tensor:
+    """`window_attention_cpu` as a composition of differentiable functions, of all samples and heads at once."""
+    out, block = torch.zeros_like(q), (slice(None), slice(None))
+    q_map, k_map, v_map, out_map = tile_rows.to_maps(q, k, v, out)
+    for row in range(tile_rows.num_rows):
+        q_tiles = tile_rows.read_queries(q_map, row)
+        scores = _scores(q_tiles, tile_rows.read_keys(k_map, k_shared, row), bias, tile_rows, block, row, scale)
+        weights = (scores / LOG2_E).softmax(dim=-1).to(v.dtype)
+        tile_rows.write_queries(out_map, row, weights @ tile_rows.read_keys(v_map, v_shared, row))
+    return out
+
+
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -207,10 +228,12 @@ class _WindowAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, k_shared, v_shared, bias, *kept = ctx.saved_tensors
         tile_rows, scale = ctx.tile_rows, ctx.scale
+        if torch.is_grad_enabled():
+            plain, tensors = partial(_plain, tile_rows=tile_rows, scale=scale), (q, k, v, k_shared, v_shared, bias)
+            return *differentiable_gradients(plain, tensors, ctx.needs_input_grad, do), None, None, None
         dq = torch.empty_like(q)
         dk, dv, dk_shared, dv_shared = (torch.zeros_like(x) for x in (k, v, k_shared, v_shared))
         dbias = torch.zeros_like(bias) if ctx.needs_input_grad[5] else None

@@ -46,7 +46,7 @@ def pola_naive(
 ) -> torch.Tensor:
     """The N x N attention matrices of same and of opposite signs; arguments as `pola_attention`."""
     p, width = 1 + alpha / (1 + (-power).exp()), (1 + divisor.exp()).log()
-    (q_plus, q_minus), (k_plus, k_minus) = (((x / width).relu() ** p, (-x / width).relu() ** p) for x in (q, k))
+    (q_plus, q_minus), (k_plus, k_minus) = ((_relu_power(x / width, p), _relu_power(-x / width, p)) for x in (q, k))
     same = q_plus @ k_plus.mT + q_minus @ k_minus.mT
     opposite = q_plus @ k_minus.mT + q_minus @ k_plus.mT
     halves = [
@@ -56,6 +56,11 @@ def pola_naive(
     out = torch.cat(halves, dim=-1)
     out = out if conv is None else out + grid_conv_naive(conv, v, grid_size)
     return out if gate is None else out * gate
+
+
+def _relu_power(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """relu(x)^p; the second derivative of pow is not finite at 0."""
+    return torch.where(x > 0, x, 1) ** p * (x > 0)
 
 
 def pola_attention(
