@@ -14,7 +14,7 @@ import vitzoo
 from vitzoo import errors
 from vitzoo.cli import COMMANDS, main
 from vitzoo.errors import RankError, UserError, run_command
-from vitzoo.options import keyword
+from vitzoo.options import check_output, keyword
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,6 +31,20 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
         run_command(fail(UserError('the folder is\nempty')))
     assert end.value.code == 2
     assert capsys.readouterr() == ('', 'vitzoo: error: the folder is empty\n')
+
+
+def test_an_output_file_is_opened_before_the_work(tmp_path):
+    path = tmp_path / 'a' / 'results.csv'
+    check_output(str(path), ('.csv',))
+    assert path.parent.is_dir() and not path.exists()
+    path.write_text('1,2')
+    check_output(str(path), ('.csv',))
+    assert path.read_text() == '1,2'
+    (tmp_path / 'link.csv').symlink_to(tmp_path / 'nowhere' / 'results.csv')
+    (tmp_path / 'folder.csv').mkdir()
+    for name, reason in (('link.csv', 'No such file'), ('folder.csv', 'Is a directory')):
+        with pytest.raises(UserError, match=f"cannot write '.*{name}': {reason}"):
+            check_output(str(tmp_path / name), ('.csv',))
 
 
 def test_a_warning_of_vitzoo_is_one_line_and_others_keep_their_form():

@@ -183,5 +183,11 @@ def check_output(path: str, suffixes: tuple[str, ...]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create the folder of '{path}': {error.strerror}") from error
-    if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
-        raise UserError(f"cannot write '{path}': it is a folder, or its folder is not writable")
+    is_new = not Path(path).exists()
+    try:
+        with open(path, 'ab'):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write '{path}': {error.strerror}") from error
+    if is_new:
+        Path(path).unlink(missing_ok=True)

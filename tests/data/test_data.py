@@ -131,6 +131,21 @@ def test_colour_of_16_bits_keeps_its_tones(tmp_path, suffix, channels):
     assert np.abs(pixels - values[..., :3] / 257).max() <= 1
 
 
+def test_digits_that_are_not_decimal_are_letters_of_a_name(tmp_path):
+    names = ['2²', '10', '①', '②', '٣']
+    for name in names:
+        save(tmp_path / 'train' / name / 'x1²2.png', colour('red'))
+    assert sorted(open_dataset(str(tmp_path), 'train').class_names) == sorted(names)
+
+
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
+    save(tmp_path / 'train' / 'cat' / 'a.png', colour('red'))
+    monkeypatch.chdir(tmp_path)
+    assert len(open_dataset('.', 'train')) == 1
+    with pytest.raises(UserError, match='data folder is an empty text'):
+        open_dataset('', 'train')
+
+
 def test_class_folders_are_in_natural_order_and_hidden_or_empty_ones_do_not_count(tmp_path):
     for name in ('10', '9', '2', '.ipynb_checkpoints', '.git/objects'):
         save(tmp_path / 'train' / name / 'a.png', colour('red'))

@@ -172,6 +172,19 @@ def make_half_a_tar(root):
     return path
 
 
+def make_tar_with_a_damaged_header(root, inner=False):
+    path = write_tar(root / 'photos.tar', pictures('cat/1.png', 'cat/2.png', 'dog/1.png'))
+    damage(path, b'dog/1.png', b'dog/1.pnj')
+    return write_tar(root / 'outer.tar', {'train.tar': path.read_bytes()}) if inner else path
+
+
+def make_tar_that_ends_in_a_header(root):
+    path = write_tar(root / 'photos.tar', pictures('cat/1.png', 'cat/2.png', 'dog/1.png'))
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(b'dog/1.png') + 300])
+    return path
+
+
 def make_compressed_tar(root):
     with tarfile.open(root / 'photos.tar', 'w:gz') as tar:
         tar.add(write_files(root, PARTS) / 'train', 'train')
@@ -185,12 +198,18 @@ def make_compressed_tar(root):
         (make_password_zip, 'is password-protected; unpack it'),
         (make_half_a_tar, 'cannot read the tar file .* without compression'),
         (make_compressed_tar, 'cannot read the tar file .* without compression'),
+        (make_tar_with_a_damaged_header, r'cannot read the tar file .* header at byte \d+ is damaged'),
+        (lambda root: make_tar_with_a_damaged_header(root, inner=True), 'outer.tar .* header at byte .* is damaged'),
+        (make_tar_that_ends_in_a_header, r'cannot read the tar file .* header at byte \d+ is damaged'),
         (lambda root: write_zip(root / 'a.zip', {}), 'is empty'),
         (lambda root: write_tar(root / 'a.tar', pictures('1.png', '2.png')), 'has 2 images but no class folders'),
         (lambda root: write_zip(root / 'a.zip', pictures('val/cat/1.png')), 'has a val split but no split named train'),
         (lambda root: write_tar(root / 'shard-0.tar', {'1.png': b'', '1.cls': b''}).parent, 'shards as wds/'),
     ],
-    ids=['not a zip', 'password', 'half a tar', 'compressed', 'empty', 'flat', 'no train', 'shards'],
+    ids=[
+        *('not a zip', 'password', 'half a tar', 'compressed', 'damaged header', 'damaged inner header', 'cut header'),
+        *('empty', 'flat', 'no train', 'shards'),
+    ],
 )
 def test_an_archive_that_cannot_be_used_gets_one_sentence(tmp_path, make, sentence):
     with pytest.raises(UserError, match=sentence):
@@ -540,6 +559,31 @@ def test_a_run_finds_again_what_it_held_out_and_takes_other_data_whole(tmp_path)
     assert listed_in(path, write('tar', tmp_path, other)) == set(UNDIVIDED)
     with pytest.raises(UserError, match='has a train split but no split named val'):
         listed_in(path, write('tar', tmp_path / 'b', {f'train/{name}': data for name, data in other.items()}))
+
+
+@pytest.mark.parametrize(('num_shared', 'num_others', 'expected'), [(1, 40, 41), (2, 40, 2), (1, 9, 1)])
+def test_data_that_shares_few_images_is_other_data(tmp_path, num_shared, num_others, expected):
+    data_dir, path = write('folder', tmp_path, UNDIVIDED), tmp_path / 'held_out.csv'
+    val_set = open_dataset(data_dir, 'val', val_fraction=0.2, seed=1)
+    assert len(val_set) == 4
+    write_held_out(path, val_set.reader)
+    files = {f'val/cat/shared{index}.png': picture(val_set.filename(index)) for index in range(num_shared)}
+    files |= pictures(*(f'val/dog/{index}.png' for index in range(num_others)))
+    assert len(listed_in(path, write('tar', tmp_path, files))) == expected
+
+
+def test_a_new_class_has_held_out_images_beside_those_of_an_earlier_training(tmp_path):
+    data_dir, path = write('folder', tmp_path, UNDIVIDED), tmp_path / 'held_out.csv'
+    before = open_dataset(data_dir, 'val', val_fraction=0.2, seed=1)
+    write_held_out(path, before.reader)
+    write_files(Path(data_dir), pictures(*(f'eel/{index}.png' for index in range(10)), 'cat/new.png'))
+    options = dict(val_fraction=0.2, seed=5, held_out_before=path)
+    train_set, val_set = (open_dataset(data_dir, split, **options) for split in ('train', 'val'))
+    names = {val_set.filename(index) for index in range(len(val_set))}
+    known = {before.filename(index) for index in range(len(before))}
+    assert known < names and {name.split('/')[0] for name in names - known} == {'eel'} and len(names - known) == 2
+    assert names.isdisjoint(train_set.filename(index) for index in range(len(train_set)))
+    assert len(train_set) + len(val_set) == len(UNDIVIDED) + 11
 
 
 @pytest.mark.parametrize('kind', WRITERS)

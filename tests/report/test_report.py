@@ -228,6 +228,18 @@ def test_explained_images_are_shown_once_and_their_maps_for_each_model(page):
     assert page.text.count('✓ ') == 3 and page.text.count('✗ ') == 6
 
 
+def test_the_interval_of_top1_is_of_the_images_with_a_label():
+    page = Page(render(make_data(make_record(0) | dict(top1=50.0, n=500, labelled=100))))
+    assert page.row('model_0')[1][1] == '50.00 ±9.6'
+
+
+@pytest.mark.parametrize('images', [('0a', '0a'), ('0a', None), ('0a', '1b')])
+def test_models_of_different_images_are_marked(images):
+    records = [make_record(number) | dict(images=name) for number, name in enumerate(images)]
+    is_marked = any('evaluated on different images' in text for text in Page(render(make_data(*records))).text)
+    assert is_marked == (images == ('0a', '1b'))
+
+
 def test_what_was_not_measured_is_left_out():
     page = Page(render(make_data(BARE)))
     assert page.sections == ['models', 'provenance'] and page.charts == {}
@@ -662,3 +674,8 @@ def test_benchmarks_of_other_models_are_refused(out, benchmarks, capsys):
     assert "cannot read the benchmarks 'nowhere.csv'" in fails(capsys, *argv, '--benchmarks', 'nowhere.csv')
     (out / 'other.csv').write_text('a,b\n1,2\n')
     assert "has no column 'table'" in fails(capsys, *argv, '--benchmarks', out / 'other.csv')
+    # before the evaluation of a model
+    for content in (b'a,b\n1,2,3\n', b'table\n\xff\xfe'):
+        (out / 'other.csv').write_bytes(content)
+        message = fails(capsys, 'deit_ls_nano', '--out', out, '--benchmarks', out / 'other.csv')
+        assert 'is not a file of `vitzoo bench`' in message

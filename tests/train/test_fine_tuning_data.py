@@ -79,6 +79,21 @@ def test_held_out_images_are_validated_after_a_move_and_among_new_images(undivid
     assert validate_run(run / 'best', moved)['n'] == 6
 
 
+def test_runs_that_held_out_different_images_are_not_compared_silently(undivided_run, tmp_path, capsys):
+    run, photos = undivided_run
+    other = tmp_path / 'other'
+    options = ['--epochs', '1', '--val-fraction', '0.2', '--seed', '4', '--output', str(other)]
+    train([*TINY, *options, '--data-dir', str(photos)])
+    capsys.readouterr()
+    records = validate([str(run), str(other), '--data-dir', str(photos), '--workers', '0'])
+    assert [record['n'] for record in records] == [6, 3] and records[0]['images'] != records[1]['images']
+    printed = capsys.readouterr().out
+    assert printed.startswith('3 or 6 images of') and 'evaluated on different images' in printed
+    records = validate([str(run), str(run / 'best'), '--data-dir', str(photos), '--workers', '0'])
+    assert records[0]['images'] == records[1]['images']
+    assert 'different images' not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('start', ['--model RUN', '--model RUN/best', '--model test_vit --initial-checkpoint RUN/FILE'])
 def test_training_goes_on_with_the_same_held_out_images(undivided_run, start, tmp_path, capsys):
     run, photos = undivided_run

@@ -130,8 +130,9 @@ def test_several_labels_for_an_image(data, trained, tmp_path, capsys):
     argv = [str(run), '--data-dir', str(tmp_path / 'photos'), '--workers', '0', '--save-predictions']
     (record,) = validate([*argv, str(tmp_path / 'predictions.npz'), '--corrupt'])
     (again,) = validate(['--from-predictions', str(tmp_path / 'predictions.npz')])
-    assert 0 < record['map'] < 100 and record['n'] == 11
-    assert all(again[key] == record[key] for key in ('n', 'top1', 'top5', 'loss', 'map'))
+    assert 0 < record['map'] < 100 and (record['n'], record['labelled']) == (11, 10)
+    assert all(again[key] == record[key] for key in ('n', 'labelled', 'top1', 'top5', 'loss', 'map'))
+    assert f'mAP {record["map"]:.2f} %, 11 images' in capsys.readouterr().out
     with pytest.raises(UserError, match='one label'):
         validate(['--from-predictions', str(tmp_path / 'predictions.npz'), '--errors', str(tmp_path / 'errors')])
     # one image has no label

@@ -183,6 +183,10 @@ def _list_members(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dic
             links[name] = prefix + member.linkname.removeprefix('./')
         elif member.issym():
             links[name] = _resolve(name, member.linkname)
+    # tarfile takes any header that it cannot read for the end of the file; after the last member are zeros, or nothing
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b'\0'):
+        raise tarfile.ReadError(f'the header at byte {start + tar.offset} is damaged')
     return _follow_links(str(tar.name), places, links)
 
 

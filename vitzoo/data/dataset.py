@@ -1,5 +1,6 @@
 """Labelled images from folders, tar and zip files, WebDataset shards, torchvision and Hugging Face."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset
 from vitzoo.data.archives import Archive, ArchiveReader, Folder, list_files, open_archive
 from vitzoo.data.class_map import ClassMapReader, read_class_map
 from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error, read_rgb
-from vitzoo.data.held_out import Subset, find_held_out, hold_out, without
+from vitzoo.data.held_out import Subset, find_held_out, hold_out
 from vitzoo.data.label_table import LabelTableReader
 from vitzoo.data.layout import (
     ARCHIVES,
@@ -64,9 +65,10 @@ def open_dataset(
         val_fraction: If the data has no validation split, the fraction of each class that is held out as 'val' and
             excluded from 'train'; 0 holds out nothing.
         seed: Together with the names of the images determines which ones are held out.
-        held_out: A file written by `write_held_out`; if the data contains any of the images in it, 'val' is these.
+        held_out: A file written by `write_held_out`; if the data contains the images in it, 'val' is these.
         held_out_before: Such a file, of the training that made the initial weights. If `val_fraction` holds out images
-            and the data contains any of those in the file, they are held out, and not others that the weights know.
+            and the data contains those in the file, they are held out, and no others of their classes, which the
+            weights know.
         options: The names of splits, columns and classes, if they are not the usual ones.
 
     Raises:
@@ -76,15 +78,12 @@ def open_dataset(
     splits = Splits(data_dir, multi_label, options)
     reader, known = splits.open(split, or_train=bool(val_fraction or held_out)), None
     if held_out is not None:
-        # without any of these images it is other data, which is evaluated as it is
+        # other data is evaluated as it is
         subset = find_held_out(held_out, reader)
         reader = splits.open(split) if subset is None else subset
     elif val_fraction and not splits.has_val:
         known = None if held_out_before is None else find_held_out(held_out_before, reader)
-        if known is None:
-            reader = hold_out(reader, split, val_fraction, seed)
-        else:
-            reader = known if split == 'val' else without(reader, known)
+        reader = hold_out(reader, split, val_fraction, seed, known)
     images = Images(reader, transform, class_to_idx)
     images.held_out_before = None if known is None else held_out_before
     # with the content of the class map, which a run records
@@ -203,6 +202,12 @@ class Images(Dataset):
         reader = self.reader.reader if isinstance(self.reader, Subset) else self.reader
         return getattr(reader, 'left_out', [])
 
+    @property
+    def fingerprint(self) -> str:
+        """Eight hexadecimal digits that differ for images of other names."""
+        names = '\0'.join(self.filename(index) for index in range(len(self)))
+        return hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:8]
+
     def describe_left_out(self) -> str:
         """Describe in one sentence the classes of `left_out`."""
         more = ', …' if self.left_out[3:] else ''
@@ -276,6 +281,9 @@ class FolderReader(ArchiveReader):
 
 def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions) -> Callable[[str], Split | None]:
     """A function of the name of a split that finds it in a dataset, or returns None."""
+    if not data_dir:
+        # Path('') is the current folder
+        raise UserError('the data folder is an empty text, such as the value of a variable that is not set')
     scheme = _scheme(data_dir)
     if scheme:
         if multi_label and scheme != 'hfds':

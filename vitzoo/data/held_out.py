@@ -38,11 +38,12 @@ class Subset(LabelledReader):
         return self.reader.filename(self.indices[index], basename, absolute)
 
 
-def hold_out(reader: LabelledReader, split: str, fraction: float, seed: int) -> Subset:
+def hold_out(reader: LabelledReader, split: str, fraction: float, seed: int, known: Subset | None = None) -> Subset:
     """Divide a reader's images into 'train' and 'val' and return one of the two.
 
     'val' gets `fraction` of each class, at least one image but never all of them; the only image of a class goes to
-    'train'. An image with several labels is assigned to the rarest of them.
+    'train'. An image with several labels is assigned to the rarest of them. Of a class with images in `known`, 'val'
+    gets these and no others.
 
     Raises:
         UserError: No class has two images.
@@ -50,8 +51,10 @@ def hold_out(reader: LabelledReader, split: str, fraction: float, seed: int) -> 
     names, classes = reader.filenames(), defaultdict(list)
     for index, label in enumerate(_single_labels(reader.labels)):
         classes[label].append(index)
-    held_out: set[int] = set()
+    held_out = set() if known is None else {*known.indices}
     for indices in classes.values():
+        if not held_out.isdisjoint(indices):
+            continue
         count = min(max(round(fraction * len(indices)), 1), len(indices) - 1)
         held_out.update(sorted(indices, key=lambda index: _rank(seed, names[index]))[:count])
     if not held_out:
@@ -68,9 +71,10 @@ def write_held_out(path: Path, reader: LabelledReader) -> None:
 
 
 def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
-    """Find the images of a reader that a file lists, by content if their names have changed; None if there are none.
+    """Find the images of a reader that a file lists, by content if their names have changed; None in other data.
 
-    Of several copies of an image, the one with the listed name is taken.
+    Of several copies of an image, the one with the listed name is taken. Data is other data if it has less than half of
+    the listed images, and less than a tenth of its images is listed: datasets may share a few images.
 
     Raises:
         UserError: The file cannot be read.
@@ -80,6 +84,8 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
             listed = {row['file']: row['sha256'] for row in csv.DictReader(file)}
     except (OSError, KeyError, csv.Error) as error:
         raise UserError(f'cannot read {path}, the list of held-out images: {error}') from error
+    # a part of the same data, such as a later split, has few of the listed images, but they are many of its own
+    enough = min(len(listed) / 2, len(reader) / 10)
     names, missing = reader.filenames(), Counter(listed.values())
     found = []
     # images that kept their names first: if that is all of them, no other file is read
@@ -90,13 +96,7 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
         if missing[digest]:
             found.append(index)
             missing -= Counter([digest])
-    return Subset(reader, sorted(found)) if found else None
-
-
-def without(reader: LabelledReader, subset: Subset) -> Subset:
-    """The images of a reader that are not in a subset of it."""
-    indices = {*subset.indices}
-    return Subset(reader, [index for index in range(len(reader)) if index not in indices])
+    return Subset(reader, sorted(found)) if found and len(found) >= enough else None
 
 
 def _single_labels(labels: list) -> list:

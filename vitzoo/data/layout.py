@@ -8,10 +8,9 @@ Names are paths relative to the dataset, with '/' between folders. Names that be
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-
-from timm.utils import natural_key
 
 from vitzoo.data.options import NO_OPTIONS, UNDIVIDED, DataOptions
 from vitzoo.data.reader import LabelledReader
@@ -53,7 +52,8 @@ def is_image(name: str) -> bool:
 
 def natural_order(name: str) -> tuple:
     """Sort key that puts 2 before 10, on every machine in the same order."""
-    return natural_key(name), name
+    # timm's natural_key takes digits such as ² for numbers, and raises
+    return [int(part) if part.isdecimal() else part for part in re.split(r'(\d+)', name.lower())], name
 
 
 def match_split(names: Iterable[str], split: str, options: DataOptions = NO_OPTIONS) -> str | None:

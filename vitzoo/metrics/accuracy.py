@@ -56,7 +56,7 @@ def evaluate(
     Returns:
         The integers n, correct1 and correct5, the percentages top1 and top5 and the mean loss; with a probe, its means
         under its `key`; for multi-label data, the mean average precision `map` in percent, over the classes that
-        occur. Images without a label do not count in top1 and top5.
+        occur, and the number of images with a label, `labelled`. The others do not count in top1 and top5.
     """
     return summarize(score_images(model, loader, rank_classes, accelerator, num_samples, progress, probe))
 
@@ -146,6 +146,7 @@ def summarize(columns: dict[str, Tensor]) -> dict:
     summary = dict(n=n, correct1=correct1, correct5=correct5, top1=top1, top5=top5)
     summary['loss'] = columns['loss'].double().mean().item()
     if label.ndim == 2:
+        summary['labelled'] = labelled
         summary['map'] = _mean_average_precision(columns['logits'].double(), label.double())
     probe_keys = columns.keys() - {'label', 'top', 'prob', 'loss', 'logits'}
     return summary | {key: columns[key].double().mean(dim=0).tolist() for key in probe_keys}

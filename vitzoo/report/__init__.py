@@ -43,6 +43,11 @@ def make_report(argv: list[str] | None = None) -> Path:
     """
     argv = sys.argv[1:] if argv is None else argv
     args, options = parse_args(argv)
+    timings: list[dict] = []
+    if args.benchmarks:
+        from vitzoo.report.timings import read_timings
+
+        timings = read_timings(args.benchmarks)
     folder = make_folder(Path(args.out))
     records = [record for path in args.results for record in read_records(path)]
     now = datetime.now(timezone.utc)
@@ -61,7 +66,7 @@ def make_report(argv: list[str] | None = None) -> Path:
     if args.benchmarks:
         from vitzoo.report.timings import add_timings
 
-        add_timings(records, args.benchmarks)
+        add_timings(records, timings, args.benchmarks)
     write_report(folder, report)
     print(f'wrote {folder / PAGE} ({(folder / PAGE).stat().st_size / 1e3:,.0f} kB) and its data, {folder / DATA}')
     return folder / PAGE

@@ -54,6 +54,11 @@ def are_times_comparable(records: list[dict]) -> bool:
     return len(timing_machines(records)) == 1 and not speed_doubts(records)
 
 
+def num_scored(record: dict) -> int | None:
+    """The number of images that top-1 is a share of: all, or in multi-label data those with a label."""
+    return record.get('labelled') or record.get('n')
+
+
 def interval(percent: float, n: int | None) -> tuple[float, float]:
     """Wilson's 95 % interval of an accuracy over n images, in percent; of zero width if n is unknown."""
     if not n:

@@ -8,7 +8,7 @@ from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, block_ticks, curves, matrix, scatter
 from vitzoo.report.markup import Element, tag
-from vitzoo.report.records import SCORES, are_times_comparable, interval
+from vitzoo.report.records import SCORES, are_times_comparable, interval, num_scored
 
 # costs of a model by the label of their axis: key of the record, and conversion
 _COSTS = {
@@ -46,7 +46,7 @@ def _cost_figure(records: list[dict], score: str, title: str, label: str, costs:
     points = []
     for record, x in zip(records, costs):
         y = record[score]
-        low, high = interval(y, record.get('n') if score == 'top1' else None)
+        low, high = interval(y, num_scored(record) if score == 'top1' else None)
         tip = f'{record["name"]}: {y:.2f} %, {x:,.4g} {label}'
         points.append(Point(record['index'], record['name'], x, y, low, high, tip))
     chart = scatter(f'{title} against {label}', points, label, f'{title} %')

@@ -6,8 +6,15 @@ from math import isnan
 
 from vitzoo.report.blocks import inline_symbol, scrolling
 from vitzoo.report.markup import Element, tag
-from vitzoo.report.records import SCORES, are_times_comparable, interval, speed_doubts, timing_machines
-from vitzoo.validate.results import format_weights
+from vitzoo.report.records import (
+    SCORES,
+    are_times_comparable,
+    interval,
+    num_scored,
+    speed_doubts,
+    timing_machines,
+)
+from vitzoo.validate.results import format_weights, have_different_images
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,10 @@ _MACHINES = (
     'The models were timed on different or unknown machines: images/s and memory are only comparable if the last '
     'section names the same machine.'
 )
+_IMAGES = (
+    'The models were evaluated on different images, for example those that each held out. Differences of their scores '
+    'are also those of the images; a validation split of its own makes them comparable.'
+)
 _DOUBTS = 'These images/s are unreliable: {}.'
 
 
@@ -81,7 +92,8 @@ def models_section(records: list[dict]) -> list[Element]:
     notes = tag(
         'dl', (tag('div', tag('dt', term), ' ', tag('dd', about)) for term, about in terms), class_='note terms'
     )
-    warnings = [_MACHINES] if len(timing_machines(records)) > 1 else []
+    warnings = [_IMAGES] if have_different_images(records) else []
+    warnings += [_MACHINES] if len(timing_machines(records)) > 1 else []
     doubts = speed_doubts(records)
     warnings += [_DOUBTS.format(', '.join(f'{name} ({why})' for name, why in doubts.items()))] if doubts else []
     return [
@@ -128,7 +140,7 @@ def _cell(record: dict, column: Column, best: float | None) -> Element:
     value = column.read(record)
     if value is None or isnan(value):
         return tag('td', '–')
-    low, high = interval(value, record.get('n') if column.heading == 'top-1' else None)
+    low, high = interval(value, num_scored(record) if column.heading == 'top-1' else None)
     half = tag('small', f' ±{(high - low) / 2:.1f}') if high > low else None
     class_ = 'best' if value == best else None
     return tag('td', format(value, column.form), half, class_=class_, data_value=repr(value))

@@ -1,5 +1,6 @@
 """Time and memory against image size, from the rows of `vitzoo bench models`."""
 
+import csv
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,27 +11,41 @@ from vitzoo.errors import UserError
 _CONDITIONS = ('cpu', 'threads', 'gpu', 'device', 'dtype', 'batch_size', 'torch')
 
 
-def add_timings(records: list[dict], path: str) -> None:
+def read_timings(path: str) -> list[dict]:
+    """The forward passes of models in a file of `vitzoo bench`.
+
+    Raises:
+        UserError: The file cannot be read, or is not a file of `vitzoo bench`.
+    """
+    try:
+        rows = read_rows(path)
+    except OSError as error:
+        raise UserError(f"cannot read the benchmarks '{path}': {error.strerror}") from error
+    except (TypeError, ValueError, csv.Error) as error:
+        raise UserError(f"'{path}' is not a file of `vitzoo bench`: {error}") from error
+    for column in ('table', 'what', 'name', 'img_size', *_CONDITIONS):
+        if not all(column in row for row in rows):
+            raise UserError(f"'{path}' has no column '{column}': it is not a file of `vitzoo bench`")
+    return [row for row in rows if row['table'] == 'models' and row['what'] == 'forward']
+
+
+def add_timings(records: list[dict], rows: list[dict], path: str) -> None:
     """Add the curves of time and memory to each record whose architecture was timed at several sizes.
 
     All curves are from the machine, precision and batch size with rows of the most models.
 
+    Args:
+        rows: Those of `read_timings` for the file `path`.
+
     Raises:
-        UserError: The file cannot be read, is not a file of `vitzoo bench`, or has none of the models.
+        UserError: The file has none of the models.
     """
-    try:
-        rows = read_rows(path)
-        rows = [row for row in rows if row['table'] == 'models' and row['what'] == 'forward']
-        names = {_base_name(record) for record in records}
-        found: defaultdict[tuple, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
-        for row in rows:
-            if row['name'] in names:
-                # a later measurement replaces an earlier one
-                found[tuple(row[key] for key in _CONDITIONS)][row['name']][row['img_size']] = row
-    except OSError as error:
-        raise UserError(f"cannot read the benchmarks '{path}': {error.strerror}") from error
-    except KeyError as error:
-        raise UserError(f"'{path}' has no column {error}: it is not a file of `vitzoo bench`") from error
+    names = {_base_name(record) for record in records}
+    found: defaultdict[tuple, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if row['name'] in names:
+            # a later measurement replaces an earlier one
+            found[tuple(row[key] for key in _CONDITIONS)][row['name']][row['img_size']] = row
     complete = [{name: sizes for name, sizes in models.items() if len(sizes) > 1} for models in found.values()]
     best = max(complete, key=len, default={})
     if not best:

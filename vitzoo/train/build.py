@@ -224,7 +224,7 @@ def _named_parameters(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
     for prefix in map(str.strip, names):
         found = [p for name, p in model.named_parameters() if name == prefix or name.startswith(f'{prefix}.')]
         if not found:
-            hint = did_you_mean(prefix, dict(model.named_modules()))
+            hint = did_you_mean(prefix, [name for name, _ in model.named_modules() if name])
             raise UserError(f"freeze: the model has no parameters in '{prefix}'{hint}")
         parameters += found
     return parameters

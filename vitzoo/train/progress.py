@@ -51,9 +51,11 @@ def _notes(run: Run) -> list[str]:
     recipe, plan, notes = run.recipe, run.plan, []
     dropped, grid = len(run.train_set) % plan.batch_size, smallest_grid(run)
     if run.val_set.is_held_out:
-        before, share = run.val_set.held_out_before, f'{100 * recipe.val_fraction:g} % of each class is held out'
-        listed = f'{share} (seed {recipe.seed}, listed in {HELD_OUT})'
-        notes.append(f'no validation split: {listed if before is None else f"the images in {before} are held out"}')
+        before, share = run.val_set.held_out_before, f'{100 * recipe.val_fraction:g} % of each class'
+        held_out = (
+            f'{share} is held out' if before is None else f'the images in {before} are held out, and {share} without'
+        )
+        notes.append(f'no validation split: {held_out} (seed {recipe.seed}, listed in {HELD_OUT})')
     notes += [images.describe_left_out() for images in (run.train_set, run.val_set) if images.left_out]
     if plan.batch_size < recipe.batch_size:
         notes.append(f'batch_size {recipe.batch_size} is reduced to {plan.batch_size}: there are no more images')

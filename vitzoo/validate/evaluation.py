@@ -35,7 +35,7 @@ from vitzoo.validate.unfinished import remove_unfinished
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-ACCURACY_KEYS = ('top1', 'top5', 'loss', 'n', 'map')
+ACCURACY_KEYS = ('top1', 'top5', 'loss', 'n', 'map', 'labelled')
 
 
 def validate(argv: list[str] | None = None) -> list[dict]:
@@ -176,8 +176,8 @@ def open_validation_data(
 def _validate_predictions(path: str, options: EvalOptions) -> dict:
     """Compute the record of a file of predictions: accuracies and error analysis only."""
     predictions = read_predictions(path)
-    scores = summarize(predictions.columns)
-    record: dict[str, Any] = dict.fromkeys(RECORD_KEYS) | {key: scores.get(key) for key in ACCURACY_KEYS}
+    summary = summarize(predictions.columns)
+    record: dict[str, Any] = dict.fromkeys(RECORD_KEYS) | {key: summary.get(key) for key in ACCURACY_KEYS}
     record |= dict(model=path, weights='predictions')
     if options.errors:
         load_image = (
@@ -188,7 +188,10 @@ def _validate_predictions(path: str, options: EvalOptions) -> dict:
         record |= write_error_analysis(options.errors, predictions, load_image)
     if options.results_file:
         write_results(options.results_file, [record])
-    print('{model}: top-1 {top1:.2f} %, top-5 {top5:.2f} %, loss {loss:.3f}, {n:,} images'.format(**record))
+    scores = f'top-1 {record["top1"]:.2f} %, top-5 {record["top5"]:.2f} %, loss {record["loss"]:.3f}'
+    if record['map'] is not None:
+        scores += f', mAP {record["map"]:.2f} %'
+    print(f'{path}: {scores}, {record["n"]:,} images')
     print_calibration(record, options)
     return record
 
@@ -213,6 +216,8 @@ def _evaluate(
         scores = {key: value for key, value in summarize(columns).items() if not key.startswith('correct')}
         if options.ignore_labels:
             scores = dict(n=scores['n'])
+        else:
+            scores['images'] = images.fingerprint
         if probe is not None:
             scores['token_statistics'] = probe.describe(columns[probe.key])
             scores[probe.key] = scores['token_statistics']['cosine']['mean']

@@ -23,6 +23,7 @@ RECORD_KEYS = (
     'top5',
     'loss',
     'n',
+    'images',
     'params',
     'gmacs',
     'gflops',
@@ -34,6 +35,7 @@ RECORD_KEYS = (
     'token_statistics',
     'health',
     'map',
+    'labelled',
 )
 # key: heading of two lines, to fit a terminal of 80 columns, and format
 HEADINGS = {
@@ -83,7 +85,9 @@ def write_results(path: str, records: list[dict]) -> None:
 
 def print_results(records: list[dict], options: EvalOptions) -> None:
     """Print all tables of the records, and draw the figure of --plot."""
-    print_records(records, _format_title(options, records[0]['n']))
+    print_records(records, _format_title(options, {record['n'] for record in records}))
+    if have_different_images(records):
+        print(f'the models are evaluated on different images of {options.data_dir}, such as those that each held out')
     print_health(records)
     print_robustness(records)
     print_calibration(records[0], options)
@@ -126,6 +130,11 @@ def print_records(records: list[dict], title: str) -> None:
     _print_wide(table)
     if doubts:
         print(f'? images/s are unreliable, measure again: {", ".join(doubts)}')
+
+
+def have_different_images(records: list[dict]) -> bool:
+    """Return True if the scores of some records are of other images than those of others."""
+    return len({record['images'] for record in records if record.get('images')}) > 1
 
 
 def format_weights(record: dict) -> str:
@@ -191,12 +200,13 @@ def mean_or_none(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if len(known) == len(values) else None
 
 
-def _format_title(options: EvalOptions, num_images: int | None) -> str:
+def _format_title(options: EvalOptions, num_images: set[int | None]) -> str:
     """Data, device, precision, batch size and the options of the cosine."""
     device = torch.cuda.get_device_name(options.device) if options.device.type == 'cuda' else options.device.type
     data = f'the suite in {options.data_root}' if options.suite else 'no images'
-    if num_images is not None:
-        data = f'{num_images:,} images of {options.data_dir or "ImageNet"}'
+    if num_images != {None}:
+        counts = ' or '.join(f'{count:,}' for count in sorted(filter(None, num_images)))
+        data = f'{counts} images of {options.data_dir or "ImageNet"}'
     parts = [data, device, options.amp_dtype, f'batches of {options.batch_size}']
     world = int(os.environ.get('WORLD_SIZE', '1'))
     if world > 1:
