@@ -525,6 +525,12 @@ def test_macs_equal_the_reference_counts(name, gmacs):
     assert count_macs(model) / 1e9 == pytest.approx(gmacs, abs=0.0006)
 
 
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16, torch.float16])
+def test_macs_do_not_depend_on_the_dtype(dtype):
+    model = timm.create_model('deit_ls_nano', depth=1)
+    assert count_macs(model.to(dtype)) == count_macs(timm.create_model('deit_ls_nano', depth=1))
+
+
 def test_macs_equal_closed_forms():
     assert count_macs(nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False)), 32) == 16 * 16 * 8 * 3 * 9
     assert count_macs(nn.Sequential(nn.Conv2d(3, 6, 5, groups=3)), (7, 9)) == 3 * 5 * 6 * 1 * 25

@@ -1,6 +1,7 @@
 """The contract of every registered mixer: equal to its specification, independent of the batch, finite, resizable."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -43,6 +44,24 @@ def test_every_parameter_gets_a_gradient(name, kwargs):
 
 # docs/mixers.md has this list: PyTorch's fused attention
 FUSED = ['biformer', 'global', 'linformer', 'nystrom', 'set', 'sinkhorn', 'softmax', 'srformer']
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_layers_are_called_so_that_hooks_pruning_and_adapters_reach_them(name, kwargs, num_prefix_tokens):
+    mixer = build(name, num_prefix_tokens=num_prefix_tokens, **kwargs)
+    # those for prefix tokens have nothing to do without any
+    layers = {
+        path: layer
+        for path, layer in mixer.named_modules()
+        if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd | nn.LayerNorm)
+        and (num_prefix_tokens or 'global' not in path)
+    }
+    called = set()
+    for path, layer in layers.items():
+        layer.register_forward_hook(lambda *_, path=path: called.add(path))
+    mixer(tokens(mixer), GRID)
+    assert called == set(layers)
 
 
 def second_derivatives(op, args: tuple) -> tuple[torch.Tensor, ...]:
@@ -317,6 +336,27 @@ def test_attention_dropout_acts_or_is_refused(name):
 def test_the_error_for_an_unknown_keyword_suggests_the_closest_one():
     with pytest.raises(TypeError, match=r"^ls does not take the argument 'windowsize', did you mean window_size\?$"):
         create_mixer('ls', 24, 2, grid_size=(4, 4), windowsize=3)
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'message'),
+    [
+        ('ls', dict(num_heads='2'), "num_heads of ls must be a whole number, not '2'"),
+        ('ls', dict(num_heads=0), 'num_heads must be at least 1, not 0'),
+        ('ls', dict(num_heads=-3), 'num_heads must be at least 1, not -3'),
+        ('ls', dict(scale='abc'), "scale of ls must be a number, not 'abc'"),
+        ('performer', dict(scale=-1), 'scale must be more than 0, not -1'),
+        ('ls', dict(qkv_bias='no'), "qkv_bias of ls must be True or False, not 'no'"),
+        ('softmax', dict(attn_drop='0.1'), "attn_drop of softmax must be a number, not '0.1'"),
+        ('softmax', dict(attn_drop=1.5), 'attn_drop must be at least 0 and below 1, not 1.5'),
+        ('nystrom', dict(conv_kernel_size=2.5), 'conv_kernel_size of nystrom must be a whole number, not 2.5'),
+        ('routing', dict(cluster_size='4'), "cluster_size of routing must be a whole number, not '4'"),
+        ('ls', dict(shared_qk=True), 'shared_qk is a part of the definition of ls; leave shared_qk=True out'),
+    ],
+)
+def test_an_argument_of_another_type_or_out_of_range_is_named(name, kwargs, message):
+    with pytest.raises(ValueError, match=f'^{re.escape(message)}'):
+        create_mixer(name, **{**dict(dim=DIM, num_heads=HEADS, grid_size=GRID), **kwargs})
 
 
 @pytest.mark.parametrize('value', [2.5, True, 'two', None])

@@ -11,6 +11,7 @@ from torch import nn
 
 from vitzoo import create_mixer
 from vitzoo.mixers import _gated_scan
+from vitzoo.mixers._wide_layers import WideLayerNorm
 from vitzoo.mixers.gated_linear import gated_linear_attention, gated_linear_naive
 from vitzoo.mixers.monarch import monarch_attention
 
@@ -127,9 +128,10 @@ def test_gated_linear_is_its_recurrence_for_any_number_of_chunks_and_heads_at_on
     # one prefix token; decays from 0 to 1
     q, k, v, gate = (torch.randn(3, 2, num_tokens + 1, 4, generator=generator).double() for _ in range(4))
     decays = [20 * torch.randn(3, 2, num_tokens, 4, generator=generator).double() for _ in range(2)]
-    args = [x.requires_grad_() for x in (q, k, v, *decays, gate, torch.ones(4).double(), torch.zeros(4).double())]
-    fast, naive = gated_linear_attention(*args, 0.7), gated_linear_naive(*args, 0.7)
+    args, norm = [x.requires_grad_() for x in (q, k, v, *decays, gate)], WideLayerNorm(4).double()
+    fast, naive = gated_linear_attention(*args, norm, 0.7), gated_linear_naive(*args, norm, 0.7)
     assert_near(fast, naive)
+    args += norm.parameters()
     expected = torch.autograd.grad(naive.square().sum(), args)
     for create_graph in (False, True):
         grads = torch.autograd.grad(fast.square().sum(), args, create_graph=create_graph, retain_graph=True)
@@ -149,11 +151,10 @@ def test_gated_linear_is_its_recurrence_if_decays_are_near_or_out_of_range(num_t
     decay, decay_back = (torch.randn(2, 2, num_tokens, 4, generator=generator).double() for _ in range(2))
     # in one head of one sample
     decay_back[1, 1, :, 2] -= shift
-    args = [
-        x.requires_grad_() for x in (q, k, v, decay, decay_back, gate, torch.ones(4).double(), torch.zeros(4).double())
-    ]
-    fast, naive = gated_linear_attention(*args, 0.7), gated_linear_naive(*args, 0.7)
+    args, norm = [x.requires_grad_() for x in (q, k, v, decay, decay_back, gate)], WideLayerNorm(4).double()
+    fast, naive = gated_linear_attention(*args, norm, 0.7), gated_linear_naive(*args, norm, 0.7)
     assert_near(fast, naive)
+    args += norm.parameters()
     grads = [torch.autograd.grad(out.square().sum(), args) for out in (fast, naive)]
     for one, other in zip(*grads, strict=True):
         assert_near(one, other)
@@ -164,7 +165,7 @@ def test_gated_linear_stays_finite_if_it_forgets_or_remembers_everything(logit):
     q, k, v, gate = (torch.randn(1, 2, 40, 4, generator=torch.Generator().manual_seed(i)) for i in range(4))
     q.requires_grad_()
     decay = torch.full_like(q, logit).requires_grad_()
-    out = gated_linear_attention(q, k, v, decay, decay, gate, torch.ones(4), torch.zeros(4), 1.0)
+    out = gated_linear_attention(q, k, v, decay, decay, gate, WideLayerNorm(4), 1.0)
     out.sum().backward()
     assert out.isfinite().all() and q.grad.isfinite().all() and decay.grad.isfinite().all()
     # one token, or the sum over all of them

@@ -8,6 +8,8 @@ import timm
 import torch
 from timm.models._manipulate import group_parameters
 from timm.optim import param_groups_weight_decay
+from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import vitzoo
 from vitzoo.mixers import QKVMixer, create_mixer, mixer_class
@@ -257,8 +259,52 @@ def test_wrong_arguments_leave_the_model_as_it_is():
     ]:
         with pytest.raises(error, match=message):
             vitzoo.swap_mixer(model, **kwargs)
+    for kwargs in [dict(blocks=0), dict(blocks=True), dict(blocks=['0']), dict(blocks='01'), dict(blocks=[0.5])]:
+        with pytest.raises(ValueError, match=r'blocks is a list of numbers of blocks, .*, not '):
+            vitzoo.swap_mixer(model, 'ls', **kwargs)
+    for mixer in (None, 5, ['ls', None]):
+        with pytest.raises(ValueError, match="mixer is a name such as 'ls', or a list of names, not "):
+            vitzoo.swap_mixer(model, mixer)
+    for key, value in dict(
+        dim=3, grid_size=(1, 1), num_prefix_tokens=0, layer=3, dtype=torch.half, device='cpu'
+    ).items():
+        with pytest.raises(ValueError, match=f'The {key} of a mixer is that of the model; leave {key}='):
+            vitzoo.swap_mixer(model, 'ls', **{key: value})
     assert type(model) is timm.models.VisionTransformer
     assert {type(block.attn) for block in model.blocks} == {timm.layers.Attention}
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda layer: parametrizations.weight_norm(layer),
+        lambda layer: prune.l1_unstructured(layer, 'weight', 0.5),
+        lambda layer: nn.utils.weight_norm(layer),
+    ],
+    ids=['parametrization', 'pruning', 'weight norm'],
+)
+@pytest.mark.filterwarnings('ignore:.*weight_norm:FutureWarning')
+@pytest.mark.parametrize('is_swapped', [False, True])
+def test_weights_that_are_computed_are_not_taken_for_missing(change, is_swapped):
+    model = vitzoo.swap_mixer(build(), 'softmax') if is_swapped else build()
+    change(model.blocks[1].attn.qkv)
+    before = logits(model)
+    with pytest.raises(ValueError, match='of block 1: its weights are parametrized or pruned'):
+        vitzoo.swap_mixer(model, 'ls')
+    assert torch.equal(logits(model), before)
+    vitzoo.swap_mixer(model, 'ls', [0])
+
+
+@pytest.mark.parametrize('frozen', ['', 'qkv.weight', 'attn', '.'])
+def test_what_a_mixer_inherits_from_frozen_weights_stays_frozen(frozen):
+    model = build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
+    vitzoo.swap_mixer(model, 'ls')
+    new = ('dynamic_proj', 'norm_full', 'norm_landmarks')
+    for name, parameter in model.named_parameters():
+        is_frozen = bool(frozen) and frozen in name and not any(part in name for part in new)
+        assert parameter.requires_grad != is_frozen, name
 
 
 @pytest.mark.parametrize('mixer', NARROW_KEYS)

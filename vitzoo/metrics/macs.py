@@ -83,8 +83,9 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
     shape = input_shape(model, img_size)
     if min(shape) < 1:
         raise UserError(f'img_size={img_size} is not a size: the sides of an image have at least one pixel')
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     try:
-        return count_call_macs(model, torch.empty(1, *shape, device='meta'))
+        return count_call_macs(model, torch.empty(1, *shape, device='meta', dtype=dtype))
     except UserError:
         raise
     except (AssertionError, RuntimeError, ValueError) as error:

@@ -8,7 +8,9 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from numbers import Real
+from types import NoneType, UnionType
+from typing import Any, get_args
 
 import torch
 from timm.layers import register_notrace_module
@@ -34,6 +36,9 @@ __all__ = [
     'register_mixer',
     'set_step',
 ]
+
+# arguments that a class chooses for its base class
+_OF_THE_CLASS = ('k_dim', 'shared_qk')
 
 _mixers: dict[str, type['TokenMixer']] = {}
 
@@ -83,7 +88,10 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
     Raises ValueError for an unknown name or an invalid value, TypeError for a keyword that the mixer does not take.
     """
     cls = mixer_class(name)
-    _check_whole_numbers(name, cls, kwargs)
+    for key in _OF_THE_CLASS:
+        if key in kwargs:
+            raise ValueError(f'{key} is a part of the definition of {name}; leave {key}={kwargs[key]} out.')
+    _check_types(name, cls, dict(kwargs, num_heads=num_heads))
     try:
         return cls(dim, num_heads, grid_size=grid_size, **kwargs)
     except TypeError as error:
@@ -95,13 +103,29 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
         raise TypeError(f"{name} does not take the argument '{unknown[1]}'{did_you_mean(unknown[1], known)}") from error
 
 
-def _check_whole_numbers(name: str, cls: type, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for another value of an argument that a mixer declares as int."""
+def _check_types(name: str, cls: type, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for another value of an argument that a mixer declares as a number or as True or False."""
     for base in cls.__mro__:
         for key, hint in getattr(vars(base).get('__init__'), '__annotations__', {}).items():
-            value = kwargs.get(key, 0)
-            if hint is int and (isinstance(value, bool) or not hasattr(value, '__index__')):
-                raise ValueError(f'{key} of {name} must be a whole number, not {value!r}.')
+            kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            kind, *others = (kind for kind in kinds if kind is not NoneType)
+            if key not in kwargs or kind not in _CHECKS or others or (kwargs[key] is None and NoneType in kinds):
+                continue
+            what, is_valid = _CHECKS[kind]
+            if not is_valid(kwargs[key]):
+                raise ValueError(f'{key} of {name} must be {what}, not {kwargs[key]!r}.')
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+# description and check of the values of each type
+_CHECKS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    int: ('a whole number', lambda value: hasattr(value, '__index__') and not isinstance(value, bool)),
+    float: ('a number', _is_number),
+    bool: ('True or False', lambda value: isinstance(value, bool)),
+}
 
 
 def set_step(model: nn.Module, step: int) -> None:
@@ -166,8 +190,12 @@ class TokenMixer(nn.Module):
         attn_drop: float = 0.0,
     ) -> None:
         super().__init__()
+        if num_heads < 1:
+            raise ValueError(f'num_heads must be at least 1, not {num_heads}.')
         if dim % num_heads:
             raise ValueError(f'dim {dim} is not divisible by num_heads {num_heads}.')
+        if not 0 <= attn_drop < 1:
+            raise ValueError(f'attn_drop must be at least 0 and below 1, not {attn_drop}.')
         if attn_drop and not self.attn_weights:
             raise ValueError(
                 f'{type(self).__name__} never forms attention weights, so attn_drop={attn_drop} cannot act on them; '
@@ -275,6 +303,8 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
+        if scale is not None and not scale > 0:
+            raise ValueError(f'scale must be more than 0, not {scale}.')
         if qk_norm and k_dim is not None:
             raise ValueError(
                 f'{type(self).__name__} has keys of width {k_dim} for all heads, which qk_norm cannot normalize; '

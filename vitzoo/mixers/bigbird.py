@@ -132,7 +132,7 @@ def _near_blocks(grid_size: tuple[int, int], block_size: int, device: torch.devi
     """Indices of each block and the 8 around it, (T, 9), or the 2 in a single row or column; -1 is beyond the grid."""
     rows, columns = (-(-size // block_size) for size in grid_size)
     block = torch.arange(rows * columns, device=device)
-    offset_y, offset_x = (torch.arange(-(n > 1), 1 + (n > 1), device=device) for n in (rows, columns))
+    offset_y, offset_x = (torch.arange(-int(n > 1), 1 + int(n > 1), device=device) for n in (rows, columns))
     y = (block // columns)[:, None, None] + offset_y[:, None]
     x = (block % columns)[:, None, None] + offset_x
     exists = (y >= 0) & (y < rows) & (x >= 0) & (x < columns)

@@ -21,6 +21,7 @@ from torch.types import Device
 from ._gated_scan import TEMPERATURE, gated_scan
 from ._qkv import split_heads
 from ._rope import Rope
+from ._wide_layers import WideLayerNorm
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['GatedLinear', 'gated_linear_attention', 'gated_linear_naive']
@@ -35,8 +36,7 @@ def gated_linear_naive(
     decay: torch.Tensor,
     decay_back: torch.Tensor,
     gate: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    norm: nn.LayerNorm,
     scale: float,
 ) -> torch.Tensor:
     """The recurrence of the state, token by token; arguments as `gated_linear_attention`."""
@@ -55,7 +55,7 @@ def gated_linear_naive(
     own = torch.cat([grid.sum(dim=2, keepdim=True).expand(-1, -1, P, -1, -1), states[0] + states[1] - grid], dim=2)
     y = scale * (q.unsqueeze(3) @ (own + prefix.unsqueeze(2))).squeeze(3)
     variance, mean = torch.var_mean(y, dim=-1, keepdim=True, correction=0)
-    return ((y - mean) / (variance + _EPS).sqrt() * weight + bias) * gate / (1 + (-gate).exp())
+    return ((y - mean) / (variance + norm.eps).sqrt() * norm.weight + norm.bias) * gate / (1 + (-gate).exp())
 
 
 def gated_linear_attention(
@@ -65,14 +65,13 @@ def gated_linear_attention(
     decay: torch.Tensor,
     decay_back: torch.Tensor,
     gate: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    norm: nn.LayerNorm,
     scale: float,
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d) -> (B, heads, P + H*W, d), in float32 or wider.
 
     `decay` and `decay_back` (B, heads, H*W, d) are the logits of a in both directions, `gate` those of the output, like
-    v; `weight` and `bias` (d,) are those of the layer norm.
+    v; `norm` is the layer norm of a head.
     """
     P, out_dtype = q.shape[2] - decay.shape[2], v.dtype
     with no_autocast(q):
@@ -85,7 +84,7 @@ def gated_linear_attention(
             y = torch.cat([from_prefix, y], dim=2) + q @ (k[:, :, :P].mT @ v[:, :, :P])
         # (B, N, heads, d), the order in memory
         y, gate = y.transpose(1, 2), gate.transpose(1, 2).to(dtype)
-        y = F.layer_norm(y, weight.shape, weight.to(dtype), bias.to(dtype), _EPS) * F.silu(gate)
+        y = norm(y) * F.silu(gate)
         return y.transpose(1, 2).to(out_dtype)
 
 
@@ -113,12 +112,12 @@ class GatedLinear(QKVMixer):
         # both directions, and the output gate
         self.decay = nn.Sequential(nn.Linear(dim, rank, bias=False, **dd), nn.Linear(rank, 2 * dim, **dd))
         self.gate = nn.Linear(dim, dim, **dd)
-        self.norm = nn.LayerNorm(self.head_dim, eps=_EPS, **dd)
+        self.norm = WideLayerNorm(self.head_dim, eps=_EPS, **dd)
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
         q, k, v = self.to_qkv(x, grid_size, rope)
         decays = self.decay(x[:, self.num_prefix_tokens :]).chunk(2, dim=-1)
         decay, decay_back = (split_heads(part, self.num_heads) for part in decays)
         gate = split_heads(self.gate(x), self.num_heads)
-        out = self.op(q, k, v, decay, decay_back, gate, self.norm.weight, self.norm.bias, self.scale)
+        out = self.op(q, k, v, decay, decay_back, gate, self.norm, self.scale)
         return self.project(out)

@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._wide_layers import WideConv2d
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention
 
@@ -98,7 +99,7 @@ def nystrom_naive(
     num_iterations: int,
     scale: float,
     grid_size: tuple[int, int] | None = None,
-    conv_weight: torch.Tensor | None = None,
+    conv: nn.Conv2d | None = None,
 ) -> torch.Tensor:
     """The whole N x N approximation, then the values; arguments as `nystrom_attention`."""
 
@@ -131,11 +132,11 @@ def nystrom_naive(
         az = middle @ z
         z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
     out = left @ z @ right @ v
-    if conv_weight is None:
+    if conv is None:
         return out
-    size = conv_weight.shape[2]
+    size = conv.kernel_size[0]
     padded = F.pad(v, (0, 0, size // 2, size // 2))
-    return out + sum(conv_weight[:, :, i] * padded[:, :, i : i + N] for i in range(size))
+    return out + sum(conv.weight[:, :, i] * padded[:, :, i : i + N] for i in range(size))
 
 
 def nystrom_attention(
@@ -146,12 +147,12 @@ def nystrom_attention(
     num_iterations: int,
     scale: float,
     grid_size: tuple[int, int] | None = None,
-    conv_weight: torch.Tensor | None = None,
+    conv: nn.Conv2d | None = None,
 ) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider, because the inverse needs the precision.
 
     With `grid_size` the last H*W tokens are the grid and the landmarks are its cells; without, segments of all tokens.
-    `conv_weight` is (heads, 1, k, 1).
+    `conv` is a depthwise convolution over the tokens, with heads as channels.
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -161,14 +162,9 @@ def nystrom_attention(
         context = softmax_attention(q_land, k, v_wide, scale)  # (B, heads, m, d)
         context = iterative_pinv(middle, num_iterations) @ context
         out = softmax_attention(q, k_land, context, scale)
-        if conv_weight is not None:
-            out = out + _convolve(v_wide, conv_weight)
+        if conv is not None:
+            out = out + conv(v_wide)
         return out.to(v.dtype)
-
-
-def _convolve(v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Depthwise convolution along the tokens of (B, heads, N, d)."""
-    return F.conv2d(v, weight.to(v.dtype), padding=(weight.shape[2] // 2, 0), groups=v.shape[1])
 
 
 @register_mixer('nystrom')
@@ -216,7 +212,7 @@ class Nystrom(QKVMixer):
         self.conv = None
         if conv_kernel_size is not None:
             size, padding = (conv_kernel_size, 1), (conv_kernel_size // 2, 0)
-            self.conv = nn.Conv2d(
+            self.conv = WideConv2d(
                 num_heads, num_heads, size, padding=padding, groups=num_heads, bias=False, device=device, dtype=dtype
             )
             # the convolution is not a weighted mean of the values
@@ -231,13 +227,12 @@ class Nystrom(QKVMixer):
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         on_grid = grid_size if self.on_grid else None
-        conv_weight = None if self.conv is None else self.conv.weight
-        return self.op(q, k, v, self.num_landmarks, self.num_iterations, self.scale, on_grid, conv_weight)
+        return self.op(q, k, v, self.num_landmarks, self.num_iterations, self.scale, on_grid, self.conv)
 
     def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Softmax attention, plus the convolution of the values if there is one."""
         target = super().softmax_target(q, k, v)
-        return target if self.conv is None else target + _convolve(v, self.conv.weight)
+        return target if self.conv is None else target + self.conv(v)
 
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]

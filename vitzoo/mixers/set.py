@@ -27,8 +27,7 @@ __all__ = ['InducedSet', 'set_attention', 'set_naive']
 
 def set_naive(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    inducing: torch.Tensor, fc_weight: torch.Tensor, fc_bias: torch.Tensor, kv_weight: torch.Tensor,
-    kv_bias: torch.Tensor, scale: float, dropout_p: float = 0.0,
+    inducing: torch.Tensor, fc: nn.Linear, kv: nn.Linear, scale: float, dropout_p: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """The formula line by line; arguments as `set_attention`."""
     (B, heads, _, d), m = q.shape, inducing.shape[0]
@@ -39,23 +38,22 @@ def set_naive(
     points = inducing.unflatten(1, (heads, d)).transpose(0, 1)
     h = softmax_naive(points, k, v, scale, None, dropout_p).transpose(1, 2).reshape(B, m, heads * d)
     h = norm(inducing + h)
-    h = norm(h + (h @ fc_weight.T + fc_bias).clamp(min=0))
-    k, v = ((h @ kv_weight.T + kv_bias).unflatten(2, (2, heads, d))).permute(2, 0, 3, 1, 4)
+    h = norm(h + (h @ fc.weight.T + fc.bias).clamp(min=0))
+    k, v = ((h @ kv.weight.T + kv.bias).unflatten(2, (2, heads, d))).permute(2, 0, 3, 1, 4)
     return softmax_naive(q, k, v, scale, None, dropout_p)
 
 
 def set_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    inducing: torch.Tensor, fc_weight: torch.Tensor, fc_bias: torch.Tensor, kv_weight: torch.Tensor,
-    kv_bias: torch.Tensor, scale: float, dropout_p: float = 0.0,
+    inducing: torch.Tensor, fc: nn.Linear, kv: nn.Linear, scale: float, dropout_p: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """q, k, v (B, heads, N, d), inducing points (m, heads * d) and the weights of both layers -> (B, heads, N, d)."""
+    """q, k, v (B, heads, N, d), inducing points (m, heads * d) and the layers W, and K with V -> (B, heads, N, d)."""
     heads, dim = q.shape[1], inducing.shape[1]
     points = split_heads(inducing.unsqueeze(0), heads).expand(q.shape[0], -1, -1, -1).to(k.dtype)
     h = softmax_attention(points, k, v, scale, None, dropout_p)
     h = F.layer_norm(inducing + h.transpose(1, 2).flatten(2), (dim,))
-    h = F.layer_norm(h + F.relu(F.linear(h, fc_weight, fc_bias)), (dim,))
-    k, v = (split_heads(x, heads) for x in F.linear(h, kv_weight, kv_bias).chunk(2, dim=-1))
+    h = F.layer_norm(h + F.relu(fc(h)), (dim,))
+    k, v = (split_heads(x, heads) for x in kv(h).chunk(2, dim=-1))
     return softmax_attention(q, k, v, scale, None, dropout_p)
 
 
@@ -88,10 +86,7 @@ class InducedSet(QKVMixer):
         nn.init.xavier_uniform_(self.inducing)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        return self.op(
-            q, k, v, self.inducing, self.fc.weight, self.fc.bias, self.kv.weight, self.kv.bias,
-            self.scale, self.dropout_p,
-        )  # fmt: skip
+        return self.op(q, k, v, self.inducing, self.fc, self.kv, self.scale, self.dropout_p)
 
     def no_weight_decay(self) -> set[str]:
         return {'inducing'}

@@ -22,6 +22,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._numerics import pad
+from ._wide_layers import WideConv2d, WideLayerNorm
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['SOFT', 'gaussian_attention', 'gaussian_naive']
@@ -90,7 +91,7 @@ def gaussian_attention(
             inverse = 2 * inverse - inverse @ (shifted @ inverse)
         across = _gaussian_kernel(q, points)
         out = across @ (inverse @ (across.mT @ wide))
-    return out.to(v.dtype) + _convolve(v, conv, grid_size, GridConv.forward).to(v.dtype)
+    return out.to(v.dtype) + _convolve(v, conv, grid_size, GridConv.__call__).to(v.dtype)
 
 
 def _landmarks(q: torch.Tensor, landmarks: nn.Conv2d, norm: nn.LayerNorm, grid_size: tuple[int, int]) -> torch.Tensor:
@@ -98,9 +99,7 @@ def _landmarks(q: torch.Tensor, landmarks: nn.Conv2d, norm: nn.LayerNorm, grid_s
     heads, r = q.shape[1], landmarks.stride[0]
     image = q.mT.unflatten(3, grid_size).flatten(0, 1)  # (B * heads, d, H, W)
     image = pad(image, (0, -grid_size[1] % r, 0, -grid_size[0] % r))
-    points = F.conv2d(image, landmarks.weight.to(q.dtype), stride=r).flatten(2).mT
-    weight, bias = norm.weight.to(q.dtype), norm.bias.to(q.dtype)
-    return F.gelu(F.layer_norm(points, norm.normalized_shape, weight, bias, norm.eps)).unflatten(0, (-1, heads))
+    return F.gelu(norm(landmarks(image).flatten(2).mT)).unflatten(0, (-1, heads))
 
 
 def _gaussian_kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -139,8 +138,8 @@ class SOFT(QKVMixer):
         if ratio < 1:
             raise ValueError(f'ratio of soft must be at least 1, not {ratio}.')
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
-        self.landmarks = nn.Conv2d(self.head_dim, self.head_dim, ratio, stride=ratio, bias=False, **dd)
-        self.norm = nn.LayerNorm(self.head_dim, **dd)
+        self.landmarks = WideConv2d(self.head_dim, self.head_dim, ratio, stride=ratio, bias=False, **dd)
+        self.norm = WideLayerNorm(self.head_dim, **dd)
         self.conv = GridConv(num_heads, conv_size, bias=False, **dd)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.types import Device
 from ._grid_conv import GridConv
 from ._qkv import split_heads
 from ._recompute import recompute_heads
+from ._wide_layers import WideLayerNorm
 from .base import TokenMixer, no_autocast, register_mixer
 
 __all__ = ['VSSD', 'state_space_duality', 'state_space_duality_naive']
@@ -60,12 +61,11 @@ def state_space_duality(
     with no_autocast(v):
         dtype = torch.promote_types(v.dtype, torch.float32)
         key, query, dt, log_a, skip = (x.to(dtype) for x in (key, query, dt, log_a, skip))
-        weight, bias = norm.weight.to(dtype), norm.bias.to(dtype)
         step = (F.softplus(dt) * log_a.exp()[:, None]).unsqueeze(3)
         tensors = v, key.unsqueeze(1), query.unsqueeze(1), step, skip[:, None, None].unsqueeze(0)
         # weighted values, and two terms of y
         y = recompute_heads(_apply_state, tensors, 3 * v.shape[2] * v.shape[3]).transpose(1, 2).flatten(2)
-        return (F.layer_norm(y, norm.normalized_shape, weight, bias, norm.eps) * z.to(dtype)).to(v.dtype)
+        return (norm(y) * z.to(dtype)).to(v.dtype)
 
 
 def _apply_state(
@@ -114,7 +114,7 @@ class VSSD(TokenMixer):
         self.log_a = nn.Parameter(torch.empty(num_heads, **dd))
         self.skip = nn.Parameter(torch.ones(num_heads, **dd))
         self.dt_bias = nn.Parameter(torch.empty(num_heads, **dd))
-        self.norm = nn.LayerNorm(inner, **dd)
+        self.norm = WideLayerNorm(inner, **dd)
         self.proj = nn.Linear(inner, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
         self.reset_decay()

@@ -21,10 +21,15 @@ from timm.models.twins import GlobalSubSampleAttn, LocallyGroupedAttn
 from timm.models.vision_transformer_relpos import RelPosAttention
 from timm.models.vision_transformer_sam import Attention as SAMAttention
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from vitzoo.mixers import QKVMixer, TokenMixer
 
 __all__ = ['AttentionParts', 'Unsupported', 'take_apart']
+
+
+# names of the parameters of pruning, and of torch's older weight norm and spectral norm
+_COMPUTED = ('weight_orig', 'bias_orig', 'weight_g')
 
 
 class Unsupported(Exception):
@@ -93,6 +98,10 @@ def take_apart(attn: nn.Module, shared_bias: nn.Module | None = None) -> Attenti
     `shared_bias` is the model's bias of relative positions for all its layers, which becomes part of the layer's own.
     Raises Unsupported if mixers lack a feature of the layer.
     """
+    # the weight of such a layer is not one of its parameters
+    names = [name for name, _ in attn.named_parameters()]
+    if any(map(is_parametrized, attn.modules())) or any(name.endswith(_COMPUTED) for name in names):
+        raise Unsupported('its weights are parametrized or pruned; make them permanent first')
     if isinstance(attn, TokenMixer):
         return AttentionParts(attn, _norms(attn), _fuse_q_kv(_weights(attn)))
     if type(attn) not in _READERS:

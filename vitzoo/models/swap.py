@@ -1,7 +1,7 @@
 """In-place replacement of the attention of a vision transformer by a token mixer that inherits its weights."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from math import log
 from typing import Any
@@ -32,7 +32,7 @@ _SIZES = {
     'vit_huge_patch14_224': 631,
 }
 # arguments of mixers that no other value suits
-_OF_THE_MODEL = ('dim', 'grid_size', 'num_prefix_tokens', 'device')
+_OF_THE_MODEL = ('dim', 'grid_size', 'num_prefix_tokens', 'layer', 'device', 'dtype')
 _REASONS = {
     **dict.fromkeys(
         ('SwinTransformerV2', 'SwinTransformerV2Cr'), 'its attention compares directions with learned scales'
@@ -49,13 +49,13 @@ def swap_mixer(
 
     The model is changed in place and returned. A list of mixers has one for each of these blocks, in their order. A
     mixer inherits the settings and weights of the attention under the same parameter names (`blocks.0.attn.qkv.weight`,
-    …); parameters that attention does not have are initialised. In a model of vitzoo it inherits those of the mixer
-    that it replaces. Rotary positions rotate the queries and keys of the mixer. The `Inheritance` of each block is in
-    `model.inheritance`; warnings name the weights of the attention that are lost, and the blocks that lose rotary
-    positions. Random values of mixers are drawn from their `seed`, and are never inherited. `mixer_kwargs` are the
-    mixer's own arguments, or override those settings. The grid is that of the model's image size, and follows
-    `model.set_input_size()`. timm exports and loads the model as any other; to load a bare checkpoint of it, repeat the
-    swap first. The models, and what each mixer inherits from them, are in docs/swap.md.
+    …), frozen ones stay frozen; parameters that attention does not have are initialised. In a model of vitzoo it
+    inherits those of the mixer that it replaces. Rotary positions rotate the queries and keys of the mixer. The
+    `Inheritance` of each block is in `model.inheritance`; warnings name the weights of the attention that are lost, and
+    the blocks that lose rotary positions. Random values of mixers are drawn from their `seed`, and are never inherited.
+    `mixer_kwargs` are the mixer's own arguments, or override those settings. The grid is that of the model's image
+    size, and follows `model.set_input_size()`. timm exports and loads the model as any other; to load a bare checkpoint
+    of it, repeat the swap first. The models, and what each mixer inherits from them, are in docs/swap.md.
 
     Raises:
         ValueError: The type of the model, of a block or of its attention is not supported, the block or mixer does not
@@ -63,6 +63,7 @@ def swap_mixer(
         TypeError: The mixer does not have one of the arguments.
     """
     family = _family(model)
+    _check_choice(mixer, blocks)
     for key in _OF_THE_MODEL:
         if key in mixer_kwargs:
             raise ValueError(f'The {key} of a mixer is that of the model; leave {key}={mixer_kwargs[key]} out.')
@@ -91,6 +92,17 @@ def swap_mixer(
     update_model_args(model, swap_mixer=[*swaps, {'mixer': recorded, 'blocks': list(names), **mixer_kwargs}])
     name_entrypoint(model)
     return model
+
+
+def _check_choice(mixer: Any, blocks: Any) -> None:
+    """Raise ValueError if these are not names of mixers and numbers of blocks."""
+    names = [mixer] if isinstance(mixer, str) else mixer
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"mixer is a name such as 'ls', or a list of names, not {mixer!r}.")
+    numbers = [] if blocks is None else blocks
+    is_list = isinstance(numbers, Collection) and not isinstance(numbers, str)
+    if not is_list or not all(hasattr(i, '__index__') and not isinstance(i, bool) for i in numbers):
+        raise ValueError(f'blocks is a list of numbers of blocks, such as [0, 1], not {blocks!r}.')
 
 
 def _family(model: nn.Module) -> type[SwappedModel]:
@@ -171,8 +183,19 @@ def _new_mixers(
         if isinstance(proj, nn.Linear) and 'proj.weight' in part.weights and 'proj.bias' not in part.weights:
             proj.register_parameter('bias', None)
         report = inherit_weights(mixer, part.weights_for(mixer))
+        _keep_frozen(mixer, part.attn, [*report.copied, *report.fitted])
         new.append((mixer.train(part.attn.training), report))
     return new
+
+
+def _keep_frozen(mixer: TokenMixer, attn: nn.Module, inherited: list[str]) -> None:
+    """Freeze what a mixer inherits from frozen weights of the attention."""
+    trained = {name: parameter.requires_grad for name, parameter in attn.named_parameters()}
+    parameters = dict(mixer.named_parameters())
+    for name in inherited:
+        # one of another name is frozen with all the others
+        if name in parameters and not trained.get(name, any(trained.values())):
+            parameters[name].requires_grad_(False)
 
 
 def _attention_holders(block: nn.Module) -> dict[str, nn.Module]:
