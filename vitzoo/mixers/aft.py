@@ -92,7 +92,7 @@ def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tens
             # a product for each sample, because its terms need no copy; its gradient would have one of N x N for each
             keys = _key_weights(k.transpose(1, 2), v, dim=1)  # (B, N, heads, d or 1)
             terms = keys * v.transpose(1, 2).to(keys.dtype), keys
-            sums = [(weights.expand(len(x), -1, -1) @ x.flatten(2)).view_as(x) for x in terms]
+            sums = [(weights.expand(x.shape[0], -1, -1) @ x.flatten(2)).view_as(x) for x in terms]
             return q.sigmoid() * (sums[0] / sums[1]).transpose(1, 2).to(q.dtype)
         # one matrix product for all samples and heads, with the tokens first in memory
         terms = _terms(k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3), dim=0)
