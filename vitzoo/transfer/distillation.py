@@ -29,8 +29,9 @@ _LR_PER_ERROR, _MAX_LR = 1e-4, 3e-5
 _LR_FACTOR = 3
 # a trial has this part of the steps, or this number if it is larger
 _TRIAL_PART, _TRIAL_STEPS = 0.05, 10
-# a stage of this many trials makes up for the harm of a large rate, which a trial only shows
-_LONG = 10
+# a stage of this many trials makes up for the harm of a large rate, whose trial must lower the error by this share of
+# what the best one does
+_LONG, _ENOUGH = 10, 0.5
 # learning rate of the mixers' own parameters, over that of inherited ones
 _NEW_OVER_INHERITED = 10
 
@@ -114,9 +115,9 @@ def choose_rates(
 ) -> dict[str, float]:
     """The arguments `lr` and `new_lr` of `distil` as numbers.
 
-    The trials triple the rate as long as they end below the error of the start, and in a stage of fewer than ten trials
-    as long as each ends below the one before. A large rate harms the student at first. If a twentieth of a stage
-    repairs this, the rest gains from the rate, although the trial of a smaller one ends better (docs/transfer.md).
+    The trials triple the rate as long as each lowers the error more than those before, and in a stage of ten trials or
+    more as long as each lowers it at least half as much as the best. A large rate harms the student at first, so that
+    the trial of a smaller one may end better, although the stage does not (docs/transfer.md).
 
     Args:
         steps: Those of the stage.
@@ -140,14 +141,14 @@ def choose_rates(
     found = both(min(_MAX_LR, _LR_PER_ERROR * start))
     if lr == 'scaled':
         return found
-    is_long, end = steps >= _LONG * trial_steps(steps), trial(**found)
+    enough = _ENOUGH if steps >= _LONG * trial_steps(steps) else 1
+    best = max(0.0, start - trial(**found))
     while True:
-        limit = start if is_long else end
         larger = both(_LR_FACTOR * found['lr'])
-        end = trial(**larger)
-        if not end < limit:
+        gain = start - trial(**larger)
+        if not gain > enough * best:
             return found
-        found = larger
+        found, best = larger, max(best, gain)
 
 
 def trial_steps(steps: int) -> int:
