@@ -175,11 +175,16 @@ def cast(args: tuple, dtype: torch.dtype) -> list:
     return [convert(arg) for arg in args]
 
 
-def run_with_gradients(op, args: tuple) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """The output of an op, and its gradients for every tensor and for every parameter of a module among `args`."""
+def with_inputs(args: tuple) -> tuple[list, list[torch.Tensor]]:
+    """Copies of the arguments of an op, and of these what can have a gradient: tensors, and parameters of modules."""
     args = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
     inputs = [a.requires_grad_() for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
-    inputs += [parameter for a in args if isinstance(a, nn.Module) for parameter in a.parameters()]
+    return args, inputs + [parameter for a in args if isinstance(a, nn.Module) for parameter in a.parameters()]
+
+
+def run_with_gradients(op, args: tuple) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output of an op, and its gradients for every tensor and for every parameter of a module among `args`."""
+    args, inputs = with_inputs(args)
     out = op(*args)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
     return out, torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)

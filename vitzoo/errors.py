@@ -123,6 +123,11 @@ def constructor_arguments(cls: type) -> set[str]:
     return accepted
 
 
+def is_whole(value: object) -> bool:
+    """Return True for a whole number, of Python or another library; True and False are none."""
+    return hasattr(value, '__index__') and not isinstance(value, bool)
+
+
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Close matches of a mistyped name, formatted as ', did you mean a, b?'; empty if there are none."""
     matches = get_close_matches(name, list(candidates), n=3)

@@ -5,7 +5,19 @@ import re
 
 import pytest
 import torch
-from helpers import DIM, GRID, HEADS, SETTINGS, build, cast, perturb, recorded_call, run_with_gradients, tokens
+from helpers import (
+    DIM,
+    GRID,
+    HEADS,
+    SETTINGS,
+    build,
+    cast,
+    perturb,
+    recorded_call,
+    run_with_gradients,
+    tokens,
+    with_inputs,
+)
 from timm.models._manipulate import reinit_non_persistent_buffers
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -66,9 +78,7 @@ def test_layers_are_called_so_that_hooks_pruning_and_adapters_reach_them(name, k
 
 def second_derivatives(op, args: tuple) -> tuple[torch.Tensor, ...]:
     """The Hessian of a function of the output times a vector, for every tensor and parameter among the arguments."""
-    args = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
-    inputs = [a.requires_grad_() for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
-    inputs += [parameter for a in args if isinstance(a, nn.Module) for parameter in a.parameters()]
+    args, inputs = with_inputs(args)
     options = dict(allow_unused=True, materialize_grads=True)
     grads = torch.autograd.grad(op(*args).square().sum(), inputs, create_graph=True, **options)
     vectors = [torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x) for x in inputs]

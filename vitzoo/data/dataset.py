@@ -205,7 +205,7 @@ class Images(Dataset):
     @property
     def fingerprint(self) -> str:
         """Eight hexadecimal digits that differ for images of other names."""
-        names = '\0'.join(self.filename(index) for index in range(len(self)))
+        names = '\0'.join(self.reader.filenames())
         return hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:8]
 
     def describe_left_out(self) -> str:

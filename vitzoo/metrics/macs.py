@@ -9,6 +9,7 @@ import copy
 from typing import Any
 
 import torch
+from timm.layers import get_device_dtype
 from timm.models._input import get_model_input_config
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -83,7 +84,7 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
     shape = input_shape(model, img_size)
     if min(shape) < 1:
         raise UserError(f'img_size={img_size} is not a size: the sides of an image have at least one pixel')
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    dtype = get_device_dtype(model)['dtype']
     try:
         return count_call_macs(model, torch.empty(1, *shape, device='meta', dtype=dtype))
     except UserError:

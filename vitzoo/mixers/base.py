@@ -17,7 +17,7 @@ from timm.layers import register_notrace_module
 from torch import nn
 from torch.types import Device
 
-from vitzoo.errors import constructor_arguments, did_you_mean
+from vitzoo.errors import constructor_arguments, did_you_mean, is_whole
 
 from ._grid import check_grid
 from ._numerics import no_autocast
@@ -116,14 +116,10 @@ def _check_types(name: str, cls: type, kwargs: dict[str, Any]) -> None:
                 raise ValueError(f'{key} of {name} must be {what}, not {kwargs[key]!r}.')
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 # description and check of the values of each type
 _CHECKS: dict[type, tuple[str, Callable[[Any], bool]]] = {
-    int: ('a whole number', lambda value: hasattr(value, '__index__') and not isinstance(value, bool)),
-    float: ('a number', _is_number),
+    int: ('a whole number', is_whole),
+    float: ('a number', lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     bool: ('True or False', lambda value: isinstance(value, bool)),
 }
 

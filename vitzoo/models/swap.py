@@ -11,7 +11,7 @@ from timm.models._input import update_model_args
 from timm.models.vision_transformer import init_weights_vit_timm
 from torch import nn
 
-from vitzoo.errors import is_first_process
+from vitzoo.errors import is_first_process, is_whole
 from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
 
 from ._swap_attention import Unsupported, take_apart
@@ -101,7 +101,7 @@ def _check_choice(mixer: Any, blocks: Any) -> None:
         raise ValueError(f"mixer is a name such as 'ls', or a list of names, not {mixer!r}.")
     numbers = [] if blocks is None else blocks
     is_list = isinstance(numbers, Collection) and not isinstance(numbers, str)
-    if not is_list or not all(hasattr(i, '__index__') and not isinstance(i, bool) for i in numbers):
+    if not is_list or not all(map(is_whole, numbers)):
         raise ValueError(f'blocks is a list of numbers of blocks, such as [0, 1], not {blocks!r}.')
 
 

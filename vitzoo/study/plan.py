@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vitzoo.errors import UserError, did_you_mean
+from vitzoo.errors import UserError, did_you_mean, is_whole
 from vitzoo.load import find_models
 from vitzoo.mixers import list_mixers
 from vitzoo.options import read_yaml, to_words
@@ -254,7 +254,7 @@ def _parse(place: str, parse: Callable, words: list[str], options: dict, known: 
 
 def _read_seeds(values: Any) -> list[int]:
     seeds = values if isinstance(values, list) else [values]
-    wrong = [seed for seed in seeds if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0]
+    wrong = [seed for seed in seeds if not is_whole(seed) or seed < 0]
     if wrong or not seeds:
         raise UserError(f'seeds must be whole numbers of 0 or more, not {wrong[0] if wrong else "an empty list"}')
     if len(set(seeds)) < len(seeds):

@@ -52,9 +52,9 @@ def _notes(run: Run) -> list[str]:
     dropped, grid = len(run.train_set) % plan.batch_size, smallest_grid(run)
     if run.val_set.is_held_out:
         before, share = run.val_set.held_out_before, f'{100 * recipe.val_fraction:g} % of each class'
-        held_out = (
-            f'{share} is held out' if before is None else f'the images in {before} are held out, and {share} without'
-        )
+        held_out = f'{share} is held out'
+        if before is not None:
+            held_out = f'the images in {before} are held out, and {share} without any'
         notes.append(f'no validation split: {held_out} (seed {recipe.seed}, listed in {HELD_OUT})')
     notes += [images.describe_left_out() for images in (run.train_set, run.val_set) if images.left_out]
     if plan.batch_size < recipe.batch_size:
