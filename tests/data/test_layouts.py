@@ -572,6 +572,20 @@ def test_data_that_shares_few_images_is_other_data(tmp_path, num_shared, num_oth
     assert len(listed_in(path, write('tar', tmp_path, files))) == expected
 
 
+@pytest.mark.parametrize('num_classes', [1, 3])
+def test_a_class_map_of_some_classes_leaves_the_data_the_same(tmp_path, num_classes):
+    names = 'abcdefghij'
+    files = pictures(*(f'{name}/{index}.png' for name in names for index in range(40)))
+    data_dir, path = write('folder', tmp_path, files), tmp_path / 'held_out.csv'
+    val_set = open_dataset(data_dir, 'val', val_fraction=0.05, seed=1)
+    write_held_out(path, val_set.reader)
+    held_out = {val_set.filename(i) for i in range(len(val_set))}
+    (tmp_path / 'map.txt').write_text('\n'.join(names[:num_classes]))
+    options = DataOptions(class_map=str(tmp_path / 'map.txt'))
+    some = open_dataset(data_dir, 'val', held_out=path, options=options)
+    assert {some.filename(i) for i in range(len(some))} == {n for n in held_out if n[0] in names[:num_classes]}
+
+
 def test_a_new_class_has_held_out_images_beside_those_of_an_earlier_training(tmp_path):
     data_dir, path = write('folder', tmp_path, UNDIVIDED), tmp_path / 'held_out.csv'
     before = open_dataset(data_dir, 'val', val_fraction=0.2, seed=1)

@@ -73,8 +73,9 @@ def write_held_out(path: Path, reader: LabelledReader) -> None:
 def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
     """Find the images of a reader that a file lists, by content if their names have changed; None in other data.
 
-    Of several copies of an image, the one with the listed name is taken. Data is other data if it has less than half of
-    the listed images, and less than a tenth of its images is listed: datasets may share a few images.
+    Of several copies of an image, the one with the listed name is taken. Datasets may share a few images: it is other
+    data if it has less than 100 of the listed images and less than half of them, and less than 4 % of its own are
+    listed.
 
     Raises:
         UserError: The file cannot be read.
@@ -84,8 +85,8 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
             listed = {row['file']: row['sha256'] for row in csv.DictReader(file)}
     except (OSError, KeyError, csv.Error) as error:
         raise UserError(f'cannot read {path}, the list of held-out images: {error}') from error
-    # a part of the same data, such as a later split, has few of the listed images, but they are many of its own
-    enough = min(len(listed) / 2, len(reader) / 10)
+    # a part of the same data, such as some classes or a later split, has few of them, but they are many of its own
+    enough = min(100, len(listed) / 2, len(reader) / 25)
     names, missing = reader.filenames(), Counter(listed.values())
     found = []
     # images that kept their names first: if that is all of them, no other file is read
