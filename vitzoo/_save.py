@@ -23,11 +23,17 @@ def save_model(folder: Path, model: nn.Module, **options: Any) -> None:
     partial.mkdir(parents=True)
     try:
         save_for_hf(model, str(partial), safe_serialization=True, **options)
-        # safetensors writes a file that only its owner may read; some file systems have no modes to change
-        mode = (partial / 'config.json').stat().st_mode
+        unify_modes(partial, 'config.json')
         for path in partial.iterdir():
-            with suppress(OSError):
-                path.chmod(mode)
             path.replace(folder / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def unify_modes(folder: Path, name: str) -> None:
+    """Give all files in a folder the mode of one: safetensors writes files that only their owner may read."""
+    mode = (folder / name).stat().st_mode
+    for path in folder.iterdir():
+        # some file systems have no modes to change
+        with suppress(OSError):
+            path.chmod(mode)

@@ -235,7 +235,7 @@ def test_a_named_dataset_that_is_not_there_gets_one_sentence(data_dir, sentence)
 
 def test_a_class_that_was_not_trained_on_is_named(tmp_path):
     save(tmp_path / 'val' / 'wasp' / 'a.png', colour('red'))
-    with pytest.raises(UserError, match="class folder 'wasp' of .* is not one of the 2 training classes"):
+    with pytest.raises(UserError, match="class 'wasp' of .* is not one of the 2 training classes"):
         open_dataset(str(tmp_path), 'val', class_to_idx={'ant': 0, 'bee': 1})
 
 

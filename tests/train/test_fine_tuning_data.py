@@ -175,7 +175,7 @@ def test_validation_matches_classes_by_name_if_some_are_missing(undivided_run, t
 def test_an_unknown_class_is_refused_with_the_fix(undivided_run, tmp_path):
     run, _ = undivided_run
     make_images(tmp_path, val_red=1, val_bleu=1)
-    with pytest.raises(UserError, match="class folder 'bleu' .* did you mean blue\\? Rename or remove it, or add"):
+    with pytest.raises(UserError, match="class 'bleu' .* did you mean blue\\? Rename or remove it, or add"):
         validate_run(run, tmp_path)
 
 

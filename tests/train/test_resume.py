@@ -198,6 +198,12 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(killed, tmp_path
     assert list(read_log(tmp_path / 'log', 1)) == list(range(1, 11))
 
 
+def test_all_files_of_a_checkpoint_can_be_read_by_those_who_read_the_run(killed):
+    mode = (killed / 'run' / 'recipe.yaml').stat().st_mode
+    for checkpoint in list_checkpoints(killed / 'run' / 'checkpoints'):
+        assert {path.name: path.stat().st_mode for path in checkpoint.iterdir() if path.stat().st_mode != mode} == {}
+
+
 def test_a_run_without_an_intact_checkpoint_cannot_resume(killed, tmp_path):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     for path in list_checkpoints(tmp_path / 'run' / 'checkpoints'):

@@ -338,7 +338,7 @@ def bad(tmp_path, images):
         ('--data-dir no_val --val-fraction 0', 'has a train split but no split named val'),
         ('--data-dir no_split --val-fraction 0', 'has no validation images'),
         ('--data-dir one_class', 'has only one class, red'),
-        ('--data-dir other_class', "class folder 'bleu'"),
+        ('--data-dir other_class', "class 'bleu'"),
         ('--data-dir damaged', 'cannot read the image red/0.jpg of'),
         ('--num-classes 2', 'num_classes is 2, but'),
         ('--initial-checkpoint other.safetensors', 'does not fit VisionTransformer'),

@@ -177,7 +177,7 @@ class Images(Dataset):
         if unknown:
             more = f' (and {len(unknown) - 1} more)' if unknown[1:] else ''
             raise UserError(
-                f"the {'label' if self.is_multi_label else 'class folder'} '{unknown[0]}'{more} of {self.root} is not"
+                f"the {'label' if self.is_multi_label else 'class'} '{unknown[0]}'{more} of {self.root} is not"
                 f' one of the {len(class_to_idx)} training classes{did_you_mean(unknown[0], class_to_idx) or "."}'
                 f' Rename or remove it, or add training images'
             )

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import Optimizer
 
+from vitzoo._save import unify_modes
 from vitzoo.errors import UserError
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
@@ -161,6 +162,7 @@ def _write(
         torch.save(accelerator.scaler.state_dict(), folder / 'scaler.pt')
     files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
     (folder / 'state.json').write_text(json.dumps(dict(state, files=files)))
+    unify_modes(folder, 'state.json')
 
 
 def _fingerprint(path: Path) -> list[int]:
