@@ -10,7 +10,6 @@ Examples:
 import argparse
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +26,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import create_model, find_model, load_model, swap_in
+from vitzoo.load import create_model, find_filter, find_model, load_model, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -139,7 +138,7 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
     """
     official = unwrap(read_checkpoint(path))
     model: Any = create_model(find_model(name), model_kwargs=model_kwargs)
-    filter_fn = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', lambda weights, model: weights)
+    filter_fn = find_filter(model) or (lambda weights, model: weights)
     if 'img_size' in model_kwargs:
         # that of the weights too, if they fit
         model.pretrained_model_args = {'img_size': model_kwargs['img_size']}
@@ -184,15 +183,19 @@ def trace_names(filter_fn: Callable[..., dict], official: dict[str, Tensor], mod
     same = {id(tensor): name for name, tensor in numbered.items()}
     sources = {}
     for name, tensor in converted.items():
+        if id(tensor) in same:
+            sources[name] = [same[id(tensor)]]
+            continue
         scale = (converted_shifted[name] - tensor) / len(names)
-        indices = [] if id(tensor) in same else (tensor / scale).round().unique()
-        sources[name] = [names[int(i)] for i in indices] or [same[id(tensor)]]
+        # elsewhere the filter has set a constant
+        is_read = scale != 0
+        sources[name] = [names[int(i)] for i in (tensor[is_read] / scale[is_read]).round().unique()]
     return sources
 
 
 def _print_mapping(sources: dict[str, list[str]], official: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     used = {source for name in own for source in sources[name]}
-    renamed = [f'{" + ".join(sources[name])} -> {name}' for name in own if sources[name] != [name]]
+    renamed = [f'{" + ".join(sources[name]) or "constant"} -> {name}' for name in own if sources[name] != [name]]
     dropped = [name for name in official if name not in used]
     print(f'mapped {len(used)} of {len(official)} tensors to {len(own)}, {len(renamed)} of them renamed or merged')
     if renamed:

@@ -2,8 +2,9 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,13 +200,22 @@ def load_weights(model: nn.Module, path: str) -> None:
     except ValueError as error:
         raise UserError(f'the checkpoint {path} is ambiguous: {error}') from error
     misfit = _load_if_fits(model, resampled)
-    convert = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
+    convert = find_filter(model)
     if misfit and convert is not None:
         # given the weights of another model, a converter may fail in any way: then they do not fit
         with suppress(Exception):
             misfit = _load_if_fits(model, convert(state_dict, model)) and misfit
     if misfit:
         raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}')
+
+
+def find_filter(model: nn.Module) -> Callable[..., dict] | None:
+    """The function that converts official checkpoints for models of this class, None if there is none."""
+    filter_fn = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
+    if filter_fn is not None and 'adapt_layer_scale' in inspect.signature(filter_fn).parameters:
+        # as timm does for the files of DeiT III
+        return partial(filter_fn, adapt_layer_scale=True)
+    return filter_fn
 
 
 def _expand(pattern: str) -> list[str]:

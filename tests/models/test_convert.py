@@ -300,6 +300,45 @@ def test_the_mapping_names_what_each_tensor_is_made_of():
     }
 
 
+def test_a_tensor_that_the_filter_sets_has_no_source(tmp_path, capsys):
+    name, small_clip = 'vit_base_patch16_clip_quickgelu_224', dict(depth=1, embed_dim=32, num_heads=2, num_classes=8)
+    model = timm.create_model(name, **small_clip)
+    own = model.state_dict()
+    visual = {
+        'class_embedding': own['cls_token'][0, 0],
+        'positional_embedding': own['pos_embed'][0],
+        'proj': own['head.weight'].T,
+        'conv1.weight': own['patch_embed.proj.weight'],
+    }
+    for official, ours in {'ln_pre': 'norm_pre', 'ln_post': 'norm'}.items():
+        visual |= {f'{official}.{kind}': own[f'{ours}.{kind}'] for kind in ('weight', 'bias')}
+    block = {'ln_1.': 'norm1.', 'ln_2.': 'norm2.', 'attn.in_proj_': 'attn.qkv.', 'attn.out_proj.': 'attn.proj.'}
+    block |= {'mlp.c_fc.': 'mlp.fc1.', 'mlp.c_proj.': 'mlp.fc2.'}
+    for official, ours in block.items():
+        for kind in ('weight', 'bias'):
+            visual[f'transformer.resblocks.0.{official}{kind}'] = own[f'blocks.0.{ours}{kind}']
+    torch.save({f'visual.{key}': tensor.clone() for key, tensor in visual.items()}, tmp_path / 'clip.pth')
+    kwargs = [f'{key}={value}' for key, value in small_clip.items()]
+    convert([str(tmp_path / 'clip.pth'), '--model', name, '--model-kwargs', *kwargs, '--out', str(tmp_path / 'out')])
+    assert 'mapped 20 of 20 tensors to 21' in capsys.readouterr().out
+    state = loaded(tmp_path / 'out').state_dict()
+    assert torch.equal(state['blocks.0.attn.qkv.weight'], own['blocks.0.attn.qkv.weight'])
+    assert not state['head.bias'].any()
+
+
+def test_the_layer_scales_of_deit_iii_are_renamed(tmp_path):
+    small_deit = dict(depth=1, embed_dim=32, num_heads=2, num_classes=5)
+    own = timm.create_model('deit3_small_patch16_224', **small_deit).state_dict()
+    official = {re.sub(r'ls([12]).gamma', r'gamma_\1', name): tensor for name, tensor in own.items()}
+    torch.save({'model': official}, tmp_path / 'deit3.pth')
+    kwargs = [f'{key}={value}' for key, value in small_deit.items()]
+    out = str(tmp_path / 'out')
+    convert(
+        [str(tmp_path / 'deit3.pth'), '--model', 'deit3_small_patch16_224', '--model-kwargs', *kwargs, '--out', out]
+    )
+    assert all(torch.equal(tensor, own[name]) for name, tensor in loaded(out).state_dict().items())
+
+
 def test_long_lists_of_names_are_shortened():
     names = [f'blocks.{i}.attn.u_key' for i in range(3)] + ['head.weight']
     assert summarize_names(names) == 'blocks.*.attn.u_key (3), head.weight'

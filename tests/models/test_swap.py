@@ -1,8 +1,10 @@
 """timm's vision transformers with their attention replaced, and what of them must not change by it."""
 
 import copy
+import json
 import pickle
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -293,6 +295,34 @@ def test_weights_that_are_computed_are_not_taken_for_missing(change, is_swapped)
         vitzoo.swap_mixer(model, 'ls')
     assert torch.equal(logits(model), before)
     vitzoo.swap_mixer(model, 'ls', [0])
+
+
+class Adapter(nn.Module):
+    """A linear layer as packages for fine-tuning wrap it."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+
+@pytest.mark.parametrize('layer', ['qkv', 'proj'])
+def test_a_wrapped_layer_is_named(layer):
+    model = build()
+    setattr(model.blocks[1].attn, layer, Adapter(getattr(model.blocks[1].attn, layer)))
+    with pytest.raises(ValueError, match=f'of block 1: its {layer} is a Adapter; merge it into a linear layer first'):
+        vitzoo.swap_mixer(model, 'ls')
+
+
+def test_whole_numbers_of_other_libraries_are_saved_as_pythons():
+    model = vitzoo.swap_mixer(build(), 'ls', blocks=np.arange(2), window_size=np.int64(3))
+    swap = dict(mixer='ls', blocks=[0, 1], window_size=3)
+    assert json.loads(json.dumps(model._model_args['swap_mixer'])) == [swap]
+
+
+def test_other_heads_than_those_of_the_norms_are_refused():
+    model = build(qk_norm=True)
+    with pytest.raises(ValueError, match='normalizes queries and keys of .* heads, .*; leave num_heads out'):
+        vitzoo.swap_mixer(model, 'ls', num_heads=1)
 
 
 @pytest.mark.parametrize('frozen', ['', 'qkv.weight', 'attn', '.'])

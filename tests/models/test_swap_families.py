@@ -65,6 +65,25 @@ PYRAMIDS = {
 }
 
 
+@pytest.mark.parametrize('family', PYRAMIDS)
+def test_convolutions_that_add_nothing_at_first_do_so_in_every_model(family):
+    model = vitzoo.swap_mixer(build(family), 'linear', dwc='v')
+    weights = [weight for name, weight in model.named_parameters() if '.dwc_v.' in name]
+    assert weights and not any(weight.any() for weight in weights)
+
+
+@pytest.mark.parametrize('family', ['eva02 separate layers', 'shared keys', 'pvt', 'beit', 'sam', 'scale norm'])
+def test_weights_stay_frozen_also_if_biases_are_trained(family):
+    model = build(family)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(('.bias', 'q_bias', 'v_bias')))
+    vitzoo.swap_mixer(model, 'softmax')
+    inherited = {name for report in model.inheritance.values() for name in (*report.copied, *report.fitted)}
+    for path, mixer in model.mixers().items():
+        for name, parameter in mixer.named_parameters():
+            assert name not in inherited or parameter.requires_grad == name.endswith('.bias'), (path, name)
+
+
 def build(family, **kwargs):
     """A small model with no parameter left at a special value, in which a mistake could hide."""
     name, own = {**FAMILIES, **PYRAMIDS}[family]

@@ -1,5 +1,6 @@
 """Transfer of other families of timm than the plain vision transformer."""
 
+from copy import deepcopy
 from shlex import split
 
 import pytest
@@ -15,7 +16,7 @@ from vitzoo.train.distill import NetworkLoss
 from vitzoo.transfer import keep_softmax, match_blocks, probe
 from vitzoo.transfer.command import transfer
 from vitzoo.transfer.matching import new_parameters
-from vitzoo.transfer.outputs import output_error
+from vitzoo.transfer.outputs import Outputs, output_error
 from vitzoo.validate.evaluation import validate
 
 IMAGES = batches(1, batch_size=2)
@@ -29,6 +30,9 @@ FAMILIES = {
     'rope mixed': ('vit_small_patch16_rope_mixed_224', {}),
     'parallel': ('vit_small_patch16_18x2_224', {}),
     'beit': ('beit_base_patch16_224', {}),
+    'beit with a bias of all blocks': ('beit_base_patch16_224', dict(use_shared_rel_pos_bias=True)),
+    'relative positions of all blocks': ('vit_srelpos_small_patch16_224', {}),
+    'sam': ('samvit_base_patch16', dict(global_attn_indexes=(0, 1), window_size=3)),
     'cait': ('cait_xxs24_224', {}),
     'deit': ('deit_softmax_nano', {}),
     'vil': ('vil_nano', dict(STAGES, num_prefix_tokens=(1, 0), mixer='softmax')),
@@ -55,6 +59,45 @@ def test_softmax_by_softmax_stays_at_zero_and_linear_learns(family):
     before = output_error(teacher, student, IMAGES)
     keep_softmax(teacher, student, IMAGES, 1)
     assert output_error(teacher, student, IMAGES) < before
+
+
+def test_a_bias_of_all_blocks_is_kept_with_a_block_that_needs_it(tmp_path):
+    teacher = make_teacher('vit_srelpos_small_patch16_224', **SMALL)
+    student = make_student(teacher, 'linear')
+    keep_softmax(teacher, student, IMAGES, 1)
+    save_for_hf(student, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.allclose(loaded(IMAGES[0]), student(IMAGES[0]), atol=1e-6)
+    assert student.shared_rel_pos is not None and student.shared_rel_pos is not teacher.shared_rel_pos
+
+
+def test_a_block_of_parallel_layers_is_kept_as_one():
+    teacher = make_teacher('vit_small_patch16_18x2_224', **SMALL)
+    student = make_student(teacher, 'linear')
+    with pytest.raises(ValueError, match="'auto' or 0 to 1 of 2 blocks, not 2"):
+        keep_softmax(teacher, student, IMAGES, 2)
+    keep_softmax(teacher, student, IMAGES, 1)
+    assert len(student.mixers()) == 2
+
+
+@pytest.mark.parametrize('family', ['pvt', 'sam'])
+def test_final_tokens_are_normalized_over_their_channels(family):
+    name, own = {**FAMILIES, 'pvt': ('pvt_v2_b0', dict(PYRAMID, img_size=None, patch_size=None))}[family]
+    teacher = make_teacher(name, **{**SMALL, **own})
+    images = batches(1, batch_size=2)[0] if family == 'sam' else batches(1, batch_size=2, size=64)[0][..., :32]
+    with torch.no_grad():
+        tokens = Outputs.of(teacher, images).tokens
+        assert tokens.shape[-1] == teacher.num_features
+        expected = torch.nn.functional.layer_norm(tokens, tokens.shape[-1:])
+        student = make_teacher(name, **{**SMALL, **own}, mlp_ratio=3.0) if family == 'sam' else deepcopy(teacher)
+        next(iter(student.parameters())).add_(0.3)
+        found = Outputs.of(student, images).tokens
+        found = torch.nn.functional.layer_norm(found, found.shape[-1:])
+        with NetworkLoss(student, teacher, block_weight=0) as loss:
+            logits = [model(images).log_softmax(dim=1) for model in (student, teacher)]
+            divergence = torch.nn.functional.kl_div(*logits, reduction='batchmean', log_target=True)
+            assert float(loss()) == pytest.approx(float((found - expected).square().mean() + divergence), rel=1e-4)
 
 
 def test_swin_by_its_own_windows_stays_at_zero_and_others_learn():

@@ -26,7 +26,12 @@ def hook_attention(model: nn.Module, path: str, function: Callable[[Tensor], Non
     block: Any = model.get_submodule(path.rpartition('.')[0])
     if isinstance(block, SwinTransformerBlock) and not isinstance(block, SwappedTimmBlock):
         return _BlockHook(block, function)
-    return model.get_submodule(path).register_forward_hook(lambda attn, args, output: function(output))
+
+    def call_function(attn: nn.Module, args: tuple, output: Tensor) -> None:
+        # that of Segment Anything is an image (B, H, W, C)
+        function(output.flatten(1, -2))
+
+    return model.get_submodule(path).register_forward_hook(call_function)
 
 
 class _BlockHook:

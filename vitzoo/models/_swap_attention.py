@@ -28,6 +28,8 @@ from vitzoo.mixers import QKVMixer, TokenMixer
 __all__ = ['AttentionParts', 'Unsupported', 'take_apart']
 
 
+# linear layers of attention, which packages for fine-tuning wrap
+_LAYERS = ('qkv', 'q', 'kv', 'q_proj', 'k_proj', 'v_proj', 'proj')
 # names of the parameters of pruning, and of torch's older weight norm and spectral norm
 _COMPUTED = ('weight_orig', 'bias_orig', 'weight_g')
 
@@ -88,8 +90,14 @@ class AttentionParts:
 
     def _norm_layer(self, width: int, **kwargs: Any) -> nn.Module:
         """A norm like that of the layer for heads or, before `proj`, for tokens of this width."""
-        name = 'q_norm' if 'q_norm' in self.norms and width == self.dim // self.attn.num_heads else 'scale_norm'
-        return deepcopy(self.norms[name])
+        if 'q_norm' in self.norms and width == self.dim // self.attn.num_heads:
+            return deepcopy(self.norms['q_norm'])
+        if width != self.dim or 'scale_norm' not in self.norms:
+            raise ValueError(
+                f'The model normalizes queries and keys of {self.attn.num_heads} heads, and those of the mixer have the'
+                f' width {width}; leave num_heads out.'
+            )
+        return deepcopy(self.norms['scale_norm'])
 
 
 def take_apart(attn: nn.Module, shared_bias: nn.Module | None = None) -> AttentionParts:
@@ -106,6 +114,10 @@ def take_apart(attn: nn.Module, shared_bias: nn.Module | None = None) -> Attenti
         return AttentionParts(attn, _norms(attn), _fuse_q_kv(_weights(attn)))
     if type(attn) not in _READERS:
         raise Unsupported(f'it has {type(attn).__name__}')
+    for name in _LAYERS:
+        layer = getattr(attn, name, None)
+        if not isinstance(layer, (nn.Linear, type(None))):
+            raise Unsupported(f'its {name} is a {type(layer).__name__}; merge it into a linear layer first')
     parts = _READERS[type(attn)](attn)
     biases = [bias for bias in (_own_bias(attn), shared_bias) if bias is not None]
     return replace(parts, weights={**parts.weights, **_bias_weights(biases)}) if biases else parts

@@ -1,9 +1,11 @@
 """In-place replacement of the attention of a vision transformer by a token mixer that inherits its weights."""
 
 import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from math import log
+from operator import index as as_int
 from typing import Any
 
 from timm.layers import get_device_dtype
@@ -64,6 +66,8 @@ def swap_mixer(
     """
     family = _family(model)
     _check_choice(mixer, blocks)
+    # those of numpy and torch cannot be saved in a config
+    mixer_kwargs = {key: as_int(x) if is_whole(x) else x for key, x in mixer_kwargs.items()}
     for key in _OF_THE_MODEL:
         if key in mixer_kwargs:
             raise ValueError(f'The {key} of a mixer is that of the model; leave {key}={mixer_kwargs[key]} out.')
@@ -130,7 +134,7 @@ def _mixer_of_block(depth: int, mixer: str | list[str], blocks: list[int], mixer
     wrong = [i for i in blocks if not -depth <= i < depth]
     if wrong:
         raise ValueError(f'There is no block {wrong[0]}: the model has {depth}, from 0 to {depth - 1}.')
-    indices = [i % depth for i in blocks]
+    indices = [as_int(i) % depth for i in blocks]
     if not indices:
         raise ValueError('There is no block to replace the attention of; choose blocks.')
     if isinstance(mixer, str):
@@ -179,6 +183,7 @@ def _new_mixers(
             settings['rope'] = False
         mixer = create_mixer(name, **{**settings, **mixer_kwargs})
         mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
+        _restart_at_zero(mixer)
         proj = getattr(mixer, 'proj', None)
         if isinstance(proj, nn.Linear) and 'proj.weight' in part.weights and 'proj.bias' not in part.weights:
             proj.register_parameter('bias', None)
@@ -188,14 +193,32 @@ def _new_mixers(
     return new
 
 
+def _restart_at_zero(mixer: TokenMixer) -> None:
+    """Set convolutions to 0 that start there: PVTv2 and Twins draw the weights of all convolutions."""
+    for module in mixer.modules():
+        if getattr(module, 'zero_init', False):
+            nn.init.zeros_(module.weight)
+
+
 def _keep_frozen(mixer: TokenMixer, attn: nn.Module, inherited: list[str]) -> None:
     """Freeze what a mixer inherits from frozen weights of the attention."""
     trained = {name: parameter.requires_grad for name, parameter in attn.named_parameters()}
     parameters = dict(mixer.named_parameters())
     for name in inherited:
-        # one of another name is frozen with all the others
-        if name in parameters and not trained.get(name, any(trained.values())):
+        sources = [name] if name in trained else [old for old in trained if _sources(name).fullmatch(old)]
+        # a bias of the model, or one that a network computes, is frozen with all the others
+        if name in parameters and not any(trained[old] for old in sources or trained):
             parameters[name].requires_grad_(False)
+
+
+def _sources(name: str) -> re.Pattern:
+    """The names in timm's attention of what becomes the parameter `name` of a mixer."""
+    layer, _, kind = name.rpartition('.')
+    if layer == 'qkv':
+        return re.compile(rf'([qkv]_proj|q|kv)\.{kind}' if kind == 'weight' else r'([qkv]_proj|q|kv)\.bias|[qv]_bias')
+    if layer in ('rel_bias', 'prefix_bias'):
+        return re.compile(r'rel_pos.*|relative_position_bias_table')
+    return re.compile(rf'norm\.{kind}')
 
 
 def _attention_holders(block: nn.Module) -> dict[str, nn.Module]:

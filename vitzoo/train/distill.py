@@ -17,6 +17,7 @@ from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.mixers import TokenMixer
 from vitzoo.models._attention_hook import hook_attention
+from vitzoo.models._final_tokens import channels_last
 from vitzoo.train.recipe import Recipe
 
 
@@ -147,9 +148,9 @@ class _Record:
     def _keep(self, path: str, output: Tensor) -> None:
         self.attention[path] = output
 
-    def _keep_tokens(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.tokens = tokens
-        self.output = self.forward_head(tokens, *args, **kwargs)
+    def _keep_tokens(self, features: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.tokens = channels_last(self.model, features)
+        self.output = self.forward_head(features, *args, **kwargs)
         return self.output
 
 

@@ -106,19 +106,24 @@ def attention_output(model: nn.Module, path: str, call: Call) -> Tensor:
 def blocks_of_teacher(student: nn.Module, teacher: nn.Module, paths: Iterable[str]) -> Iterator[nn.Module]:
     """The student with the teacher's blocks at these paths, while the context is open."""
     own = {block_of(path): student.get_submodule(block_of(path)) for path in paths}
-    shared = getattr(type(student), 'shared_bias', None)
-    if own and shared and getattr(student, shared) is None and getattr(teacher, shared) is not None:
-        raise ValueError(
-            f'The blocks of {type(teacher).__name__} share a position bias, which a model with mixers in all blocks '
-            f'does not have; leave a block out of swap_mixer.'
-        )
+    lacks_bias = lacks_shared_bias(student, teacher) if own else None
     try:
         for name in own:
             put(student, name, teacher.get_submodule(name))
+        if lacks_bias:
+            setattr(student, lacks_bias, getattr(teacher, lacks_bias))
         yield student
     finally:
         for name, block in own.items():
             put(student, name, block)
+        if lacks_bias:
+            setattr(student, lacks_bias, None)
+
+
+def lacks_shared_bias(student: nn.Module, teacher: nn.Module) -> str | None:
+    """The name of the position bias of all of the teacher's blocks if a student with mixers in all of them lost it."""
+    name = getattr(type(student), 'shared_bias', None)
+    return name if name and getattr(student, name) is None and getattr(teacher, name) is not None else None
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from vitzoo.metrics.speed import measure_throughput
 from vitzoo.mixers import mixer_class
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.run_folder import check_sources, claim_folder, export_model, write_metrics
-from vitzoo.transfer.attention import mixer_paths, only_part, parts_of, zero_attention
+from vitzoo.transfer.attention import only_part, parts_of, zero_attention
 from vitzoo.transfer.distillation import choose_rates, trial_steps
-from vitzoo.transfer.hybrid import give_back, keep_softmax
+from vitzoo.transfer.hybrid import first_paths, give_back, keep_softmax
 from vitzoo.transfer.matching import match_blocks
 from vitzoo.transfer.network import load_best, train_network
 from vitzoo.transfer.opening import Transfer, open_transfer
@@ -241,9 +241,8 @@ def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict]:
         for side in task.options.sizes:
             try:
                 resized: Any = deepcopy(model)
-                if task.data_config['input_size'][1:] != (side, side):
-                    if not hasattr(resized, 'set_input_size'):
-                        raise ValueError(f'timm builds {type(model).__name__} for one image size.')
+                # others take images of any size, or fail
+                if task.data_config['input_size'][1:] != (side, side) and hasattr(resized, 'set_input_size'):
                     resized.set_input_size(img_size=(side, side))
                 images = torch.randn(batch_size, task.data_config['input_size'][0], side, side)
                 with task.accelerator.autocast():
@@ -295,7 +294,7 @@ def _check_mixer(mixer: str) -> None:
 
 
 def _check_count(count: int | str, student: nn.Module) -> None:
-    total = len(mixer_paths(student))
+    total = len(first_paths(student))
     if isinstance(count, int) and count >= total:
         raise UserError(f'--keep-softmax {count} leaves no mixer; give auto or 0 to {total - 1} of {total} blocks')
 

@@ -16,6 +16,7 @@ from vitzoo.transfer.attention import (
     block_of,
     blocks_of_teacher,
     index_of,
+    lacks_shared_bias,
     mixer_paths,
     put,
 )
@@ -62,7 +63,7 @@ def keep_softmax(
     Raises:
         ValueError: There are not as many blocks with mixers, or the loader has no images.
     """
-    paths = mixer_paths(student)
+    paths = first_paths(student)
     limit = len(paths) - 1 if count == 'auto' else count
     if not isinstance(limit, int) or not 0 <= limit < len(paths):
         raise ValueError(f"keep_softmax takes 'auto' or 0 to {len(paths) - 1} of {len(paths)} blocks, not {count!r}.")
@@ -88,8 +89,16 @@ def keep_softmax(
     return rows
 
 
+def first_paths(student: nn.Module) -> list[str]:
+    """The path of the first mixer of each block; a block has several if its layers are parallel."""
+    return list({block_of(path): path for path in reversed(mixer_paths(student))}.values())[::-1]
+
+
 def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
     """Replace blocks of a student by copies of the teacher's, in place and in the record of its swaps."""
+    lacks_bias = lacks_shared_bias(student, teacher) if paths else None
+    if lacks_bias:
+        setattr(student, lacks_bias, deepcopy(getattr(teacher, lacks_bias)))
     for path in paths:
         put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
     _forget_swaps(teacher, student, paths)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo.models._final_tokens import channels_last
 from vitzoo.transfer.attention import images_of
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Outputs(NamedTuple):
-    """Tokens after the last block and its norm (B, N, C), and logits (B, num_classes) if the model has a head."""
+    """Tokens after the last block and its norm (B, …, C), and logits (B, num_classes) if the model has a head."""
 
     tokens: Tensor
     logits: Tensor | None
@@ -22,8 +23,8 @@ class Outputs(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, images: Tensor) -> 'Outputs':
         """The outputs of a model for images (B, C, H, W)."""
-        tokens = model.forward_features(images)
-        return cls(tokens, model.forward_head(tokens) if has_head(model) else None)
+        features = model.forward_features(images)
+        return cls(channels_last(model, features), model.forward_head(features) if has_head(model) else None)
 
 
 def compare(found: Outputs, expected: Outputs) -> Tensor:
@@ -65,8 +66,8 @@ def output_gap(
     def measure(images: Tensor) -> Tensor:
         if has_head(teacher):
             return (student(images).argmax(dim=1) != teacher(images).argmax(dim=1)).double().mean()
-        found, expected = (normalize_tokens(model.forward_features(images)) for model in (student, teacher))
-        return 1 - cosine_of_tokens(found, expected).mean()
+        found, expected = (Outputs.of(model, images).tokens for model in (student, teacher))
+        return 1 - cosine_of_tokens(normalize_tokens(found), normalize_tokens(expected)).mean()
 
     return 100 * _mean(measure, loader, student, accelerator)
 

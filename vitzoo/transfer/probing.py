@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo.models._final_tokens import channels_last
 from vitzoo.models.swap import swap_mixer, without_warnings
 from vitzoo.transfer.attention import (
     Call,
@@ -93,7 +94,7 @@ def probe(teacher: nn.Module, student: nn.Module, loader: Iterable) -> list[Bloc
 def _compare_outputs(teacher: nn.Module, student: nn.Module, features: Tensor, images: Tensor) -> Tensor:
     """Sums over images of the cosine similarity and of the divergence of the logits, (2,)."""
     found = student.forward_features(images)
-    cosine = cosine_of_tokens(found, features).sum()
+    cosine = cosine_of_tokens(*(channels_last(teacher, x) for x in (found, features))).sum()
     divergence = cosine.new_zeros(())
     if has_head(teacher):
         expected, logits = (model.forward_head(x).float() for model, x in ((teacher, features), (student, found)))
