@@ -155,6 +155,20 @@ def test_the_facts_of_a_run_come_from_its_files(run, tmp_path, monkeypatch):
     assert read_facts(Path('.')) == facts
 
 
+def test_the_training_time_is_that_of_the_images_of_a_reduced_batch(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / 'run')
+    shutil.copytree(run, folder / 'best')
+    (folder / 'best' / 'metrics.csv').unlink()
+    # one step per epoch, with fewer images than the 14 of the recipe
+    (folder / 'metrics.csv').write_text('epoch,step,images_per_second\n1,1,6.0\n2,2,12.0\n')
+    assert read_facts(folder).hours is None
+    state = folder / 'checkpoints' / 'step-00000002' / 'state.json'
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps(dict(data=dict(images_per_step=12))))
+    for part in (folder, folder / 'best'):
+        assert read_facts(part).hours == pytest.approx(3 / 3600)
+
+
 def test_the_options_of_a_transfer_are_those_that_it_had(tmp_path):
     words = ['teacher', '--mixer', 'ls', '--data-dir', 'photos', '--output', 'out', '--img-size', '64x96']
     words += ['--mixer-kwargs', 'rank=2', '--steps', '3', '--no-random-control', '--val-split', 'test']
