@@ -228,6 +228,23 @@ def held_out_of(run: Path, folder: Path) -> tuple[Path, str]:
     return folder, data
 
 
+@pytest.mark.parametrize('part', ['.', 'best'])
+def test_half_is_compared_on_the_images_that_the_run_held_out(part, run, hub, tmp_path):
+    folder, _ = held_out_of(run, tmp_path / 'run')
+    shutil.copytree(run, folder / 'best')
+    shutil.copyfile(folder / 'config.json', folder / 'best' / 'config.json')
+    push(arguments(folder / part, 'hf-hub:me/photos', '--half'))
+    card = (hub.folder / 'README.md').read_text()
+    assert 'over 2 validation images' in card and 'half precision' in card
+
+
+def test_accuracies_on_different_images_are_not_compared(run, monkeypatch, hub):
+    records = iter(dict(top1=50.0, top5=100.0, map=None, images=images) for images in 'ab')
+    monkeypatch.setattr(command, 'validate_model', lambda name, options: next(records))
+    with pytest.raises(UserError, match='have changed between two evaluations; push the run again'):
+        push(arguments(run, 'hf-hub:me/photos', '--half'))
+
+
 def count_images(name: str, data: str, **options) -> int:
     options |= dict(data_dir=data, device=torch.device('cpu'), amp_dtype='float32', batch_size=4, workers=0)
     return validate_model(name, EvalOptions(**options))['n']
@@ -314,7 +331,7 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
         model, named, model_config={key: about[key] for key in ('label_names', 'vitzoo')}, safe_serialization=True
     )
     target = tmp_path / 'weights' / 'deit_pushed_nano.vz_test'
-    push(arguments(named, str(target), '--half'))
+    push(arguments(named, f'{target}/', '--half'))
     names = {path.name for path in target.iterdir()}
     assert names == {'config.json', 'model.safetensors', 'recipe.yaml', 'metrics.csv', 'README.md'}
     assert len({path.stat().st_mode for path in target.iterdir()}) == 1
@@ -370,7 +387,7 @@ def test_shipped_weights_are_found_in_a_checkout_and_in_a_package(tmp_path, monk
 
 def test_weights_that_half_precision_would_change_stay_as_they_are(run, tmp_path, monkeypatch, capsys, hub):
     scores = chain([dict(top1=50.0, top5=100.0, map=None)], repeat(dict(top1=40.0, top5=100.0, map=None)))
-    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32)
+    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32, images='a')
     monkeypatch.setattr(command, 'validate_model', lambda name, options: next(scores) | sizes)
     push(arguments(run, 'hf-hub:me/photos', '--half'))
     assert 'the nearest numbers of half precision have top1 40.0000, not 50.0000' in capsys.readouterr().out
@@ -381,7 +398,7 @@ def test_weights_that_half_precision_would_change_stay_as_they_are(run, tmp_path
 def test_weights_are_rounded_at_random_if_the_nearest_numbers_change_an_image(run, monkeypatch, capsys, hub):
     right, wrong = dict(top1=50.0, top5=100.0, map=None), dict(top1=40.0, top5=100.0, map=None)
     scores = iter([right, wrong, wrong, right])
-    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32)
+    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32, images='a')
     monkeypatch.setattr(command, 'validate_model', lambda name, options: next(scores) | sizes)
     push(arguments(run, 'hf-hub:me/photos', '--half'))
     assert 'rounded at random with seed 2, because the nearest numbers' in capsys.readouterr().out
@@ -431,10 +448,17 @@ def test_paths_of_this_machine_are_shortened():
     [
         (['nowhere', '--to', 'hf-hub:me/photos'], "'nowhere' has no config.json"),
         (['RUN', '--to', 'hf-hub:photos'], 'must be hf-hub:ORG/NAME'),
+        (['RUN', '--to', 'hf-hub:me/photos@v2'], 'must be hf-hub:ORG/NAME'),
+        (['RUN', '--to', 'hf-hub:me/photos--v2'], "without '--'"),
+        (['RUN', '--to', 'hf-hub:me/a..b'], "without '--'"),
+        (['RUN', '--to', 'hf-hub:me/f\u00fcr'], 'cannot be a repository of the hub'),
         (['RUN', '--to', 'weights'], 'must be hf-hub:ORG/NAME, or a folder called MODEL.TAG'),
         (['RUN', '--to', 'hf-hub:me/photos', '--license', ' '], '--license is empty'),
         (['RUN', '--to', 'TMP/deit_tiny.vz', '--private'], '--private is for the hub'),
         (['RUN', '--to', 'TMP/taken.vz'], 'exists already'),
+        (['RUN', '--to', 'TMP/taken.vz/'], 'exists already'),
+        (['RUN', '--to', '/proc/nope/deit_performer_tiny.vz'], "cannot create a folder in '/proc/nope': "),
+        (['RUN', '--to', 'RUN/config.json/deit_performer_tiny.vz'], 'cannot create a folder in .*choose another --to'),
         (['RUN', '--to', 'TMP/cvt_13.vz'], "must be called deit_performer_tiny.TAG, not 'cvt_13.vz'"),
         (['RUN', '--to', 'TMP/deit_performer_tiny.vz'], 'created by its name is another model'),
     ],
