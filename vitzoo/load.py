@@ -10,6 +10,8 @@ from typing import Any
 
 import timm
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from timm.models import build_model_with_cfg
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ def find_models(patterns: Iterable[str]) -> list[str]:
     """Expand names, wildcards and folders of trained models to names for `load_model`.
 
     Raises:
-        UserError: A name is unknown, a wildcard matches nothing, or a folder does not contain a model.
+        UserError: A name is unknown or malformed, a wildcard matches nothing, or a folder does not contain a model.
     """
     return list(dict.fromkeys(name for pattern in patterns for name in _expand(pattern)))
 
@@ -44,6 +46,29 @@ def find_model(name: str) -> str:
     if len(names) > 1:
         raise UserError(f"'{name}' stands for {len(names)} models ({_first(names)}), but this command takes one")
     return names[0]
+
+
+def check_source(name: str) -> None:
+    """Check what follows the prefix of a name: a folder, or a repository of the hub, perhaps with @REVISION.
+
+    Raises:
+        UserError: It is missing, or the hub does not have such names.
+    """
+    prefix, _, source = name.partition(':')
+    if prefix == 'local-dir':
+        if not source:
+            raise UserError(f"'{name}' does not name a folder; give local-dir:FOLDER")
+        return
+    repository, *revisions = source.split('@')
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(
+            f"'{name}' cannot be a repository of the hub; give hf-hub:ORG/NAME, of letters, digits, '-', '_' and '.'"
+            " but without '--' and '..'"
+        ) from error
+    if len(revisions) > 1 or '' in revisions:
+        raise UserError(f"'{name}' does not name one revision; give hf-hub:ORG/NAME or hf-hub:ORG/NAME@REVISION")
 
 
 def load_model(
@@ -222,6 +247,7 @@ def _expand(pattern: str) -> list[str]:
     # timm's name of a folder
     path = Path(pattern.removeprefix('local-dir:')).expanduser()
     if pattern.startswith(SOURCES) and not is_trained_folder(path):
+        check_source(pattern)
         return [pattern]
     if path.name in ('config.json', 'model.safetensors') and path.is_file():
         path = path.parent

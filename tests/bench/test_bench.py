@@ -322,7 +322,9 @@ def test_where_softmax_exceeds_the_memory_limit_no_mixer_is_measured(quick, monk
         (['mixers', '--dtype', 'float16', '--device', 'cpu'], 'float16 needs a GPU'),
         (['models', 'resnet10t', '--dtype', 'float32', 'float16', '--device', 'cpu'], 'float16 needs a GPU'),
         (['models', 'resnet10t', '--against', 'resnet5000'], "unknown model 'resnet5000'"),
-        (['startup', '--model', 'run'], "'run' is a folder of a trained model"),
+        (['startup', '--model', 'run'], "'run' is a trained model; give the name of its architecture"),
+        (['startup', '--model', 'hf-hub:me/x'], "'hf-hub:me/x' is a trained model"),
+        (['startup', '--against', 'local-dir:nowhere'], "'local-dir:nowhere' is a trained model"),
     ],
 )
 def test_a_user_error_names_the_mistake_before_anything_is_measured(argv, message, tmp_path, monkeypatch):

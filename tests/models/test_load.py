@@ -9,7 +9,7 @@ from timm.models import save_for_hf
 
 from vitzoo.classes import class_names
 from vitzoo.errors import UserError
-from vitzoo.load import create_model, load_model
+from vitzoo.load import create_model, find_model, load_model
 
 
 @pytest.mark.parametrize('img_size', [48, [48, 32]])
@@ -73,6 +73,28 @@ def test_truncated_weights_of_a_folder_are_reported(size, tmp_path):
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(UserError, match=f'the weights of {tmp_path} are damaged'):
         create_model(str(tmp_path), pretrained=True)
+
+
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+        ('local-dir:', 'give local-dir:FOLDER'),
+        ('hf-hub:', 'give hf-hub:ORG/NAME'),
+        ('hf-hub:me/a/b', 'give hf-hub:ORG/NAME'),
+        ('hf-hub:me/photos--v2', "without '--'"),
+        ('hf-hub:me/a..b@v2', "without '--'"),
+        ('hf-hub:me/photos@', 'does not name one revision'),
+        ('hf-hub:me/photos@a@b', 'does not name one revision'),
+    ],
+)
+def test_a_malformed_source_is_one_sentence(name, message):
+    with pytest.raises(UserError, match=f"^'{name}' .*{message}"):
+        find_model(name)
+
+
+@pytest.mark.parametrize('name', ['hf-hub:me/photos', 'hf-hub:me/photos@v2', 'hf-hub:gpt2', 'local-dir:my photos'])
+def test_a_source_is_its_own_name(name):
+    assert find_model(name) == name
 
 
 def test_weights_that_cannot_be_fetched_are_reported(monkeypatch):

@@ -155,6 +155,20 @@ def test_the_facts_of_a_run_come_from_its_files(run, tmp_path, monkeypatch):
     assert read_facts(Path('.')) == facts
 
 
+def test_the_training_time_is_that_of_the_images_of_a_reduced_batch(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / 'run')
+    shutil.copytree(run, folder / 'best')
+    (folder / 'best' / 'metrics.csv').unlink()
+    # one step per epoch, with fewer images than the 14 of the recipe
+    (folder / 'metrics.csv').write_text('epoch,step,images_per_second\n1,1,6.0\n2,2,12.0\n')
+    assert read_facts(folder).hours is None
+    state = folder / 'checkpoints' / 'step-00000002' / 'state.json'
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps(dict(data=dict(images_per_step=12))))
+    for part in (folder, folder / 'best'):
+        assert read_facts(part).hours == pytest.approx(3 / 3600)
+
+
 def test_the_options_of_a_transfer_are_those_that_it_had(tmp_path):
     words = ['teacher', '--mixer', 'ls', '--data-dir', 'photos', '--output', 'out', '--img-size', '64x96']
     words += ['--mixer-kwargs', 'rank=2', '--steps', '3', '--no-random-control', '--val-split', 'test']
@@ -212,6 +226,23 @@ def held_out_of(run: Path, folder: Path) -> tuple[Path, str]:
     config['vitzoo'] |= dict(data_dir=data, multi_label=False)
     (folder / 'config.json').write_text(json.dumps(config))
     return folder, data
+
+
+@pytest.mark.parametrize('part', ['.', 'best'])
+def test_half_is_compared_on_the_images_that_the_run_held_out(part, run, hub, tmp_path):
+    folder, _ = held_out_of(run, tmp_path / 'run')
+    shutil.copytree(run, folder / 'best')
+    shutil.copyfile(folder / 'config.json', folder / 'best' / 'config.json')
+    push(arguments(folder / part, 'hf-hub:me/photos', '--half'))
+    card = (hub.folder / 'README.md').read_text()
+    assert 'over 2 validation images' in card and 'half precision' in card
+
+
+def test_accuracies_on_different_images_are_not_compared(run, monkeypatch, hub):
+    records = iter(dict(top1=50.0, top5=100.0, map=None, images=images) for images in 'ab')
+    monkeypatch.setattr(command, 'validate_model', lambda name, options: next(records))
+    with pytest.raises(UserError, match='have changed between two evaluations; push the run again'):
+        push(arguments(run, 'hf-hub:me/photos', '--half'))
 
 
 def count_images(name: str, data: str, **options) -> int:
@@ -300,7 +331,7 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
         model, named, model_config={key: about[key] for key in ('label_names', 'vitzoo')}, safe_serialization=True
     )
     target = tmp_path / 'weights' / 'deit_pushed_nano.vz_test'
-    push(arguments(named, str(target), '--half'))
+    push(arguments(named, f'{target}/', '--half'))
     names = {path.name for path in target.iterdir()}
     assert names == {'config.json', 'model.safetensors', 'recipe.yaml', 'metrics.csv', 'README.md'}
     assert len({path.stat().st_mode for path in target.iterdir()}) == 1
@@ -356,7 +387,7 @@ def test_shipped_weights_are_found_in_a_checkout_and_in_a_package(tmp_path, monk
 
 def test_weights_that_half_precision_would_change_stay_as_they_are(run, tmp_path, monkeypatch, capsys, hub):
     scores = chain([dict(top1=50.0, top5=100.0, map=None)], repeat(dict(top1=40.0, top5=100.0, map=None)))
-    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32)
+    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32, images='a')
     monkeypatch.setattr(command, 'validate_model', lambda name, options: next(scores) | sizes)
     push(arguments(run, 'hf-hub:me/photos', '--half'))
     assert 'the nearest numbers of half precision have top1 40.0000, not 50.0000' in capsys.readouterr().out
@@ -367,7 +398,7 @@ def test_weights_that_half_precision_would_change_stay_as_they_are(run, tmp_path
 def test_weights_are_rounded_at_random_if_the_nearest_numbers_change_an_image(run, monkeypatch, capsys, hub):
     right, wrong = dict(top1=50.0, top5=100.0, map=None), dict(top1=40.0, top5=100.0, map=None)
     scores = iter([right, wrong, wrong, right])
-    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32)
+    sizes = dict(n=10, params=1, gmacs=0.1, img_size=32, images='a')
     monkeypatch.setattr(command, 'validate_model', lambda name, options: next(scores) | sizes)
     push(arguments(run, 'hf-hub:me/photos', '--half'))
     assert 'rounded at random with seed 2, because the nearest numbers' in capsys.readouterr().out
@@ -417,10 +448,17 @@ def test_paths_of_this_machine_are_shortened():
     [
         (['nowhere', '--to', 'hf-hub:me/photos'], "'nowhere' has no config.json"),
         (['RUN', '--to', 'hf-hub:photos'], 'must be hf-hub:ORG/NAME'),
+        (['RUN', '--to', 'hf-hub:me/photos@v2'], 'must be hf-hub:ORG/NAME'),
+        (['RUN', '--to', 'hf-hub:me/photos--v2'], "without '--'"),
+        (['RUN', '--to', 'hf-hub:me/a..b'], "without '--'"),
+        (['RUN', '--to', 'hf-hub:me/f\u00fcr'], 'cannot be a repository of the hub'),
         (['RUN', '--to', 'weights'], 'must be hf-hub:ORG/NAME, or a folder called MODEL.TAG'),
         (['RUN', '--to', 'hf-hub:me/photos', '--license', ' '], '--license is empty'),
         (['RUN', '--to', 'TMP/deit_tiny.vz', '--private'], '--private is for the hub'),
         (['RUN', '--to', 'TMP/taken.vz'], 'exists already'),
+        (['RUN', '--to', 'TMP/taken.vz/'], 'exists already'),
+        (['RUN', '--to', '/proc/nope/deit_performer_tiny.vz'], "cannot create a folder in '/proc/nope': "),
+        (['RUN', '--to', 'RUN/config.json/deit_performer_tiny.vz'], 'cannot create a folder in .*choose another --to'),
         (['RUN', '--to', 'TMP/cvt_13.vz'], "must be called deit_performer_tiny.TAG, not 'cvt_13.vz'"),
         (['RUN', '--to', 'TMP/deit_performer_tiny.vz'], 'created by its name is another model'),
     ],

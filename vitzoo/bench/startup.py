@@ -31,7 +31,7 @@ from vitzoo.bench._harness import (
 from vitzoo.bench._options import parse_common
 from vitzoo.bench._show import format_time, print_table
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.load import find_models
+from vitzoo.load import SOURCES, find_models
 
 _CPU = torch.device('cpu')
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Measure what the command line asks for; return a row per import and model.
 
     Raises:
-        UserError: A model is unknown, or is a folder.
+        UserError: A model is unknown, or is a trained one.
     """
     args = parse_args(argv)
     names = find_architectures([args.against, args.model])
@@ -74,12 +74,12 @@ def find_architectures(patterns: list[str]) -> list[str]:
     """Expand names and wildcards.
 
     Raises:
-        UserError: A name is unknown, or that of a folder, which `timm.create_model` does not take.
+        UserError: A name is unknown, or that of a folder or of a repository of the hub.
     """
     names = find_models(patterns)
     for name in names:
-        if is_trained_folder(name):
-            raise UserError(f"'{name}' is a folder of a trained model; give the name of its architecture")
+        if is_trained_folder(name) or name.startswith(SOURCES):
+            raise UserError(f"'{name}' is a trained model; give the name of its architecture")
     return names
 
 

@@ -25,6 +25,7 @@ from vitzoo.push.folder import (
 from vitzoo.report.records import interval
 from vitzoo.study.intervals import estimate
 from vitzoo.study.record import CELL_FILE, EVALUATIONS
+from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.transfer.origin import find_command
 from vitzoo.transfer.record import RECORD
 from vitzoo.transfer.summary import minutes
@@ -134,16 +135,28 @@ def _citations(folder: Path) -> list[str]:
 
 def _training_hours(run: Path) -> float | None:
     """Time of the optimizer steps, from the speeds in metrics.csv."""
-    path, recipe = find_file(run, 'metrics.csv'), read_recipe(run)
-    if path is None or 'batch_size' not in recipe:
+    path = find_file(run, 'metrics.csv')
+    if path is None:
         return None
     with path.open(newline='') as file:
         rows = [row for row in csv.DictReader(file) if row.get('images_per_second')]
     if not rows:
         return None
     steps = [int(row['step']) for row in rows]
-    images = [(end - start) * recipe['batch_size'] for start, end in zip([0, *steps], steps)]
-    return sum(n / float(row['images_per_second']) for n, row in zip(images, rows)) / 3600
+    lengths = [end - start for start, end in zip([0, *steps], steps)]
+    batch_size = _images_per_step(path.parent, lengths)
+    if batch_size is None:
+        return None
+    return sum(n * batch_size / float(row['images_per_second']) for n, row in zip(lengths, rows)) / 3600
+
+
+def _images_per_step(run: Path, lengths: list[int]) -> int | None:
+    """The batch size of a run whose epochs have these numbers of steps; None if nothing tells it."""
+    # a batch size that was reduced to the dataset leaves one step per epoch
+    if max(lengths) > 1:
+        return read_recipe(run).get('batch_size')
+    checkpoints = list_checkpoints(run / 'checkpoints')
+    return read_json(checkpoints[-1] / 'state.json')['data']['images_per_step'] if checkpoints else None
 
 
 def _scores_of_seeds(cell: Path) -> dict[tuple[str, str], list[float]]:

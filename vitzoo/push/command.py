@@ -19,7 +19,7 @@ from torch import Tensor
 from vitzoo.about import is_trained_folder, read_about
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.load import load_model
+from vitzoo.load import check_source, load_model
 from vitzoo.options import default_device, natural
 from vitzoo.push.card import make_card, read_facts
 from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, write_folder
@@ -41,11 +41,9 @@ def push(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     _check_target(args)
     parent = None if args.to.startswith(HUB) else Path(args.to).parent
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=parent, prefix='.push-') as scratch:
+    with _open_scratch(parent) as scratch:
         # the card is named after the target
-        folder = Path(scratch, re.split('[:/]', args.to)[-1])
+        folder = Path(scratch, Path(args.to).name)
         write_folder(Path(args.run), folder, args.license)
         if read_json(folder / CONFIG).get('num_classes') == 0:
             raise UserError(
@@ -79,7 +77,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--data-dir', metavar='DIR', help='the data of the run, if it has been moved')
     add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='data loading processes')
     add('--private', action='store_true', help='create a private repository on the hub')
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.to.startswith(HUB):
+        # without a slash at its end
+        args.to = str(Path(args.to))
+    return args
 
 
 def _check_target(args: argparse.Namespace) -> None:
@@ -89,15 +91,27 @@ def _check_target(args: argparse.Namespace) -> None:
     if not args.license.strip():
         raise UserError('--license is empty; name the licence of the weights')
     if args.to.startswith(HUB):
-        if not re.fullmatch(r'[\w.-]+/[\w.-]+', args.to.removeprefix(HUB)):
+        check_source(args.to)
+        if '/' not in args.to or '@' in args.to:
             raise UserError(f"--to '{args.to}' must be hf-hub:ORG/NAME")
         return
     if args.private:
         raise UserError(f"--private is for the hub, and --to '{args.to}' is a folder; leave it out")
     if not re.fullmatch(r'\w+\.\w+', Path(args.to).name):
         raise UserError(f"--to '{args.to}' must be hf-hub:ORG/NAME, or a folder called MODEL.TAG")
-    if Path(args.to).exists():
+    if os.path.lexists(args.to):
         raise UserError(f"'{args.to}' exists already; remove it, or choose another tag")
+
+
+def _open_scratch(parent: Path | None) -> TemporaryDirectory:
+    """A temporary folder next to the target, whose folder is created, or anywhere for the hub."""
+    if parent is None:
+        return TemporaryDirectory()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return TemporaryDirectory(dir=parent, prefix='.push-')
+    except OSError as error:
+        raise UserError(f"cannot create a folder in '{parent}': {error.strerror}; choose another --to") from error
 
 
 def _find_data(args: argparse.Namespace) -> str:
@@ -121,7 +135,11 @@ def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> dict:
         if halved is None:
             print('kept single precision, because a weight is too large for half precision')
             return record
-        rounded = _evaluate_weights(args.run, halved, folder / CONFIG, options)
+        rounded = _evaluate_weights(args.run, halved, options)
+        if rounded['images'] != record['images']:
+            raise UserError(
+                f"the validation images in '{data_dir}' have changed between two evaluations; push the run again"
+            )
         changed = [key for key in ('top1', 'top5', 'map') if rounded[key] != record[key]]
         if not changed:
             if seed:
@@ -137,12 +155,14 @@ def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> dict:
     return record
 
 
-def _evaluate_weights(run: str, weights: dict[str, Tensor], config: Path, options: EvalOptions) -> dict:
+def _evaluate_weights(run: str, weights: dict[str, Tensor], options: EvalOptions) -> dict:
     """The record of the model of a run with other weights."""
     with TemporaryDirectory() as scratch:
         save_file(weights, f'{scratch}/{WEIGHTS}')
-        # it tells the image size of the weights
-        shutil.copyfile(config, f'{scratch}/{CONFIG}')
+        # the image size of the weights, the options of the data, and the images that the run held out
+        for source in (Path(run, CONFIG), read_about(run).get('held_out')):
+            if source is not None:
+                shutil.copyfile(source, Path(scratch, source.name))
         return validate_model(run, replace(options, checkpoint=f'{scratch}/{WEIGHTS}'))
 
 
