@@ -1,5 +1,6 @@
 """The contract of every registered mixer: equal to its specification, independent of the batch, finite, resizable."""
 
+import inspect
 import math
 import re
 
@@ -23,7 +24,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitzoo import create_mixer, list_mixers, register_mixer
-from vitzoo.mixers import QKVMixer, _recompute, _window
+from vitzoo.mixers import QKVMixer, TokenMixer, _recompute, _window, mixer_class
 from vitzoo.mixers._chunked import chunk_attention
 
 CASES = [
@@ -328,6 +329,27 @@ def test_no_weight_decay_names_exist(name):
     kwargs = SETTINGS.get(name, [{}])[-1]
     mixer = build(name, num_prefix_tokens=1, **kwargs)
     assert mixer.no_weight_decay() <= {name for name, _ in mixer.named_parameters()}
+
+
+def boolean_options(name: str) -> list[dict]:
+    """No keywords of a mixer, and for each of its switches the opposite of the default."""
+    inits = [inspect.signature(kind.__init__) for kind in mixer_class(name).__mro__ if issubclass(kind, TokenMixer)]
+    defaults = {key: option.default for init in reversed(inits) for key, option in init.parameters.items()}
+    options = [{key: not default} for key, default in defaults.items() if isinstance(default, bool)]
+    return [{}, *options]
+
+
+@pytest.mark.parametrize('name', list_mixers())
+def test_the_parameters_of_a_norm_have_no_weight_decay(name):
+    for options in boolean_options(name):
+        try:
+            mixer = build(name, **(SETTINGS.get(name, [{}])[0] | options))
+        except ValueError:
+            continue
+        # timm leaves out those of one dimension
+        wide = {key for key, parameter in mixer.named_parameters() if parameter.ndim > 1}
+        norms = {path for path, module in mixer.named_modules() if 'norm' in f'{path} {type(module).__name__}'.lower()}
+        assert {key for key in wide if key.rpartition('.')[0] in norms} <= mixer.no_weight_decay(), options
 
 
 @pytest.mark.parametrize('name', list_mixers())

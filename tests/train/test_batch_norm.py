@@ -116,3 +116,14 @@ def test_recomputed_activations_update_synchronized_statistics_once():
     plain, recomputed = results
     assert any('num_batches' in name for name in plain)
     assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
+
+
+@pytest.mark.parametrize('compiler', [[], ['--torchcompile', 'aot_eager']], ids=['eager', 'compiled'])
+def test_recomputed_activations_of_a_timm_model_update_statistics_once(images, tmp_path, compiler):
+    trained = []
+    for name, options in dict(plain=[], recomputed=['--grad-checkpointing']).items():
+        train_module.train([*RUN, *compiler, *options, '--data-dir', images, '--output', str(tmp_path / name)])
+        trained.append(load_file(list_checkpoints(tmp_path / name / 'checkpoints')[-1] / 'model.safetensors'))
+    plain, recomputed = trained
+    assert plain['bn1.num_batches_tracked'] == 5
+    assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []

@@ -54,7 +54,8 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_passed_over(images, tm
     assert 'cannot be used: head.weight in model.safetensors is not finite' in capsys.readouterr().out.replace('\n', '')
 
 
-def test_a_model_that_is_not_finite_in_validation_ends_the_run(images, tmp_path, monkeypatch):
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_a_model_that_is_not_finite_in_validation_ends_the_run(images, tmp_path, monkeypatch, dtype):
     evaluate_shared = evaluation.evaluate_shared
 
     def evaluate_broken(run, model, advance=None):
@@ -64,7 +65,7 @@ def test_a_model_that_is_not_finite_in_validation_ends_the_run(images, tmp_path,
     monkeypatch.setattr(evaluation, 'evaluate_shared', evaluate_broken)
     words = 'are not finite: the first layer with an output that is not finite is blocks.1.mlp.fc2'
     with pytest.raises(UserError, match=words):
-        train([*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1'])
+        train([*TINY, '--model-dtype', dtype, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1'])
     assert not (tmp_path / 'best').exists() and not (tmp_path / 'model.safetensors').exists()
 
 
@@ -78,3 +79,10 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(images, tmp_path, mon
     with pytest.raises(UserError, match='validation loss is nan after step 5, although all logits are finite'):
         train([*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1'])
     assert not (tmp_path / 'best').exists() and not (tmp_path / 'model.safetensors').exists()
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_cause(images, tmp_path, dtype):
+    options = ['--lr', '1e30', '--model-dtype', dtype, '--epochs', '1']
+    with pytest.raises(UserError, match=r'the loss is .* at step \d: the .* not finite'):
+        train([*TINY, *options, '--data-dir', images, '--output', str(tmp_path)])

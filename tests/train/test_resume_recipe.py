@@ -109,7 +109,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize(('opt', 'ema'), [('adamw', 'no'), ('sgd', 'yes')])
+@pytest.mark.parametrize(('opt', 'ema'), [('adamw', 'no'), ('sgd', 'yes'), ('adamc', 'no')])
 def test_a_key_that_may_change_takes_effect_and_is_recorded(images, tmp_path, monkeypatch, opt, ema):
     changed = {name: value for name, value in CHANGED.items() if opt != 'sgd' or not name.startswith('opt_')}
     changed |= dict(momentum='0.5') if opt == 'sgd' else {}
@@ -129,6 +129,8 @@ def test_a_key_that_may_change_takes_effect_and_is_recorded(images, tmp_path, mo
         assert str(saved[name]).lower() == value.lower() or float(value) == saved[name], name
     assert sorted({group['weight_decay'] for group in groups}) == [0, 0.3]
     assert {group['lr'] for group in groups} == {0.5}
+    # weight decay is lr * lr / max_lr
+    assert {group.get('max_lr_snapshot', 0.5) for group in groups} == {0.5}
     if opt == 'sgd':
         assert {group['momentum'] for group in groups} == {0.5}
     else:

@@ -56,6 +56,16 @@ def test_layer_decay_scales_the_step_of_every_layer(frozen, sched):
         torch.testing.assert_close(before[name] - parameter, 0.1 * 0.5**depth * parameter.grad, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize('sched', ['wsd', 'rsqrt'])
+@pytest.mark.parametrize(
+    ('epochs', 'warmup', 'decay', 'updates'),
+    [(10, 1, 0.5, 5), (10, 1, 2, 20), (1, 0.5, 0.5, 5), (2, 1.2, 0.6, 6), (10, 5, None, 10)],
+)
+def test_the_decay_phase_has_the_length_of_decay_epochs(sched, epochs, warmup, decay, updates):
+    recipe = make_recipe(dict(sched=sched, epochs=epochs, warmup_epochs=warmup, decay_epochs=decay))
+    assert build_scheduler(recipe, torch.optim.SGD([torch.zeros(1)], lr=0.1), 10).decay_t == updates
+
+
 @pytest.mark.parametrize('model', ['test_vit', 'test_resnet'])
 def test_a_linear_probe_changes_the_head_and_nothing_else(images, tmp_path, capsys, model):
     torch.manual_seed(0)
@@ -110,6 +120,17 @@ def test_freezing_leaves_dropout_of_trained_modules_active(names):
     inactive = [number for number, block in enumerate(model.blocks) if not block.drop_path1.training]
     assert inactive == {'blocks.0': [0], 'backbone': [0, 1, 2, 3]}.get(names, [])
     assert [block.mlp.drop1.training for block in model.blocks][1] == (names in ('patch_embed', 'blocks.0'))
+
+
+@pytest.mark.parametrize('name', ['deit_softmax_tiny', 'vit_tiny_patch16_224'])
+def test_a_frozen_backbone_is_without_dropout_and_its_head_keeps_it(name):
+    model = timm.create_model(name, **DEIT, drop_rate=0.5, pos_drop_rate=0.5, proj_drop_rate=0.5)
+    frozen = freeze(model, 'backbone')
+    model.train()
+    for module in frozen:
+        module.eval()
+    active = {name for name, module in model.named_modules() if 'drop' in name and module.training}
+    assert active == {'head_drop'}
 
 
 def test_a_compiled_run_equals_the_eager_run(images, tmp_path):

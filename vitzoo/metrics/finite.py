@@ -43,6 +43,8 @@ def find_non_finite(model: nn.Module, images: Tensor) -> str:
     if broken:
         return f'the weights {broken[0]} are not finite'
     found: list[str] = []
+    # forward hooks of the model itself, which may cast its input, are not called below
+    dtype = next(model.parameters(), images).dtype
 
     def check(name: str, output: Any) -> None:
         if not found and isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():
@@ -55,7 +57,7 @@ def find_non_finite(model: nn.Module, images: Tensor) -> str:
     ]
     try:
         # not __call__, which torch.compile may have replaced by a graph without hooks
-        model.forward(images)
+        model.forward(images.to(dtype))
     finally:
         for hook in hooks:
             hook.remove()

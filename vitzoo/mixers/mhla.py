@@ -246,4 +246,6 @@ class MHLA(KernelMixer):
         return self.op(q, k, v, self.mixing, self.conv, grid_size, self.num_blocks, self.normalizer)
 
     def no_weight_decay(self) -> set[str]:
-        return super().no_weight_decay() | {'mixing'}
+        # timm recognizes weights of norms by their single dimension
+        norms = {'q_norm.weight', 'k_norm.weight'} if self.rms_norm else set()
+        return super().no_weight_decay() | {'mixing'} | norms

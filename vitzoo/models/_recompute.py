@@ -1,4 +1,4 @@
-"""Gradient checkpointing of a block: its activations are recomputed in the backward pass, its statistics are not."""
+"""Gradient checkpointing: activations are recomputed in the backward pass, statistics of BatchNorm are not."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -20,6 +20,30 @@ def recompute_block(block: nn.Module, x: torch.Tensor, *args: Any) -> torch.Tens
         return checkpoint(block, x, *args)
     contexts = nullcontext(), _KeepStatistics(norms)
     return checkpoint(block, x, *args, use_reentrant=False, context_fn=lambda: contexts)
+
+
+def update_statistics_once(model: nn.Module) -> None:
+    """Let BatchNorm update its running statistics once, also in timm's blocks, which do not use `recompute_block`."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.register_forward_pre_hook(_keep_statistics)
+            # recomputation ends by an exception as soon as it has all activations
+            module.register_forward_hook(_release_statistics, always_call=True)
+
+
+def _keep_statistics(norm: nn.Module, inputs: tuple) -> None:
+    # only a recomputation calls a module during the backward pass
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        # kept by the module, so that a copy of the model has its own
+        norm.__dict__['kept_statistics'] = kept = _KeepStatistics([norm])
+        kept.__enter__()
+
+
+def _release_statistics(norm: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        kept = norm.__dict__.pop('kept_statistics', None)
+        if kept is not None:
+            kept.__exit__()
 
 
 class _KeepStatistics:

@@ -1,5 +1,6 @@
 """Builds the parts of a run from its recipe: model, batches, loaders, optimizer, schedule, loss and task."""
 
+import math
 from typing import Any
 
 import timm
@@ -187,7 +188,8 @@ def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:
     """Freeze parameters, and return the frozen modules, which belong in eval mode.
 
     A module is frozen if it has parameters and all of them are. Its submodules go into eval mode with it; dropout and
-    stochastic depth of a module that is trained at least in part stay active.
+    stochastic depth of a module that is trained at least in part stay active. With 'backbone', modules without
+    parameters outside the head are frozen too.
 
     Args:
         names: Names of modules or parameters, separated by commas, or 'backbone' for all but the classifier.
@@ -202,8 +204,15 @@ def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"freeze '{names}' leaves nothing to train")
-    # modules without parameters, such as dropout, are frozen only as part of a module that is
-    return [module for module in model.modules() if _is_frozen(module)]
+    modules = [module for module in model.modules() if _is_frozen(module)]
+    if names == 'backbone':
+        # dropout before the blocks, but not timm's head_drop
+        modules += [child for name, child in model.named_children() if not (name.startswith('head') or _size(child))]
+    return modules
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_frozen(module: nn.Module) -> bool:
@@ -341,6 +350,10 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
         raise UserError('sched step needs decay_epochs above 0; set it, or leave it out')
     if recipe.sched == 'rsqrt' and not recipe.warmup_epochs:
         raise UserError('sched rsqrt decays by the length of the warm-up: set warmup_epochs, or choose another sched')
+    if recipe.sched in ('wsd', 'rsqrt') and recipe.decay_epochs is not None:
+        decay_epochs = _decay_phase(recipe, recipe.decay_epochs)
+    else:
+        decay_epochs = recipe.decay_epochs
     try:
         scheduler, _ = create_scheduler_v2(
             optimizer,
@@ -350,7 +363,7 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
             warmup_epochs=recipe.warmup_epochs,  # type: ignore[arg-type]
             warmup_lr=recipe.warmup_lr,
             min_lr=recipe.min_lr,
-            decay_epochs=recipe.decay_epochs,
+            decay_epochs=decay_epochs,
             decay_milestones=recipe.decay_milestones,
             decay_rate=recipe.decay_rate,
             cooldown_epochs=recipe.cooldown_epochs,
@@ -360,6 +373,18 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
     except ValueError as error:
         raise UserError(f'sched {recipe.sched}: {error}') from error
     return scheduler
+
+
+def _decay_phase(recipe: Recipe, epochs: float) -> float:
+    """The argument `decay_epochs` of timm for a decay phase of this length."""
+    longest = recipe.epochs - recipe.warmup_epochs
+    if not 0 < epochs <= longest:
+        raise UserError(
+            f'sched {recipe.sched} decays in the {longest:g} epochs after the warm-up, but decay_epochs is {epochs:g};'
+            f' change one of them'
+        )
+    # timm takes a number below 1 for a fraction of these epochs, and 1 for an epoch
+    return epochs if epochs >= 1 else min(epochs / longest, math.nextafter(1, 0))
 
 
 def build_mixup(recipe: Recipe, num_classes: int, img_size: tuple[int, int]) -> Mixup | None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 _FULL = StateDictOptions(full_state_dict=True)
 # entries of timm's parameter groups that follow from the recipe; others, such as Prodigy's d, change during training
-_SETTINGS = ('weight_decay', 'momentum', 'eps', 'betas', 'beta1', 'betas_1d')
+_SETTINGS = ('weight_decay', 'max_lr_snapshot', 'momentum', 'eps', 'betas', 'beta1', 'betas_1d')
 
 
 class FullModel:
@@ -54,7 +54,7 @@ class FullModel:
         return dict(state={index_of[name]: state for name, state in named['state'].items()}, param_groups=groups)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict) -> None:
-        """The inverse of `optimizer_state`, except that weight decay, momentum, eps and betas stay the recipe's."""
+        """The inverse of `optimizer_state`, except that settings such as weight decay and betas stay the recipe's."""
         groups = [
             dict(saved, **{name: group[name] for name in _SETTINGS if name in saved and name in group})
             for saved, group in zip(state['param_groups'], optimizer.param_groups, strict=True)

@@ -23,6 +23,7 @@ from vitzoo.data.loader import seed_everything
 from vitzoo.data.options import DATA_OPTIONS, UNDIVIDED
 from vitzoo.errors import UserError
 from vitzoo.load import find_model
+from vitzoo.models._recompute import update_statistics_once
 from vitzoo.train.build import (
     build_ema,
     build_loss,
@@ -101,6 +102,9 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock, is_resume
         raw_model = build_model(recipe, num_classes, train_set.class_names, is_resumed).to(accelerator.device)
         if recipe.sync_bn:
             raw_model = synchronize_batch_norm(raw_model, accelerator)
+        if recipe.grad_checkpointing:
+            # after synchronization, which replaces the modules
+            update_statistics_once(raw_model)
         raw_model = convert_format(raw_model, recipe, accelerator)
         frozen = freeze(raw_model, recipe.freeze)
         data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)

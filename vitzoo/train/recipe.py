@@ -245,7 +245,7 @@ class Recipe:
     min_lr: float = _schedule(1e-6, 'minimum learning rate', low=0)
     cooldown_epochs: int = _schedule(0, 'further epochs at min_lr; step, multistep and constant go on', low=0)
     decay_epochs: float | None = _schedule(
-        None, 'decay interval of step; length of the decay phase of wsd and rsqrt', low=0
+        None, 'decay interval of step, length of the decay phase of wsd and rsqrt, in epochs', low=0
     )
     decay_milestones: list = _schedule([90, 180, 270], 'epochs at which multistep decays the learning rate', low=0)
     decay_rate: float = _schedule(0.1, 'decay factor of step and multistep; power of poly', low=0)
