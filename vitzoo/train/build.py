@@ -350,10 +350,9 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
         raise UserError('sched step needs decay_epochs above 0; set it, or leave it out')
     if recipe.sched == 'rsqrt' and not recipe.warmup_epochs:
         raise UserError('sched rsqrt decays by the length of the warm-up: set warmup_epochs, or choose another sched')
-    if recipe.sched in ('wsd', 'rsqrt') and recipe.decay_epochs is not None:
-        decay_epochs = _decay_phase(recipe, recipe.decay_epochs)
-    else:
-        decay_epochs = recipe.decay_epochs
+    decay_epochs = recipe.decay_epochs
+    if recipe.sched in ('wsd', 'rsqrt') and decay_epochs is not None:
+        decay_epochs = _decay_phase(recipe, decay_epochs)
     try:
         scheduler, _ = create_scheduler_v2(
             optimizer,
