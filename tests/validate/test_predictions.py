@@ -51,7 +51,7 @@ def save(data: Path, trained: Path, file: Path) -> dict:
     return validate([*map(str, argv)])[0]
 
 
-@pytest.mark.parametrize('name', ('predictions.csv', 'new/predictions.npz'))
+@pytest.mark.parametrize('name', ('predictions.csv', 'new/predictions.npz', 'P.NPZ'))
 def test_accuracies_computed_again_are_those_reported(name, data, trained, tmp_path, capsys):
     file = tmp_path / name
     record = save(data, trained, file)
@@ -209,6 +209,18 @@ def test_a_file_of_something_else_is_refused(name, tmp_path):
         (['--from-predictions', 'a.csv', '--img-size', '32'], '--img-size needs a MODEL'),
         (['--from-predictions', 'a.csv', '--data-dir', 'photos'], 'only for the images that --errors shows'),
         (['test_v*', '--save-predictions', 'a.csv'], '--save-predictions a.csv is for one model'),
+        (
+            ['test_resnet', '--results-file', 'a.csv', '--save-predictions', './a.csv'],
+            "--results-file and --save-predictions are both './a.csv'",
+        ),
+        (
+            ['test_resnet', '--plot', 'a/confused.png', '--errors', 'a'],
+            "--plot and --errors are both 'a/confused.png'",
+        ),
+        (
+            ['--from-predictions', 'a.csv', '--results-file', 'a.csv'],
+            "--from-predictions and --results-file are both 'a.csv'",
+        ),
         (['test_resnet', '--save-predictions', 'a.json'], "'a.json': its name must end in .csv or .npz"),
     ],
     ids=lambda value: ' '.join(value) if isinstance(value, list) else '',

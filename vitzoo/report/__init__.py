@@ -59,10 +59,12 @@ def make_report(argv: list[str] | None = None) -> Path:
 
         options = replace(options, results_file=str(folder / DATA))
         # write after every model, so that an interrupted run keeps its results
+        evaluated = []
         for record in gather(options):
             records.append(record)
+            evaluated.append(record['model'])
             write_report(folder, report)
-        remove_unfinished(options)
+        remove_unfinished(options, evaluated)
     if args.benchmarks:
         from vitzoo.report.timings import add_timings
 

@@ -60,7 +60,7 @@ def validate(argv: list[str] | None = None) -> list[dict]:
             if is_main and options.results_file:
                 write_results(options.results_file, records)
         if is_main:
-            remove_unfinished(options)
+            remove_unfinished(options, names)
     finally:
         # print what we have even if a later model fails or the user interrupts
         if is_main and records:

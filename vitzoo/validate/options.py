@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
 
@@ -121,13 +122,34 @@ def check_single_model(options: EvalOptions, names: Sequence[str]) -> None:
 
 
 def check_outputs(options: EvalOptions) -> None:
-    """Raise UserError if an output file cannot be written, before the evaluation starts."""
+    """Raise UserError if an output file cannot be written or is given twice, before the evaluation starts."""
     formats = dict(results_file=('.csv', '.json'), plot=('.png', '.pdf', '.svg'), save_predictions=FORMATS)
     for name, suffixes in formats.items():
         if getattr(options, name):
             check_output(getattr(options, name), suffixes)
     if options.errors:
         check_output(f'{options.errors}/per_class.csv', ('.csv',))
+    _check_different(options)
+
+
+def _check_different(options: EvalOptions) -> None:
+    """Raise UserError if two outputs, or an output and --from-predictions, are the same file."""
+    # lazy: importing the datasets takes a second
+    from vitzoo.validate.error_analysis import FILES
+
+    given = [
+        (name, getattr(options, name)) for name in ('from_predictions', 'results_file', 'plot', 'save_predictions')
+    ]
+    paths = [(name, path) for name, path in given if path]
+    paths += [('errors', f'{options.errors}/{name}') for name in FILES if options.errors]
+    owners: dict[Path, str] = {}
+    for name, path in paths:
+        other = owners.setdefault(Path(path).resolve(), name)
+        if other != name:
+            raise UserError(
+                f"{format_flag(other)} and {format_flag(name)} are both '{path}', and one would overwrite the other; "
+                'give two names'
+            )
 
 
 def _check_options(parser: argparse.ArgumentParser, options: EvalOptions) -> None:

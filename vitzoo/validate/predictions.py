@@ -41,13 +41,15 @@ def write_predictions(path: str, predictions: Predictions) -> None:
     columns: dict[str, Any] = {name: column.numpy() for name, column in predictions.columns.items()}
     if Path(path).suffix.lower() == '.npz':
         names = np.array([predictions.class_names[label] for label in sorted(predictions.class_names)])
-        np.savez(path, files=np.array(predictions.files), class_names=names, **columns)
+        # numpy would add .npz to a path that ends in .NPZ
+        with open(path, 'wb') as file:
+            np.savez(file, files=np.array(predictions.files), class_names=names, **columns)
         return
     ranks = range(1, columns['top'].shape[1] + 1)
     ranked = [f'{key}{rank}{end}' for rank in ranks for key, end in (('top', ''), ('top', '_name'), ('prob', ''))]
     # names of files may not be Unicode
-    with open(path, 'w', newline='', encoding='utf-8', errors='surrogateescape') as file:
-        writer = csv.writer(file)
+    with open(path, 'w', newline='', encoding='utf-8', errors='surrogateescape') as table:
+        writer = csv.writer(table)
         writer.writerow(['index', 'file', 'label', 'label_name', 'loss', *ranked])
         rows = zip(predictions.files, *(columns[name].tolist() for name in ('label', 'loss', 'top', 'prob')))
         for index, (name, label, loss, top, prob) in enumerate(rows):
