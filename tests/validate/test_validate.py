@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from vitzoo.load import find_models, load_model, load_weights
 from vitzoo.metrics import token_statistics
 from vitzoo.validate import main
 from vitzoo.validate.evaluation import open_validation_data, validate
-from vitzoo.validate.results import RECORD_KEYS
+from vitzoo.validate.results import RECORD_KEYS, print_records
 
 ROOT = Path(__file__).parents[2]
 PHOTOGRAPHS = ROOT.parent / 'shared' / 'data' / 'imagenet1k_sample.tar'
@@ -134,6 +135,13 @@ def test_another_image_size_and_precision(data, trained):
     assert record['img_size'] == '48x32'
     assert record['n'] == 10
     assert record['gmacs'] > validate_one(trained, '--no-data')['gmacs']
+
+
+def test_a_cosine_that_is_not_defined_is_shown_as_missing(capsys):
+    record = dict.fromkeys(RECORD_KEYS) | dict(model='a', params=10, gmacs=1.0, gflops=2.0, oversmoothing=[0.5, nan])
+    print_records([record], 'title')
+    table = capsys.readouterr().out
+    assert 'nan' not in table and table.split('\n')[3].rstrip().endswith('–')
 
 
 def test_untrained_weights_are_called_random(data, capsys):

@@ -17,6 +17,7 @@ _DESCRIPTION = 'accuracy, size, speed, oversmoothing and health of models, as a 
 _DATA_DIR_HELP = """class folders, in a folder, .tar or .zip, or in its val/, validation/ or test/; WebDataset shards
 (wds/FOLDER); or a dataset of torchvision (torch/NAME) or Hugging Face (hfds/NAME) (default: the bundled sample, or no
 data with --suite)"""
+_NO_MODEL = 'name at least one MODEL, or give --from-predictions FILE alone'
 _MEASURES_HELP = f'measures of the tokens after each block: {",".join(MEASURES)} (default: cosine)'
 
 
@@ -79,8 +80,8 @@ class EvalOptions:
         return not (self.no_data or self.random_weights)
 
 
-def parse_args(argv: list[str] | None = None) -> EvalOptions:
-    """Read the command line."""
+def parse_args(argv: list[str] | None = None, no_model: str = _NO_MODEL) -> EvalOptions:
+    """Read the command line; `no_model` is the error if it neither has a model nor takes one's place."""
     # an option that is not given is left to the defaults of EvalOptions
     parser = CommandParser('vitzoo validate', description=_DESCRIPTION, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
@@ -108,7 +109,7 @@ def parse_args(argv: list[str] | None = None) -> EvalOptions:
     options = EvalOptions(**vars(parser.parse_args(argv)))
     if options.data_dir is None and not options.suite and not options.from_predictions:
         options = replace(options, data_dir='sample')
-    _check_options(parser, options)
+    _check_options(parser, options, no_model)
     return options
 
 
@@ -152,10 +153,10 @@ def _check_different(options: EvalOptions) -> None:
             )
 
 
-def _check_options(parser: argparse.ArgumentParser, options: EvalOptions) -> None:
+def _check_options(parser: argparse.ArgumentParser, options: EvalOptions, no_model: str) -> None:
     """Reject options that contradict each other."""
     if bool(options.models) == bool(options.from_predictions):
-        parser.error('name at least one MODEL, or give --from-predictions FILE alone')
+        parser.error(no_model)
     if options.from_predictions:
         return _check_predictions_options(parser, options)
     if bool(options.suite) != bool(options.data_root):

@@ -5,7 +5,7 @@ import io
 import json
 import os
 from collections.abc import Iterable
-from math import isnan
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,7 @@ def print_records(records: list[dict], title: str) -> None:
     for record in records:
         curve = record['oversmoothing']
         shown = {**record, 'params': record['params'] / 1e6, 'oversmoothing': curve[-1] if curve else None}
+        shown = without_nan({key: shown[key] for key in headings})
         cells = {key: '–' if shown[key] is None else format(shown[key], form) for key, (_, form) in headings.items()}
         if record.get('speed_doubt'):
             cells['images_per_second'] += '?'
@@ -185,12 +186,12 @@ def print_health(records: list[dict]) -> None:
 
 
 def without_nan(value: Any) -> Any:
-    """Replace nan, which JSON does not have, with None, also inside lists and dicts."""
+    """Replace nan and infinities, which JSON does not have, with None, also inside lists and dicts."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and isnan(value) else value
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def mean_or_none(values: Iterable[float | None]) -> float | None:
