@@ -109,7 +109,8 @@ def print_records(records: list[dict], title: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
+    # names and paths as text: their brackets are no markup
+    table = Table(title=Text(title), title_justify='left', box=None, pad_edge=False, header_style='bold')
     table.add_column('\nmodel', overflow='fold')
     # mAP is for multi-label data
     has_map = any(record['map'] is not None for record in records)
@@ -229,10 +230,11 @@ def _print_corruptions(title: str, table: dict[str, list[float | None]]) -> None
 def _print_grid(title: str, columns: list[str], rows: list[list]) -> None:
     """Print a table of names and of numbers with two decimals."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f'\n{title}', title_justify='left', box=None, pad_edge=False, header_style='bold')
+    table = Table(title=Text(f'\n{title}'), title_justify='left', box=None, pad_edge=False, header_style='bold')
     for number, column in enumerate(columns):
-        table.add_column(column, justify='right' if number else 'left', overflow='fold')
+        table.add_column(Text(column), justify='right' if number else 'left', overflow='fold')
     for row in rows:
         table.add_row(*map(_format_cell, row))
     _print_wide(table)
