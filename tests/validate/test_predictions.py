@@ -195,6 +195,29 @@ def test_a_file_of_something_else_is_refused(name, tmp_path):
         read_predictions(tmp_path / name)
 
 
+@pytest.mark.parametrize('content', [b'\x00\x01,\xff\n1,2,3\n', b'label,prob1\n' + 200_000 * b'1', b'a\n1,2\n'])
+def test_a_table_that_cannot_be_read_is_refused(content, tmp_path):
+    (tmp_path / 'binary.csv').write_bytes(content)
+    with pytest.raises(UserError, match='is not a file written by --save-predictions'):
+        read_predictions(str(tmp_path / 'binary.csv'))
+
+
+@pytest.mark.parametrize(
+    ('name', 'column', 'wrong'),
+    [('p.csv', 'label', -1), ('p.csv', 'top', -1), ('p.npz', 'label', -1), ('p.npz', 'top', 7)],
+)
+def test_classes_that_do_not_exist_are_refused(data, trained, tmp_path, name, column, wrong):
+    file = str(tmp_path / name)
+    save(data, trained, file)
+    predictions = read_predictions(file)
+    predictions.columns[column].view(-1)[0] = wrong
+    # a table has the name of each number in it
+    predictions.class_names |= {wrong: 'other'} if name == 'p.csv' else {}
+    write_predictions(file, predictions)
+    with pytest.raises(UserError, match=f"has {wrong} in its column '{column}'"):
+        read_predictions(file)
+
+
 @pytest.mark.parametrize(
     ('argv', 'message'),
     [

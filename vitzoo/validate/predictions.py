@@ -18,6 +18,11 @@ from torch import Tensor
 from vitzoo.errors import UserError
 
 FORMATS = ('.csv', '.npz')
+# binary content as a table, numbers beyond 64 bits and fields beyond the limit of csv among others
+_UNREADABLE = (
+    *(AttributeError, EOFError, IndexError, KeyError, RuntimeError, TypeError, ValueError),
+    *(csv.Error, zipfile.BadZipFile),
+)
 
 
 @dataclass
@@ -61,14 +66,15 @@ def read_predictions(path: str) -> Predictions:
     """Read a file of `write_predictions`.
 
     Raises:
-        UserError: The file does not exist, is not a file of predictions, or has numbers that are not finite.
+        UserError: The file does not exist, is not a file of predictions, or has numbers that are not finite or classes
+            that do not exist.
     """
     read = _read_npz if Path(path).suffix.lower() == '.npz' else _read_csv
     try:
         predictions = read(path)
     except OSError as error:
         raise UserError(f"cannot read the predictions '{path}': {error.strerror or error}") from error
-    except (KeyError, ValueError, TypeError, IndexError, EOFError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise UserError(f"'{path}' is not a file written by --save-predictions: {error!r}") from error
     for name in ('loss', 'prob', 'logits'):
         broken = predictions.columns.get(name, torch.empty(0)).isfinite().logical_not().nonzero()
@@ -77,7 +83,22 @@ def read_predictions(path: str) -> Predictions:
                 f"the {name} of {predictions.files[broken[0, 0]]} in '{path}' is not finite, so there is no accuracy; "
                 'validate the model again, with weights that are finite'
             )
+    _check_classes(path, predictions)
     return predictions
+
+
+def _check_classes(path: str, predictions: Predictions) -> None:
+    """Raise UserError if a label or a prediction is not the number of a class."""
+    for name in ('label', 'top'):
+        column = predictions.columns[name]
+        # booleans of several labels are no numbers of classes
+        found = [] if column.dtype == torch.bool else column.unique().tolist()
+        wrong = next((value for value in found if value < 0 or value not in predictions.class_names), None)
+        if wrong is not None:
+            raise UserError(
+                f"'{path}' has {wrong} in its column '{name}', which is not the number of a class; "
+                'give a file as --save-predictions wrote it'
+            )
 
 
 def _read_npz(path: str) -> Predictions:
