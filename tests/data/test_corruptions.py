@@ -16,12 +16,14 @@ from timm.models import save_for_hf
 from torch.utils.data import ConcatDataset, Subset
 
 from vitzoo.data import corruptions, eval_loader, eval_transform, open_dataset, split_eval_transform
-from vitzoo.data.corruptions import CONDITIONS, CORRUPTIONS, SEVERITIES, CorruptedImages, corrupt
+from vitzoo.data.corruptions import CONDITIONS, CORRUPTIONS, MIN_SIZE, SEVERITIES, CorruptedImages, corrupt
 from vitzoo.data.variants import imagenet
 from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
+from vitzoo.errors import UserError
 from vitzoo.metrics.robustness import ALEXNET_ERRORS
 from vitzoo.validate import main
 from vitzoo.validate.evaluation import validate
+from vitzoo.validate.robustness import check_corruptible
 
 DATA_CONFIG = dict(
     input_size=(3, 32, 32), interpolation='bicubic', mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9, crop_mode='center'
@@ -93,6 +95,19 @@ def test_a_higher_severity_leaves_less_of_the_picture(corruption):
     images = [scene(seed=seed) for seed in range(3)]
     left = [np.mean([share_left(image, corruption, severity) for image in images]) for severity in SEVERITIES]
     assert (np.diff(left) < 0).all(), left
+
+
+@pytest.mark.parametrize('size', [(MIN_SIZE, 64), (64, MIN_SIZE), (MIN_SIZE, MIN_SIZE)], ids=str)
+@pytest.mark.parametrize('corruption', CORRUPTIONS)
+def test_the_smallest_images_can_be_corrupted(corruption, size):
+    for severity in SEVERITIES:
+        assert corrupt(scene(*size), corruption, severity, 'a').shape == (*size, 3)
+
+
+def test_an_image_that_is_too_small_is_refused():
+    check_corruptible('strips', dict(input_size=(3, 3, 64)))
+    with pytest.raises(UserError, match='--corrupt needs images of at least 3x3 pixels, and those of strips are 2x64'):
+        check_corruptible('strips', dict(input_size=(3, 2, 64)))
 
 
 def test_a_name_that_is_not_unicode_is_a_seed_like_another():

@@ -295,11 +295,33 @@ def test_a_single_size_is_no_scaling():
 
 
 def test_images_of_several_labels_are_ranked_by_their_precision():
-    records = [{**BARE, 'model': name, 'map': value, 'n': 50} for name, value in (('a', 60.5), ('b', 71.25))]
-    page = Page(render(make_data(*records)))
+    # validation gives both scores, which here disagree
+    scores = (('a', 60.5, 90.0), ('b', 71.25, 80.0))
+    records = [{**BARE, 'model': name, 'map': value, 'top1': top1, 'n': 50} for name, value, top1 in scores]
+    html = render(make_data(*records))
+    page = Page(html)
+    assert re.findall(r'aria-sort="descending".*?<span>(.*?)</span>', html) == ['mAP']
     assert [row[0][1] for row in page.rows if row and row[0][0]] == ['b', 'a']
     assert len(page.charts['mAP against GMACs']) == 2
-    assert page.row('b')[1] == ['71.25', '71.25']
+    assert ['71.25', '71.25'] in page.row('b')
+
+
+def test_long_names_leave_room_for_the_marks():
+    long = [{**make_record(number), 'model': f'{number}' * 80} for number in range(2)]
+    root = render(make_data(*long))
+    for chart in ('Mean cosine similarity after each block', 'The same images, corrupted: mean top-1'):
+        found = re.search(rf'aria-label="{chart}".*?</svg>', root, re.DOTALL | re.IGNORECASE)[0]
+        assert f'{"0" * 15}…{"0" * 16}</text>' in found
+        assert all(float(width) > 100 for width in re.findall(r'<rect[^>]*[^-]width="([^"]+)"', found))
+        ends = re.findall(r'<line[^>]*x1="([^"]+)" x2="([^"]+)"', found)
+        assert all(float(a) <= float(b) for a, b in ends)
+
+
+def test_the_last_cosine_is_that_of_the_last_block():
+    (column,) = (column for column in MODEL_COLUMNS if column.heading == 'cosine')
+    assert column.read(dict(oversmoothing=[0.1, 0.2])) == 0.2
+    assert column.read(dict(oversmoothing=[0.1, None])) is column.read(dict(oversmoothing=[0.1, math.nan])) is None
+    assert column.read(dict(oversmoothing=[])) is column.read({}) is None
 
 
 def test_records_of_predictions_alone_are_shown():
@@ -378,6 +400,9 @@ def test_twenty_models_have_different_signs():
         (['x/a', 'a'], ['x/a', 'a']),
         (['cvt_13', 'cvt_13'], ['cvt_13 (1)', 'cvt_13 (2)']),
         (['/runs/a'], ['a']),
+        (['runs/a', 'runs/a/'], ['a (1)', 'a (2)']),
+        (['.'], [Path.cwd().name]),
+        (['..', 'a'], [Path.cwd().parent.name, 'a']),
     ],
 )
 def test_short_names_tell_models_apart(names, short):
@@ -575,7 +600,9 @@ def test_a_converted_model_has_no_command_of_a_run(tmp_path, recipe):
     assert find_origin(str(folder)) == dict(architecture='vit', commands=[])
 
 
-@pytest.mark.parametrize('text', ['', '[1]', '{"records": {}}', '[{"name": "a"}]', 'model,top1\n'])
+@pytest.mark.parametrize(
+    'text', ['', '[1]', '{"records": {}}', '[{"name": "a"}]', '[]', '[{"model": 5}]', 'model,top1\n']
+)
 def test_a_file_of_something_else_is_refused(text, tmp_path, capsys):
     (tmp_path / 'a.json').write_text(text)
     assert '--results-file' in fails(capsys, '--results', tmp_path / 'a.json', '--out', tmp_path)
@@ -594,6 +621,20 @@ def test_a_file_of_something_else_is_refused(text, tmp_path, capsys):
 )
 def test_mistakes_are_one_sentence(argv, message, tmp_path, capsys):
     assert message in fails(capsys, *argv, '--out', tmp_path)
+
+
+def test_records_with_little_or_odd_content_make_a_page(tmp_path):
+    records = '[{"model": "a"}, {"model": "b\\udcff"}, {"model": ".", "top1": 5.0, "loss": Infinity}]'
+    (tmp_path / 'a.json').write_text(records)
+    page = Page(make_report(['--results', str(tmp_path / 'a.json'), '--out', str(tmp_path)]).read_text('utf-8'))
+    assert page.row('b\ufffd') and [row[1] for row in page.row(Path.cwd().name)[1:2]] == ['5.00']
+    (tmp_path / 'a.json').write_text('[{"model": "a"}]')
+    make_report(['--results', str(tmp_path / 'a.json'), '--out', str(tmp_path)])
+
+
+def test_options_of_an_evaluation_need_a_model(tmp_path, capsys):
+    error = fails(capsys, '--results', tmp_path / 'a.json', '--data-dir', tmp_path)
+    assert '--data-dir needs a MODEL' in error and '--from-predictions' not in error
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):

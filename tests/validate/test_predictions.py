@@ -51,7 +51,7 @@ def save(data: Path, trained: Path, file: Path) -> dict:
     return validate([*map(str, argv)])[0]
 
 
-@pytest.mark.parametrize('name', ('predictions.csv', 'new/predictions.npz'))
+@pytest.mark.parametrize('name', ('predictions.csv', 'new/predictions.npz', 'P.NPZ'))
 def test_accuracies_computed_again_are_those_reported(name, data, trained, tmp_path, capsys):
     file = tmp_path / name
     record = save(data, trained, file)
@@ -195,6 +195,29 @@ def test_a_file_of_something_else_is_refused(name, tmp_path):
         read_predictions(tmp_path / name)
 
 
+@pytest.mark.parametrize('content', [b'\x00\x01,\xff\n1,2,3\n', b'label,prob1\n' + 200_000 * b'1', b'a\n1,2\n'])
+def test_a_table_that_cannot_be_read_is_refused(content, tmp_path):
+    (tmp_path / 'binary.csv').write_bytes(content)
+    with pytest.raises(UserError, match='is not a file written by --save-predictions'):
+        read_predictions(str(tmp_path / 'binary.csv'))
+
+
+@pytest.mark.parametrize(
+    ('name', 'column', 'wrong'),
+    [('p.csv', 'label', -1), ('p.csv', 'top', -1), ('p.npz', 'label', -1), ('p.npz', 'top', 7)],
+)
+def test_classes_that_do_not_exist_are_refused(data, trained, tmp_path, name, column, wrong):
+    file = str(tmp_path / name)
+    save(data, trained, file)
+    predictions = read_predictions(file)
+    predictions.columns[column].view(-1)[0] = wrong
+    # a table has the name of each number in it
+    predictions.class_names |= {wrong: 'other'} if name == 'p.csv' else {}
+    write_predictions(file, predictions)
+    with pytest.raises(UserError, match=f"has {wrong} in its column '{column}'"):
+        read_predictions(file)
+
+
 @pytest.mark.parametrize(
     ('argv', 'message'),
     [
@@ -209,6 +232,18 @@ def test_a_file_of_something_else_is_refused(name, tmp_path):
         (['--from-predictions', 'a.csv', '--img-size', '32'], '--img-size needs a MODEL'),
         (['--from-predictions', 'a.csv', '--data-dir', 'photos'], 'only for the images that --errors shows'),
         (['test_v*', '--save-predictions', 'a.csv'], '--save-predictions a.csv is for one model'),
+        (
+            ['test_resnet', '--results-file', 'a.csv', '--save-predictions', './a.csv'],
+            "--results-file and --save-predictions are both './a.csv'",
+        ),
+        (
+            ['test_resnet', '--plot', 'a/confused.png', '--errors', 'a'],
+            "--plot and --errors are both 'a/confused.png'",
+        ),
+        (
+            ['--from-predictions', 'a.csv', '--results-file', 'a.csv'],
+            "--from-predictions and --results-file are both 'a.csv'",
+        ),
         (['test_resnet', '--save-predictions', 'a.json'], "'a.json': its name must end in .csv or .npz"),
     ],
     ids=lambda value: ' '.join(value) if isinstance(value, list) else '',

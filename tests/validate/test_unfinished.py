@@ -175,6 +175,23 @@ def test_scores_of_several_models_are_kept(data, trained, tmp_path, computed):
     assert records[1]['corrupt_top1'] == 50 and not (tmp_path / 'results.csv.unfinished').exists()
 
 
+def test_an_evaluation_without_corruptions_keeps_what_another_has_begun(data, trained, tmp_path, computed):
+    argv = [str(trained), '--data-dir', str(data), '--workers', '0', '--results-file', str(tmp_path / 'results.csv')]
+    interrupt_after(4, validate, [*argv, '--corrupt'])
+    validate(argv)
+    assert (tmp_path / 'results.csv.unfinished').is_file()
+    validate([*argv, '--corrupt'])
+    assert computed == dict.fromkeys(CONDITIONS, 10)
+
+
+def test_scores_of_a_model_that_is_not_evaluated_are_kept(data, trained, tmp_path, computed):
+    other = save_classifier(tmp_path / 'other', answer='blue')
+    argv = ['--data-dir', str(data), '--corrupt', '--workers', '0', '--results-file', str(tmp_path / 'results.csv')]
+    interrupt_after(2, validate, [str(other), *argv])
+    validate([str(trained), *argv])
+    assert list(json.loads((tmp_path / 'results.csv.unfinished').read_text())) == [str(other)]
+
+
 def test_a_file_that_cannot_be_read_gets_one_sentence(data, trained, tmp_path):
     (tmp_path / 'results.csv.unfinished').write_text('{')
     argv = [str(trained), '--data-dir', str(data), '--corrupt', '--workers', '0']

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ from vitzoo.load import find_models, load_model, load_weights
 from vitzoo.metrics import token_statistics
 from vitzoo.validate import main
 from vitzoo.validate.evaluation import open_validation_data, validate
-from vitzoo.validate.results import RECORD_KEYS
+from vitzoo.validate.options import EvalOptions
+from vitzoo.validate.results import RECORD_KEYS, print_records, print_robustness
+from vitzoo.validate.scoring import score_dataset
 
 ROOT = Path(__file__).parents[2]
 PHOTOGRAPHS = ROOT.parent / 'shared' / 'data' / 'imagenet1k_sample.tar'
@@ -134,6 +137,30 @@ def test_another_image_size_and_precision(data, trained):
     assert record['img_size'] == '48x32'
     assert record['n'] == 10
     assert record['gmacs'] > validate_one(trained, '--no-data')['gmacs']
+
+
+def test_a_cosine_that_is_not_defined_is_shown_as_missing(capsys):
+    record = dict.fromkeys(RECORD_KEYS) | dict(model='a', params=10, gmacs=1.0, gflops=2.0, oversmoothing=[0.5, nan])
+    print_records([record], 'title')
+    table = capsys.readouterr().out
+    assert 'nan' not in table and table.split('\n')[3].rstrip().endswith('–')
+
+
+@pytest.mark.parametrize('name', ('run[best]', 'm[/b]'))
+def test_brackets_in_names_are_printed(name, capsys):
+    record = dict.fromkeys(RECORD_KEYS) | dict(model=name, params=10, gmacs=1.0, gflops=2.0)
+    print_records([record], f'10 images of {name}')
+    assert f'10 images of {name}' in capsys.readouterr().out
+    print_robustness([record | dict(corrupt=dict(fog=[1.0] * 5), imagenet_a_top1=5.0)])
+    robustness = capsys.readouterr().out
+    assert f'{name} on corrupted images' in robustness and robustness.count(name) == 2
+
+
+def test_brackets_in_a_name_are_no_markup_of_the_progress_bar(monkeypatch):
+    monkeypatch.setenv('FORCE_COLOR', '1')
+    model, images = torch.nn.Flatten(), [(torch.zeros(3, 2, 2), 0)]
+    options = EvalOptions(device=torch.device('cpu'), amp_dtype='float32', batch_size=1, workers=0)
+    score_dataset('m[/b]', model, images, lambda logits, label: dict(label=label), options)
 
 
 def test_untrained_weights_are_called_random(data, capsys):

@@ -19,6 +19,8 @@ from torch.utils.data import Dataset
 from vitzoo.data.dataset import Images
 
 SEVERITIES = (1, 2, 3, 4, 5)
+# height and width that elastic_transform needs for three different corners
+MIN_SIZE = 3
 
 
 def gaussian_noise(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
@@ -156,7 +158,8 @@ def pixelate(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.n
     """Low resolution: box downsampling and upsampling."""
     factor = (0.6, 0.5, 0.4, 0.3, 0.25)[severity - 1]
     height, width = image.shape[:2]
-    small = Image.fromarray(image).resize((int(width * factor), int(height * factor)), Image.Resampling.BOX)
+    size = max(1, int(width * factor)), max(1, int(height * factor))
+    small = Image.fromarray(image).resize(size, Image.Resampling.BOX)
     return np.asarray(small.resize((width, height), Image.Resampling.BOX))
 
 
@@ -185,7 +188,7 @@ def corrupt(image: np.ndarray, corruption: str, severity: int, name: str) -> np.
     """Corrupt an image, deterministically for a given name.
 
     Args:
-        image: uint8 (H, W, 3), not modified.
+        image: uint8 (H, W, 3), not modified; at least 3 x 3.
         corruption: One of `CORRUPTIONS`.
         severity: From 1 to 5.
         name: Seeds the random numbers together with the corruption and the severity.
@@ -293,7 +296,7 @@ def _ice(height: int, width: int, rng: np.random.Generator) -> np.ndarray:
     _, patch = cv2.distanceTransformWithLabels(seeds, cv2.DIST_L2, 5, labelType=cv2.DIST_LABEL_PIXEL)
     direction = rng.integers(8, size=patch.max() + 1)[patch]
     # a margin, so that needles also enter from outside of the image
-    margin = max(height, width) // 8
+    margin = max(1, max(height, width) // 8)
     grains = (rng.random((height + 2 * margin, width + 2 * margin)) < 0.15).astype(np.float32)
     angles = np.arange(0, 360, 45) + rng.uniform(0, 45)
     needles = np.stack([_smear(grains, 12, 8, angle)[margin:-margin, margin:-margin] for angle in angles])

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitzoo._files import replace_file
+from vitzoo._files import printable, replace_file
 from vitzoo.errors import CommandParser, UserError, format_flag, run_command
 
 if TYPE_CHECKING:
@@ -59,10 +59,12 @@ def make_report(argv: list[str] | None = None) -> Path:
 
         options = replace(options, results_file=str(folder / DATA))
         # write after every model, so that an interrupted run keeps its results
+        evaluated = []
         for record in gather(options):
             records.append(record)
+            evaluated.append(record['model'])
             write_report(folder, report)
-        remove_unfinished(options)
+        remove_unfinished(options, evaluated)
     if args.benchmarks:
         from vitzoo.report.timings import add_timings
 
@@ -110,7 +112,9 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, 'EvalOptions | None
 def _parse_eval_options(parser: argparse.ArgumentParser, rest: list[str]) -> 'EvalOptions':
     from vitzoo.validate.options import parse_args
 
-    options = parse_args(rest)
+    options = parse_args(
+        rest, no_model=f'{rest[0]} needs a MODEL to evaluate: name at least one, or drop the options of the evaluation'
+    )
     for name in _OTHER_OUTPUTS:
         if getattr(options, name):
             parser.error(f'{format_flag(name)} is for `vitzoo validate`; a report writes its numbers to {DATA}')
@@ -137,13 +141,17 @@ def read_records(path: str) -> list[dict]:
             f"the results '{path}' are not JSON ({error}); `vitzoo validate --results-file FILE.json` writes it"
         ) from error
     records = found.get('records') if isinstance(found, dict) else found
-    if not isinstance(records, list) or not all(isinstance(record, dict) and 'model' in record for record in records):
+    if not isinstance(records, list) or not records or not all(map(_has_model, records)):
         raise UserError(f"'{path}' has no records of models; `vitzoo validate --results-file FILE.json` writes them")
     # a results file does not record the machine
     records = [{'measured_on': f'not recorded in {path}', **record} for record in records]
     if not isinstance(found, dict) or not found.get('command'):
         return records
     return [{**record, 'commands': [*record.get('commands', ()), found['command']]} for record in records]
+
+
+def _has_model(record: object) -> bool:
+    return isinstance(record, dict) and isinstance(record.get('model'), str)
 
 
 def make_folder(folder: Path) -> Path:
@@ -166,7 +174,7 @@ def write_report(folder: Path, report: dict) -> None:
     from vitzoo.report.page import render
 
     report = write_records(folder, report)
-    _write(folder / PAGE, render(report))
+    _write(folder / PAGE, printable(render(report)))
 
 
 def write_records(folder: Path, report: dict) -> dict:

@@ -15,6 +15,7 @@ from vitzoo.report.svg import (
     fit_scale,
     is_wide,
     place_labels,
+    shorten,
     spread_out,
     symbol,
 )
@@ -104,7 +105,7 @@ def curves(
     """
     # tall enough for the names
     width, height = 480, max(300, TOP + BOTTOM + LINE * len(lines))
-    margin = 26 + CHARACTER * max(len(line.name) for line in lines)
+    margin = 26 + CHARACTER * max(len(shorten(line.name)) for line in lines)
     values = [v for line in lines for v in (*_band(line, -1), *_band(line, 1)) if not isnan(v)]
     x = fit_scale([0, 1] if is_share else [v for line in lines for v in line.x], 50, width - margin, log)
     x.ticks = list(x_ticks or x.ticks)
@@ -139,12 +140,12 @@ def _write_names(plot: Plot, lines: list[Curve]) -> None:
     for line, (at, value), height in zip(lines, ends, heights):
         leader = f'M{x(at) + 5:.1f} {y(value):.1f}L{x.end + 6:.1f} {height:.1f}'
         plot.add('path', d=leader, class_=f'leader {color(line.index)}', data_model=line.index)
-        plot.text(line.name, x.end + 10, height + 3.5, 'name', data_model=line.index)
+        plot.text(shorten(line.name), x.end + 10, height + 3.5, 'name', data_model=line.index)
 
 
 def dots(label: str, rows: list[str], columns: list[tuple[int, str, list[float | None]]], x_label: str) -> Element:
     """A dot plot with a line per row and a dot per model; `columns` are (index, name, value in each row) of models."""
-    left, width, gap = 14 + CHARACTER * max(map(len, rows)), 480, 18
+    left, width, gap = 14 + CHARACTER * max(len(shorten(row)) for row in rows), 480, 18
     height = TOP + gap * len(rows) + BOTTOM
     found = [value for _, _, values in columns for value in values if value is not None]
     x = fit_scale(found, left, width - 12)
@@ -153,7 +154,7 @@ def dots(label: str, rows: list[str], columns: list[tuple[int, str, list[float |
     plot = Plot(label, (width, height), x, Scale(0, 1, height - BOTTOM, TOP), x_label, '')
     for number, row in enumerate(rows):
         plot.add('line', class_='rule', x1=x.start, x2=x.end, y1=y(number), y2=y(number))
-        plot.text(row, left - 8, y(number) + 3.5, 'row end')
+        plot.text(shorten(row), left - 8, y(number) + 3.5, 'row end')
     for index, name, values in columns:
         for number, value in enumerate(values):
             if value is not None:
@@ -163,7 +164,7 @@ def dots(label: str, rows: list[str], columns: list[tuple[int, str, list[float |
 
 def bars(label: str, rows: list[tuple[int, str, float, float | None]], x_label: str, marked: str) -> Element:
     """A bar per model; `rows` are (index, name, value, reference), and the reference, called `marked`, is a stroke."""
-    left, width, gap = 30 + CHARACTER * max(len(name) for _, name, *_ in rows), 480, 24
+    left, width, gap = 30 + CHARACTER * max(len(shorten(name)) for _, name, *_ in rows), 480, 24
     height = TOP + gap * len(rows) + BOTTOM
     x = fit_scale([0, *(v for row in rows for v in row[2:] if v is not None)], left, width - 84)
     x = Scale(0, x.high, left, width - 84, ticks=[tick for tick in x.ticks if tick >= 0])
@@ -174,7 +175,7 @@ def bars(label: str, rows: list[tuple[int, str, float, float | None]], x_label: 
         size = dict(x=float(left), y=float(top), width=float(x(value) - left), height=gap - 10)
         plot.add('rect', class_=f'bar mark {color(index)}', data_model=index, data_tip=tip, **size)
         plot.add(**symbol(index, left - 12, top + 7))
-        plot.text(name, left - 22, top + 11, 'row end', data_model=index)
+        plot.text(shorten(name), left - 22, top + 11, 'row end', data_model=index)
         plot.text(f'{value:.1f}', width - 46, top + 11, 'value end', data_model=index)
         if other is not None:
             plot.text(f'of {other:.1f}', width - 2, top + 11, 'value second end', data_model=index)

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from torch import Tensor, nn
 
@@ -138,7 +139,7 @@ def measure_scaling(name: str, model: nn.Module, side: int) -> dict[int, float]:
     """GMACs by the side of a square image, from `side` upwards; leaves the model at another size."""
     console = Console(stderr=True)
     gmacs = {}
-    for multiple in track(_MULTIPLES, f'{name}, scaling', console=console, disable=not console.is_terminal):
+    for multiple in track(_MULTIPLES, f'{escape(name)}, scaling', console=console, disable=not console.is_terminal):
         size = multiple * side
         try:
             if hasattr(model, 'set_input_size'):

@@ -5,31 +5,42 @@ from pathlib import Path
 
 from vitzoo.metrics.speed import is_busy
 
-# scores that models are ranked by, for single-label and multi-label data
-SCORES = {'top1': 'top-1', 'map': 'mAP'}
+# scores that models are ranked by, for multi-label and single-label data: the former has both, and is selected by mAP
+SCORES = {'map': 'mAP', 'top1': 'top-1'}
 
 
 def prepare(records: list[dict]) -> list[dict]:
     """Sort records by accuracy, and add a short name, the index of the symbol, and GFLOPs."""
     names = short_names([record['model'] for record in records])
     ready = [{**record, 'name': name} for record, name in zip(records, names)]
-    ready.sort(key=lambda record: next((record[k] for k in SCORES if record.get(k) is not None), -1), reverse=True)
+    ready.sort(key=lambda record: record[key] if (key := ranking_score(record)) else -1, reverse=True)
     for record in ready:
         if record.get('gmacs') is not None:
             record.setdefault('gflops', 2 * record['gmacs'])
     return [{**record, 'index': index} for index, record in enumerate(ready)]
 
 
+def ranking_score(record: dict) -> str | None:
+    """The key of the score that a model is ranked by, None without one."""
+    return next((key for key in SCORES if record.get(key) is not None), None)
+
+
 def short_names(names: list[str]) -> list[str]:
     """Shorten paths to as many trailing parts as make them unique; equal names are numbered."""
     short: list[str] = []
-    for name in names:
-        parts = Path(name).parts
-        others = {Path(other).parts for other in names} - {parts}
+    paths = [_split(name) for name in names]
+    for parts in paths:
+        others = set(paths) - {parts}
         length = next(n for n in range(1, len(parts) + 1) if n == len(parts) or not _is_shared_ending(parts, others, n))
         found = '/'.join(parts[-length:])
-        short.append(f'{found} ({names[: len(short)].count(name) + 1})' if names.count(name) > 1 else found)
+        short.append(f'{found} ({paths[: len(short)].count(parts) + 1})' if paths.count(parts) > 1 else found)
     return short
+
+
+def _split(name: str) -> tuple[str, ...]:
+    path = Path(name)
+    # . and .. have no name of their own
+    return path.resolve().parts if path.name in ('', '..') else path.parts
 
 
 def _is_shared_ending(parts: tuple, others: set[tuple], length: int) -> bool:

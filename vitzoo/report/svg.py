@@ -13,6 +13,8 @@ from vitzoo.report.markup import Element, tag
 
 # width of a character and height of a line, in the largest font of the charts
 CHARACTER, LINE = 6.6, 13.0
+# longer names would leave no room for the marks
+_LONGEST_NAME = 32
 SHAPES = {
     'circle': 'M-4.2 0a4.2 4.2 0 1 0 8.4 0a4.2 4.2 0 1 0-8.4 0z',
     'square': 'M-3.7-3.7h7.4v7.4h-7.4z',
@@ -133,6 +135,12 @@ def symbol(index: int, x: float, y: float, tip: str | None = None, size: float =
     scale = f' scale({size:g})' if size != 1 else ''
     place = f'translate({x:.1f} {y:.1f}){scale}'
     return dict(name='path', d=shape, transform=place, class_=f'mark {color(index)}', data_model=index, data_tip=tip)
+
+
+def shorten(name: str) -> str:
+    """Cut the middle out of a name that is too long for a chart."""
+    half = _LONGEST_NAME // 2
+    return name if len(name) <= _LONGEST_NAME else f'{name[: half - 1]}…{name[-half:]}'
 
 
 def color(index: int) -> str:

@@ -11,6 +11,7 @@ from vitzoo.report.records import (
     are_times_comparable,
     interval,
     num_scored,
+    ranking_score,
     speed_doubts,
     timing_machines,
 )
@@ -42,9 +43,9 @@ def _get(key: str, factor: float = 1) -> Callable[[dict], float | None]:
 
 
 def last_cosine(record: dict) -> float | None:
-    """Oversmoothing of the last block in which it is defined."""
-    curve = [value for value in record.get('oversmoothing') or [] if value is not None and not isnan(value)]
-    return curve[-1] if curve else None
+    """Oversmoothing of the last block, None if it is not defined there, as for a single token."""
+    last = (record.get('oversmoothing') or [None])[-1]
+    return None if last is None or isnan(last) else last
 
 
 MODEL_COLUMNS = (
@@ -83,12 +84,14 @@ def models_section(records: list[dict]) -> list[Element]:
     best = [find_best(c, records) if c.heading != 'speed' or has_best_speed else None for c in columns]
     head = [sort_heading('model', '', 'text'), *(sort_heading(c.heading, c.unit, 'number', c.better) for c in columns)]
     head += [sort_heading('image', 'px', 'number'), sort_heading('weights', '', 'text')]
-    if columns[0].heading in SCORES.values():
-        head[1].set('aria-sort', 'descending')
+    ranked_by = {SCORES[key] for record in records if (key := ranking_score(record))}
+    if len(ranked_by) == 1:
+        place = [column.heading for column in columns].index(*ranked_by)
+        head[1 + place].set('aria-sort', 'descending')
     rows = [_row(record, columns, best) for record in records]
     table = tag('table', tag('thead', tag('tr', head)), tag('tbody', rows), class_='models', id='table')
     terms = [(f'{c.heading} {c.unit}' if c.heading == 'cost' else c.heading, c.about) for c in columns]
-    terms += [('±', _INTERVAL)] if columns[0].heading == 'top-1' else []
+    terms += [('±', _INTERVAL)] if any(c.heading == 'top-1' for c in columns) else []
     notes = tag(
         'dl', (tag('div', tag('dt', term), ' ', tag('dd', about)) for term, about in terms), class_='note terms'
     )

@@ -29,6 +29,10 @@ from vitzoo.metrics.confusion import (
 )
 from vitzoo.validate.predictions import Predictions
 
+FILES = (
+    *('per_class.csv', 'confusion.csv', 'confusion.png', 'calibration.csv', 'reliability.png'),
+    *('confused.csv', 'confused.png'),
+)
 _NUM_PAIRS, _NUM_EXAMPLES = 10, 6
 _PER_CLASS_COLUMNS = ('class', 'images', 'accuracy', 'precision', 'taken_for', 'times')
 _CALIBRATION_COLUMNS = ('above', 'up_to', 'images', 'confidence', 'accuracy')

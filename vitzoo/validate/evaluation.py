@@ -28,7 +28,13 @@ from vitzoo.validate.error_analysis import open_predicted, write_error_analysis
 from vitzoo.validate.options import EvalOptions, check_outputs, check_single_model, parse_args
 from vitzoo.validate.predictions import Predictions, read_predictions, write_predictions
 from vitzoo.validate.results import RECORD_KEYS, print_calibration, print_results, write_results
-from vitzoo.validate.robustness import check_imagenet_classes, evaluate_corruptions, evaluate_suite, open_suite
+from vitzoo.validate.robustness import (
+    check_corruptible,
+    check_imagenet_classes,
+    evaluate_corruptions,
+    evaluate_suite,
+    open_suite,
+)
 from vitzoo.validate.scoring import score_dataset
 from vitzoo.validate.unfinished import remove_unfinished
 
@@ -60,7 +66,7 @@ def validate(argv: list[str] | None = None) -> list[dict]:
             if is_main and options.results_file:
                 write_results(options.results_file, records)
         if is_main:
-            remove_unfinished(options)
+            remove_unfinished(options, names)
     finally:
         # print what we have even if a later model fails or the user interrupts
         if is_main and records:
@@ -209,6 +215,8 @@ def _evaluate(
     """Evaluate a model on --data-dir, with --corrupt under corruptions, and on the suite."""
     if suite:
         check_imagenet_classes(name, model)
+    if options.corrupt:
+        check_corruptible(name, data_config)
     scores = {}
     if options.has_data:
         images = _open_images(name, model, weights, eval_transform(data_config), options)

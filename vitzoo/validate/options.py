@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ _DESCRIPTION = 'accuracy, size, speed, oversmoothing and health of models, as a 
 _DATA_DIR_HELP = """class folders, in a folder, .tar or .zip, or in its val/, validation/ or test/; WebDataset shards
 (wds/FOLDER); or a dataset of torchvision (torch/NAME) or Hugging Face (hfds/NAME) (default: the bundled sample, or no
 data with --suite)"""
+_NO_MODEL = 'name at least one MODEL, or give --from-predictions FILE alone'
 _MEASURES_HELP = f'measures of the tokens after each block: {",".join(MEASURES)} (default: cosine)'
 
 
@@ -78,8 +80,8 @@ class EvalOptions:
         return not (self.no_data or self.random_weights)
 
 
-def parse_args(argv: list[str] | None = None) -> EvalOptions:
-    """Read the command line."""
+def parse_args(argv: list[str] | None = None, no_model: str = _NO_MODEL) -> EvalOptions:
+    """Read the command line; `no_model` is the error if it neither has a model nor takes one's place."""
     # an option that is not given is left to the defaults of EvalOptions
     parser = CommandParser('vitzoo validate', description=_DESCRIPTION, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
@@ -107,7 +109,7 @@ def parse_args(argv: list[str] | None = None) -> EvalOptions:
     options = EvalOptions(**vars(parser.parse_args(argv)))
     if options.data_dir is None and not options.suite and not options.from_predictions:
         options = replace(options, data_dir='sample')
-    _check_options(parser, options)
+    _check_options(parser, options, no_model)
     return options
 
 
@@ -121,19 +123,40 @@ def check_single_model(options: EvalOptions, names: Sequence[str]) -> None:
 
 
 def check_outputs(options: EvalOptions) -> None:
-    """Raise UserError if an output file cannot be written, before the evaluation starts."""
+    """Raise UserError if an output file cannot be written or is given twice, before the evaluation starts."""
     formats = dict(results_file=('.csv', '.json'), plot=('.png', '.pdf', '.svg'), save_predictions=FORMATS)
     for name, suffixes in formats.items():
         if getattr(options, name):
             check_output(getattr(options, name), suffixes)
     if options.errors:
         check_output(f'{options.errors}/per_class.csv', ('.csv',))
+    _check_different(options)
 
 
-def _check_options(parser: argparse.ArgumentParser, options: EvalOptions) -> None:
+def _check_different(options: EvalOptions) -> None:
+    """Raise UserError if two outputs, or an output and --from-predictions, are the same file."""
+    # lazy: importing the datasets takes a second
+    from vitzoo.validate.error_analysis import FILES
+
+    given = [
+        (name, getattr(options, name)) for name in ('from_predictions', 'results_file', 'plot', 'save_predictions')
+    ]
+    paths = [(name, path) for name, path in given if path]
+    paths += [('errors', f'{options.errors}/{name}') for name in FILES if options.errors]
+    owners: dict[Path, str] = {}
+    for name, path in paths:
+        other = owners.setdefault(Path(path).resolve(), name)
+        if other != name:
+            raise UserError(
+                f"{format_flag(other)} and {format_flag(name)} are both '{path}', and one would overwrite the other; "
+                'give two names'
+            )
+
+
+def _check_options(parser: argparse.ArgumentParser, options: EvalOptions, no_model: str) -> None:
     """Reject options that contradict each other."""
     if bool(options.models) == bool(options.from_predictions):
-        parser.error('name at least one MODEL, or give --from-predictions FILE alone')
+        parser.error(no_model)
     if options.from_predictions:
         return _check_predictions_options(parser, options)
     if bool(options.suite) != bool(options.data_root):

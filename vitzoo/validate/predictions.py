@@ -18,6 +18,11 @@ from torch import Tensor
 from vitzoo.errors import UserError
 
 FORMATS = ('.csv', '.npz')
+# binary content as a table, numbers beyond 64 bits and fields beyond the limit of csv among others
+_UNREADABLE = (
+    *(AttributeError, EOFError, IndexError, KeyError, RuntimeError, TypeError, ValueError),
+    *(csv.Error, zipfile.BadZipFile),
+)
 
 
 @dataclass
@@ -41,13 +46,15 @@ def write_predictions(path: str, predictions: Predictions) -> None:
     columns: dict[str, Any] = {name: column.numpy() for name, column in predictions.columns.items()}
     if Path(path).suffix.lower() == '.npz':
         names = np.array([predictions.class_names[label] for label in sorted(predictions.class_names)])
-        np.savez(path, files=np.array(predictions.files), class_names=names, **columns)
+        # numpy would add .npz to a path that ends in .NPZ
+        with open(path, 'wb') as file:
+            np.savez(file, files=np.array(predictions.files), class_names=names, **columns)
         return
     ranks = range(1, columns['top'].shape[1] + 1)
     ranked = [f'{key}{rank}{end}' for rank in ranks for key, end in (('top', ''), ('top', '_name'), ('prob', ''))]
     # names of files may not be Unicode
-    with open(path, 'w', newline='', encoding='utf-8', errors='surrogateescape') as file:
-        writer = csv.writer(file)
+    with open(path, 'w', newline='', encoding='utf-8', errors='surrogateescape') as table:
+        writer = csv.writer(table)
         writer.writerow(['index', 'file', 'label', 'label_name', 'loss', *ranked])
         rows = zip(predictions.files, *(columns[name].tolist() for name in ('label', 'loss', 'top', 'prob')))
         for index, (name, label, loss, top, prob) in enumerate(rows):
@@ -59,14 +66,15 @@ def read_predictions(path: str) -> Predictions:
     """Read a file of `write_predictions`.
 
     Raises:
-        UserError: The file does not exist, is not a file of predictions, or has numbers that are not finite.
+        UserError: The file does not exist, is not a file of predictions, or has numbers that are not finite or classes
+            that do not exist.
     """
     read = _read_npz if Path(path).suffix.lower() == '.npz' else _read_csv
     try:
         predictions = read(path)
     except OSError as error:
         raise UserError(f"cannot read the predictions '{path}': {error.strerror or error}") from error
-    except (KeyError, ValueError, TypeError, IndexError, EOFError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise UserError(f"'{path}' is not a file written by --save-predictions: {error!r}") from error
     for name in ('loss', 'prob', 'logits'):
         broken = predictions.columns.get(name, torch.empty(0)).isfinite().logical_not().nonzero()
@@ -75,7 +83,22 @@ def read_predictions(path: str) -> Predictions:
                 f"the {name} of {predictions.files[broken[0, 0]]} in '{path}' is not finite, so there is no accuracy; "
                 'validate the model again, with weights that are finite'
             )
+    _check_classes(path, predictions)
     return predictions
+
+
+def _check_classes(path: str, predictions: Predictions) -> None:
+    """Raise UserError if a label or a prediction is not the number of a class."""
+    for name in ('label', 'top'):
+        column = predictions.columns[name]
+        # booleans of several labels are no numbers of classes
+        found = [] if column.dtype == torch.bool else column.unique().tolist()
+        wrong = next((value for value in found if value < 0 or value not in predictions.class_names), None)
+        if wrong is not None:
+            raise UserError(
+                f"'{path}' has {wrong} in its column '{name}', which is not the number of a class; "
+                'give a file as --save-predictions wrote it'
+            )
 
 
 def _read_npz(path: str) -> Predictions:

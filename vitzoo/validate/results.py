@@ -5,7 +5,7 @@ import io
 import json
 import os
 from collections.abc import Iterable
-from math import isnan
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,8 @@ def print_records(records: list[dict], title: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify='left', box=None, pad_edge=False, header_style='bold')
+    # names and paths as text: their brackets are no markup
+    table = Table(title=Text(title), title_justify='left', box=None, pad_edge=False, header_style='bold')
     table.add_column('\nmodel', overflow='fold')
     # mAP is for multi-label data
     has_map = any(record['map'] is not None for record in records)
@@ -120,6 +121,7 @@ def print_records(records: list[dict], title: str) -> None:
     for record in records:
         curve = record['oversmoothing']
         shown = {**record, 'params': record['params'] / 1e6, 'oversmoothing': curve[-1] if curve else None}
+        shown = without_nan({key: shown[key] for key in headings})
         cells = {key: '–' if shown[key] is None else format(shown[key], form) for key, (_, form) in headings.items()}
         if record.get('speed_doubt'):
             cells['images_per_second'] += '?'
@@ -185,12 +187,12 @@ def print_health(records: list[dict]) -> None:
 
 
 def without_nan(value: Any) -> Any:
-    """Replace nan, which JSON does not have, with None, also inside lists and dicts."""
+    """Replace nan and infinities, which JSON does not have, with None, also inside lists and dicts."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and isnan(value) else value
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def mean_or_none(values: Iterable[float | None]) -> float | None:
@@ -228,10 +230,11 @@ def _print_corruptions(title: str, table: dict[str, list[float | None]]) -> None
 def _print_grid(title: str, columns: list[str], rows: list[list]) -> None:
     """Print a table of names and of numbers with two decimals."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f'\n{title}', title_justify='left', box=None, pad_edge=False, header_style='bold')
+    table = Table(title=Text(f'\n{title}'), title_justify='left', box=None, pad_edge=False, header_style='bold')
     for number, column in enumerate(columns):
-        table.add_column(column, justify='right' if number else 'left', overflow='fold')
+        table.add_column(Text(column), justify='right' if number else 'left', overflow='fold')
     for row in rows:
         table.add_row(*map(_format_cell, row))
     _print_wide(table)

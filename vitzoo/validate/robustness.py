@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitzoo.classes import label_names
 from vitzoo.data import Images, split_eval_transform
-from vitzoo.data.corruptions import CONDITIONS, SEVERITIES, CorruptedImages
+from vitzoo.data.corruptions import CONDITIONS, MIN_SIZE, SEVERITIES, CorruptedImages
 from vitzoo.data.variants import Found, Readout, find_suite
 from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.errors import UserError
@@ -59,6 +59,16 @@ def evaluate_corruptions(
     table = _by_corruption(dict(zip(CONDITIONS, accuracies)))
     top1 = 100 * sum(correct) / sum(counts) if sum(counts) else nan
     return dict(corrupt_top1=top1, corrupt_relative=100 * top1 / clean_top1 if clean_top1 else None, corrupt=table)
+
+
+def check_corruptible(name: str, data_config: dict) -> None:
+    """Raise UserError if the images of a model are too small to be corrupted."""
+    height, width = data_config['input_size'][1:]
+    if min(height, width) < MIN_SIZE:
+        raise UserError(
+            f'--corrupt needs images of at least {MIN_SIZE}x{MIN_SIZE} pixels, and those of {name} are '
+            f'{height}x{width}; drop --corrupt'
+        )
 
 
 def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True) -> list[Found]:

@@ -44,13 +44,14 @@ def score_in_turn(
     Arguments are as in `score_dataset`; `images_before` were scored earlier, and count in the progress bar.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress
 
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
     loaders = eval_loaders(datasets, options.batch_size, options.workers, rank=rank, world=world)
     console = Console(stderr=True)
     with Progress(console=console, disable=rank > 0 or not console.is_terminal) as bar:
-        task = bar.add_task(title, total=images_before + sum(map(len, datasets)), completed=images_before)
+        task = bar.add_task(escape(title), total=images_before + sum(map(len, datasets)), completed=images_before)
 
         def advance(num_images: int) -> None:
             bar.advance(task, world * num_images)

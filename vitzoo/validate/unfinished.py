@@ -8,6 +8,7 @@ computed again. Batch size, workers and processes may change, because they do no
 import hashlib
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,8 +69,7 @@ class UnfinishedScores:
             return
         counts = {f'{corruption} {severity}': both for (corruption, severity), both in self.counts.items()}
         found = _read_json(self.path) | {self.name: dict(digest=self.digest, counts=counts)}
-        with replace_file(self.path) as partial:
-            partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
+        _write_json(self.path, found)
 
     def _read(self, path: Path) -> None:
         """Read the counts of the model if their digest is the same."""
@@ -89,10 +89,17 @@ class UnfinishedScores:
         print(f'vitzoo: {self.name}: {len(self.counts)} corruptions are in {path}', file=sys.stderr)
 
 
-def remove_unfinished(options: EvalOptions) -> None:
-    """Remove the file, because all results are written."""
-    if path := _unfinished_file(options):
-        path.unlink(missing_ok=True)
+def remove_unfinished(options: EvalOptions, names: Iterable[str]) -> None:
+    """Remove the scores of models whose results are written, and the file if it has no others."""
+    path = _unfinished_file(options)
+    # without --corrupt, the scores are of an evaluation that may still continue
+    if path is None or not options.corrupt or not path.exists():
+        return
+    names = set(names)
+    if left := {name: found for name, found in _read_json(path).items() if name not in names}:
+        _write_json(path, left)
+    else:
+        path.unlink()
 
 
 def _unfinished_file(options: EvalOptions) -> Path | None:
@@ -111,6 +118,11 @@ def _read_json(path: Path) -> dict:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read '{path}': {error}; remove it to compute the corruptions again") from error
+
+
+def _write_json(path: Path, found: dict) -> None:
+    with replace_file(path) as partial:
+        partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
 
 
 def _digest(name: str, model: nn.Module, images: Images, data_config: dict, options: EvalOptions) -> str:
