@@ -10,7 +10,7 @@ from vitzoo.report.transfers import read_transfer
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.report import write_study_report
-from vitzoo.study.results import ResultColumn, average, collect
+from vitzoo.study.results import ResultColumn, average, collect, merge_records
 from vitzoo.study.retention import find_kept
 from vitzoo.study.tables import format_notes
 from vitzoo.study.worker import Worker
@@ -177,3 +177,30 @@ def test_cells_have_the_curves_and_the_stages(study, tmp_path):
     assert (first['img_size'], first['n']) == ('128', '500')
     page = (tmp_path / 'report' / 'index.html').read_text()
     assert f'{cell.options["mixer"]}, blocks.0: 0.333' in page and 'blocks.1' not in page
+
+
+def test_corruptions_are_shown_with_the_clean_accuracy_of_their_own_size(tmp_path):
+    evaluations = dict(clean={}, c160=dict(img_size=160, corrupt=True), c96=dict(img_size=96, corrupt=True))
+    ways = dict(scratch=STUDY['ways']['scratch'])
+    study = read_study(write_study(tmp_path, ways=ways, seeds=[0], evaluations=evaluations))
+    clean = dict(clean=80.0, c160=90.0, c96=50.0)
+
+    def read(cell, evaluation):
+        record = dict(top1=clean[evaluation], health=None, corrupt=None)
+        return record if evaluation == 'clean' else record | dict(corrupt=dict(fog=[clean[evaluation] - 9] * 5))
+
+    page = render_study(study, collect(study, read), [], [])
+    larger, smaller = page.partition('Robustness, c160')[2].split('Robustness, c96')
+    for part, numbers in ((larger, '<td>81</td><td>90</td>'), (smaller, '<td>41</td><td>50</td>')):
+        assert numbers in part and '<td>80</td>' not in part
+    assert '<h3>Robustness</h3>' not in page
+
+
+def test_records_of_the_same_inputs_are_joined():
+    first = dict(top1=80.0, health=None, token_statistics=dict(cosine=dict(mean=[0.1])), corrupt_top1=None)
+    second = dict(top1=81.0, health=dict(a=1), token_statistics=dict(effective_rank=dict(mean=[3.0])))
+    second |= dict(corrupt=dict(fog=[40.0]), corrupt_top1=40.0)
+    merged = merge_records([first, second])
+    assert (merged['top1'], merged['corrupt_top1'], merged['health']) == (81, 40, dict(a=1))
+    assert list(merged['token_statistics']) == ['effective_rank', 'cosine']
+    assert merge_records([second, first]) == second | dict(token_statistics=merged['token_statistics'])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, curves, dots, scatter
 from vitzoo.report.markup import Element, tag
@@ -14,7 +15,7 @@ from vitzoo.report.sections import health_section, oversmoothing_section
 from vitzoo.report.table import sort_heading
 from vitzoo.report.transfers import retention_table
 from vitzoo.study.plan import Study
-from vitzoo.study.results import ResultColumn, Row, merge_records, score_column, size_columns
+from vitzoo.study.results import ResultColumn, Row, group_records, same_inputs, score_column, size_columns
 from vitzoo.study.retention import find_kept
 from vitzoo.study.tables import GridCell, format_fronts, make_grid
 
@@ -36,14 +37,19 @@ class _Entry:
     index: int
     name: str
 
-    @property
-    def record(self) -> dict:
-        """The record for the sections of `vitzoo report`."""
-        merged = merge_records(self.row.records.values())
-        # a table of cells has the value of the last block only, which is no curve
-        if not isinstance(merged.get('oversmoothing'), list):
-            merged.pop('oversmoothing', None)
-        return merged | dict(index=self.index, name=self.name, model=self.row.model)
+    def records(self, study: Study) -> dict[str, dict]:
+        """The records for the sections of `vitzoo report`, by the first evaluation with their inputs."""
+        records = group_records(study, self.row.records)
+        own = same_inputs(study, study.evaluations_of(self.row.way)[0])
+        first = records.get(own, {})
+        for name, record in records.items():
+            # a table of cells has the value of the last block only, which is no curve
+            if not isinstance(record.get('oversmoothing'), list):
+                record.pop('oversmoothing', None)
+            records[name] = record | dict(index=self.index, name=self.name, model=self.row.model)
+        for name in records.keys() - {own}:
+            records[name] = _without_repeated(records[name], first)
+        return records
 
 
 def render_study(study: Study, rows: list[Row], about: Sequence[str], notes: Sequence[str]) -> str:
@@ -75,13 +81,31 @@ def _way_section(study: Study, way: list[_Entry], entries: list[_Entry]) -> list
     charts = [chart for key in _COSTS for chart in _cost_figures(study, shown, rows, key)]
     charts += _size_figures(study, shown, rows)
     parts += [tag('div', charts, class_='charts')] if charts else []
-    records = [entry.record for entry in shown]
-    converted = [record for record in records if record.get('transfer')]
+    found = [entry.records(study) for entry in shown]
+    converted = [record for records in found for record in records.values() if record.get('transfer')]
     parts += [tag('h3', 'Stages of the conversions'), retention_table(converted)] if converted else []
+    return parts + _measurements(study, rows[0].way, found)
+
+
+def _measurements(study: Study, way: str, found: list[dict[str, dict]]) -> list[Element]:
+    """The sections of `vitzoo report`, once for each kind of inputs, so that none mixes image sizes or data."""
+    parts = []
+    names = list(dict.fromkeys(same_inputs(study, name) for name in study.evaluations_of(way)))
     for title, section in _SECTIONS:
-        found = section(records)
-        parts += [tag('h3', title), *found] if found else []
+        for name in names:
+            content = section([records[name] for records in found if name in records])
+            heading = title if name == names[0] else f'{title}, {name}'
+            parts += [tag('h3', heading), *content] if content else []
     return parts
+
+
+def _without_repeated(record: dict, first: dict) -> dict:
+    """A record without the measures of the tokens that the first evaluation has, too."""
+    statistics, known = record.get('token_statistics') or {}, first.get('token_statistics') or {}
+    if known or first.get('oversmoothing'):
+        record = {key: value for key, value in record.items() if key != 'oversmoothing'}
+    shown = {key: value for key, value in statistics.items() if key not in MEASURES or key not in known}
+    return record | dict(token_statistics=shown)
 
 
 def _with_teachers(way: list[_Entry], entries: list[_Entry]) -> list[_Entry]:

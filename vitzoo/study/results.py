@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate, estimate, judge, paired_difference
 from vitzoo.study.plan import Study, StudyCell
@@ -118,7 +119,10 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
     values = {key: _values(records) for key, records in found.items()}
     rows = []
     for (way, model), columns in values.items():
-        records = {name: average(list(seeds.values())) for name, seeds in found[way, model].items()}
+        seeds_of = found[way, model]
+        # the first evaluation may be the last that was computed
+        names = [name for name in study.evaluations_of(way) if name in seeds_of]
+        records = {name: average(list(seeds_of[name].values())) for name in names}
         row = Row(way, model, baselines[way, model], records=records, mixer=mixers[way, model])
         reference = {} if row.is_baseline or row.baseline is None else values.get(row.baseline, {})
         for column, seeds in columns.items():
@@ -141,12 +145,38 @@ def read_cell(cell: StudyCell, evaluation: str) -> dict | None:
     return record | cell.record.finished[evaluation]['place'] | transfer
 
 
+def group_records(study: Study, records: dict[str, dict]) -> dict[str, dict]:
+    """The records of evaluations by name, those of the same inputs merged under the first such name of the study."""
+    groups: dict[str, list[dict]] = defaultdict(list)
+    for name, record in records.items():
+        groups[same_inputs(study, name)].append(record)
+    return {name: merge_records(found) for name, found in groups.items()}
+
+
+def same_inputs(study: Study, evaluation: str) -> str:
+    """The first evaluation of the study with the inputs of this one."""
+    return next(name for name in study.evaluations if _inputs(study, name) == _inputs(study, evaluation))
+
+
 def merge_records(records: Iterable[dict]) -> dict:
-    """The records of all evaluations as one, for `vitzoo report`; of equal keys the first counts."""
+    """The records of evaluations of the same inputs as one; of equal keys the first value that is not None counts.
+
+    Measures of the tokens are joined, and corruptions bring the clean accuracy of their own evaluation.
+    """
     merged: dict = {}
     for record in records:
-        merged = record | merged
+        known = {key: value for key, value in merged.items() if value is not None}
+        if record.get('corrupt') and 'corrupt' not in known:
+            known |= {key: record[key] for key in ('top1', 'n') if key in record}
+        statistics = (record.get('token_statistics') or {}) | known.get('token_statistics', {})
+        merged = merged | record | known | (dict(token_statistics=statistics) if statistics else {})
     return merged
+
+
+def has_more(record: dict, first: dict) -> bool:
+    """Return True if a record has corruptions, the health of mixers, or measures of the tokens that the first lacks."""
+    added = set(record.get('token_statistics') or {}) - set(first.get('token_statistics') or {})
+    return any(record.get(key) for key in ('corrupt', 'health')) or not added.isdisjoint(MEASURES)
 
 
 def average(records: Sequence[Any]) -> Any:
