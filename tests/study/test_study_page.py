@@ -12,7 +12,7 @@ from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.report import write_study_report
 from vitzoo.study.results import ResultColumn, average, collect, merge_records
 from vitzoo.study.retention import find_kept
-from vitzoo.study.tables import format_notes
+from vitzoo.study.tables import format_markdown, format_notes
 from vitzoo.study.worker import Worker
 
 EVALUATIONS = dict(clean={}, larger=dict(img_size=160), corrupt=dict(corrupt=True))
@@ -204,3 +204,9 @@ def test_records_of_the_same_inputs_are_joined():
     assert (merged['top1'], merged['corrupt_top1'], merged['health']) == (81, 40, dict(a=1))
     assert list(merged['token_statistics']) == ['effective_rank', 'cosine']
     assert merge_records([second, first]) == second | dict(token_statistics=merged['token_statistics'])
+
+
+def test_a_teacher_without_any_correct_image_has_no_share(study):
+    rows = collect(study, lambda cell, evaluation: read(cell, evaluation) | dict(top1=0.0))
+    assert '| ls | 0.00 | – |' in format_markdown(study, rows)
+    assert '<th scope="row">ls</th><td>0</td><td>0</td><td>–</td>' in render_study(study, rows, [], [])

@@ -12,7 +12,7 @@ from vitzoo.errors import UserError, did_you_mean, is_whole
 from vitzoo.load import find_models
 from vitzoo.mixers import list_mixers
 from vitzoo.options import read_yaml, to_words
-from vitzoo.study.record import CellRecord
+from vitzoo.study.record import TEACHER_PREFIX, CellRecord
 from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
 from vitzoo.transfer.options import NEUTRAL_TRAINING_KEYS, TRAINING_KEYS, TransferOptions
 from vitzoo.transfer.options import parse_args as parse_transfer_args
@@ -76,6 +76,9 @@ class StudyCell:
         settings = {key: value for key, value in self.options.items() if key not in neutral}
         if self.teacher is not None:
             settings['teacher'] = self.teacher.name
+            # a student of a teacher with another recipe is another student
+            recipe = self.teacher.record.expected[self.teacher.command]
+            settings |= {f'{TEACHER_PREFIX}{key}': value for key, value in recipe.items()}
         evaluations = {
             name: {key: value for key, value in options.items() if key != 'workers'}
             for name, options in self.evaluations.items()

@@ -10,6 +10,8 @@ from vitzoo.errors import UserError
 CELL_FILE = 'cell.json'
 # results of the evaluations of a cell, one file for each
 EVALUATIONS = 'evaluations'
+# of the settings of a teacher among those of its student
+TEACHER_PREFIX = 'teacher '
 
 
 class CellRecord:
@@ -75,6 +77,9 @@ class CellRecord:
         for step, before in computed.items():
             # an evaluation may have been removed from the study
             now = self.expected.get(step, before)
+            if not any(key.startswith(TEACHER_PREFIX) for key in before):
+                # computed before the recipe of the teacher was recorded
+                now = {key: value for key, value in now.items() if not key.startswith(TEACHER_PREFIX)}
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             if changed:
                 key = changed[0]

@@ -24,9 +24,9 @@ class KeptAccuracy(NamedTuple):
     zero: float | None
 
     @property
-    def share(self) -> float:
-        """Percentage of the teacher's accuracy."""
-        return 100 * self.student / self.teacher
+    def share(self) -> float | None:
+        """Percentage of the teacher's accuracy, None if that is zero."""
+        return 100 * self.student / self.teacher if self.teacher else None
 
 
 def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccuracy]:

@@ -77,7 +77,7 @@ def _grids(study: Study, way: list[Row], rows: list[Row]) -> Iterator[tuple[list
 def _retention_line(kept: KeptAccuracy) -> list[str]:
     scores = (kept.student, kept.scratch, kept.start, kept.zero)
     student, *others = ('–' if score is None else f'{score:.2f}' for score in scores)
-    return [kept.mixer, student, f'{kept.share:.1f}', *others]
+    return [kept.mixer, student, '–' if kept.share is None else f'{kept.share:.1f}', *others]
 
 
 def _to_markdown(headings: list[str], lines: list[list[str]]) -> str:
