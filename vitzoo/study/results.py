@@ -43,6 +43,10 @@ METRICS = {
 }
 
 
+# that rank models, the first that they have; only data with several labels has mAP, by which trainings choose their best
+_SCORES = ('map', 'top1')
+
+
 class ResultColumn(NamedTuple):
     """A metric of an evaluation."""
 
@@ -65,10 +69,11 @@ class Row:
         differences: Of the seeds that the baseline also has.
         verdicts: 'better', 'worse' or an empty string.
         doubts: Columns of speeds that were measured on a busy machine, or on several machines in this way.
-        rank: Of the mean of the first column, among the models of the same way; 0 without it.
+        rank: Of the mean of the score of `score_column`, among the models of the same way; 0 without it.
         records: The records of the evaluations, means over the seeds.
         machines: On which they were evaluated, where that is known.
         mixer: Of a converted model.
+        transfers: Results of its conversion by seed.
     """
 
     way: str
@@ -83,6 +88,7 @@ class Row:
     records: dict[str, dict] = field(default_factory=dict)
     machines: set[str] = field(default_factory=set)
     mixer: str = ''
+    transfers: dict[int, dict] = field(default_factory=dict)
 
     @property
     def is_converted(self) -> bool:
@@ -124,6 +130,8 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
         names = [name for name in study.evaluations_of(way) if name in seeds_of]
         records = {name: average(list(seeds_of[name].values())) for name in names}
         row = Row(way, model, baselines[way, model], records=records, mixer=mixers[way, model])
+        pairs = (pair for seeds in seeds_of.values() for pair in seeds.items())
+        row.transfers = {seed: record['transfer'] for seed, record in pairs if record.get('transfer')}
         reference = {} if row.is_baseline or row.baseline is None else values.get(row.baseline, {})
         for column, seeds in columns.items():
             row.values[column], row.by_seed[column] = estimate(list(seeds.values())), seeds
@@ -199,14 +207,13 @@ def average(records: Sequence[Any]) -> Any:
 def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     """The columns of a way's table: accuracies of every evaluation, costs and oversmoothing of the first."""
     first, *others = study.evaluations_of(rows[0].way)
-    keys = [key for key in METRICS if key not in ('top5', 'loss', 'corrupt_relative')]
+    # what ranks the models comes first
+    keys = [*_SCORES, *(key for key in METRICS if key not in (*_SCORES, 'top5', 'loss', 'corrupt_relative'))]
     columns = [ResultColumn(first, key) for key in keys]
     for evaluation in others:
         is_repeated = _inputs(study, evaluation) == _inputs(study, first)
         columns += [
-            ResultColumn(evaluation, key)
-            for key in keys
-            if METRICS[key].sign and not (is_repeated and key in ('top1', 'map'))
+            ResultColumn(evaluation, key) for key in keys if METRICS[key].sign and not (is_repeated and key in _SCORES)
         ]
     return [column for column in columns if any(column in row.values for row in rows)]
 
@@ -214,7 +221,7 @@ def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
 def score_column(study: Study, rows: list[Row]) -> ResultColumn | None:
     """The accuracy that ranks the models of a way, None if its first evaluation has none."""
     first = study.evaluations_of(rows[0].way)[0]
-    columns = (ResultColumn(first, key) for key in ('top1', 'map'))
+    columns = (ResultColumn(first, key) for key in _SCORES)
     return next((column for column in columns if any(column in row.values for row in rows)), None)
 
 
@@ -292,15 +299,17 @@ def _rank(study: Study, rows: list[Row]) -> list[Row]:
     """Sort by way and accuracy, and number the models of each way."""
     ways = list(dict.fromkeys(cell.way for cell in study.cells))
 
+    scores = {way: score_column(study, found) for way in ways if (found := [row for row in rows if row.way == way])}
+
     def accuracy(row: Row) -> float:
-        first = study.evaluations_of(row.way)[0]
-        found = row.values.get(ResultColumn(first, 'top1')) or row.values.get(ResultColumn(first, 'map'))
+        score = scores[row.way]
+        found = row.values.get(score) if score is not None else None
         return _without_error(found.mean) if found else -1.0
 
     for way in ways:
-        scores = sorted((accuracy(row) for row in rows if row.way == way), reverse=True)
+        accuracies = sorted((accuracy(row) for row in rows if row.way == way), reverse=True)
         for row in rows:
             if row.way == way and accuracy(row) >= 0:
                 # equal means have the same rank
-                row.rank = scores.index(accuracy(row)) + 1
+                row.rank = accuracies.index(accuracy(row)) + 1
     return sorted(rows, key=lambda row: (ways.index(row.way), -accuracy(row)))

@@ -182,12 +182,12 @@ def make_grid(study: Study, way: list[Row], rows: list[Row]) -> tuple[list[str],
         if column.metric.sign and any(column in row.differences for row in way):
             headings.append('difference')
             columns.append((_difference_cell, column))
-    lines = []
+    lines, score = [], score_column(study, way)
     for row in way:
-        seeds = max(value.n for value in row.values.values())
+        seeds = _num_seeds(row, score)
         name = f'{row.model} (baseline)' if row.is_baseline else row.model
         rank = GridCell(str(row.rank), row.rank) if row.rank else GridCell('–')
-        cells = [make_cell(row, column) for make_cell, column in columns]
+        cells = [make_cell(row, column, seeds) for make_cell, column in columns]
         size = [_size_cell(row.img_size(first))] if has_sizes else []
         lines.append([rank, GridCell(name, row.model), GridCell(str(seeds), seeds), *size, *cells])
     return headings, lines
@@ -212,20 +212,28 @@ def _size_cell(size: int | None) -> GridCell:
     return GridCell('–') if size is None else GridCell(str(size), size)
 
 
-def _value_cell(row: Row, column: ResultColumn) -> GridCell:
+def _num_seeds(row: Row, score: ResultColumn | None) -> int:
+    """The seeds of the accuracy that ranks a model; without it, of the value with the most."""
+    found = row.values.get(score) if score is not None else None
+    return found.n if found else max(value.n for value in row.values.values())
+
+
+def _value_cell(row: Row, column: ResultColumn, seeds: int) -> GridCell:
     value = row.values.get(column)
     if value is None:
         return GridCell('–')
-    text = _format_estimate(value, column, '')
-    return GridCell(f'{text}?' if column in row.doubts else text, value.mean)
+    text = _format_estimate(value, column, '') + ('?' if column in row.doubts else '')
+    if value.n != seeds and not column.metric.is_exact:
+        text += f' ({value.n} of {seeds} seeds)' if value.n < seeds else f' ({value.n} seeds)'
+    return GridCell(text, value.mean)
 
 
-def _difference_cell(row: Row, column: ResultColumn) -> GridCell:
+def _difference_cell(row: Row, column: ResultColumn, seeds: int) -> GridCell:
     difference = row.differences.get(column)
     if difference is None:
         return GridCell('–')
     # the baseline may lack seeds that the model has
-    pairs = f'({difference.n} of {row.values[column].n} seeds)' if difference.n < row.values[column].n else ''
+    pairs = f'({difference.n} of {seeds} seeds)' if difference.n < seeds else ''
     words = [_format_estimate(difference, column, '+'), pairs, row.verdicts[column]]
     return GridCell(' '.join(word for word in words if word), difference.mean)
 
