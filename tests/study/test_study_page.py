@@ -210,3 +210,12 @@ def test_a_teacher_without_any_correct_image_has_no_share(study):
     rows = collect(study, lambda cell, evaluation: read(cell, evaluation) | dict(top1=0.0))
     assert '| ls | 0.00 | – |' in format_markdown(study, rows)
     assert '<th scope="row">ls</th><td>0</td><td>0</td><td>–</td>' in render_study(study, rows, [], [])
+
+
+def test_sizes_of_the_same_height_have_points_of_their_own(tmp_path):
+    evaluations = {name: dict(img_size=name) for name in ('32x128', '32x64')}
+    study = read_study(write_study(tmp_path, seeds=[0], evaluations=evaluations))
+    page = render_study(study, collect(study, lambda cell, name: dict(top1=70.0, img_size=name)), [], [])
+    chart = figures(page)['top-1 against image size']
+    assert chart.index('at 32x64 px: 70.00 %') < chart.index('at 32x128 px: 70.00 %')
+    assert 'pixels of the image' in chart and '>2048<' in chart.replace(',', '')

@@ -247,3 +247,11 @@ def test_accuracies_that_a_transfer_recorded_are_of_the_inputs_and_seeds_of_the_
     for first, start in ((dict(), '50.50'), (dict(img_size=96), '–'), (dict(data_dir='other'), '–')):
         study = read_study(write_study(tmp_path, evaluations=dict(first=first)))
         assert f'| ls | 80.00 | 100.0 | – | {start} | – |' in format_markdown(study, collect(study, read))
+
+
+def test_sizes_of_strips_have_height_and_width(study):
+    def read(cell, evaluation):
+        return dict(top1=70.0, img_size='1x1024' if cell.way == 'scratch' else 32)
+
+    text = format_markdown(study, collect(study, read))
+    assert '| deit_ls_nano | 3 | 1x1024 | 70.00' in text and '_to_ls | 3 | 32 | 70.00' in text

@@ -352,3 +352,36 @@ def test_a_cell_is_finished_if_its_failed_evaluation_was_removed(tmp_path):
     execute = Executor(lambda command: 2 if '--img-size' in command else None)
     Worker(read_study(write_study(tmp_path, seeds=[0], evaluations=evaluations)), execute=execute).run()
     run_study(['run', write_study(tmp_path, seeds=[0], evaluations=dict(clean={}))])
+
+
+def test_a_changed_evaluation_is_refused_without_the_advice_to_remove_its_model(tmp_path):
+    Worker(read_study(write_study(tmp_path, seeds=[0])), execute=Executor()).run()
+    path = write_study(tmp_path, seeds=[0], evaluations=dict(clean=dict(batch_size=32)))
+    with pytest.raises(UserError, match='clean batch_size = None, not 32; undo the change or rename the evaluation$'):
+        run_study(['status', path])
+
+
+def test_a_transfer_that_was_stopped_in_its_matching_continues_only_with_its_options(tmp_path):
+    def stop(command):
+        if 'vitzoo.transfer' in command:
+            (Path(value_after(command, '--output')) / 'transfer.json').write_text('{}')
+            return -15
+
+    Worker(read_study(write_study(tmp_path, seeds=[0])), execute=Executor(stop)).run()
+    ways = {**STUDY['ways'], 'converted': {**STUDY['ways']['converted'], 'transfer': dict(steps=5)}}
+    with pytest.raises(UserError, match='was computed with transfer steps = 2, not 5'):
+        run_study(['status', write_study(tmp_path, seeds=[0], ways=ways)])
+
+
+def test_the_time_of_a_step_is_that_of_all_its_attempts(tmp_path):
+    path = write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch']))
+
+    def stop(command):
+        time.sleep(0.2)
+        return -15
+
+    for _ in range(2):
+        Worker(read_study(path), execute=Executor(stop)).run()
+    study = read_study(path)
+    Worker(study, execute=Executor()).run()
+    assert all(cell.record.finished['train']['seconds'] >= 0.4 for cell in study.cells)

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
@@ -17,7 +18,7 @@ from vitzoo.report.transfers import retention_table
 from vitzoo.study.plan import Study
 from vitzoo.study.results import ResultColumn, Row, group_records, same_inputs, score_column, size_columns
 from vitzoo.study.retention import find_kept
-from vitzoo.study.tables import GridCell, format_fronts, make_grid
+from vitzoo.study.tables import GridCell, format_fronts, format_size, make_grid
 
 # of `vitzoo report`, with their titles
 _SECTIONS = (
@@ -161,25 +162,30 @@ def _size_figures(study: Study, shown: list[_Entry], way: list[Row]) -> list[Ele
     if len(columns) < 2:
         return []
     title = columns[0].metric.title
-    lines, sizes = [], set()
-    for entry in shown:
-        found = {entry.row.img_size(c.evaluation): entry.row.values[c].mean for c in columns if c in entry.row.values}
-        known = sorted((size, value) for size, value in found.items() if size is not None)
-        if len(known) < 2:
-            continue
-        sizes |= {size for size, _ in known}
-        tips = [f'{entry.name} at {size} px: {value:.2f} %' for size, value in known]
-        own = [i for i, (size, _) in enumerate(known) if size == entry.row.img_size(columns[0].evaluation)]
-        x, y = ([pair[i] for pair in known] for i in range(2))
-        lines.append(Curve(entry.index, entry.name, x, y, tips, large=own))
-    if not lines:
+    points = [(entry, _by_size(entry.row, columns)) for entry in shown]
+    points = [(entry, known) for entry, known in points if len(known) > 1]
+    if not points:
         return []
-    ticks = sorted(sizes)
+    sizes = sorted({size for _, known in points for size in known}, key=prod)
+    is_square = all(height == width for height, width in sizes)
+    lines = []
+    for entry, known in points:
+        tips = [f'{entry.name} at {format_size(size)} px: {value:.2f} %' for size, value in known.items()]
+        own = [i for i, size in enumerate(known) if size == entry.row.img_size(columns[0].evaluation)]
+        x = [height if is_square else height * width for height, width in known]
+        lines.append(Curve(entry.index, entry.name, x, list(known.values()), tips, large=own))
     label = f'{title.removesuffix(" %")} against image size'
-    chart = curves(label, lines, 'height and width of the image', title, x_ticks=ticks)
-    numbers = [[line.name, *(dict(zip(line.x, line.y)).get(size) for size in ticks)] for line in lines]
+    x_label = 'height and width of the image' if is_square else 'pixels of the image'
+    chart = curves(label, lines, x_label, title, x_ticks=[size[0] if is_square else prod(size) for size in sizes])
+    numbers = [[entry.name, *(known.get(size) for size in sizes)] for entry, known in points]
     about = 'Large markers are the size of the first evaluation.'
-    return [figure(label, about, chart, ['model', *map(str, ticks)], numbers)]
+    return [figure(label, about, chart, ['model', *map(format_size, sizes)], numbers)]
+
+
+def _by_size(row: Row, columns: list[ResultColumn]) -> dict[tuple[int, int], float]:
+    """The accuracies of a model by the size of the images, from the fewest pixels."""
+    found = [(row.img_size(column.evaluation), row.values[column].mean) for column in columns if column in row.values]
+    return dict(sorted(((size, value) for size, value in found if size is not None), key=lambda pair: prod(pair[0])))
 
 
 def _retention_figures(study: Study, way: list[_Entry], rows: list[Row]) -> list[Element]:

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from vitzoo.metrics.oversmoothing import MEASURES
+from vitzoo.options import size as parse_size
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate, estimate, judge, paired_difference
 from vitzoo.study.plan import Study, StudyCell
@@ -95,10 +96,10 @@ class Row:
         """True if a transfer made this model, whose baseline is its teacher."""
         return bool(self.mixer)
 
-    def img_size(self, evaluation: str) -> int | None:
-        """Height of the images of an evaluation, None if it is not recorded."""
+    def img_size(self, evaluation: str) -> tuple[int, int] | None:
+        """Height and width of the images of an evaluation, None if they are not recorded."""
         size = self.records.get(evaluation, {}).get('img_size')
-        return None if size is None else int(str(size).partition('x')[0])
+        return None if size is None else parse_size(str(size))
 
     @property
     def is_baseline(self) -> bool:

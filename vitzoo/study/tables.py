@@ -4,6 +4,7 @@ import csv
 import json
 from collections.abc import Iterator
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,8 +209,14 @@ def format_fronts(study: Study, rows: list[Row]) -> list[str]:
     return [' '.join(lines)] if lines else []
 
 
-def _size_cell(size: int | None) -> GridCell:
-    return GridCell('–') if size is None else GridCell(str(size), size)
+def format_size(size: tuple[int, int]) -> str:
+    """The side of a square image, or its height and width."""
+    height, width = size
+    return str(height) if height == width else f'{height}x{width}'
+
+
+def _size_cell(size: tuple[int, int] | None) -> GridCell:
+    return GridCell('–') if size is None else GridCell(format_size(size), prod(size))
 
 
 def _num_seeds(row: Row, score: ResultColumn | None) -> int:
