@@ -12,7 +12,7 @@ from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.report import write_study_report
 from vitzoo.study.results import ResultColumn, average, collect, merge_records
 from vitzoo.study.retention import find_kept
-from vitzoo.study.tables import format_markdown, format_notes
+from vitzoo.study.tables import format_fronts, format_markdown, format_notes
 from vitzoo.study.worker import Worker
 
 EVALUATIONS = dict(clean={}, larger=dict(img_size=160), corrupt=dict(corrupt=True))
@@ -219,3 +219,22 @@ def test_sizes_of_the_same_height_have_points_of_their_own(tmp_path):
     chart = figures(page)['top-1 against image size']
     assert chart.index('at 32x64 px: 70.00 %') < chart.index('at 32x128 px: 70.00 %')
     assert 'pixels of the image' in chart and '>2048<' in chart.replace(',', '')
+
+
+def test_a_mixer_from_scratch_is_found_beside_a_teacher_without_softmax_in_its_name(tmp_path):
+    way = dict(train=dict(epochs=1), models=['cvt_13', 'cvt_ls_13'])
+    converted = dict(transfer={}, teacher='cvt_13', teacher_way='scratch', mixers=['ls'])
+    study = read_study(write_study(tmp_path, baseline='cvt_13', ways=dict(scratch=way, converted=converted)))
+    rows = collect(study, lambda cell, evaluation: dict(top1=70.0 if cell.model == 'cvt_ls_13' else 60.0))
+    (kept,) = find_kept(study, [row for row in rows if row.is_converted], rows)
+    assert kept.scratch == 70
+
+
+def test_the_front_of_conversions_has_their_teacher_in_the_sentence_and_in_the_chart(study):
+    def better_teacher(cell, evaluation):
+        is_teacher = cell.model == 'deit_softmax_nano'
+        return read(cell, evaluation) | dict(top1=95.0 if is_teacher else 80.0, gmacs=0.1 if is_teacher else 0.5)
+
+    rows = collect(study, better_teacher)
+    way = [row for row in rows if row.is_converted]
+    assert format_fronts(study, way, rows)[0].startswith('Pareto front of top-1 % and GMACs: deit_softmax_nano. Pareto')

@@ -16,7 +16,7 @@ from vitzoo.report.sections import health_section, oversmoothing_section
 from vitzoo.report.table import sort_heading
 from vitzoo.report.transfers import retention_table
 from vitzoo.study.plan import Study
-from vitzoo.study.results import ResultColumn, Row, group_records, same_inputs, score_column, size_columns
+from vitzoo.study.results import ResultColumn, Row, group_records, same_inputs, score_column, size_columns, teachers_of
 from vitzoo.study.retention import find_kept
 from vitzoo.study.tables import GridCell, format_fronts, format_size, make_grid
 
@@ -77,7 +77,8 @@ def render_study(study: Study, rows: list[Row], about: Sequence[str], notes: Seq
 def _way_section(study: Study, way: list[_Entry], entries: list[_Entry]) -> list[Element]:
     """Table, fronts and charts of a way; the charts of conversions show their teachers, too."""
     rows = [entry.row for entry in way]
-    parts = [_table(study, way, entries), *(tag('p', line, class_='note') for line in format_fronts(study, rows))]
+    fronts = format_fronts(study, rows, [entry.row for entry in entries])
+    parts = [_table(study, way, entries), *(tag('p', line, class_='note') for line in fronts)]
     shown = _with_teachers(way, entries)
     charts = [chart for key in _COSTS for chart in _cost_figures(study, shown, rows, key)]
     charts += _size_figures(study, shown, rows)
@@ -111,7 +112,7 @@ def _without_repeated(record: dict, first: dict) -> dict:
 
 def _with_teachers(way: list[_Entry], entries: list[_Entry]) -> list[_Entry]:
     """The teachers of a way, and its models, those of conversions named after their mixers."""
-    teachers = {entry.row.baseline for entry in way if entry.row.is_converted}
+    teachers = teachers_of([entry.row for entry in way])
     shown = [entry for entry in entries if (entry.row.way, entry.row.model) in teachers]
     return shown + [replace(entry, name=entry.row.mixer or entry.name) for entry in way]
 

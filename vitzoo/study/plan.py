@@ -238,6 +238,12 @@ def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
         raise UserError(f"{place}: '{name}' is the name of a command; choose another")
     options = {'data_dir': data_dir, **_mapping(place, options)}
     _refuse_own(place, options, _OWN_EVAL_KEYS)
+    if 'suite' in options:
+        # its accuracies have no columns in the tables
+        raise UserError(
+            f'{place}: suite = {options["suite"]} cannot be part of a study; run vitzoo validate --suite on the folders'
+            f' of its cells'
+        )
     _parse(place, parse_eval_args, ['model', *to_words(options, ',')], options, EvalOptions)
     return options
 

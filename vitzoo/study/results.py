@@ -44,7 +44,7 @@ METRICS = {
 }
 
 
-# that rank models, the first that they have; only data with several labels has mAP, by which trainings choose their best
+# that rank models, the first that they have; data with several labels has mAP, by which trainings choose their best
 _SCORES = ('map', 'top1')
 
 
@@ -208,7 +208,7 @@ def average(records: Sequence[Any]) -> Any:
 def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     """The columns of a way's table: accuracies of every evaluation, costs and oversmoothing of the first."""
     first, *others = study.evaluations_of(rows[0].way)
-    # what ranks the models comes first
+    # the accuracies that rank come first
     keys = [*_SCORES, *(key for key in METRICS if key not in (*_SCORES, 'top5', 'loss', 'corrupt_relative'))]
     columns = [ResultColumn(first, key) for key in keys]
     for evaluation in others:
@@ -236,6 +236,11 @@ def size_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     return [ResultColumn(name, score.key) for name in same]
 
 
+def teachers_of(way: list[Row]) -> set[tuple[str, str] | None]:
+    """Way and model of the teachers of a way's converted models."""
+    return {row.baseline for row in way if row.is_converted}
+
+
 def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign: int) -> list[Row]:
     """The rows of a way than which no other has a better mean accuracy without a worse mean cost, or the reverse.
 
@@ -253,7 +258,7 @@ def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign:
 
 def _inputs(study: Study, evaluation: str, *others: str) -> dict:
     """The options of an evaluation that the accuracy on clean images depends on, without some others."""
-    added = (*others, 'corrupt', 'suite', 'data_root', 'allow_partial', 'measures', 'health', 'batch_size', 'workers')
+    added = (*others, 'corrupt', 'measures', 'health', 'batch_size', 'workers')
     return {key: value for key, value in study.evaluations[evaluation].items() if key not in added}
 
 

@@ -61,7 +61,8 @@ def _mean(values: dict[int, float], others: dict[int, float]) -> float | None:
 
 def _same_mixer(teacher: str, mixer: str) -> str:
     """The model of a teacher's size and body that has a mixer; 'aft_conv_nano' is the body AFT with 'aft_conv'."""
-    body, _, size = teacher.partition('_softmax_')
+    # 'cvt_13' has softmax attention, too
+    body, _, size = teacher.partition('_softmax_' if '_softmax_' in teacher else '_')
     return f'{mixer}_{size}' if mixer.startswith(f'{body}_') else f'{body}_{mixer}_{size}'
 
 

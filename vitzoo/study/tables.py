@@ -12,7 +12,7 @@ from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, StudyCell
-from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, score_column, visible_columns
+from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, score_column, teachers_of, visible_columns
 from vitzoo.study.retention import KeptAccuracy, find_kept
 from vitzoo.transfer.summary import STAGES
 
@@ -49,7 +49,7 @@ def format_ways(study: Study, rows: list[Row]) -> list[str]:
     parts = []
     for way in by_way(rows):
         table, *kept = (_to_markdown(*grid) for grid in _grids(study, way, rows))
-        parts += [f'### {way[0].way}\n\n{table}', *format_fronts(study, way), *kept]
+        parts += [f'### {way[0].way}\n\n{table}', *format_fronts(study, way, rows), *kept]
     return parts
 
 
@@ -194,17 +194,22 @@ def make_grid(study: Study, way: list[Row], rows: list[Row]) -> tuple[list[str],
     return headings, lines
 
 
-def format_fronts(study: Study, rows: list[Row]) -> list[str]:
-    """The models of a way on the Pareto fronts of accuracy and cost, in one paragraph."""
-    score, lines = score_column(study, rows), []
+def format_fronts(study: Study, way: list[Row], rows: list[Row]) -> list[str]:
+    """The models of a way on the Pareto fronts of accuracy and cost, in one paragraph.
+
+    GMACs are compared with those of the teachers, among the rows of the whole study; speeds of two ways are not.
+    """
+    score, lines, teachers = score_column(study, way), [], teachers_of(way)
     if score is None:
         return []
     for key, sign in (('gmacs', -1), ('images_per_second', 1)):
         cost = ResultColumn(score.evaluation, key)
+        known = [row for row in rows if (row.way, row.model) in teachers] if key == 'gmacs' else []
+        known += [row for row in way if row not in known]
         # unreliable speeds are not compared
-        if any(cost in row.doubts for row in rows) or len([row for row in rows if cost in row.values]) < 2:
+        if any(cost in row.doubts for row in known) or len([row for row in known if cost in row.values]) < 2:
             continue
-        names = ', '.join(row.model for row in pareto_front(rows, score, cost, sign))
+        names = ', '.join(row.model for row in pareto_front(known, score, cost, sign))
         lines.append(f'Pareto front of {score.metric.title} and {cost.metric.title}: {names}.')
     return [' '.join(lines)] if lines else []
 
