@@ -10,9 +10,9 @@ from vitzoo.report.transfers import read_transfer
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.report import write_study_report
-from vitzoo.study.results import ResultColumn, average, collect
+from vitzoo.study.results import ResultColumn, average, collect, merge_records
 from vitzoo.study.retention import find_kept
-from vitzoo.study.tables import format_notes
+from vitzoo.study.tables import format_fronts, format_markdown, format_notes
 from vitzoo.study.worker import Worker
 
 EVALUATIONS = dict(clean={}, larger=dict(img_size=160), corrupt=dict(corrupt=True))
@@ -177,3 +177,64 @@ def test_cells_have_the_curves_and_the_stages(study, tmp_path):
     assert (first['img_size'], first['n']) == ('128', '500')
     page = (tmp_path / 'report' / 'index.html').read_text()
     assert f'{cell.options["mixer"]}, blocks.0: 0.333' in page and 'blocks.1' not in page
+
+
+def test_corruptions_are_shown_with_the_clean_accuracy_of_their_own_size(tmp_path):
+    evaluations = dict(clean={}, c160=dict(img_size=160, corrupt=True), c96=dict(img_size=96, corrupt=True))
+    ways = dict(scratch=STUDY['ways']['scratch'])
+    study = read_study(write_study(tmp_path, ways=ways, seeds=[0], evaluations=evaluations))
+    clean = dict(clean=80.0, c160=90.0, c96=50.0)
+
+    def read(cell, evaluation):
+        record = dict(top1=clean[evaluation], health=None, corrupt=None)
+        return record if evaluation == 'clean' else record | dict(corrupt=dict(fog=[clean[evaluation] - 9] * 5))
+
+    page = render_study(study, collect(study, read), [], [])
+    larger, smaller = page.partition('Robustness, c160')[2].split('Robustness, c96')
+    for part, numbers in ((larger, '<td>81</td><td>90</td>'), (smaller, '<td>41</td><td>50</td>')):
+        assert numbers in part and '<td>80</td>' not in part
+    assert '<h3>Robustness</h3>' not in page
+
+
+def test_records_of_the_same_inputs_are_joined():
+    first = dict(top1=80.0, health=None, token_statistics=dict(cosine=dict(mean=[0.1])), corrupt_top1=None)
+    second = dict(top1=81.0, health=dict(a=1), token_statistics=dict(effective_rank=dict(mean=[3.0])))
+    second |= dict(corrupt=dict(fog=[40.0]), corrupt_top1=40.0)
+    merged = merge_records([first, second])
+    assert (merged['top1'], merged['corrupt_top1'], merged['health']) == (81, 40, dict(a=1))
+    assert list(merged['token_statistics']) == ['effective_rank', 'cosine']
+    assert merge_records([second, first]) == second | dict(token_statistics=merged['token_statistics'])
+
+
+def test_a_teacher_without_any_correct_image_has_no_share(study):
+    rows = collect(study, lambda cell, evaluation: read(cell, evaluation) | dict(top1=0.0))
+    assert '| ls | 0.00 | – |' in format_markdown(study, rows)
+    assert '<th scope="row">ls</th><td>0</td><td>0</td><td>–</td>' in render_study(study, rows, [], [])
+
+
+def test_sizes_of_the_same_height_have_points_of_their_own(tmp_path):
+    evaluations = {name: dict(img_size=name) for name in ('32x128', '32x64')}
+    study = read_study(write_study(tmp_path, seeds=[0], evaluations=evaluations))
+    page = render_study(study, collect(study, lambda cell, name: dict(top1=70.0, img_size=name)), [], [])
+    chart = figures(page)['top-1 against image size']
+    assert chart.index('at 32x64 px: 70.00 %') < chart.index('at 32x128 px: 70.00 %')
+    assert 'pixels of the image' in chart and '>2048<' in chart.replace(',', '')
+
+
+def test_a_mixer_from_scratch_is_found_beside_a_teacher_without_softmax_in_its_name(tmp_path):
+    way = dict(train=dict(epochs=1), models=['cvt_13', 'cvt_ls_13'])
+    converted = dict(transfer={}, teacher='cvt_13', teacher_way='scratch', mixers=['ls'])
+    study = read_study(write_study(tmp_path, baseline='cvt_13', ways=dict(scratch=way, converted=converted)))
+    rows = collect(study, lambda cell, evaluation: dict(top1=70.0 if cell.model == 'cvt_ls_13' else 60.0))
+    (kept,) = find_kept(study, [row for row in rows if row.is_converted], rows)
+    assert kept.scratch == 70
+
+
+def test_the_front_of_conversions_has_their_teacher_in_the_sentence_and_in_the_chart(study):
+    def better_teacher(cell, evaluation):
+        is_teacher = cell.model == 'deit_softmax_nano'
+        return read(cell, evaluation) | dict(top1=95.0 if is_teacher else 80.0, gmacs=0.1 if is_teacher else 0.5)
+
+    rows = collect(study, better_teacher)
+    way = [row for row in rows if row.is_converted]
+    assert format_fronts(study, way, rows)[0].startswith('Pareto front of top-1 % and GMACs: deit_softmax_nano. Pareto')

@@ -174,3 +174,16 @@ def test_every_kind_of_attention_of_the_long_range_study_takes_a_strip_and_a_gri
         assert model.patch_embed.grid_size == tuple(size)
         model(torch.randn(2, 1, *size)).square().mean().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_date_is_the_name_that_was_written(tmp_path):
+    path = Path(write_study(tmp_path, evaluations=dict(clean=dict(data_subset='SUBSET'))))
+    path.write_text(path.read_text().replace('SUBSET', '2022-03-01'))
+    cell = read_study(str(path)).cells[0]
+    assert cell.record.expected['clean']['data_subset'] == '2022-03-01'
+
+
+def test_a_suite_is_refused_because_tables_have_no_columns_for_it(tmp_path):
+    evaluations = dict(clean=dict(suite='robust', data_root='variants'))
+    with pytest.raises(UserError, match='evaluations.clean: suite = robust cannot be part of a study; run vitzoo'):
+        read_study(write_study(tmp_path, evaluations=evaluations))

@@ -216,3 +216,42 @@ def test_a_report_in_place_of_a_file_is_refused(path, tmp_path):
 def test_a_report_without_results_is_refused(tmp_path):
     with pytest.raises(UserError, match='no cell of .* has results yet'):
         run_study(['report', write_study(tmp_path)])
+
+
+def test_the_seeds_are_those_of_the_accuracy_that_ranks(study):
+    def read(cell, evaluation):
+        return dict(top1=70.0, corrupt_top1=50.0) if evaluation == 'corrupt' or cell.seed == 0 else None
+
+    text = format_markdown(study, collect(study, read))
+    assert '| 1 | deit_ls_nano | 1 | 70.00 |' in text and '50.00 ± 0.00 (3 seeds)' in text
+    text = format_markdown(study, collect(study, lambda c, e: read(c, dict(clean='corrupt', corrupt='clean')[e])))
+    assert '| 1 | deit_ls_nano | 3 | 70.00 ± 0.00 |' in text and '50.00 (1 of 3 seeds)' in text
+
+
+def test_models_for_several_labels_are_ranked_by_map_which_selects_their_weights(study):
+    def read(cell, evaluation):
+        return dict(top1=60.0, map=40.0) if 'softmax' in cell.model else dict(top1=50.0, map=70.0)
+
+    text = format_markdown(study, collect(study, read))
+    assert '| 1 | deit_ls_nano | 3 | 70.00' in text and '| 2 | deit_softmax_nano (baseline) | 3 | 40.00' in text
+    assert '| rank | model | seeds | mAP % | difference | top-1 % |' in text
+
+
+def test_accuracies_that_a_transfer_recorded_are_of_the_inputs_and_seeds_of_the_others(tmp_path):
+    def read(cell, evaluation):
+        if cell.seed == 2 and cell.way == 'teacher':
+            return None
+        start = dict(top1=50.0 + cell.seed)
+        return dict(top1=80.0, transfer=dict(kind='top1', start=start, controls={}) if cell.teacher else None)
+
+    for first, start in ((dict(), '50.50'), (dict(img_size=96), '–'), (dict(data_dir='other'), '–')):
+        study = read_study(write_study(tmp_path, evaluations=dict(first=first)))
+        assert f'| ls | 80.00 | 100.0 | – | {start} | – |' in format_markdown(study, collect(study, read))
+
+
+def test_sizes_of_strips_have_height_and_width(study):
+    def read(cell, evaluation):
+        return dict(top1=70.0, img_size='1x1024' if cell.way == 'scratch' else 32)
+
+    text = format_markdown(study, collect(study, read))
+    assert '| deit_ls_nano | 3 | 1x1024 | 70.00' in text and '_to_ls | 3 | 32 | 70.00' in text

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -326,3 +327,61 @@ def test_a_study_trains_converts_evaluates_and_reports(tmp_path):
     table = (report / 'table.md').read_text()
     assert '4 of 4 cells are finished' in table and 'top-1 %, larger' in table
     assert 'better' not in table.split('\n\n')[1]
+
+
+def test_a_student_is_refused_if_its_teacher_has_another_recipe(tmp_path):
+    study = read_study(write_study(tmp_path, seeds=[0]))
+    Worker(study, execute=Executor()).run()
+    ways = {**STUDY['ways'], 'teacher': dict(train=dict(epochs=30), models='vit_tiny_patch16_224')}
+    path = write_study(tmp_path, seeds=[0], ways=ways)
+    shutil.rmtree(tmp_path / 'out' / 'teacher')
+    with pytest.raises(UserError, match=r'_to_ls/seed-0. was computed with transfer teacher epochs = 3, not 30'):
+        run_study(['status', path])
+    # a student that was finished before the recipe was recorded
+    for cell in study.cells:
+        found = json.loads(cell.record.path.read_text()) if cell.teacher else dict(finished={})
+        if 'transfer' in found['finished']:
+            settings = found['finished']['transfer']['settings']
+            found['finished']['transfer']['settings'] = {k: v for k, v in settings.items() if ' ' not in k}
+            cell.record.path.write_text(json.dumps(found))
+    run_study(['status', path])
+
+
+def test_a_cell_is_finished_if_its_failed_evaluation_was_removed(tmp_path):
+    evaluations = dict(clean={}, larger=dict(img_size=160))
+    execute = Executor(lambda command: 2 if '--img-size' in command else None)
+    Worker(read_study(write_study(tmp_path, seeds=[0], evaluations=evaluations)), execute=execute).run()
+    run_study(['run', write_study(tmp_path, seeds=[0], evaluations=dict(clean={}))])
+
+
+def test_a_changed_evaluation_is_refused_without_the_advice_to_remove_its_model(tmp_path):
+    Worker(read_study(write_study(tmp_path, seeds=[0])), execute=Executor()).run()
+    path = write_study(tmp_path, seeds=[0], evaluations=dict(clean=dict(batch_size=32)))
+    with pytest.raises(UserError, match='clean batch_size = None, not 32; undo the change or rename the evaluation$'):
+        run_study(['status', path])
+
+
+def test_a_transfer_that_was_stopped_in_its_matching_continues_only_with_its_options(tmp_path):
+    def stop(command):
+        if 'vitzoo.transfer' in command:
+            (Path(value_after(command, '--output')) / 'transfer.json').write_text('{}')
+            return -15
+
+    Worker(read_study(write_study(tmp_path, seeds=[0])), execute=Executor(stop)).run()
+    ways = {**STUDY['ways'], 'converted': {**STUDY['ways']['converted'], 'transfer': dict(steps=5)}}
+    with pytest.raises(UserError, match='was computed with transfer steps = 2, not 5'):
+        run_study(['status', write_study(tmp_path, seeds=[0], ways=ways)])
+
+
+def test_the_time_of_a_step_is_that_of_all_its_attempts(tmp_path):
+    path = write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch']))
+
+    def stop(command):
+        time.sleep(0.2)
+        return -15
+
+    for _ in range(2):
+        Worker(read_study(path), execute=Executor(stop)).run()
+    study = read_study(path)
+    Worker(study, execute=Executor()).run()
+    assert all(cell.record.finished['train']['seconds'] >= 0.4 for cell in study.cells)

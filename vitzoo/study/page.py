@@ -4,7 +4,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 
+from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, curves, dots, scatter
 from vitzoo.report.markup import Element, tag
@@ -14,9 +16,9 @@ from vitzoo.report.sections import health_section, oversmoothing_section
 from vitzoo.report.table import sort_heading
 from vitzoo.report.transfers import retention_table
 from vitzoo.study.plan import Study
-from vitzoo.study.results import ResultColumn, Row, merge_records, score_column, size_columns
+from vitzoo.study.results import ResultColumn, Row, group_records, same_inputs, score_column, size_columns, teachers_of
 from vitzoo.study.retention import find_kept
-from vitzoo.study.tables import GridCell, format_fronts, make_grid
+from vitzoo.study.tables import GridCell, format_fronts, format_size, make_grid
 
 # of `vitzoo report`, with their titles
 _SECTIONS = (
@@ -36,14 +38,19 @@ class _Entry:
     index: int
     name: str
 
-    @property
-    def record(self) -> dict:
-        """The record for the sections of `vitzoo report`."""
-        merged = merge_records(self.row.records.values())
-        # a table of cells has the value of the last block only, which is no curve
-        if not isinstance(merged.get('oversmoothing'), list):
-            merged.pop('oversmoothing', None)
-        return merged | dict(index=self.index, name=self.name, model=self.row.model)
+    def records(self, study: Study) -> dict[str, dict]:
+        """The records for the sections of `vitzoo report`, by the first evaluation with their inputs."""
+        records = group_records(study, self.row.records)
+        own = same_inputs(study, study.evaluations_of(self.row.way)[0])
+        first = records.get(own, {})
+        for name, record in records.items():
+            # a table of cells has the value of the last block only, which is no curve
+            if not isinstance(record.get('oversmoothing'), list):
+                record.pop('oversmoothing', None)
+            records[name] = record | dict(index=self.index, name=self.name, model=self.row.model)
+        for name in records.keys() - {own}:
+            records[name] = _without_repeated(records[name], first)
+        return records
 
 
 def render_study(study: Study, rows: list[Row], about: Sequence[str], notes: Sequence[str]) -> str:
@@ -70,23 +77,42 @@ def render_study(study: Study, rows: list[Row], about: Sequence[str], notes: Seq
 def _way_section(study: Study, way: list[_Entry], entries: list[_Entry]) -> list[Element]:
     """Table, fronts and charts of a way; the charts of conversions show their teachers, too."""
     rows = [entry.row for entry in way]
-    parts = [_table(study, way, entries), *(tag('p', line, class_='note') for line in format_fronts(study, rows))]
+    fronts = format_fronts(study, rows, [entry.row for entry in entries])
+    parts = [_table(study, way, entries), *(tag('p', line, class_='note') for line in fronts)]
     shown = _with_teachers(way, entries)
     charts = [chart for key in _COSTS for chart in _cost_figures(study, shown, rows, key)]
     charts += _size_figures(study, shown, rows)
     parts += [tag('div', charts, class_='charts')] if charts else []
-    records = [entry.record for entry in shown]
-    converted = [record for record in records if record.get('transfer')]
+    found = [entry.records(study) for entry in shown]
+    converted = [record for records in found for record in records.values() if record.get('transfer')]
     parts += [tag('h3', 'Stages of the conversions'), retention_table(converted)] if converted else []
+    return parts + _measurements(study, rows[0].way, found)
+
+
+def _measurements(study: Study, way: str, found: list[dict[str, dict]]) -> list[Element]:
+    """The sections of `vitzoo report`, once for each kind of inputs, so that none mixes image sizes or data."""
+    parts = []
+    names = list(dict.fromkeys(same_inputs(study, name) for name in study.evaluations_of(way)))
     for title, section in _SECTIONS:
-        found = section(records)
-        parts += [tag('h3', title), *found] if found else []
+        for name in names:
+            content = section([records[name] for records in found if name in records])
+            heading = title if name == names[0] else f'{title}, {name}'
+            parts += [tag('h3', heading), *content] if content else []
     return parts
+
+
+def _without_repeated(record: dict, first: dict) -> dict:
+    """A record without the measures of the tokens that the first evaluation has, too."""
+    statistics, known = record.get('token_statistics') or {}, first.get('token_statistics') or {}
+    if known or first.get('oversmoothing'):
+        record = {key: value for key, value in record.items() if key != 'oversmoothing'}
+    shown = {key: value for key, value in statistics.items() if key not in MEASURES or key not in known}
+    return record | dict(token_statistics=shown)
 
 
 def _with_teachers(way: list[_Entry], entries: list[_Entry]) -> list[_Entry]:
     """The teachers of a way, and its models, those of conversions named after their mixers."""
-    teachers = {entry.row.baseline for entry in way if entry.row.is_converted}
+    teachers = teachers_of([entry.row for entry in way])
     shown = [entry for entry in entries if (entry.row.way, entry.row.model) in teachers]
     return shown + [replace(entry, name=entry.row.mixer or entry.name) for entry in way]
 
@@ -137,25 +163,30 @@ def _size_figures(study: Study, shown: list[_Entry], way: list[Row]) -> list[Ele
     if len(columns) < 2:
         return []
     title = columns[0].metric.title
-    lines, sizes = [], set()
-    for entry in shown:
-        found = {entry.row.img_size(c.evaluation): entry.row.values[c].mean for c in columns if c in entry.row.values}
-        known = sorted((size, value) for size, value in found.items() if size is not None)
-        if len(known) < 2:
-            continue
-        sizes |= {size for size, _ in known}
-        tips = [f'{entry.name} at {size} px: {value:.2f} %' for size, value in known]
-        own = [i for i, (size, _) in enumerate(known) if size == entry.row.img_size(columns[0].evaluation)]
-        x, y = ([pair[i] for pair in known] for i in range(2))
-        lines.append(Curve(entry.index, entry.name, x, y, tips, large=own))
-    if not lines:
+    points = [(entry, _by_size(entry.row, columns)) for entry in shown]
+    points = [(entry, known) for entry, known in points if len(known) > 1]
+    if not points:
         return []
-    ticks = sorted(sizes)
+    sizes = sorted({size for _, known in points for size in known}, key=prod)
+    is_square = all(height == width for height, width in sizes)
+    lines = []
+    for entry, known in points:
+        tips = [f'{entry.name} at {format_size(size)} px: {value:.2f} %' for size, value in known.items()]
+        own = [i for i, size in enumerate(known) if size == entry.row.img_size(columns[0].evaluation)]
+        x = [height if is_square else height * width for height, width in known]
+        lines.append(Curve(entry.index, entry.name, x, list(known.values()), tips, large=own))
     label = f'{title.removesuffix(" %")} against image size'
-    chart = curves(label, lines, 'height and width of the image', title, x_ticks=ticks)
-    numbers = [[line.name, *(dict(zip(line.x, line.y)).get(size) for size in ticks)] for line in lines]
+    x_label = 'height and width of the image' if is_square else 'pixels of the image'
+    chart = curves(label, lines, x_label, title, x_ticks=[size[0] if is_square else prod(size) for size in sizes])
+    numbers = [[entry.name, *(known.get(size) for size in sizes)] for entry, known in points]
     about = 'Large markers are the size of the first evaluation.'
-    return [figure(label, about, chart, ['model', *map(str, ticks)], numbers)]
+    return [figure(label, about, chart, ['model', *map(format_size, sizes)], numbers)]
+
+
+def _by_size(row: Row, columns: list[ResultColumn]) -> dict[tuple[int, int], float]:
+    """The accuracies of a model by the size of the images, from the fewest pixels."""
+    found = [(row.img_size(column.evaluation), row.values[column].mean) for column in columns if column in row.values]
+    return dict(sorted(((size, value) for size, value in found if size is not None), key=lambda pair: prod(pair[0])))
 
 
 def _retention_figures(study: Study, way: list[_Entry], rows: list[Row]) -> list[Element]:

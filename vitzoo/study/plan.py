@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import date
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from vitzoo.errors import UserError, did_you_mean, is_whole
 from vitzoo.load import find_models
 from vitzoo.mixers import list_mixers
 from vitzoo.options import read_yaml, to_words
-from vitzoo.study.record import CellRecord
+from vitzoo.study.record import TEACHER_PREFIX, CellRecord
 from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
 from vitzoo.transfer.options import NEUTRAL_TRAINING_KEYS, TRAINING_KEYS, TransferOptions
 from vitzoo.transfer.options import parse_args as parse_transfer_args
@@ -76,6 +77,9 @@ class StudyCell:
         settings = {key: value for key, value in self.options.items() if key not in neutral}
         if self.teacher is not None:
             settings['teacher'] = self.teacher.name
+            # a student of a teacher with another recipe is another student
+            recipe = self.teacher.record.expected[self.teacher.command]
+            settings |= {f'{TEACHER_PREFIX}{key}': value for key, value in recipe.items()}
         evaluations = {
             name: {key: value for key, value in options.items() if key != 'workers'}
             for name, options in self.evaluations.items()
@@ -234,6 +238,12 @@ def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
         raise UserError(f"{place}: '{name}' is the name of a command; choose another")
     options = {'data_dir': data_dir, **_mapping(place, options)}
     _refuse_own(place, options, _OWN_EVAL_KEYS)
+    if 'suite' in options:
+        # its accuracies have no columns in the tables
+        raise UserError(
+            f'{place}: suite = {options["suite"]} cannot be part of a study; run vitzoo validate --suite on the folders'
+            f' of its cells'
+        )
     _parse(place, parse_eval_args, ['model', *to_words(options, ',')], options, EvalOptions)
     return options
 
@@ -290,7 +300,16 @@ def _read_config(place: str, given: dict, read: Callable[[str], dict], own: tupl
 
 
 def _read_file(path: str) -> dict:
-    return _mapping(f"'{path}'", read_yaml(path))
+    return _mapping(f"'{path}'", _without_dates(read_yaml(path)))
+
+
+def _without_dates(value: Any) -> Any:
+    """The text of dates, which YAML reads in names such as 2022-03-01."""
+    if isinstance(value, dict):
+        return {key: _without_dates(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_dates(item) for item in value]
+    return str(value) if isinstance(value, date) else value
 
 
 def _mapping(place: str, value: Any) -> dict:

@@ -6,10 +6,13 @@ from typing import Any
 
 from vitzoo._files import replace_file
 from vitzoo.errors import UserError
+from vitzoo.transfer.record import RECORD
 
 CELL_FILE = 'cell.json'
 # results of the evaluations of a cell, one file for each
 EVALUATIONS = 'evaluations'
+# of the settings of a teacher among those of its student
+TEACHER_PREFIX = 'teacher '
 
 
 class CellRecord:
@@ -69,18 +72,25 @@ class CellRecord:
             UserError: They had others, or the file cannot be read.
         """
         computed = {step: found['settings'] for step, found in self.finished.items()}
-        if (self.folder / 'checkpoints').exists():
+        if any((self.folder / name).exists() for name in ('checkpoints', RECORD)):
             # resuming with others would mix two recipes in one model
             computed = self._read()['started'] | computed
         for step, before in computed.items():
             # an evaluation may have been removed from the study
             now = self.expected.get(step, before)
+            if not any(key.startswith(TEACHER_PREFIX) for key in before):
+                # computed before the recipe of the teacher was recorded
+                now = {key: value for key, value in now.items() if not key.startswith(TEACHER_PREFIX)}
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             if changed:
                 key = changed[0]
+                # the folder has the training, too
+                is_model = step == self.command
+                advice = 'give the study another output, or remove this folder' if is_model else 'rename the evaluation'
+                separator = ',' if is_model else ' or'
                 raise UserError(
                     f"'{self.folder}' was computed with {step} {key} = {before.get(key)}, not {now.get(key)}; undo the"
-                    f' change, give the study another output, or remove this folder'
+                    f' change{separator} {advice}'
                 )
 
     def results(self, evaluation: str) -> dict | None:
@@ -109,7 +119,14 @@ class CellRecord:
     def finish(self, step: str, seconds: float, command: str, place: dict[str, Any] | None = None) -> None:
         """Record that a step is finished, and for an evaluation on which machine."""
         found, about = self._read(), dict(command=command, place=place or {})
+        seconds += found['spent'].pop(step, 0)
         found['finished'][step] = dict(settings=self.expected[step], seconds=round(seconds, 2), **about)
+        self._write(found)
+
+    def spend(self, step: str, seconds: float) -> None:
+        """Record the time of an attempt that did not finish a step."""
+        found = self._read()
+        found['spent'][step] = found['spent'].get(step, 0) + seconds
         self._write(found)
 
     def fail(self, step: str, code: int, message: str) -> None:
@@ -125,9 +142,10 @@ class CellRecord:
     def _read(self) -> dict:
         try:
             found = json.loads(self.path.read_text(encoding='utf-8'))
-            return {key: found[key] for key in ('started', 'finished', 'failure')}
+            # files of earlier versions have no times of attempts
+            return {key: found[key] for key in ('started', 'finished', 'failure')} | dict(spent=found.get('spent', {}))
         except FileNotFoundError:
-            return dict(started={}, finished={}, failure=None)
+            return dict(started={}, finished={}, failure=None, spent={})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"cannot read '{self.path}': {error}; remove it to compute the cell again") from error
 

@@ -8,7 +8,7 @@ from vitzoo._files import replace_file
 from vitzoo.report import DATA, PAGE, make_folder, write_records
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell
-from vitzoo.study.results import Row, merge_records, read_cell
+from vitzoo.study.results import Row, group_records, has_more, read_cell
 from vitzoo.study.tables import count_finished, format_latex, format_markdown, format_notes, write_cells, write_csv
 
 
@@ -38,10 +38,10 @@ def write_study_report(folder: Path, study: Study, rows: list[Row]) -> list[Path
 
 
 def _cell_records(study: Study, cell: StudyCell) -> list[dict]:
-    """The record of a cell: its first evaluation, and the corruptions of the others."""
-    record = merge_records(found for name in cell.evaluations if (found := read_cell(cell, name)) is not None)
-    if not record:
-        return []
+    """The record of a cell's first evaluation, and of others that have more than an accuracy on other inputs."""
+    found = {name: record for name in cell.evaluations if (record := read_cell(cell, name)) is not None}
+    first, *others = group_records(study, found).values() or [{}]
     trained = cell.record.finished.get(cell.command, {})
     commands = [trained['command']] if 'command' in trained else []
-    return [record | dict(commands=commands)]
+    records = [first, *(other for other in others if has_more(other, first))]
+    return [record | dict(commands=commands) for record in records if record]

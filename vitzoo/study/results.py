@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from vitzoo.metrics.oversmoothing import MEASURES
+from vitzoo.options import size as parse_size
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate, estimate, judge, paired_difference
 from vitzoo.study.plan import Study, StudyCell
@@ -42,6 +44,10 @@ METRICS = {
 }
 
 
+# that rank models, the first that they have; data with several labels has mAP, by which trainings choose their best
+_SCORES = ('map', 'top1')
+
+
 class ResultColumn(NamedTuple):
     """A metric of an evaluation."""
 
@@ -64,10 +70,11 @@ class Row:
         differences: Of the seeds that the baseline also has.
         verdicts: 'better', 'worse' or an empty string.
         doubts: Columns of speeds that were measured on a busy machine, or on several machines in this way.
-        rank: Of the mean of the first column, among the models of the same way; 0 without it.
+        rank: Of the mean of the score of `score_column`, among the models of the same way; 0 without it.
         records: The records of the evaluations, means over the seeds.
         machines: On which they were evaluated, where that is known.
         mixer: Of a converted model.
+        transfers: Results of its conversion by seed.
     """
 
     way: str
@@ -82,16 +89,17 @@ class Row:
     records: dict[str, dict] = field(default_factory=dict)
     machines: set[str] = field(default_factory=set)
     mixer: str = ''
+    transfers: dict[int, dict] = field(default_factory=dict)
 
     @property
     def is_converted(self) -> bool:
         """True if a transfer made this model, whose baseline is its teacher."""
         return bool(self.mixer)
 
-    def img_size(self, evaluation: str) -> int | None:
-        """Height of the images of an evaluation, None if it is not recorded."""
+    def img_size(self, evaluation: str) -> tuple[int, int] | None:
+        """Height and width of the images of an evaluation, None if they are not recorded."""
         size = self.records.get(evaluation, {}).get('img_size')
-        return None if size is None else int(str(size).partition('x')[0])
+        return None if size is None else parse_size(str(size))
 
     @property
     def is_baseline(self) -> bool:
@@ -118,8 +126,13 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
     values = {key: _values(records) for key, records in found.items()}
     rows = []
     for (way, model), columns in values.items():
-        records = {name: average(list(seeds.values())) for name, seeds in found[way, model].items()}
+        seeds_of = found[way, model]
+        # the first evaluation may be the last that was computed
+        names = [name for name in study.evaluations_of(way) if name in seeds_of]
+        records = {name: average(list(seeds_of[name].values())) for name in names}
         row = Row(way, model, baselines[way, model], records=records, mixer=mixers[way, model])
+        pairs = (pair for seeds in seeds_of.values() for pair in seeds.items())
+        row.transfers = {seed: record['transfer'] for seed, record in pairs if record.get('transfer')}
         reference = {} if row.is_baseline or row.baseline is None else values.get(row.baseline, {})
         for column, seeds in columns.items():
             row.values[column], row.by_seed[column] = estimate(list(seeds.values())), seeds
@@ -141,12 +154,38 @@ def read_cell(cell: StudyCell, evaluation: str) -> dict | None:
     return record | cell.record.finished[evaluation]['place'] | transfer
 
 
+def group_records(study: Study, records: dict[str, dict]) -> dict[str, dict]:
+    """The records of evaluations by name, those of the same inputs merged under the first such name of the study."""
+    groups: dict[str, list[dict]] = defaultdict(list)
+    for name, record in records.items():
+        groups[same_inputs(study, name)].append(record)
+    return {name: merge_records(found) for name, found in groups.items()}
+
+
+def same_inputs(study: Study, evaluation: str) -> str:
+    """The first evaluation of the study with the inputs of this one."""
+    return next(name for name in study.evaluations if _inputs(study, name) == _inputs(study, evaluation))
+
+
 def merge_records(records: Iterable[dict]) -> dict:
-    """The records of all evaluations as one, for `vitzoo report`; of equal keys the first counts."""
+    """The records of evaluations of the same inputs as one; of equal keys the first value that is not None counts.
+
+    Measures of the tokens are joined, and corruptions bring the clean accuracy of their own evaluation.
+    """
     merged: dict = {}
     for record in records:
-        merged = record | merged
+        known = {key: value for key, value in merged.items() if value is not None}
+        if record.get('corrupt') and 'corrupt' not in known:
+            known |= {key: record[key] for key in ('top1', 'n') if key in record}
+        statistics = (record.get('token_statistics') or {}) | known.get('token_statistics', {})
+        merged = merged | record | known | (dict(token_statistics=statistics) if statistics else {})
     return merged
+
+
+def has_more(record: dict, first: dict) -> bool:
+    """Return True if a record has corruptions, the health of mixers, or measures of the tokens that the first lacks."""
+    added = set(record.get('token_statistics') or {}) - set(first.get('token_statistics') or {})
+    return any(record.get(key) for key in ('corrupt', 'health')) or not added.isdisjoint(MEASURES)
 
 
 def average(records: Sequence[Any]) -> Any:
@@ -169,14 +208,13 @@ def average(records: Sequence[Any]) -> Any:
 def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     """The columns of a way's table: accuracies of every evaluation, costs and oversmoothing of the first."""
     first, *others = study.evaluations_of(rows[0].way)
-    keys = [key for key in METRICS if key not in ('top5', 'loss', 'corrupt_relative')]
+    # the accuracies that rank come first
+    keys = [*_SCORES, *(key for key in METRICS if key not in (*_SCORES, 'top5', 'loss', 'corrupt_relative'))]
     columns = [ResultColumn(first, key) for key in keys]
     for evaluation in others:
         is_repeated = _inputs(study, evaluation) == _inputs(study, first)
         columns += [
-            ResultColumn(evaluation, key)
-            for key in keys
-            if METRICS[key].sign and not (is_repeated and key in ('top1', 'map'))
+            ResultColumn(evaluation, key) for key in keys if METRICS[key].sign and not (is_repeated and key in _SCORES)
         ]
     return [column for column in columns if any(column in row.values for row in rows)]
 
@@ -184,7 +222,7 @@ def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
 def score_column(study: Study, rows: list[Row]) -> ResultColumn | None:
     """The accuracy that ranks the models of a way, None if its first evaluation has none."""
     first = study.evaluations_of(rows[0].way)[0]
-    columns = (ResultColumn(first, key) for key in ('top1', 'map'))
+    columns = (ResultColumn(first, key) for key in _SCORES)
     return next((column for column in columns if any(column in row.values for row in rows)), None)
 
 
@@ -196,6 +234,11 @@ def size_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     names = study.evaluations_of(rows[0].way)
     same = [name for name in names if _inputs(study, name, 'img_size') == _inputs(study, names[0], 'img_size')]
     return [ResultColumn(name, score.key) for name in same]
+
+
+def teachers_of(way: list[Row]) -> set[tuple[str, str] | None]:
+    """Way and model of the teachers of a way's converted models."""
+    return {row.baseline for row in way if row.is_converted}
 
 
 def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign: int) -> list[Row]:
@@ -215,7 +258,7 @@ def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign:
 
 def _inputs(study: Study, evaluation: str, *others: str) -> dict:
     """The options of an evaluation that the accuracy on clean images depends on, without some others."""
-    added = (*others, 'corrupt', 'suite', 'data_root', 'allow_partial', 'measures', 'health', 'batch_size', 'workers')
+    added = (*others, 'corrupt', 'measures', 'health', 'batch_size', 'workers')
     return {key: value for key, value in study.evaluations[evaluation].items() if key not in added}
 
 
@@ -262,15 +305,17 @@ def _rank(study: Study, rows: list[Row]) -> list[Row]:
     """Sort by way and accuracy, and number the models of each way."""
     ways = list(dict.fromkeys(cell.way for cell in study.cells))
 
+    scores = {way: score_column(study, found) for way in ways if (found := [row for row in rows if row.way == way])}
+
     def accuracy(row: Row) -> float:
-        first = study.evaluations_of(row.way)[0]
-        found = row.values.get(ResultColumn(first, 'top1')) or row.values.get(ResultColumn(first, 'map'))
+        score = scores[row.way]
+        found = row.values.get(score) if score is not None else None
         return _without_error(found.mean) if found else -1.0
 
     for way in ways:
-        scores = sorted((accuracy(row) for row in rows if row.way == way), reverse=True)
+        accuracies = sorted((accuracy(row) for row in rows if row.way == way), reverse=True)
         for row in rows:
             if row.way == way and accuracy(row) >= 0:
                 # equal means have the same rank
-                row.rank = scores.index(accuracy(row)) + 1
+                row.rank = accuracies.index(accuracy(row)) + 1
     return sorted(rows, key=lambda row: (ways.index(row.way), -accuracy(row)))

@@ -3,8 +3,11 @@
 from statistics import fmean
 from typing import NamedTuple
 
-from vitzoo.study.plan import Study
+from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import ResultColumn, Row, score_column
+
+# options of a transfer and of an evaluation that choose the images
+_DATA = ('data_dir', 'val_split', 'input_key', 'target_key', 'data_subset', 'class_map')
 
 
 class KeptAccuracy(NamedTuple):
@@ -24,9 +27,9 @@ class KeptAccuracy(NamedTuple):
     zero: float | None
 
     @property
-    def share(self) -> float:
-        """Percentage of the teacher's accuracy."""
-        return 100 * self.student / self.teacher
+    def share(self) -> float | None:
+        """Percentage of the teacher's accuracy, None if that is zero."""
+        return 100 * self.student / self.teacher if self.teacher else None
 
 
 def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccuracy]:
@@ -46,7 +49,7 @@ def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccurac
         teacher, student = _mean(teachers, students), _mean(students, teachers)
         if teacher is not None and student is not None:
             accuracies = teacher, student, _mean(scratch, students)
-            found.append(KeptAccuracy(row.mixer, *accuracies, *_recorded(row, score)))
+            found.append(KeptAccuracy(row.mixer, *accuracies, *_recorded(study, row, score, teachers)))
     return found
 
 
@@ -58,13 +61,29 @@ def _mean(values: dict[int, float], others: dict[int, float]) -> float | None:
 
 def _same_mixer(teacher: str, mixer: str) -> str:
     """The model of a teacher's size and body that has a mixer; 'aft_conv_nano' is the body AFT with 'aft_conv'."""
-    body, _, size = teacher.partition('_softmax_')
+    # 'cvt_13' has softmax attention, too
+    body, _, size = teacher.partition('_softmax_' if '_softmax_' in teacher else '_')
     return f'{mixer}_{size}' if mixer.startswith(f'{body}_') else f'{body}_{mixer}_{size}'
 
 
-def _recorded(row: Row, score: ResultColumn) -> tuple[float | None, float | None]:
-    """Accuracies before training and without attention, as the transfer recorded them."""
-    transfer = row.records.get(score.evaluation, {}).get('transfer', {})
-    scores = transfer.get('start', {}), transfer.get('controls', {}).get('zero', {})
-    start, zero = (found.get(score.key) for found in scores)
-    return start, zero
+def _recorded(
+    study: Study, row: Row, score: ResultColumn, teachers: dict[int, float]
+) -> tuple[float | None, float | None]:
+    """Accuracies before training and without attention, if the transfer measured them on the inputs of the score."""
+    cell = next(cell for cell in study.cells if (cell.way, cell.model) == (row.way, row.model))
+    if not _has_inputs(cell, study.evaluations[score.evaluation]):
+        return None, None
+    shared = [found for seed, found in row.transfers.items() if seed in teachers and seed in row.by_seed[score]]
+    starts = [found.get('start', {}).get(score.key) for found in shared]
+    zeros = [found.get('controls', {}).get('zero', {}).get(score.key) for found in shared]
+    start, zero = ([value for value in values if value is not None] for values in (starts, zeros))
+    return fmean(start) if start else None, fmean(zero) if zero else None
+
+
+def _has_inputs(cell: StudyCell, evaluation: dict) -> bool:
+    """Return True if an evaluation has the data of a transfer, and does not change the size of the images."""
+    size = evaluation.get('img_size')
+    own = cell.teacher.options.get('img_size') if cell.teacher is not None else None
+    # a student keeps the size of its conversion
+    has_size = size is None or size == (cell.options.get('img_size') or own)
+    return has_size and all(evaluation.get(key) == cell.options.get(key) for key in _DATA)

@@ -4,6 +4,7 @@ import csv
 import json
 from collections.abc import Iterator
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, StudyCell
-from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, score_column, visible_columns
+from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, score_column, teachers_of, visible_columns
 from vitzoo.study.retention import KeptAccuracy, find_kept
 from vitzoo.transfer.summary import STAGES
 
@@ -48,7 +49,7 @@ def format_ways(study: Study, rows: list[Row]) -> list[str]:
     parts = []
     for way in by_way(rows):
         table, *kept = (_to_markdown(*grid) for grid in _grids(study, way, rows))
-        parts += [f'### {way[0].way}\n\n{table}', *format_fronts(study, way), *kept]
+        parts += [f'### {way[0].way}\n\n{table}', *format_fronts(study, way, rows), *kept]
     return parts
 
 
@@ -77,7 +78,7 @@ def _grids(study: Study, way: list[Row], rows: list[Row]) -> Iterator[tuple[list
 def _retention_line(kept: KeptAccuracy) -> list[str]:
     scores = (kept.student, kept.scratch, kept.start, kept.zero)
     student, *others = ('–' if score is None else f'{score:.2f}' for score in scores)
-    return [kept.mixer, student, f'{kept.share:.1f}', *others]
+    return [kept.mixer, student, '–' if kept.share is None else f'{kept.share:.1f}', *others]
 
 
 def _to_markdown(headings: list[str], lines: list[list[str]]) -> str:
@@ -182,50 +183,69 @@ def make_grid(study: Study, way: list[Row], rows: list[Row]) -> tuple[list[str],
         if column.metric.sign and any(column in row.differences for row in way):
             headings.append('difference')
             columns.append((_difference_cell, column))
-    lines = []
+    lines, score = [], score_column(study, way)
     for row in way:
-        seeds = max(value.n for value in row.values.values())
+        seeds = _num_seeds(row, score)
         name = f'{row.model} (baseline)' if row.is_baseline else row.model
         rank = GridCell(str(row.rank), row.rank) if row.rank else GridCell('–')
-        cells = [make_cell(row, column) for make_cell, column in columns]
+        cells = [make_cell(row, column, seeds) for make_cell, column in columns]
         size = [_size_cell(row.img_size(first))] if has_sizes else []
         lines.append([rank, GridCell(name, row.model), GridCell(str(seeds), seeds), *size, *cells])
     return headings, lines
 
 
-def format_fronts(study: Study, rows: list[Row]) -> list[str]:
-    """The models of a way on the Pareto fronts of accuracy and cost, in one paragraph."""
-    score, lines = score_column(study, rows), []
+def format_fronts(study: Study, way: list[Row], rows: list[Row]) -> list[str]:
+    """The models of a way on the Pareto fronts of accuracy and cost, in one paragraph.
+
+    GMACs are compared with those of the teachers, among the rows of the whole study; speeds of two ways are not.
+    """
+    score, lines, teachers = score_column(study, way), [], teachers_of(way)
     if score is None:
         return []
     for key, sign in (('gmacs', -1), ('images_per_second', 1)):
         cost = ResultColumn(score.evaluation, key)
+        known = [row for row in rows if (row.way, row.model) in teachers] if key == 'gmacs' else []
+        known += [row for row in way if row not in known]
         # unreliable speeds are not compared
-        if any(cost in row.doubts for row in rows) or len([row for row in rows if cost in row.values]) < 2:
+        if any(cost in row.doubts for row in known) or len([row for row in known if cost in row.values]) < 2:
             continue
-        names = ', '.join(row.model for row in pareto_front(rows, score, cost, sign))
+        names = ', '.join(row.model for row in pareto_front(known, score, cost, sign))
         lines.append(f'Pareto front of {score.metric.title} and {cost.metric.title}: {names}.')
     return [' '.join(lines)] if lines else []
 
 
-def _size_cell(size: int | None) -> GridCell:
-    return GridCell('–') if size is None else GridCell(str(size), size)
+def format_size(size: tuple[int, int]) -> str:
+    """The side of a square image, or its height and width."""
+    height, width = size
+    return str(height) if height == width else f'{height}x{width}'
 
 
-def _value_cell(row: Row, column: ResultColumn) -> GridCell:
+def _size_cell(size: tuple[int, int] | None) -> GridCell:
+    return GridCell('–') if size is None else GridCell(format_size(size), prod(size))
+
+
+def _num_seeds(row: Row, score: ResultColumn | None) -> int:
+    """The seeds of the accuracy that ranks a model; without it, of the value with the most."""
+    found = row.values.get(score) if score is not None else None
+    return found.n if found else max(value.n for value in row.values.values())
+
+
+def _value_cell(row: Row, column: ResultColumn, seeds: int) -> GridCell:
     value = row.values.get(column)
     if value is None:
         return GridCell('–')
-    text = _format_estimate(value, column, '')
-    return GridCell(f'{text}?' if column in row.doubts else text, value.mean)
+    text = _format_estimate(value, column, '') + ('?' if column in row.doubts else '')
+    if value.n != seeds and not column.metric.is_exact:
+        text += f' ({value.n} of {seeds} seeds)' if value.n < seeds else f' ({value.n} seeds)'
+    return GridCell(text, value.mean)
 
 
-def _difference_cell(row: Row, column: ResultColumn) -> GridCell:
+def _difference_cell(row: Row, column: ResultColumn, seeds: int) -> GridCell:
     difference = row.differences.get(column)
     if difference is None:
         return GridCell('–')
     # the baseline may lack seeds that the model has
-    pairs = f'({difference.n} of {row.values[column].n} seeds)' if difference.n < row.values[column].n else ''
+    pairs = f'({difference.n} of {seeds} seeds)' if difference.n < seeds else ''
     words = [_format_estimate(difference, column, '+'), pairs, row.verdicts[column]]
     return GridCell(' '.join(word for word in words if word), difference.mean)
 

@@ -100,6 +100,8 @@ class Worker:
             seconds = time.perf_counter() - start
             claim.lock.check()
             is_done = code == 0 and all(path.is_file() for path in expected)
+            if not is_done:
+                cell.record.spend(step, seconds)
             if not is_done and (code == 0 or code in _STOPPED or self.should_stop()):
                 # a training that gets SIGTERM ends with exit code 0, and continues from its checkpoint
                 self.skipped.add(cell.name)
