@@ -238,3 +238,18 @@ def test_the_front_of_conversions_has_their_teacher_in_the_sentence_and_in_the_c
     rows = collect(study, better_teacher)
     way = [row for row in rows if row.is_converted]
     assert format_fronts(study, way, rows)[0].startswith('Pareto front of top-1 % and GMACs: deit_softmax_nano. Pareto')
+
+
+def test_the_records_of_a_report_keep_corruptions_with_the_accuracy_of_their_own_size(tmp_path):
+    evaluations = dict(clean={}, larger=dict(img_size=160), c96=dict(img_size=96, corrupt=True))
+    study = read_study(
+        write_study(tmp_path, ways=dict(scratch=STUDY['ways']['scratch']), seeds=[0], evaluations=evaluations)
+    )
+    Worker(study, execute=Executor()).run()
+    cell = study.cells[0]
+    file = cell.record.results_file('c96')
+    file.write_text(json.dumps([json.loads(file.read_text())[0] | dict(top1=50.0, corrupt=dict(fog=[40.0] * 5))]))
+    write_study_report(tmp_path / 'report', study, collect(study))
+    records = json.loads((tmp_path / 'report' / 'report.json').read_text())['records']
+    found = [record for record in records if record['model'] == str(cell.folder)]
+    assert [(record['top1'] == 50, 'corrupt' in record) for record in found] == [(False, False), (True, True)]
