@@ -31,7 +31,7 @@ def update_statistics_once(model: nn.Module) -> None:
             module.register_forward_hook(_release_statistics, always_call=True)
 
 
-def _keep_statistics(norm: nn.Module, inputs: tuple) -> None:
+def _keep_statistics(norm: Any, inputs: tuple) -> None:
     # only a recomputation calls a module during the backward pass
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         # kept by the module, so that a copy of the model has its own

@@ -86,7 +86,7 @@ def models_section(records: list[dict]) -> list[Element]:
     head += [sort_heading('image', 'px', 'number'), sort_heading('weights', '', 'text')]
     ranked_by = {SCORES[key] for record in records if (key := ranking_score(record))}
     if len(ranked_by) == 1:
-        place = [column.heading for column in columns].index(*ranked_by)
+        place = [column.heading for column in columns].index(ranked_by.pop())
         head[1 + place].set('aria-sort', 'descending')
     rows = [_row(record, columns, best) for record in records]
     table = tag('table', tag('thead', tag('tr', head)), tag('tbody', rows), class_='models', id='table')
