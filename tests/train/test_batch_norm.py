@@ -118,7 +118,15 @@ def test_recomputed_activations_update_synchronized_statistics_once():
     assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
 
 
-@pytest.mark.parametrize('compiler', [[], ['--torchcompile', 'aot_eager']], ids=['eager', 'compiled'])
+REPEATED = pytest.mark.xfail(
+    torch.__version__.startswith('2.6'), strict=True, reason='a graph of torch 2.6 updates the statistics again'
+)
+
+
+@pytest.mark.parametrize(
+    'compiler',
+    [pytest.param([], id='eager'), pytest.param(['--torchcompile', 'aot_eager'], id='compiled', marks=REPEATED)],
+)
 def test_recomputed_activations_of_a_timm_model_update_statistics_once(images, tmp_path, compiler):
     trained = []
     for name, options in dict(plain=[], recomputed=['--grad-checkpointing']).items():
