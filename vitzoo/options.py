@@ -19,6 +19,13 @@ _EXPONENT = re.compile(r'[-+]?(\d+\.?\d*|\.\d+)e[-+]?\d+', re.IGNORECASE)
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML of texts, numbers, lists and mappings: a name such as 2022-03-01 is no date."""
+
+
+_Loader.add_constructor('tag:yaml.org,2002:timestamp', lambda loader, node: str(node.value))
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that runs a model on images."""
     add = parser.add_argument
@@ -115,7 +122,7 @@ def parse_yaml(text: str) -> Any:
     """
     if text.isdecimal():
         return int(text)
-    return float(text) if _EXPONENT.fullmatch(text) else yaml.safe_load(text)
+    return float(text) if _EXPONENT.fullmatch(text) else yaml.load(text, _Loader)
 
 
 def find_config(path: str | Path) -> Path:
@@ -146,7 +153,7 @@ def read_yaml(path: str | Path, kind: str = '') -> Any:
         UserError: The file does not exist, cannot be read, or is not YAML.
     """
     try:
-        return yaml.safe_load(find_config(path).read_text(encoding='utf-8'))
+        return yaml.load(find_config(path).read_text(encoding='utf-8'), _Loader)
     except OSError as error:
         raise UserError(f"cannot read {kind}'{path}': {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -79,6 +79,7 @@ def test_an_option_is_spelled_with_hyphens_or_underscores(spelling):
         ('albumentations', 'light', 'light'),
         ('albumentations', '[{Rotate: {limit: 10}}]', [{'Rotate': {'limit': 10}}]),
         ('output', '2024', '2024'),
+        ('model_kwargs', '{tag: 2022-03-01}', {'tag': '2022-03-01'}),
     ],
 )
 def test_a_value_has_the_type_of_its_key(recipe_file, name, text, value):

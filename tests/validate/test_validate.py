@@ -24,6 +24,7 @@ from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_model, load_weights
 from vitzoo.metrics import token_statistics
 from vitzoo.validate import main
+from vitzoo.validate.error_analysis import FILES
 from vitzoo.validate.evaluation import open_validation_data, validate
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.results import RECORD_KEYS, print_records, print_robustness
@@ -263,6 +264,7 @@ def test_the_error_analysis_is_of_the_images_that_were_validated(data, trained, 
     assert 0 < record['ece'] < 100 and f'{record["ece"]:.2f} %' in capsys.readouterr().out
     names = {'calibration.csv', 'confused.csv', 'confused.png', 'confusion.csv', 'confusion.png', 'reliability.png'}
     assert {path.name for path in (tmp_path / 'errors').iterdir()} == names | {'per_class.csv'}
+    assert set(FILES) == names | {'per_class.csv'}
 
 
 def test_a_value_that_is_not_defined_is_null_in_json(data, tmp_path):

@@ -5,6 +5,7 @@ Weights have their names in vitzoo's softmax: `qkv` for queries, keys and values
 offsets the two agree.
 """
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -87,6 +88,13 @@ class AttentionParts:
         if table is None or rel_bias is None or rel_bias.table.shape == table.shape:
             return self.weights
         return {**self.weights, 'rel_bias.table': _squared(table, mixer.grid_size)}
+
+    def is_trained(self, name: str) -> bool:
+        """True if a weight, or one of those that it is made of, requires a gradient."""
+        trained = {old: parameter.requires_grad for old, parameter in self.attn.named_parameters()}
+        sources = [name] if name in trained else [old for old in trained if _source_names(name).fullmatch(old)]
+        # a bias of the model, or one that a network computes, is trained if anything is
+        return any(trained[old] for old in sources or trained)
 
     def _norm_layer(self, width: int, **kwargs: Any) -> nn.Module:
         """A norm like that of the layer for heads or, before `proj`, for tokens of this width."""
@@ -245,6 +253,16 @@ def _fuse_q_kv(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def _repeat(x: Tensor, num_kv_groups: int, head_dim: int) -> Tensor:
     """Rows of the heads of keys or values, each head repeated."""
     return x.unflatten(0, (-1, head_dim)).repeat_interleave(num_kv_groups, dim=0).flatten(0, 1)
+
+
+def _source_names(name: str) -> re.Pattern:
+    """The names in timm's attention of the parameters that become the weight `name` of another name."""
+    layer, _, kind = name.rpartition('.')
+    if layer == 'qkv':
+        return re.compile(rf'([qkv]_proj|q|kv)\.{kind}' if kind == 'weight' else r'([qkv]_proj|q|kv)\.bias|[qv]_bias')
+    if layer in ('rel_bias', 'prefix_bias'):
+        return re.compile(r'rel_pos.*|relative_position_bias_table')
+    return re.compile(rf'norm\.{kind}')
 
 
 def _weights(attn: nn.Module) -> dict[str, Tensor]:

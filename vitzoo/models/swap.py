@@ -1,7 +1,6 @@
 """In-place replacement of the attention of a vision transformer by a token mixer that inherits its weights."""
 
 import logging
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from math import log
@@ -16,7 +15,7 @@ from torch import nn
 from vitzoo.errors import is_first_process, is_whole
 from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
 
-from ._swap_attention import Unsupported, take_apart
+from ._swap_attention import AttentionParts, Unsupported, take_apart
 from ._swap_blocks import SWAPPED_BLOCKS, SwappedTimmBlock
 from ._swap_models import SWAPPED_MODELS, SwappedModel
 from ._swap_record import name_entrypoint
@@ -188,7 +187,7 @@ def _new_mixers(
         if isinstance(proj, nn.Linear) and 'proj.weight' in part.weights and 'proj.bias' not in part.weights:
             proj.register_parameter('bias', None)
         report = inherit_weights(mixer, part.weights_for(mixer))
-        _keep_frozen(mixer, part.attn, [*report.copied, *report.fitted])
+        _keep_frozen(mixer, part, [*report.copied, *report.fitted])
         new.append((mixer.train(part.attn.training), report))
     return new
 
@@ -200,25 +199,12 @@ def _restart_at_zero(mixer: TokenMixer) -> None:
             nn.init.zeros_(module.weight)
 
 
-def _keep_frozen(mixer: TokenMixer, attn: nn.Module, inherited: list[str]) -> None:
+def _keep_frozen(mixer: TokenMixer, part: AttentionParts, inherited: list[str]) -> None:
     """Freeze what a mixer inherits from frozen weights of the attention."""
-    trained = {name: parameter.requires_grad for name, parameter in attn.named_parameters()}
     parameters = dict(mixer.named_parameters())
     for name in inherited:
-        sources = [name] if name in trained else [old for old in trained if _sources(name).fullmatch(old)]
-        # a bias of the model, or one that a network computes, is frozen with all the others
-        if name in parameters and not any(trained[old] for old in sources or trained):
+        if name in parameters and not part.is_trained(name):
             parameters[name].requires_grad_(False)
-
-
-def _sources(name: str) -> re.Pattern:
-    """The names in timm's attention of what becomes the parameter `name` of a mixer."""
-    layer, _, kind = name.rpartition('.')
-    if layer == 'qkv':
-        return re.compile(rf'([qkv]_proj|q|kv)\.{kind}' if kind == 'weight' else r'([qkv]_proj|q|kv)\.bias|[qv]_bias')
-    if layer in ('rel_bias', 'prefix_bias'):
-        return re.compile(r'rel_pos.*|relative_position_bias_table')
-    return re.compile(rf'norm\.{kind}')
 
 
 def _attention_holders(block: nn.Module) -> dict[str, nn.Module]:

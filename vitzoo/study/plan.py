@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import date
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -300,16 +299,7 @@ def _read_config(place: str, given: dict, read: Callable[[str], dict], own: tupl
 
 
 def _read_file(path: str) -> dict:
-    return _mapping(f"'{path}'", _without_dates(read_yaml(path)))
-
-
-def _without_dates(value: Any) -> Any:
-    """The text of dates, which YAML reads in names such as 2022-03-01."""
-    if isinstance(value, dict):
-        return {key: _without_dates(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_dates(item) for item in value]
-    return str(value) if isinstance(value, date) else value
+    return _mapping(f"'{path}'", read_yaml(path))
 
 
 def _mapping(place: str, value: Any) -> dict:

@@ -86,11 +86,11 @@ class CellRecord:
                 key = changed[0]
                 # the folder has the training, too
                 is_model = step == self.command
-                advice = 'give the study another output, or remove this folder' if is_model else 'rename the evaluation'
-                separator = ',' if is_model else ' or'
+                others = ', give the study another output, or remove this folder'
+                advice = others if is_model else ' or rename the evaluation'
                 raise UserError(
                     f"'{self.folder}' was computed with {step} {key} = {before.get(key)}, not {now.get(key)}; undo the"
-                    f' change{separator} {advice}'
+                    f' change{advice}'
                 )
 
     def results(self, evaluation: str) -> dict | None:

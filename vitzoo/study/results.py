@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.options import size as parse_size
+from vitzoo.report.records import SCORES
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate, estimate, judge, paired_difference
 from vitzoo.study.plan import Study, StudyCell
@@ -42,10 +43,6 @@ METRICS = {
     'peak_memory_mb': Metric('peak MB', 0),
     'oversmoothing': Metric('last cosine', 3),
 }
-
-
-# that rank models, the first that they have; data with several labels has mAP, by which trainings choose their best
-_SCORES = ('map', 'top1')
 
 
 class ResultColumn(NamedTuple):
@@ -209,12 +206,12 @@ def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
     """The columns of a way's table: accuracies of every evaluation, costs and oversmoothing of the first."""
     first, *others = study.evaluations_of(rows[0].way)
     # the accuracies that rank come first
-    keys = [*_SCORES, *(key for key in METRICS if key not in (*_SCORES, 'top5', 'loss', 'corrupt_relative'))]
+    keys = [*SCORES, *(key for key in METRICS if key not in (*SCORES, 'top5', 'loss', 'corrupt_relative'))]
     columns = [ResultColumn(first, key) for key in keys]
     for evaluation in others:
         is_repeated = _inputs(study, evaluation) == _inputs(study, first)
         columns += [
-            ResultColumn(evaluation, key) for key in keys if METRICS[key].sign and not (is_repeated and key in _SCORES)
+            ResultColumn(evaluation, key) for key in keys if METRICS[key].sign and not (is_repeated and key in SCORES)
         ]
     return [column for column in columns if any(column in row.values for row in rows)]
 
@@ -222,7 +219,7 @@ def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
 def score_column(study: Study, rows: list[Row]) -> ResultColumn | None:
     """The accuracy that ranks the models of a way, None if its first evaluation has none."""
     first = study.evaluations_of(rows[0].way)[0]
-    columns = (ResultColumn(first, key) for key in _SCORES)
+    columns = (ResultColumn(first, key) for key in SCORES)
     return next((column for column in columns if any(column in row.values for row in rows)), None)
 
 

@@ -207,12 +207,9 @@ def freeze(model: nn.Module, names: str | None) -> list[nn.Module]:
     modules = [module for module in model.modules() if _is_frozen(module)]
     if names == 'backbone':
         # dropout before the blocks, but not timm's head_drop
-        modules += [child for name, child in model.named_children() if not (name.startswith('head') or _size(child))]
+        children = [child for name, child in model.named_children() if not name.startswith('head')]
+        modules += [child for child in children if next(child.parameters(), None) is None]
     return modules
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_frozen(module: nn.Module) -> bool:

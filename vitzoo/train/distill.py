@@ -17,7 +17,7 @@ from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.mixers import TokenMixer
 from vitzoo.models._attention_hook import hook_attention
-from vitzoo.models._final_tokens import channels_last
+from vitzoo.models._final_tokens import channels_last, normalize_tokens
 from vitzoo.train.recipe import Recipe
 
 
@@ -83,7 +83,7 @@ class NetworkLoss:
 
     def __call__(self) -> Tensor:
         student, teacher = self.records
-        tokens = [F.layer_norm(record.tokens.float(), record.tokens.shape[-1:]) for record in self.records]
+        tokens = [normalize_tokens(record.tokens) for record in self.records]
         loss = F.mse_loss(tokens[0], tokens[1])
         if self.student.num_classes:
             loss = loss + divergence(student.output, teacher.output, self.temperature)

@@ -106,21 +106,21 @@ def attention_output(model: nn.Module, path: str, call: Call) -> Tensor:
 def blocks_of_teacher(student: nn.Module, teacher: nn.Module, paths: Iterable[str]) -> Iterator[nn.Module]:
     """The student with the teacher's blocks at these paths, while the context is open."""
     own = {block_of(path): student.get_submodule(block_of(path)) for path in paths}
-    lacks_bias = lacks_shared_bias(student, teacher) if own else None
+    lost_bias = lost_shared_bias(student, teacher) if own else None
     try:
         for name in own:
             put(student, name, teacher.get_submodule(name))
-        if lacks_bias:
-            setattr(student, lacks_bias, getattr(teacher, lacks_bias))
+        if lost_bias:
+            setattr(student, lost_bias, getattr(teacher, lost_bias))
         yield student
     finally:
         for name, block in own.items():
             put(student, name, block)
-        if lacks_bias:
-            setattr(student, lacks_bias, None)
+        if lost_bias:
+            setattr(student, lost_bias, None)
 
 
-def lacks_shared_bias(student: nn.Module, teacher: nn.Module) -> str | None:
+def lost_shared_bias(student: nn.Module, teacher: nn.Module) -> str | None:
     """The name of the position bias of all of the teacher's blocks if a student with mixers in all of them lost it."""
     name = getattr(type(student), 'shared_bias', None)
     return name if name and getattr(student, name) is None and getattr(teacher, name) is not None else None

@@ -16,7 +16,7 @@ from vitzoo.transfer.attention import (
     block_of,
     blocks_of_teacher,
     index_of,
-    lacks_shared_bias,
+    lost_shared_bias,
     mixer_paths,
     put,
 )
@@ -96,9 +96,9 @@ def first_paths(student: nn.Module) -> list[str]:
 
 def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
     """Replace blocks of a student by copies of the teacher's, in place and in the record of its swaps."""
-    lacks_bias = lacks_shared_bias(student, teacher) if paths else None
-    if lacks_bias:
-        setattr(student, lacks_bias, deepcopy(getattr(teacher, lacks_bias)))
+    lost_bias = lost_shared_bias(student, teacher) if paths else None
+    if lost_bias:
+        setattr(student, lost_bias, deepcopy(getattr(teacher, lost_bias)))
     for path in paths:
         put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
     _forget_swaps(teacher, student, paths)

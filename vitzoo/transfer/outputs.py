@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitzoo.models._final_tokens import channels_last
+from vitzoo.models._final_tokens import channels_last, normalize_tokens
 from vitzoo.transfer.attention import images_of
 
 if TYPE_CHECKING:
@@ -80,11 +80,6 @@ def cosine_of_tokens(found: Tensor, expected: Tensor) -> Tensor:
 def has_head(model: nn.Module) -> bool:
     """True for a classifier, False for a model of features."""
     return getattr(model, 'num_classes', 0) > 0
-
-
-def normalize_tokens(tokens: Tensor) -> Tensor:
-    """Zero mean and unit variance over the channels, in float32."""
-    return F.layer_norm(tokens.float(), tokens.shape[-1:])
 
 
 def _mean(
