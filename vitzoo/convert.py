@@ -20,19 +20,21 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitzoo._save import save_model
-from vitzoo.about import fit_config, read_about
+from vitzoo.about import fit_config, is_trained_folder, read_about
 from vitzoo.classes import label_names, num_classes_in
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import create_model, find_filter, find_model, load_model, swap_in
+from vitzoo.load import accepted_arguments, create_model, find_filter, find_model, load_model, model_class, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
-from vitzoo.models.inherit import inherit_weights, summarize_names
+from vitzoo.models.inherit import differing_settings, inherit_weights, summarize_names
 from vitzoo.options import check_output, keyword
 
+# of a model that inherits from another: its mixers, and what is set beside its parent's settings
+OWN_ARGUMENTS = {'mixer', 'mixer_kwargs', 'img_size', 'in_chans', 'num_classes', 'device', 'dtype'}
 # a model that inherits less than this fraction was given the wrong parent
 LEAST_SHARE = 0.5
 
@@ -214,8 +216,9 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
     if data_config['img_size'] != img_size and hasattr(parent, 'set_input_size'):
         # the parent's own resampling also handles what `fit_from` does not
         parent.set_input_size(data_config['img_size'])
+    name = find_model(args.to)
     kwargs = dict(img_size=data_config['img_size'], in_chans=in_chans, num_classes=parent.num_classes)
-    model = create_model(find_model(args.to), model_kwargs=args.model_kwargs, **kwargs)
+    model = create_model(name, model_kwargs={**_settings_of(parent, name), **args.model_kwargs}, **kwargs)
     own_chans = args.model_kwargs.get('in_chans', in_chans)
     if own_chans != in_chans:
         data_config |= {key: (fmean(data_config[key]),) * own_chans for key in ('mean', 'std')}
@@ -226,11 +229,24 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
             'of the same backbone and size'
         )
     print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
+    differing = differing_settings(model, parent)
+    if differing:
+        print(f'computed otherwise than in the parent: {"; ".join(differing)}')
     about = _describe_origin(args, source, inheritance.share)
     model.pretrained_cfg['license'] = parent.pretrained_cfg.get('license')
     # another number of classes has other names
     names = parent.pretrained_cfg.get('label_names') if model.num_classes == parent.num_classes else None
     return model, data_config, {'label_names': names, 'vitzoo': about}
+
+
+def _settings_of(parent: nn.Module, name: str) -> dict:
+    """Arguments that the parent was made with, other than its name's, for a model of the same class."""
+    model_cls = model_class(f'local-dir:{name}' if is_trained_folder(name) else name)
+    if not issubclass(model_cls, type(parent)):
+        return {}
+    taken = accepted_arguments(model_cls) - OWN_ARGUMENTS
+    given = getattr(parent, '_model_args', {})
+    return {key: value for key, value in given.items() if key in taken and not key.endswith('_rate')}
 
 
 def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:

@@ -28,12 +28,17 @@ SOURCES = ('local-dir:', 'hf-hub:')
 
 
 def find_models(patterns: Iterable[str]) -> list[str]:
-    """Expand names, wildcards and folders of trained models to names for `load_model`.
+    """Expand names, wildcards and folders of trained models to names for `load_model`, each once.
 
     Raises:
         UserError: A name is unknown or malformed, a wildcard matches nothing, or a folder does not contain a model.
     """
-    return list(dict.fromkeys(name for pattern in patterns for name in _expand(pattern)))
+    found: dict[str | Path, str] = {}
+    for pattern in patterns:
+        for name in _expand(pattern):
+            # a folder may be given by several paths
+            found.setdefault(Path(name).resolve() if is_trained_folder(name) else name, name)
+    return list(found.values())
 
 
 def find_model(name: str) -> str:
@@ -141,7 +146,7 @@ def create_model(
     try:
         return timm.create_model(source, **{**kwargs, **chosen})
     except TypeError as error:
-        accepted = _accepted_arguments(chosen.get('base_model', source))
+        accepted = accepted_arguments(model_class(chosen.get('base_model', source)))
         if name == ARCHITECTURE:
             accepted |= {'base_model', 'swap_mixer'}
         if img_size is not None and 'img_size' not in accepted:
@@ -171,6 +176,18 @@ def create_model(
         raise UserError(f'the weights of {name} are damaged ({error}); copy or fetch them again') from error
     except OSError as error:
         raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a checkpoint file') from error
+
+
+def model_class(source: str) -> type[nn.Module]:
+    """The class of a model, which is built without memory for its weights."""
+    with torch.device('meta'):
+        return type(timm.create_model(source))
+
+
+def accepted_arguments(model_cls: type[nn.Module]) -> set[str]:
+    """The arguments that `timm.create_model` takes for models of this class."""
+    of_timm = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
+    return of_timm | constructor_arguments(model_cls)
 
 
 def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks: str | None = None) -> str:
@@ -270,14 +287,6 @@ def _expand(pattern: str) -> list[str]:
     if tag and pattern not in tags:
         raise UserError(f"{architecture} has no weights '{tag}', it has {', '.join(tags) or 'none'}")
     return [pattern]
-
-
-def _accepted_arguments(source: str) -> set[str]:
-    """The arguments that `timm.create_model` takes for this model."""
-    with torch.device('meta'):
-        model_cls = type(timm.create_model(source))
-    of_timm = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
-    return of_timm | constructor_arguments(model_cls)
 
 
 def _cannot_be_made(name: str, chosen: dict, error: Exception) -> str:

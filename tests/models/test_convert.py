@@ -522,6 +522,31 @@ def test_facts_about_the_data_of_a_run_are_kept(options, file, tmp_path):
     assert about['held_out'] == out / 'held_out.csv'
 
 
+def test_a_model_has_the_settings_of_its_parent(tmp_path, capsys):
+    settings = dict(num_heads=2, global_pool='avg', pos_embed='none', reg_tokens=2)
+    parent = small('deit_softmax_tiny', **settings, drop_path_rate=0.1)
+    source, out = folder_of(parent, tmp_path / 'parent'), tmp_path / 'out'
+    convert(['--from', source, '--to', 'deit_softmax_small', '--out', str(out)])
+    assert 'computed otherwise' not in capsys.readouterr().out
+    model, x = loaded(out), torch.ones(1, 3, 64, 64)
+    torch.testing.assert_close(model(x), parent.eval()(x), rtol=0, atol=0)
+    assert model._model_args.items() >= settings.items() and 'drop_path_rate' not in model._model_args
+    # those that are given come first
+    argv = ['--to', 'deit_ls_small', '--model-kwargs', 'num_heads=4', '--out', str(tmp_path / 'other')]
+    convert(['--from', source, *argv])
+    assert loaded(tmp_path / 'other').blocks[1].attn.num_heads == 4
+
+
+def test_settings_without_weights_that_differ_are_named(tmp_path, capsys):
+    kwargs = {**SMALL['deit'], 'num_classes': 5, 'global_pool': 'avg', 'num_heads': 4}
+    parent = timm.create_model('vit_base_patch16_clip_quickgelu_224', **kwargs)
+    argv = ['--to', 'deit_ls_tiny', '--model-kwargs', 'num_heads=2', 'global_pool=token', '--out', str(tmp_path / 'out')]
+    convert(['--from', folder_of(parent, tmp_path / 'parent'), *argv])
+    (line,) = re.findall(r'computed otherwise than in the parent: (.*)', capsys.readouterr().out)
+    assert 'blocks.*.mlp.act (2): GELU, not QuickGELU' in line and 'blocks.*.norm1.eps (2)' in line
+    assert 'blocks.*.attn.num_heads (2): 2, not 4' in line and 'global_pool: token, not avg' in line
+
+
 def test_an_official_checkpoint_can_be_the_parent(tmp_path):
     parent = timm.create_model('deit_tiny_patch16_224')
     file, out = tmp_path / 'deit.pth', tmp_path / 'out'
@@ -548,7 +573,8 @@ def test_the_command_that_a_misfit_recommends_works(num_classes, tmp_path, capsy
 
 def test_a_parent_of_another_size_is_refused(tmp_path, capsys):
     source = folder_of(small('deit_tiny_patch16_224'), tmp_path / 'parent')
-    error = fails(capsys, '--from', source, '--to', 'deit_ls_tiny', '--out', tmp_path / 'out')
+    argv = ['--to', 'deit_ls_tiny', '--model-kwargs', 'embed_dim=60', 'num_heads=3']
+    error = fails(capsys, '--from', source, *argv, '--out', tmp_path / 'out')
     assert 'same backbone and size' in error
     assert not (tmp_path / 'out').exists()
 

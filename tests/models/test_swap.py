@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from timm.models._manipulate import group_parameters
+from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_weight_decay
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -214,7 +215,8 @@ def test_device_dtype_mode_and_dropout_are_those_of_the_attention():
 @pytest.mark.parametrize(
     'name, kwargs, what',
     [
-        ('resnet18', {}, 'ResNet'),
+        ('resnet18', {}, 'ResNet: it has no attention'),
+        ('vit_tiny_patch16_224', {'depth': 1, 'features_only': True, 'out_indices': [0]}, 'made without features_only'),
         (
             'swinv2_tiny_window8_256',
             {'depths': (1, 1, 1, 1)},
@@ -239,6 +241,14 @@ def test_what_no_mixer_fits_into_is_refused_by_name(name, kwargs, what):
     with pytest.raises(ValueError, match=what):
         vitzoo.swap_mixer(model, 'softmax')
     assert list(model.state_dict()) == names
+
+
+def test_a_subclass_of_a_model_is_refused_because_it_may_compute_something_else():
+    class MyViT(VisionTransformer):
+        pass
+
+    with pytest.raises(ValueError, match='MyViT: it is a subclass of VisionTransformer'):
+        vitzoo.swap_mixer(MyViT(depth=1, embed_dim=24, num_heads=2), 'ls')
 
 
 def attention_with(**options):

@@ -13,6 +13,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -21,10 +22,13 @@ from torch import Tensor, nn
 
 from vitzoo.mixers import TokenMixer
 
-__all__ = ['Inheritance', 'inherit_weights', 'summarize_names']
+__all__ = ['Inheritance', 'differing_settings', 'inherit_weights', 'summarize_names']
 
 # prefix tokens of timm's ViT and DeiT, in order
 _PREFIX_TOKENS = ('cls_token', 'dist_token', 'reg_token')
+
+# attributes of modules that change what their weights compute
+_SETTINGS = ('num_heads', 'eps', 'global_pool')
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,29 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
         lost=[name for name, tensor in parent.items() if num_used[name] < tensor.numel()],
         share=num_inherited / max(1, num_parent),
     )
+
+
+def differing_settings(model: nn.Module, parent: nn.Module) -> list[str]:
+    """Settings in which modules of the same name differ, such as 'blocks.*.mlp.act (12): GELU, not QuickGELU'.
+
+    These are what a state dict does not show: numbers of heads, the epsilon of norms, activations, and the pooling.
+    """
+    parents, differing = dict(parent.named_modules()), {}
+    for path, module in model.named_modules():
+        new, old = _settings(path, module), _settings(path, parents[path]) if path in parents else {}
+        for name in new.keys() & old.keys():
+            if new[name] != old[name]:
+                differing.setdefault(f'{new[name]}, not {old[name]}', []).append(name)
+    return [f'{summarize_names(names)}: {values}' for values, names in differing.items()]
+
+
+def _settings(path: str, module: nn.Module) -> dict[str, Any]:
+    """Values of a module by their names in the model."""
+    prefix = f'{path}.' if path else ''
+    settings = {prefix + name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
+    if path.rpartition('.')[2] == 'act':
+        settings[path] = type(module).__name__
+    return settings
 
 
 def _from_other_names(model: nn.Module, parent: dict[str, Tensor]) -> dict[str, tuple[Tensor, list[str]]]:

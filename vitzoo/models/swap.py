@@ -8,6 +8,7 @@ from operator import index as as_int
 from typing import Any
 
 from timm.layers import get_device_dtype
+from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet
 from timm.models._input import update_model_args
 from timm.models.vision_transformer import init_weights_vit_timm
 from torch import nn
@@ -112,14 +113,24 @@ def _family(model: nn.Module) -> type[SwappedModel]:
     """The class of the model after the swap; raises ValueError if it is not supported."""
     family = SWAPPED_MODELS.get(type(model), type(model))
     if not issubclass(family, SwappedModel):
-        reason = _REASONS.get(type(model).__name__, 'its attention is not one that mixers can take the place of')
         raise ValueError(
-            f'swap_mixer does not support {type(model).__name__}: {reason}. A model of about its size that it supports '
+            f'swap_mixer does not support {type(model).__name__}: {_reason(model)}. A model of about its size that it supports '
             f'is {_model_of_size(model)}; docs/swap.md lists the others.'
         )
     if not isinstance(getattr(model, 'patch_drop', None), (nn.Identity, type(None))):
         raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; build the model without it.')
     return family
+
+
+def _reason(model: nn.Module) -> str:
+    """Why a model is not supported."""
+    cls = type(model)
+    if isinstance(model, (FeatureDictNet, FeatureGetterNet, FeatureHookNet)):
+        return 'it has the features of a model; swap the mixers of one made without features_only'
+    base = next((base.__name__ for base in SWAPPED_MODELS if issubclass(cls, base)), None)
+    if base is not None:
+        return f'it is a subclass of {base}, and may compute something else'
+    return _REASONS.get(cls.__name__, 'it has no attention that mixers can take the place of')
 
 
 def _model_of_size(model: nn.Module) -> str:
