@@ -478,6 +478,10 @@ WRONG = {
         '{teacher} --mixer ls --mixer-kwargs rang=2 --data-dir {images} --output {out}',
         'cannot replace the attention .*rang',
     ),
+    'argument of the swap': (
+        '{teacher} --mixer ls --mixer-kwargs blocks=[0] --data-dir {images} --output {out}',
+        "'blocks' is not an argument of the mixer ls",
+    ),
     'ambiguous argument': (
         '{teacher} --mixer ls,linear --mixer-kwargs rank=2 --data-dir {images} --output {out}',
         'is ambiguous',

@@ -5,7 +5,7 @@ from typing import Any
 
 from timm.models._input import get_model_input_config, get_model_traits, update_model_args, update_model_input_size
 
-__all__ = ['ARCHITECTURE', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 'parse_swaps']
+__all__ = ['ARCHITECTURE', 'check_mixer_kwargs', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 'parse_swaps']
 
 # the entrypoint of swapped.py, which is the architecture in the config of every swapped model
 ARCHITECTURE = 'vitzoo_swapped'
@@ -60,6 +60,13 @@ def parse_swaps(text: str, blocks: str | None = None, mixer_kwargs: dict | None 
     _check_overlap(text, indices)
     kwargs = _kwargs_by_mixer(list(ranges), mixer_kwargs or {})
     return [{'mixer': mixer, 'blocks': numbers, **kwargs[mixer]} for mixer, numbers in indices.items()]
+
+
+def check_mixer_kwargs(mixer: str, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if one of a mixer's arguments is a parameter of `swap_mixer` itself."""
+    reserved = [name for name in ('model', 'mixer', 'blocks') if name in kwargs]
+    if reserved:
+        raise ValueError(f"'{reserved[0]}' is not an argument of the mixer {mixer}")
 
 
 def parse_blocks(text: str) -> list[int]:
@@ -143,7 +150,5 @@ def _kwargs_by_mixer(mixers: list[str], kwargs: dict[str, Any]) -> dict[str, dic
                 f"there are {len(mixers)} mixers, so the mixer arguments '{name}' must be those of one of them, such "
                 f'as {mixers[0]}={{seed: 1}}'
             )
-        reserved = {'model', 'mixer', 'blocks'}.intersection(value)
-        if reserved:
-            raise ValueError(f"'{reserved.pop()}' is not an argument of the mixer {name}")
+        check_mixer_kwargs(name, value)
     return {mixer: kwargs.get(mixer, {}) for mixer in mixers}

@@ -11,6 +11,7 @@ import torch
 from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
+from vitzoo.models._swap_record import check_mixer_kwargs
 from vitzoo.options import add_data_options, keyword, natural, nonnegative, positive, read_yaml, size, to_words
 from vitzoo.train.progress import parse_trackers
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe
@@ -214,6 +215,11 @@ def _by_mixer(mixers: list[str], pairs: list[tuple[str, object]]) -> dict[str, d
         if dot and mixer not in mixers:
             raise UserError(f"--mixer-kwargs {key}: '{mixer}' is not one of the mixers {', '.join(mixers)}")
         found.setdefault(mixer or mixers[0], {})[name] = value
+    try:
+        for mixer, kwargs in found.items():
+            check_mixer_kwargs(mixer, kwargs)
+    except ValueError as error:
+        raise UserError(f'--mixer-kwargs: {error}') from error
     return found
 
 
