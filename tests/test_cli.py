@@ -1,3 +1,5 @@
+import errno
+import os
 import re
 import runpy
 import subprocess
@@ -96,6 +98,25 @@ def test_a_reader_that_goes_away_ends_the_command_quietly():
         child.stdout.close()
         assert child.stderr.read() == b''
         assert child.wait(timeout=120) == 141
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='only Linux has a device that is always full')
+def test_a_full_disk_is_one_sentence():
+    command = [sys.executable, '-m', 'vitzoo', 'list']
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == 'vitzoo: error: the disk is full, so the output cannot be written\n'
+    with pytest.raises(SystemExit) as end:
+        run_command(fail(OSError(errno.ENOSPC, 'No space left on device', 'metrics.csv')))
+    assert end.value.code == 2
+
+
+def test_characters_that_the_terminal_lacks_are_printed_as_escapes():
+    program = "from vitzoo.errors import run_command; run_command(lambda argv: print('Haus\u00e4'))"
+    environment = {**os.environ, 'PYTHONIOENCODING': 'ascii'}
+    done = subprocess.run([sys.executable, '-c', program], env=environment, capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, rb'Haus\xe4' + os.linesep.encode())
 
 
 def test_a_bug_keeps_its_traceback():
@@ -223,6 +244,12 @@ def test_list_shows_trained_weights_with_their_tags(capsys):
     with pytest.raises(SystemExit):
         main(['list', '--pretrained', 'cvt_softmax_nan'])
     assert 'did you mean cvt_softmax_nano' in capsys.readouterr().err
+
+
+def test_an_empty_pattern_matches_nothing(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(['list', ''])
+    assert end.value.code == 2 and "no model matches ''" in capsys.readouterr().err
 
 
 def test_list_shows_the_mixers(capsys):

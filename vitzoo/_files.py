@@ -7,7 +7,11 @@ from pathlib import Path
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """A hidden file next to `path` to write, which replaces it at the end; an interruption leaves the old one."""
+    """A hidden file next to `path` to write, which replaces it at the end; an interruption leaves the old one.
+
+    A link stays, and the file that it leads to is replaced.
+    """
+    path = path.resolve()
     partial = path.with_name(f'.{path.name}')
     yield partial
     partial.replace(path)

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from errno import ENOSPC
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
@@ -54,10 +56,12 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
 
     A `UserError` is printed as one line on stderr with exit code 2, in a distributed run by rank 0 only, and a
     `RankError` by the rank that raises it. Before the processes have joined, the other ranks wait for rank 0 to print
-    its error, because launchers kill all processes when the first one fails. Ctrl-C exits with 130, and a closed output
-    pipe, as with `head`, with 141. Every other exception keeps its traceback. A warning of vitzoo is printed as one
-    line too.
+    its error, because launchers kill all processes when the first one fails. A full disk is such an error, too. Ctrl-C
+    exits with 130, and a closed output pipe, as with `head`, with 141. Every other exception keeps its traceback. A
+    warning of vitzoo is printed as one line too, and characters that the terminal lacks are printed as escapes.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors='backslashreplace')
     try:
         with _short_warnings():
             main(argv)
@@ -73,9 +77,20 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # otherwise Python would flush the rest of the output at exit and fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         raise SystemExit(141) from None
+    except OSError as error:
+        if error.errno != ENOSPC:
+            raise
+        _discard_output()
+        place = 'the output' if error.filename is None else f"'{error.filename}'"
+        print(f'vitzoo: error: the disk is full, so {place} cannot be written', file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _discard_output() -> None:
+    """Do not let Python write the rest of the output at exit, where it would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -56,6 +56,8 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
     model, names = model.to(args.device), class_names(model)
     target = None if args.target is None else _find_class(args.target, names)
     titles, paths, unreadable = readable(names), _choose_paths(args.out, list(files)), []
+    for path in paths:
+        check_output(path, ('.png',))
     with autocast(args.device, args.amp_dtype):
         data_config = fit_data_config(name, model, args.img_size)
         dataset = ImageFiles(files, eval_transform(data_config))

@@ -22,6 +22,11 @@ from vitzoo.metrics.oversmoothing import MEASURES
 MEASURE_LABELS = {name: measure.label for name, measure in MEASURES.items()}
 
 
+def literal(text: str) -> str:
+    """Text for a figure in which dollar signs, as in the name of a class, do not enclose a formula."""
+    return text.replace('$', r'\$')
+
+
 def plot_curves(path: str, records: list[dict]) -> None:
     """Draw the token statistics after each block, with all models in one figure and one panel per measure.
 
@@ -45,7 +50,7 @@ def plot_curves(path: str, records: list[dict]) -> None:
     for axes, measure in zip(panels, measures):
         axes.set_prop_cycle(cycler(linestyle=['-', '--', ':']) * rcParams['axes.prop_cycle'])
         for name, found in statistics.items():
-            label = ', '.join([_legend_name(name, statistics), *found.get('options', ())])
+            label = literal(', '.join([_legend_name(name, statistics), *found.get('options', ())]))
             # more models need fainter bands, which overlap
             _plot_curve(axes, found, measure, label, same_depth, min(0.2, 0.5 / len(statistics)))
         axes.set_xlabel('block' if same_depth else 'relative depth (block / number of blocks)')
@@ -100,8 +105,8 @@ def draw_confusion(path: str, matrix: Tensor, class_names: list[str]) -> None:
     axes.set_xlabel('predicted class')
     axes.set_ylabel('class of the image')
     if len(names) <= 30:
-        axes.set_xticks(range(len(columns)), [_cut(name) for name in columns], rotation=90)
-        axes.set_yticks(range(len(names)), [_cut(name) for name in names])
+        axes.set_xticks(range(len(columns)), [literal(_cut(name)) for name in columns], rotation=90)
+        axes.set_yticks(range(len(names)), [literal(_cut(name)) for name in names])
         for i, j in matrix.nonzero().tolist():
             color = 'white' if shares[i, j] > 0.4 else 'black'
             axes.text(j, i, f'{matrix[i, j]:,}', ha='center', va='center', color=color, fontsize='x-small')
@@ -133,13 +138,13 @@ def draw_mistakes(path: str, rows: list[tuple[str, list[tuple[Image.Image, str]]
     columns = max(len(images) for _, images in rows)
     figure = Figure(figsize=(max(1.7 * columns, 5), 2.2 * len(rows)), layout='constrained')
     for part, (title, images) in zip(figure.subfigures(len(rows), squeeze=False)[:, 0], rows):
-        part.suptitle(title, fontsize='small', x=0.01, ha='left')
+        part.suptitle(literal(title), fontsize='small', x=0.01, ha='left')
         panels = part.subplots(1, columns, squeeze=False)[0]
         for axes, (image, caption) in zip(panels, images):
             axes.imshow(image)
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
-            axes.set_xlabel(caption, fontsize=6)
+            axes.set_xlabel(literal(caption), fontsize=6)
         for axes in panels[len(images) :]:
             axes.axis('off')
     figure.savefig(path, dpi=150)
@@ -156,7 +161,7 @@ def draw_explanation(path: str, image: Tensor, heat: Tensor, title: str) -> None
         axes.axis('off')
     # more transparent at low values
     right.imshow(heat.numpy(), cmap='turbo', vmin=0, vmax=1, alpha=(0.2 + 0.5 * heat).numpy())
-    figure.suptitle(title, fontsize='medium')
+    figure.suptitle(literal(title), fontsize='medium')
     figure.savefig(path, dpi=150)
 
 

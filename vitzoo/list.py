@@ -48,7 +48,8 @@ def _find_mixers(args: argparse.Namespace) -> list[str]:
 
 
 def _find_models(args: argparse.Namespace) -> list[str]:
-    names = _list_models(args, args.pattern)
+    # to timm, an empty pattern is none
+    names = _list_models(args, args.pattern) if args.pattern else []
     if not names:
         kind = 'model with trained weights' if args.pretrained else 'model'
         others = _list_models(args, '*')

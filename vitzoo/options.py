@@ -197,4 +197,5 @@ def check_output(path: str, suffixes: tuple[str, ...]) -> None:
     except OSError as error:
         raise UserError(f"cannot write '{path}': {error.strerror}") from error
     if is_new:
-        Path(path).unlink(missing_ok=True)
+        # a link may lead to a file that does not exist yet
+        Path(path).resolve().unlink(missing_ok=True)

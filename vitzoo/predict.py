@@ -13,14 +13,15 @@ import csv
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import TextIO
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from vitzoo._files import replace_file
 from vitzoo.about import read_about
 from vitzoo.classes import check_classifier, class_names, readable
 from vitzoo.data import eval_loader, eval_transform
@@ -114,9 +115,12 @@ def predict_images(
 
 
 def _write_predictions(records: Iterable[dict], top_k: int, path: str | None) -> None:
-    """Write records as they arrive, to a .csv or .json file, or to stdout as CSV."""
-    with open(path, 'w', newline='', encoding='utf-8') if path else nullcontext(sys.stdout) as file:
-        if path and path.lower().endswith('.json'):
+    """Write records to a .csv or .json file once all have arrived, or to stdout as CSV, each as it arrives."""
+    if path is None:
+        _write_csv(records, top_k, sys.stdout)
+        return
+    with replace_file(Path(path)) as partial, partial.open('w', newline='', encoding='utf-8') as file:
+        if path.lower().endswith('.json'):
             json.dump(list(records), file, indent=2, ensure_ascii=False)
         else:
             _write_csv(records, top_k, file)

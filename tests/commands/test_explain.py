@@ -109,6 +109,13 @@ def test_a_class_is_found_by_its_name_by_words_and_by_its_index(text, index):
     assert _find_class(text, ['n01440764', 'n02102040', 'n02012849']) == index
 
 
+def test_a_figure_whose_name_is_taken_by_a_folder_is_named_first(images, trained, tmp_path):
+    (tmp_path / 'b.png').mkdir()
+    with pytest.raises(UserError, match=r"cannot write '.*b.png': Is a directory"):
+        run(images, '--model', trained, '--out', tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ['b.png']
+
+
 def test_random_weights_have_nothing_to_explain(images, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(images), '--model', 'deit_ls_tiny', '--out', str(tmp_path)])

@@ -282,6 +282,24 @@ def test_an_answer_that_is_not_finite_is_refused(images, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('out', ['out.csv', 'out.json'])
+def test_an_interruption_leaves_the_former_file(images, trained, tmp_path, monkeypatch, out):
+    def interrupted(*args):
+        yield dict(file='9.png', predictions=[dict(label=name, probability=0.1) for name in NAMES])
+        raise KeyboardInterrupt
+
+    argv = [str(images), '--model', str(trained), '--out', str(tmp_path / 'link' / out), '--workers', '0']
+    (tmp_path / 'link').mkdir()
+    (tmp_path / 'link' / out).symlink_to(tmp_path / out)
+    predict(argv)
+    before = (tmp_path / out).read_text()
+    assert '9.png' in before and (tmp_path / 'link' / out).is_symlink()
+    monkeypatch.setattr('vitzoo.predict.predict_images', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        predict(argv)
+    assert (tmp_path / out).read_text() == before
+
+
+@pytest.mark.parametrize('out', ['out.csv', 'out.json'])
 def test_a_model_without_a_classifier_predicts_nothing(images, tmp_path, capsys, out):
     model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2, num_classes=0)
     save_for_hf(model, tmp_path / 'run', safe_serialization=True)

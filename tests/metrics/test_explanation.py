@@ -45,6 +45,18 @@ def test_a_map_of_a_pyramid_lies_on_its_last_grid_or_its_finest():
     assert gradient(model, images(64, 96)).shape == (2, 16, 24)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_the_map_of_a_single_token_is_zero(dtype):
+    torch.manual_seed(0)
+    model = timm.create_model('test_resnet', num_classes=5).eval().to(dtype)
+    # so that no value is below 0, which would be 0 in the map
+    model.get_classifier().weight.data.abs_()
+    x = torch.randn(4, 3, 32, 32).to(dtype)
+    assert gradcam(model, x).shape == (4, 1, 1) and gradcam(model, x).min() > 0
+    # resizing it would leave rounding errors, which are not to be rescaled
+    assert not explain(model, x)[0].any()
+
+
 def test_explaining_leaves_the_model_as_it_was():
     model = build('deit_softmax_tiny').requires_grad_(False)
     for method in ('rollout', 'gradient', 'gradcam'):

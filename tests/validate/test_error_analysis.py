@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import rcParams
 from PIL import Image
 
+import vitzoo.figures
 from vitzoo.errors import UserError
-from vitzoo.figures import draw_confusion, draw_explanation, plot_curves
+from vitzoo.figures import draw_confusion, draw_explanation, draw_mistakes, plot_curves
 from vitzoo.validate.error_analysis import count_confusions, write_error_analysis
 from vitzoo.validate.predictions import Predictions
 
@@ -110,6 +112,26 @@ def test_an_explanation_is_as_hot_as_its_map(tmp_path):
     plain, cold, hot = (pixels.getpixel((int(x * width), int(0.6 * height))) for x in (0.25, 0.6, 0.9))
     assert max(plain) - min(plain) <= 2
     assert hot[0] - hot[2] > 40 and abs(cold[0] - cold[2]) < 20
+
+
+@pytest.mark.parametrize('name', ['$a_$', '$10-$20', 'US$'])
+def test_dollar_signs_in_names_are_drawn_as_they_are(name, tmp_path, monkeypatch):
+    image, record = Image.new('RGB', (8, 8), 'red'), dict(model=f'runs/{name}', token_statistics=statistics(2, cosine=1))
+    figures = {
+        'confusion': lambda path: draw_confusion(path, torch.eye(2), [name, 'b']),
+        'mistakes': lambda path: draw_mistakes(path, [(name, [(image, name)])]),
+        'explanation': lambda path: draw_explanation(path, torch.zeros(3, 8, 8), torch.zeros(8, 8), name),
+        'curves': lambda path: plot_curves(path, [record]),
+    }
+    for kind, draw in figures.items():
+        draw(tmp_path / f'{kind}.png')
+    # without formulas, nothing needs to be escaped
+    monkeypatch.setitem(rcParams, 'text.parse_math', False)
+    monkeypatch.setattr(vitzoo.figures, 'literal', lambda text: text)
+    for kind, draw in figures.items():
+        draw(tmp_path / 'plain.png')
+        with Image.open(tmp_path / f'{kind}.png') as drawn, Image.open(tmp_path / 'plain.png') as plain:
+            assert drawn.tobytes() == plain.tobytes(), kind
 
 
 def statistics(depth: int, **measures: float) -> dict:

@@ -45,9 +45,16 @@ def explain(model: nn.Module, images: Tensor, method: str = 'auto', target: Tens
         maps = rollout(model, images)
     else:
         maps = {'gradient': gradient, 'gradcam': gradcam}[method](model, images, target)
-    maps = F.interpolate(maps.unsqueeze(1), size=images.shape[2:], mode='bicubic').squeeze(1)
+    return _stretch(maps, images.shape[2:]), method
+
+
+def _stretch(maps: Tensor, size: torch.Size) -> Tensor:
+    """Maps (B, h, w) resized to `size` and rescaled to [0, 1], 0 where all values are the same but for rounding."""
+    low, high = maps.amin(dim=(1, 2), keepdim=True), maps.amax(dim=(1, 2), keepdim=True)
+    is_flat = high - low <= 8 * torch.finfo(maps.dtype).eps * torch.maximum(low.abs(), high.abs())
+    maps = F.interpolate(maps.unsqueeze(1), size=size, mode='bicubic').squeeze(1)
     maps = maps - maps.amin(dim=(1, 2), keepdim=True)
-    return maps / maps.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny), method
+    return (maps / maps.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)).masked_fill(is_flat, 0)
 
 
 def rollout(model: nn.Module, images: Tensor) -> Tensor:
