@@ -254,8 +254,9 @@ def test_no_kernel_is_used_unless_timm_allows_experimental_ones(case, level, cal
 @pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
 def test_unsupported_inputs_fall_back_to_pytorch(case, experimental, calls):
     op, naive, args = CASES[case]
-    # float64; head dimensions that are too large; learned features
+    # float64; no image; head dimensions that are too large; learned features
     torch.testing.assert_close(run(op, args, torch.float64), run(naive, args, torch.float64))
+    assert run(op, [*(a[:0] for a in args[:3]), *args[3:]], torch.float32, DEVICE)[0].numel() == 0
     if case == 'aft_conv_small_grid':
         run(op, aft_case((3, 3), 0, 129, 3), torch.float32, DEVICE)
     else:

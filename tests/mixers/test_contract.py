@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -120,6 +121,12 @@ def test_pytorchs_fused_attention_refuses_second_derivatives(name):
         second_derivatives(mixer.op, recorded_call(mixer, tokens(mixer)))
 
 
+def test_rmt_without_rotations_takes_heads_of_odd_width():
+    mixer = create_mixer('rmt', 6, 2, grid_size=GRID, num_prefix_tokens=1, rope=False).double()
+    args = recorded_call(mixer, tokens(mixer))
+    torch.testing.assert_close(mixer.op(*args), mixer.op_naive(*args))
+
+
 @pytest.mark.parametrize('std', [1, 3, 6])
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_a_sample_does_not_depend_on_its_batch(name, kwargs, std):
@@ -146,6 +153,14 @@ def test_an_empty_batch_has_no_gradient(name, kwargs, is_long, monkeypatch):
     assert x.grad.shape == x.shape
     assert all(p.grad is None or not p.grad.any() for p in mixer.parameters())
     assert all(buffer.isfinite().all() for buffer in mixer.buffers())
+
+
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_an_empty_batch_has_no_outputs_in_half_precision(name, kwargs):
+    mixer = build(name, num_prefix_tokens=1, dtype=torch.bfloat16, **kwargs).eval()
+    x = tokens(mixer, 0, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert mixer(x, GRID).shape == x.shape
 
 
 @pytest.mark.parametrize('value', [math.inf, math.nan])
@@ -377,7 +392,9 @@ def test_the_error_for_an_unknown_keyword_suggests_the_closest_one():
         ('ls', dict(num_heads=0), 'num_heads must be at least 1, not 0'),
         ('ls', dict(num_heads=-3), 'num_heads must be at least 1, not -3'),
         ('ls', dict(scale='abc'), "scale of ls must be a number, not 'abc'"),
-        ('performer', dict(scale=-1), 'scale must be more than 0, not -1'),
+        ('performer', dict(scale=-1), 'scale must be more than 0 and finite, not -1'),
+        ('performer', dict(scale=math.inf), 'scale must be more than 0 and finite, not inf'),
+        ('aft_full', dict(bias_dim=0), 'bias_dim must be at least 1, not 0'),
         ('ls', dict(qkv_bias='no'), "qkv_bias of ls must be True or False, not 'no'"),
         ('softmax', dict(attn_drop='0.1'), "attn_drop of softmax must be a number, not '0.1'"),
         ('softmax', dict(attn_drop=1.5), 'attn_drop must be at least 0 and below 1, not 1.5'),
@@ -391,6 +408,12 @@ def test_an_argument_of_another_type_or_out_of_range_is_named(name, kwargs, mess
         create_mixer(name, **{**dict(dim=DIM, num_heads=HEADS, grid_size=GRID), **kwargs})
 
 
+@pytest.mark.parametrize(('name', 'key'), [('agent', 'num_cells'), ('linformer', 'rank'), ('nystrom', 'num_landmarks')])
+def test_whole_numbers_of_numpy_are_those_of_python(name, key):
+    ours, theirs = (build(name, **{key: value}) for value in (np.int64(3), 3))
+    assert torch.equal(ours(tokens(ours), GRID), theirs(tokens(theirs), GRID))
+
+
 @pytest.mark.parametrize('value', [2.5, True, 'two', None])
 def test_an_argument_that_must_be_whole_is_refused_if_it_is_not(value):
     for mixer, key in dict(nystrom='num_landmarks', ls='window_size', routing='num_clusters').items():
@@ -401,6 +424,8 @@ def test_an_argument_that_must_be_whole_is_refused_if_it_is_not(value):
 def test_the_error_for_an_unknown_mixer_suggests_the_closest_name():
     with pytest.raises(ValueError, match='did you mean performer'):
         create_mixer('perfomer', DIM, HEADS, grid_size=GRID)
+    with pytest.raises(ValueError, match=r"A mixer is a name such as 'ls', not \['ls'\]"):
+        create_mixer(['ls'], DIM, HEADS, grid_size=GRID)
 
 
 def test_a_taken_name_and_a_missing_specification_are_refused():

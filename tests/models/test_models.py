@@ -200,6 +200,36 @@ def test_a_wrong_mixer_argument_says_so(name):
         build(name, mixer_kwargs={'no_such_option': 1})
     with pytest.raises(ValueError, match='did you mean'):
         build(name, mixer='softmx')
+    for key, value in dict(num_heads=2, grid_size=(4, 4), attn_drop=0.1).items():
+        with pytest.raises(ValueError, match=f'The {key} of a mixer is that of the model; leave {key} out'):
+            build(name, mixer_kwargs={key: value})
+
+
+@pytest.mark.parametrize('kwargs', [dict(mixer=['ls', 'softmax']), dict(mixer=('ls',)), dict(mixer_kwargs=[{}, {}])])
+@pytest.mark.parametrize('name', ['deit_softmax_tiny', 'aft_conv_tiny'])
+def test_several_mixers_of_one_stage_are_refused(name, kwargs):
+    with pytest.raises(ValueError, match='all blocks are of one stage; .*swap_mixer'):
+        build(name, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'message'),
+    [
+        ('vil_tiny_abs', dict(embed_dims=(17, 24, 24, 32), num_heads=(1, 2, 2, 2)), 'dim must be even, not 17'),
+        ('cvt_13', dict(stride_kv=0), 'stride_kv must be at least 1, not 0'),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused_when_the_model_is_built(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, **kwargs)
+
+
+def test_a_wrong_pooling_leaves_the_classifier_as_it_is():
+    model = build('cvt_ls_13')
+    num_classes = model.num_classes
+    with pytest.raises(ValueError, match='global_pool is'):
+        model.reset_classifier(9, 'bad')
+    assert (model.num_classes, model.head.out_features) == (num_classes, num_classes)
 
 
 def test_cvt_thins_out_keys_only_where_the_mixer_allows_it():

@@ -12,6 +12,7 @@ from timm.models._features_fx import create_feature_extractor, get_graph_node_na
 from torch._dynamo.testing import CompileCounter
 
 import vitzoo
+from vitzoo.export.formats import trace
 
 slow = pytest.mark.slow
 # each mixer in one block, alternating between backbones, because compiling and exporting take seconds per block
@@ -124,11 +125,21 @@ def test_a_random_shift_compiles_to_one_graph_for_all_neighbours():
     assert not torch.equal(logits[0].expand_as(logits), logits)
 
 
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+def test_an_exported_mixer_takes_any_batch_size(mixer):
+    module = build_mixer(mixer, num_prefix_tokens=1, dtype=torch.float32, **SETTINGS.get(mixer, [{}])[0]).eval()
+    x = [tokens(module, B, dtype=torch.float32) for B in (2, 3)]
+    sizes = ({0: torch.export.Dim('batch', max=2**31 - 1)}, (None, None))
+    with torch.no_grad():
+        program = torch.export.export(module, (x[0], GRID), dynamic_shapes=sizes, strict=False)
+        torch.testing.assert_close(program.module()(x[1], GRID), module(x[1], GRID))
+
+
 @slow
 @pytest.mark.parametrize('name, kwargs', ONE_BLOCK + OPTIONS)
-def test_an_exported_program_gives_the_same_logits(name, kwargs):
-    model, x = build(name, **kwargs), images()
-    program = torch.export.export(model, (x,))
+def test_an_exported_program_gives_the_same_logits_for_any_batch_size(name, kwargs):
+    model, x = build(name, **kwargs), images(batch_size=3)
+    program = trace(model, images())
     with torch.no_grad():
         torch.testing.assert_close(program.module()(x), model(x))
 

@@ -87,7 +87,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _rows(in_q: Tensor, in_k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Indices (clusters, w) of members (M, c, w) among the tokens of all heads of q (M, N, d)."""
-    first = q.shape[1] * torch.arange(len(q), device=q.device).view(-1, 1, 1)
+    first = q.shape[1] * torch.arange(q.shape[0], device=q.device).view(-1, 1, 1)
     return (in_q + first).flatten(0, 1), (in_k + first).flatten(0, 1)
 
 

@@ -68,7 +68,7 @@ def _blocks(B: int, heads: int, N: int, M: int) -> Iterator[tuple[slice, slice, 
     """Slices of the samples, heads and queries: whole samples if they are small enough, else whole heads."""
     step_n = max(1, _NUM_SCORES // max(1, M))
     step_h = max(1, step_n // max(1, N))
-    step_b = max(1, step_h // heads)
+    step_b = max(1, step_h // max(1, heads))
     for b in range(0, B, step_b):
         for h in range(0, heads, step_h):
             for n in range(0, N, step_n):

@@ -306,6 +306,8 @@ class _FactoredBias(QKVMixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
+        if bias_dim < 1:
+            raise ValueError(f'bias_dim must be at least 1, not {bias_dim}.')
         num_tokens = self.num_prefix_tokens + self.grid_size[0] * self.grid_size[1]
         self.u_query = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))
         self.u_key = nn.Parameter(torch.empty(num_tokens, bias_dim, device=device, dtype=dtype))

@@ -5,10 +5,12 @@ raster order, and returns the same shape. It does not depend on the backbone tha
 """
 
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Callable
 from numbers import Real
+from operator import index as as_int
 from types import NoneType, UnionType
 from typing import Any, get_args
 
@@ -76,6 +78,8 @@ def list_mixers() -> list[str]:
 
 def mixer_class(name: str) -> type['TokenMixer']:
     """The class registered under `name`; raises ValueError with the closest names if there is none."""
+    if not isinstance(name, str):
+        raise ValueError(f"A mixer is a name such as 'ls', not {name!r}.")
     if name not in _mixers:
         hint = did_you_mean(name, _mixers) or f': there are {", ".join(list_mixers())}'
         raise ValueError(f"Unknown mixer '{name}'{hint}")
@@ -92,6 +96,8 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
         if key in kwargs:
             raise ValueError(f'{key} is a part of the definition of {name}; leave {key}={kwargs[key]} out.')
     _check_types(name, cls, dict(kwargs, num_heads=num_heads))
+    # some functions of torch do not take whole numbers of numpy
+    kwargs = {key: as_int(value) if is_whole(value) else value for key, value in kwargs.items()}
     try:
         return cls(dim, num_heads, grid_size=grid_size, **kwargs)
     except TypeError as error:
@@ -299,8 +305,8 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, attn_drop=attn_drop, **kwargs)
-        if scale is not None and not scale > 0:
-            raise ValueError(f'scale must be more than 0, not {scale}.')
+        if scale is not None and not 0 < scale < math.inf:
+            raise ValueError(f'scale must be more than 0 and finite, not {scale}.')
         if qk_norm and k_dim is not None:
             raise ValueError(
                 f'{type(self).__name__} has keys of width {k_dim} for all heads, which qk_norm cannot normalize; '

@@ -80,7 +80,7 @@ def routed_window_attention(
             torch.cat([x.transpose(0, 1)[:, :, None, :P].expand(-1, -1, T, -1, -1).flatten(1, 2), grid], dim=2)
             for x, grid in ((k, keys), (v, values))
         )
-        mask = torch.cat([mask.new_ones(1, P).expand(len(mask), -1), mask], dim=1)
+        mask = torch.cat([mask.new_ones(1, P).expand(mask.shape[0], -1), mask], dim=1)
     bias = None
     if any(size % side for size, side in zip(grid_size, sizes)):
         bias = mask_bias(mask, q).unsqueeze(1).expand(-1, grid_q.shape[3], -1)

@@ -43,7 +43,7 @@ def manhattan_naive(
     `manhattan_attention`."""
     P, token = q.shape[2] - grid_size[0] * grid_size[1], torch.arange(grid_size[0] * grid_size[1], device=q.device)
     y, x = token // grid_size[1], token % grid_size[1]
-    q_rot, k_rot = (torch.cat([t[:, :, :P], _rotate(t[:, :, P:], token * rope)], dim=2) for t in (q, k))
+    q_rot, k_rot = (torch.cat([t[:, :, :P], _rotate(t[:, :, P:], token)], dim=2) if rope else t for t in (q, k))
     scores = scale * q @ k.mT
     scores[:, :, P:, P:] = scale * q_rot[:, :, P:] @ k_rot[:, :, P:].mT
     down, right = (F.pad((place[:, None] - place).abs(), (P, 0, P, 0)) for place in (y, x))

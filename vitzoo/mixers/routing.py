@@ -115,7 +115,8 @@ class Routing(QKVMixer):
     """Routing attention with `num_clusters` clusters per head of `cluster_size` tokens, by default an even share.
 
     The centroids are a buffer that is initialised from `seed` and the layer and saved with the weights. They are
-    updated once per backward pass with momentum `decay`, in the same way on all processes.
+    updated once per backward pass with momentum `decay`, in the same way on all processes. With gradient checkpointing,
+    call `backward` after each forward pass: those of several images would be recomputed with the centroids of the last.
     """
 
     centroids: torch.Tensor

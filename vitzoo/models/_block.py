@@ -45,19 +45,20 @@ class Block(nn.Module):
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_prefix_tokens = num_prefix_tokens
         self.norm1 = norm_layer(dim, **dd)
-        self.attn = create_mixer(
-            mixer,
-            dim,
-            num_heads,
+        of_the_model: dict[str, Any] = dict(
+            dim=dim,
+            num_heads=num_heads,
             grid_size=grid_size,
             num_prefix_tokens=num_prefix_tokens,
             layer=layer,
             qkv_bias=qkv_bias,
             attn_drop=attn_drop,
             proj_drop=proj_drop,
-            **(mixer_kwargs or {}),
             **dd,
         )
+        for key in of_the_model.keys() & (mixer_kwargs or {}):
+            raise ValueError(f'The {key} of a mixer is that of the model; leave {key} out of mixer_kwargs.')
+        self.attn = create_mixer(mixer, **of_the_model, **(mixer_kwargs or {}))
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm_layer(dim, **dd)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)

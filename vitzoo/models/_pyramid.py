@@ -235,9 +235,9 @@ class Pyramid(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head; `global_pool` is 'token', 'avg' or '' (all tokens of the last stage)."""
-        self.num_classes = num_classes
         if global_pool is not None:
             self.global_pool = self._checked_pool(global_pool)
+        self.num_classes = num_classes
         dd = get_device_dtype(self)
         self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.head.train(self.training)

@@ -88,6 +88,8 @@ class CvT(Pyramid):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if stride_kv < 1:
+            raise ValueError(f'stride_kv must be at least 1, not {stride_kv}.')
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         num_stages = len(depths)
         grid_sizes = self.grid_sizes(to_2tuple(img_size), num_stages, patch_size)

@@ -71,6 +71,7 @@ class DeiT(VisionTransformer):
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         if patch_drop_rate:
             raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; leave it at 0.')
+        self._check_mixer(mixer, mixer_kwargs)
         self._check_pos_embed(pos_embed, mixer, embed_dim // num_heads)
         any_size = pos_embed in ('none', 'rope')
         # depth 0, because timm's own blocks would be built only to be replaced
@@ -211,6 +212,15 @@ class DeiT(VisionTransformer):
     def positions(self, grid_size: tuple[int, int]) -> tuple[tuple[int, int]] | tuple[tuple[int, int], Rope]:
         """The arguments of a block next to the tokens: the grid and, if used, rotary positions."""
         return (grid_size,) if self.rope is None else (grid_size, Rope(self.rope.get_embed(list(grid_size))))
+
+    @staticmethod
+    def _check_mixer(mixer: str, mixer_kwargs: dict | None) -> None:
+        for argument, value in dict(mixer=mixer, mixer_kwargs=mixer_kwargs).items():
+            if isinstance(value, list | tuple):
+                raise ValueError(
+                    f'{argument}={value!r} has several entries, but all blocks are of one stage; '
+                    f'`vitzoo.swap_mixer(model, [...])` gives each block a mixer of its own.'
+                )
 
     @staticmethod
     def _check_pos_embed(pos_embed: str, mixer: str, head_dim: int) -> None:

@@ -55,6 +55,8 @@ class AxialPosEmbed(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if dim % 2:
+            raise ValueError(f'half of the channels of a position are of its row, so dim must be even, not {dim}.')
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.grid_size = tuple(grid_size)
         self.prefix = nn.Parameter(torch.empty(1, num_prefix_tokens, dim, **dd)) if num_prefix_tokens else None
