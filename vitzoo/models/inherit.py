@@ -118,7 +118,8 @@ def differing_settings(model: nn.Module, parent: nn.Module) -> list[str]:
 
     These are what a state dict does not show: numbers of heads, the epsilon of norms, activations, and the pooling.
     """
-    parents, differing = dict(parent.named_modules()), {}
+    parents = dict(parent.named_modules())
+    differing: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         new, old = _settings(path, module), _settings(path, parents[path]) if path in parents else {}
         for name in new.keys() & old.keys():
