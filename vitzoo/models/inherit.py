@@ -122,8 +122,8 @@ def differing_settings(model: nn.Module, parent: nn.Module) -> list[str]:
     differing: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         new, old = _settings(path, module), _settings(path, parents[path]) if path in parents else {}
-        for name in new.keys() & old.keys():
-            if new[name] != old[name]:
+        for name in new:
+            if new[name] != old.get(name, new[name]):
                 differing.setdefault(f'{new[name]}, not {old[name]}', []).append(name)
     return [f'{summarize_names(names)}: {values}' for values, names in differing.items()]
 
