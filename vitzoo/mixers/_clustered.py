@@ -64,7 +64,12 @@ def _plain(
     scores = (_take(q, rows_q) @ _take(k, rows_k).mT).to(dtype)
     # in place, because the scores of all clusters are by far the largest tensor
     scores.masked_fill_(rows_q.unsqueeze(2) == rows_k.unsqueeze(1), float('-inf'))
-    always = torch.cat([(q * k).sum(dim=-1, keepdim=True), q @ k_shared.mT], dim=-1).to(dtype)
+    always = (q * k).sum(dim=-1, keepdim=True)
+    # onnxruntime cannot run products of no keys
+    has_shared = k_shared.shape[1] > 0
+    if has_shared:
+        always = torch.cat([always, q @ k_shared.mT], dim=-1)
+    always = always.to(dtype)
 
     # subtract the largest score of each token over all clusters; it is finite because a token attends itself
     rows = rows_q.flatten()
@@ -75,7 +80,10 @@ def _plain(
     normalizer = always.sum(dim=-1).flatten().scatter_add(0, rows, weights.sum(dim=-1).flatten())
 
     weights, always = F.dropout(weights, dropout_p).to(v.dtype), F.dropout(always, dropout_p).to(v.dtype)
-    out = (always[..., :1] * v + always[..., 1:] @ v_shared).to(dtype)
+    out = always[..., :1] * v
+    if has_shared:
+        out = out + always[..., 1:] @ v_shared
+    out = out.to(dtype)
     routed = (weights @ _take(v, rows_k)).to(dtype).flatten(0, 1)
     out = out.flatten(0, 1).scatter_add(0, rows.unsqueeze(1).expand_as(routed), routed)
     return (out / normalizer.unsqueeze(1)).to(v.dtype).view(v.shape)

@@ -149,7 +149,7 @@ def differentiable_gradients(
     """
     # views, because one tensor may be several arguments
     inputs = [None if x is None else x.view_as(x) for x in tensors]
-    return _gradients(function(*inputs), (*inputs, *closed_over), needed, grad, create_graph=True)
+    return _gradients(function(*inputs), (*inputs, *closed_over), needed, grad, create_graph=True, allow_unused=True)
 
 
 def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], num_elements: int) -> Tensor:
