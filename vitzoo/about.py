@@ -9,9 +9,11 @@ from timm.layers import to_2tuple
 from timm.models._hub import download_from_hf
 
 from vitzoo.data.held_out import HELD_OUT
+from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import UserError
 from vitzoo.models._shipped import shipped_folders
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps
+from vitzoo.options import read_yaml
 
 # of a model's config, what its weights expect of images
 _PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
@@ -52,6 +54,9 @@ def read_about(name: str, weights: str = 'published', checkpoint: str | None = N
     written_to = None if checkpoint is None else _folder_of(checkpoint)
     if written_to is not None:
         return read_about(str(written_to))
+    run = None if checkpoint is None else _run_of(checkpoint)
+    if run is not None and (run / HELD_OUT).is_file():
+        return _facts_of_unfinished(run)
     folder = Path(name.removeprefix('local-dir:')).expanduser()
     if not is_trained_folder(folder):
         if weights != 'published':
@@ -77,13 +82,20 @@ def fit_config(name: str, model: Any, checkpoint: str | None) -> None:
             in the folder that training wrote it to.
     """
     config = model.pretrained_cfg
-    if is_trained_folder(name) and model.num_classes == config.get('num_classes'):
+    found = (checkpoint and _read_config(checkpoint)) or {}
+    if not found and is_trained_folder(name) and model.num_classes == config.get('num_classes'):
         return
     config.pop('label_names', None)
-    found = (checkpoint and _read_config(checkpoint)) or {}
     config.update({key: value for key, value in found.get('pretrained_cfg', {}).items() if key in _PREPROCESSING})
     if found.get('num_classes') == model.num_classes:
         config['label_names'] = found.get('label_names')
+
+
+def read_label_names(path: str, num_classes: int) -> list[str]:
+    """The names of the classes of the weights in a file, in label order; empty if they are of another number."""
+    config = _read_config(path) or {}
+    names = (config.get('label_names') or []) if config.get('num_classes') == num_classes else []
+    return [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else names
 
 
 def read_img_size(path: str) -> tuple[int, int] | None:
@@ -113,15 +125,26 @@ def _read_config(path: str) -> dict | None:
     return None if folder is None else json.loads((folder / 'config.json').read_text(encoding='utf-8'))
 
 
+def _facts_of_unfinished(run: Path) -> dict:
+    """The facts in the recipe of a run that has no config.json yet."""
+    recipe = read_yaml(run / 'recipe.yaml') if (run / 'recipe.yaml').is_file() else {}
+    kept = ('multi_label', 'data_dir', *DATA_OPTIONS)
+    return {key: recipe[key] for key in kept if recipe.get(key)} | {'held_out': run / HELD_OUT}
+
+
 def _folder_of(path: str) -> Path | None:
     """The folder, with a config.json, that training wrote the weights in a file to."""
-    folder = Path(path).resolve().parent
-    folders = [folder]
-    if folder.parent.name == 'checkpoints':
-        # <run>/checkpoints/step-00001250; a run that has not ended has a config of its best epoch only
-        run = folder.parents[1]
+    folders, run = [Path(path).resolve().parent], _run_of(path)
+    if run is not None:
+        # a run that has not ended has a config of its best epoch only
         folders += [run, run / 'best']
     for folder in folders:
         if is_trained_folder(folder):
             return folder
     return None
+
+
+def _run_of(path: str) -> Path | None:
+    """The run of a file in one of its checkpoints, such as <run>/checkpoints/step-00001250/model.safetensors."""
+    folder = Path(path).resolve().parent
+    return folder.parents[1] if folder.parent.name == 'checkpoints' else None

@@ -26,10 +26,11 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import accepted_arguments, create_model, find_filter, find_model, load_model, model_class, swap_in
+from vitzoo.load import accepted_arguments, build_on_meta, create_model, find_filter, find_model, load_model, swap_in
 from vitzoo.mixers import TokenMixer
 from vitzoo.mixers.ls import LongShort
 from vitzoo.models._official import read_checkpoint, unwrap
+from vitzoo.models._swap_models import SWAPPED_MODELS
 from vitzoo.models.inherit import differing_settings, inherit_weights, summarize_names
 from vitzoo.options import check_output, keyword
 
@@ -241,12 +242,25 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
 
 def _settings_of(parent: nn.Module, name: str) -> dict:
     """Arguments that the parent was made with, other than its name's, for a model of the same class."""
-    model_cls = model_class(f'local-dir:{name}' if is_trained_folder(name) else name)
-    if not issubclass(model_cls, type(parent)):
+    model = build_on_meta(f'local-dir:{name}' if is_trained_folder(name) else name)
+    classes = {swapped: cls for cls, swapped in SWAPPED_MODELS.items()}
+    cls = classes.get(type(parent), type(parent))
+    if not isinstance(model, cls):
         return {}
-    taken = accepted_arguments(model_cls) - OWN_ARGUMENTS
     given = getattr(parent, '_model_args', {})
-    return {key: value for key, value in given.items() if key in taken and not key.endswith('_rate')}
+    taken = accepted_arguments(cls) & accepted_arguments(type(model)) - OWN_ARGUMENTS
+    if _kinds_of_mixers(model) == _kinds_of_mixers(parent) and 'swap_mixer' not in given:
+        taken.add('mixer_kwargs')
+    settings = {key: value for key, value in given.items() if key in taken and not key.endswith('_rate')}
+    usual = build_on_meta(given.get('base_model') or parent.pretrained_cfg['architecture'])
+    if settings.get('global_pool') == usual.global_pool:
+        # it is in the config of every folder
+        del settings['global_pool']
+    return settings
+
+
+def _kinds_of_mixers(model: nn.Module) -> set[type]:
+    return {type(module) for module in model.modules() if isinstance(module, TokenMixer)}
 
 
 def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:

@@ -146,7 +146,7 @@ def create_model(
     try:
         return timm.create_model(source, **{**kwargs, **chosen})
     except TypeError as error:
-        accepted = accepted_arguments(model_class(chosen.get('base_model', source)))
+        accepted = accepted_arguments(type(build_on_meta(chosen.get('base_model', source))))
         if name == ARCHITECTURE:
             accepted |= {'base_model', 'swap_mixer'}
         if img_size is not None and 'img_size' not in accepted:
@@ -178,10 +178,10 @@ def create_model(
         raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a checkpoint file') from error
 
 
-def model_class(source: str) -> type[nn.Module]:
-    """The class of a model, which is built without memory for its weights."""
+def build_on_meta(source: str) -> nn.Module:
+    """A model of `timm.create_model` without memory for its weights."""
     with torch.device('meta'):
-        return type(timm.create_model(source))
+        return timm.create_model(source)
 
 
 def accepted_arguments(model_cls: type[nn.Module]) -> set[str]:

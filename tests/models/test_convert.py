@@ -537,6 +537,48 @@ def test_a_model_has_the_settings_of_its_parent(tmp_path, capsys):
     assert loaded(tmp_path / 'other').blocks[1].attn.num_heads == 4
 
 
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'swap', 'child'),
+    [
+        ('deit_softmax_tiny', dict(pos_embed='rope', global_pool='avg'), 'softmax', 'deit_softmax_small'),
+        ('deit_ls_tiny', dict(mixer_kwargs={'window_size': 2, 'rank': 1}), None, 'deit_ls_small'),
+        ('vil_tiny', dict(num_prefix_tokens=(0, 0, 0, 0), global_pool='avg'), None, 'vil_small'),
+    ],
+)
+def test_settings_of_swapped_parents_and_of_the_same_mixer_are_kept_too(name, kwargs, swap, child, tmp_path):
+    parent = small(name, **kwargs)
+    if swap is not None:
+        vitzoo.swap_mixer(parent, swap)
+    convert(['--from', folder_of(parent, tmp_path / 'parent'), '--to', child, '--out', str(tmp_path / 'out')])
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loaded(tmp_path / 'out')(x), parent.eval()(x), rtol=0, atol=0)
+
+
+def test_a_pooling_that_is_usual_for_the_parents_name_is_not_one_of_its_settings(tmp_path, capsys):
+    # the config of a folder names its pooling in any case
+    kwargs = {**SMALL['deit'], 'num_classes': 5, 'mixer_kwargs': {'bias_dim': 4}}
+    parent = timm.create_model('aft_full_nano', **kwargs)
+    assert parent.global_pool == 'token'
+    convert(['--from', folder_of(parent, tmp_path / 'p'), '--to', 'aft_ls_nano', '--out', str(tmp_path / 'out')])
+    assert 'global_pool: avg, not token' in capsys.readouterr().out
+    assert loaded(tmp_path / 'out').global_pool == 'avg'
+
+
+def test_a_checkpoint_of_another_run_has_the_classes_of_that_run(tmp_path):
+    folders = {}
+    for name, labels in dict(a=['cat', 'dog'], b=['dog', 'cat']).items():
+        model = small('deit_softmax_tiny', num_classes=2)
+        about = dict(mean=(0.1, 0.2, 0.3)) if name == 'b' else {}
+        folders[name] = str(tmp_path / name)
+        save_for_hf(
+            model, folders[name], safe_serialization=True, model_config=dict(label_names=labels), data_config=about
+        )
+    argv = ['--from', folders['a'], '--checkpoint', f'{folders["b"]}/model.safetensors', '--swap', 'performer']
+    convert([*argv, '--out', str(tmp_path / 'out')])
+    config = loaded(tmp_path / 'out').pretrained_cfg
+    assert (config['label_names'], config['mean']) == (['dog', 'cat'], [0.1, 0.2, 0.3])
+
+
 def test_settings_without_weights_that_differ_are_named(tmp_path, capsys):
     kwargs = {**SMALL['deit'], 'num_classes': 5, 'global_pool': 'avg', 'num_heads': 4}
     parent = timm.create_model('vit_base_patch16_clip_quickgelu_224', **kwargs)

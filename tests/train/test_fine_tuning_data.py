@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 from toys import make_images
 
+from vitzoo.about import read_about
 from vitzoo.data import open_dataset
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
@@ -79,6 +80,25 @@ def test_held_out_images_are_validated_after_a_move_and_among_new_images(undivid
     assert validate_run(run / 'best', moved)['n'] == 6
 
 
+def test_a_copy_of_the_best_epoch_is_validated_on_the_held_out_images(undivided_run, tmp_path):
+    run, photos = undivided_run
+    copied = shutil.copytree(run / 'best', tmp_path / 'copied')
+    assert validate_run(copied, photos)['n'] == 6
+
+
+def test_an_unfinished_run_tells_what_it_held_out(undivided_run, tmp_path):
+    run, photos = undivided_run
+    unfinished = shutil.copytree(run, tmp_path / 'unfinished')
+    for file in (unfinished / 'config.json', unfinished / 'best' / 'config.json'):
+        file.unlink()
+    weights = next(unfinished.glob('checkpoints/*/model.safetensors'))
+    about = read_about('test_vit', 'checkpoint', str(weights))
+    assert (about['held_out'], about['data_dir']) == (unfinished / 'held_out.csv', str(photos))
+    options = ['--initial-checkpoint', str(weights), '--epochs', '1', '--seed', '9', '--output', str(tmp_path / 'next')]
+    train([*TINY, '--data-dir', str(photos), *options])
+    assert held_out(tmp_path / 'next') == held_out(run)
+
+
 def test_runs_that_held_out_different_images_are_not_compared_silently(undivided_run, tmp_path, capsys):
     run, photos = undivided_run
     other = tmp_path / 'other'
@@ -104,9 +124,9 @@ def test_training_goes_on_with_the_same_held_out_images(undivided_run, start, tm
     train([*options, *start])
     assert held_out(tmp_path / 'next') == held_out(run)
     printed = capsys.readouterr().out
-    assert (
-        '11 training and 6 validation images' in printed and f'the images in {run / "held_out.csv"} are held' in printed
-    )
+    folder = run / 'best' if 'best' in start[1] else run
+    assert '11 training and 6 validation images' in printed
+    assert f'the images in {folder / "held_out.csv"} are held' in printed
     # after which other weights are resumed with the same images
     train(['--resume', str(tmp_path / 'next'), '--epochs', '2'])
     assert held_out(tmp_path / 'next') == held_out(run)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from vitzoo.about import is_trained_folder
+from vitzoo.about import is_trained_folder, read_label_names
 from vitzoo.classes import head_names, label_names, num_classes_in
 from vitzoo.data import Images, eval_loader, train_loader
 from vitzoo.data.loader import TrainBatches
@@ -125,13 +125,17 @@ def build_model(
         # it is that of the published weights, which the model does not have
         model.pretrained_cfg.pop('license', None)
     pretrained_classes = model.pretrained_cfg.get('num_classes')
+    source, known = name, []
     if is_pretrained and pretrained_classes != num_classes:
         _note_new_head(name, pretrained_classes, num_classes)
-    elif is_pretrained and class_names and label_names(model) not in ([], class_names):
-        old, new = (', '.join(names[:3]) + ', …' * (len(names) > 3) for names in (label_names(model), class_names))
-        PartialState().print(f'note   {name} has a head for the classes {old}; it is kept for the classes {new}')
+    elif is_pretrained:
+        known = label_names(model)
     if recipe.initial_checkpoint and not is_resumed:
         _start_from(model, recipe.initial_checkpoint)
+        source, known = recipe.initial_checkpoint, read_label_names(recipe.initial_checkpoint, num_classes)
+    if class_names and known not in ([], class_names):
+        old, new = (', '.join(names[:3]) + ', …' * (len(names) > 3) for names in (known, class_names))
+        PartialState().print(f'note   {source} has a head for the classes {old}; it is kept for the classes {new}')
     if recipe.mixer is not None:
         # after the checkpoint, which mixers inherit as well
         swapped = swap_in(name, model, recipe.mixer, recipe.mixer_kwargs)

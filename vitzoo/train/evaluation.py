@@ -1,12 +1,14 @@
 """Evaluates the model of a run, and exports its better weights."""
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
 from vitzoo.metrics import evaluate
 from vitzoo.train.processes import share_buffers
@@ -92,6 +94,9 @@ def export(run: Run, folder: Path) -> str:
 
     def write() -> None:
         export_model(folder, model, run.train_set.class_names, run.data_config, info)
+        if folder != run.folder and (run.folder / HELD_OUT).is_file():
+            # a copy of the best epoch is a model of its own
+            shutil.copyfile(run.folder / HELD_OUT, folder / HELD_OUT)
 
     write_on_main(
         run.accelerator,
