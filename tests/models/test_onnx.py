@@ -8,8 +8,10 @@ import torch
 from helpers import build_model as build
 from helpers import images, mixers_of_ours
 from timm.models import save_for_hf
+from torch import nn
 
 import vitzoo
+from vitzoo.export.formats import trace
 
 onnxruntime = pytest.importorskip('onnxruntime')
 pytest.importorskip('onnxscript')
@@ -23,7 +25,8 @@ DOCS = Path(__file__).resolve().parents[2] / 'docs' / 'export.md'
 
 
 def run_exported(model, x, path):
-    torch.onnx.export(model, (x,), path, opset_version=OPSET, dynamo=True, verbose=False, external_data=False)
+    program = trace(model, x[:2])
+    torch.onnx.export(program, f=path, opset_version=OPSET, dynamo=True, verbose=False, external_data=False)
     session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
@@ -42,6 +45,36 @@ def test_an_onnx_model_gives_the_same_logits(mixer, tmp_path):
     with torch.no_grad():
         expected = model(x)
     torch.testing.assert_close(run_exported(model, x, tmp_path / 'model.onnx'), expected, rtol=1e-4, atol=1e-5)
+
+
+class OnGrid(nn.Module):
+    """A mixer of tokens on its own grid."""
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, x):
+        return self.mixer(x, self.mixer.grid_size)
+
+
+@pytest.mark.parametrize(
+    'mixer',
+    [
+        pytest.param(mixer, marks=[] if mixer in ('local', 'relu_linear') else pytest.mark.slow)
+        for mixer in vitzoo.list_mixers()
+        if mixer not in NOT_EXPORTED
+    ],
+)
+@pytest.mark.filterwarnings('ignore')
+def test_an_onnx_mixer_without_prefix_tokens_takes_any_batch_size(mixer, tmp_path):
+    # few channels, so that some tokens have no feature that is not 0
+    torch.manual_seed(0)
+    module = OnGrid(vitzoo.create_mixer(mixer, 8, 2, grid_size=(6, 8)).eval())
+    x = torch.randn(5, 48, 8)
+    with torch.no_grad():
+        expected = module(x)
+    torch.testing.assert_close(run_exported(module, x, tmp_path / 'mixer.onnx'), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

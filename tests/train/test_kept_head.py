@@ -1,5 +1,8 @@
 """Notes about heads: one trained on other classes, and a checkpoint that has none."""
 
+import json
+import shutil
+
 import pytest
 import timm
 import torch
@@ -21,6 +24,14 @@ def test_a_head_for_other_classes_is_kept_with_a_note(tmp_path, capsys):
     (note,) = notes(capsys, folder, ['cat', 'dog', 'cow'])
     assert 'has a head for the classes blue, green, red; it is kept for the classes cat, dog, cow' in note
     assert notes(capsys, folder, ['blue', 'green', 'red']) == []
+    # of a checkpoint, the names are those of its run
+    other = Recipe(model=str(folder), initial_checkpoint=f'{shutil.copytree(folder, tmp_path / "other")}/model.safetensors')
+    config = json.loads((tmp_path / 'other' / 'config.json').read_text())
+    (tmp_path / 'other' / 'config.json').write_text(json.dumps({**config, 'label_names': ['cat', 'dog', 'cow']}))
+    build_model(other, 3, ['cat', 'dog', 'cow'])
+    assert 'note' not in capsys.readouterr().out
+    build_model(other, 3, ['blue', 'green', 'red'])
+    assert 'has a head for the classes cat, dog, cow; it is kept for' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('name', ['deit_softmax_nano', 'deit_tiny_distilled_patch16_224', 'cvt_nano', 'resnet18'])

@@ -203,16 +203,20 @@ def attend_tiles(
     """
     T, S = q.shape[2], k_shared.shape[2]
     scores = q @ k.transpose(-2, -1)  # (B, heads, T, s, M)
-    scores_shared = (q.flatten(2, 3) @ k_shared.transpose(-2, -1)).unflatten(2, (T, -1))
     if bias is not None:
         scores = scores + bias.unsqueeze(1)
-    if bias_shared is not None:
-        scores_shared = scores_shared + bias_shared[:, None, None]
     # in place, because the scores are the largest tensor
-    scores = torch.cat([scores_shared, scores.add_(mask_bias(mask, scores).unsqueeze(1))], dim=-1)
+    scores.add_(mask_bias(mask, scores).unsqueeze(1))
+    # onnxruntime cannot run products of no keys
+    if S:
+        scores_shared = (q.flatten(2, 3) @ k_shared.transpose(-2, -1)).unflatten(2, (T, -1))
+        if bias_shared is not None:
+            scores_shared = scores_shared + bias_shared[:, None, None]
+        scores = torch.cat([scores_shared, scores], dim=-1)
     attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    attn_shared, attn = F.dropout(attn, dropout_p).split([S, attn.shape[-1] - S], dim=-1)
-    return attn @ v + (attn_shared.flatten(2, 3) @ v_shared).unflatten(2, (T, -1))
+    attn = F.dropout(attn, dropout_p)
+    out = attn[..., S:] @ v
+    return out + (attn[..., :S].flatten(2, 3) @ v_shared).unflatten(2, (T, -1)) if S else out
 
 
 def _fit_to_grid(

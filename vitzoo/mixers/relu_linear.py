@@ -19,7 +19,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv
 from ._kernel import KernelMixer
-from ._numerics import dot_tokens, sum_products
+from ._numerics import at_least, dot_tokens, sum_products
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -45,7 +45,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype).relu(), k.to(dtype).relu()
         context = sum_products(k, v.to(dtype))  # (B, heads, d, d)
-        return (q @ context / (dot_tokens(q, k.sum(dim=2, keepdim=True)) + _EPS)).to(v.dtype)
+        # the exporter to ONNX leaves out the addition of so small a number, and a token without features has a sum of 0
+        total = at_least(dot_tokens(q, k.sum(dim=2, keepdim=True)) + _EPS, _EPS)
+        return (q @ context / total).to(v.dtype)
 
 
 class _Scale(nn.Module):
