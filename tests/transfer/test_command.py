@@ -429,6 +429,69 @@ def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path
         assert config['label_names'][pictures.train[index][1]] == Path(pictures.train.filename(index)).parts[0]
 
 
+def test_the_options_that_the_teacher_recorded_are_those_of_its_student(images, tmp_path):
+    name = save_teacher(tmp_path / 'teacher')
+    path = tmp_path / 'teacher' / 'config.json'
+    class_map = dict(red='blue', rouge='green', blue='red')
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(vitzoo=dict(data_dir=images, class_map=class_map))))
+    command = [name, '--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', images]
+    command += ['--output', str(tmp_path / 'linear')]
+    transfer(command)
+    config = json.loads((tmp_path / 'linear' / 'config.json').read_text())
+    assert (config['vitzoo']['class_map'], config['label_names']) == (class_map, ['blue', 'green', 'red'])
+    results = read_results(tmp_path / 'linear')
+    assert (results['kind'], results['settings']['data_options']) == ('top1', {})
+    assert results['settings']['training_images'] == 27
+    transfer([*command, '--resume'])
+
+
+@pytest.mark.parametrize(
+    ('recorded', 'options', 'kind', 'sizes', 'about'),
+    [
+        (
+            dict(class_map=dict(red='blue', blue='red')),
+            {},
+            'top1',
+            (27, 7),
+            dict(class_map=dict(red='blue', blue='red')),
+        ),
+        (
+            dict(class_map=dict(red='blue')),
+            dict(class_map=dict(green='red')),
+            'top1',
+            (13, 4),
+            dict(class_map=dict(green='red')),
+        ),
+        (dict(class_map=dict(a='blue')), {}, 'knn', (40, 11), dict(class_map=dict(a='blue'))),
+        (dict(val_split='dev'), {}, 'knn', (40, 11), {}),
+        (dict(val_split='dev'), dict(val_split='val'), 'top1', (40, 11), dict(val_split='val')),
+        (dict(val_split='.'), dict(train_split='train'), 'knn', (40, 11), dict(train_split='train')),
+    ],
+)
+def test_recorded_options_are_used_if_others_are_not_given_and_they_suit_the_data(
+    recorded, options, kind, sizes, about, images, tmp_path
+):
+    name = save_teacher(tmp_path)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(config | dict(vitzoo=recorded)))
+    teacher, _ = load_model(name)
+    pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(**options), 0)
+    assert (pictures.kind, (len(pictures.train), len(pictures.val)), pictures.about) == (kind, sizes, about)
+
+
+def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp_path):
+    name = save_teacher(tmp_path / 'teacher')
+    path, recorded = tmp_path / 'teacher' / 'config.json', dict(class_map=dict(red='blue'), val_split='dev')
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(vitzoo=recorded)))
+    (tmp_path / 'flat').mkdir()
+    for number, file in enumerate(sorted(Path(images).rglob('*.jpg'))[:5]):
+        shutil.copy(file, tmp_path / 'flat' / f'{number}.jpg')
+    teacher, _ = load_model(name)
+    data_config = fit_data_config(name, teacher)
+    pictures = open_pictures(name, teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
+    assert (pictures.kind, pictures.about) == ('cosine', dict(class_map=dict(red='blue')))
+
+
 def test_images_without_classes_are_validated_on_their_val_split(images, tmp_path):
     name = save_teacher(tmp_path / 'teacher')
     files = sorted(Path(images).rglob('*.jpg'))
