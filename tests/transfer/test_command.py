@@ -33,6 +33,7 @@ from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.record import Ledger
 from vitzoo.transfer.students import make_student
 from vitzoo.transfer.summary import explain_result, minutes
+from vitzoo.validate.evaluation import validate
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
@@ -492,6 +493,58 @@ def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp
     assert (pictures.kind, pictures.about) == ('cosine', dict(class_map=dict(red='blue')))
 
 
+def test_the_student_of_a_multi_label_teacher_predicts_several_labels(images, tmp_path, quick_timing, capsys):
+    name, data = save_multi_label_teacher(tmp_path / 'teacher'), write_label_tables(Path(images), tmp_path / 'data')
+    command = [name, '--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', data]
+    transfer([*command, '--output', str(tmp_path / 'linear')])
+    assert 'measured by the similarity of its features' in capsys.readouterr().out
+    results = read_results(tmp_path / 'linear')
+    assert (results['kind'], results['teacher']['score']) == ('cosine', pytest.approx(100))
+    assert json.loads((tmp_path / 'linear' / 'config.json').read_text())['vitzoo']['multi_label'] is True
+    (record,) = validate([str(tmp_path / 'linear'), '--data-dir', data, '--workers', '0'])
+    assert (record['n'], record['labelled']) == (11, 11) and record['map'] > 0
+
+
+@pytest.mark.parametrize(
+    ('kind', 'expected'),
+    [('table', ('cosine', 40, 11)), ('class folders', ('knn', 40, 11)), ('none', ('cosine', 41, 10))],
+)
+def test_a_multi_label_teacher_takes_images_of_any_kind(kind, expected, images, tmp_path):
+    name, data = save_multi_label_teacher(tmp_path / 'teacher'), images
+    if kind != 'class folders':
+        data = write_label_tables(Path(images), tmp_path / 'data')
+    if kind == 'none':
+        for number, path in enumerate(sorted(Path(data).rglob('*.jpg'))):
+            path.rename(tmp_path / 'data' / f'{number}.jpg')
+        for part in ('train', 'val'):
+            shutil.rmtree(tmp_path / 'data' / part)
+    teacher, _ = load_model(name)
+    pictures = open_pictures(name, teacher, data, fit_data_config(name, teacher), DataOptions(), 0)
+    assert (pictures.kind, len(pictures.train), len(pictures.val)) == expected
+    assert pictures.reason and pictures.about['multi_label'] is True
+
+
+def save_multi_label_teacher(folder: Path) -> str:
+    """The folder of a teacher as `vitzoo train --multi-label` writes it."""
+    name = save_teacher(folder)
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(config | dict(vitzoo=dict(multi_label=True))))
+    return name
+
+
+def write_label_tables(images: Path, root: Path) -> str:
+    """A copy of images in class folders with tables of labels instead: each has its class, and green is also red."""
+    for part in ('train', 'val'):
+        (root / part).mkdir(parents=True)
+        rows = ['file,labels']
+        for path in sorted((images / part).rglob('*.jpg')):
+            label, name = path.parent.name, f'{path.parent.name}{path.name}'
+            shutil.copy(path, root / part / name)
+            rows.append(f'{name},{"green;red" if label == "green" else label}')
+        (root / part / 'labels.csv').write_text('\n'.join(rows))
+    return str(root)
+
+
 def test_images_without_classes_are_validated_on_their_val_split(images, tmp_path):
     name = save_teacher(tmp_path / 'teacher')
     files = sorted(Path(images).rglob('*.jpg'))
@@ -558,6 +611,10 @@ WRONG = {
         '{headless} --mixer ls --data-dir {images} --labels --output {out}',
         'but it has no head; leave --labels out',
     ),
+    'labels with several per image': (
+        '{several} --mixer ls --data-dir {labelled} --labels --output {out}',
+        '--labels learns one class per image, but .* predicts several labels; leave --labels out$',
+    ),
     'training option': (
         '{teacher} --mixer ls --data-dir {images} --output {out} --model-ema --model-ema-decay 2',
         'model_ema_decay must be from 0 to 1, not 2',
@@ -589,6 +646,8 @@ def places(teacher, images, tmp_path_factory) -> dict[str, str]:
         shutil.copy(next(Path(images).rglob('*.jpg')), root / name / file)
     shutil.copy(root / 'flat' / 'a.jpg', root / 'flat' / 'b.jpg')
     places |= dict(flat=str(root / 'flat'), run=str(root / 'run'), headless=save_teacher(root / 'none', num_classes=0))
+    places |= dict(several=save_multi_label_teacher(root / 'several'))
+    places |= dict(labelled=write_label_tables(Path(images), root / 'labelled'))
     broken = timm.create_model(f'local-dir:{teacher}', pretrained=True)
     torch.nn.init.constant_(broken.blocks[0].attn.proj.weight, math.nan)
     timm.models.save_for_hf(broken, str(root / 'broken'), safe_serialization=True)

@@ -1,4 +1,4 @@
-"""The images of a transfer: with classes if the data has those of the teacher or others, else without."""
+"""The images of a transfer: with classes or labels if the data has those of the teacher or others, else without."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -41,8 +41,10 @@ class Pictures:
     Attributes:
         train: Training images as the student sees them.
         plain: The same images without augmentation.
-        kind: 'top1' if the classes are the teacher's, 'knn' for other classes, 'cosine' without classes.
-        about: Facts for the config.json of a student, as training records them: the options of the data.
+        kind: 'top1' if the classes are the teacher's, 'knn' for other classes, 'cosine' without classes or with
+            several labels per image.
+        about: Facts for the config.json of a student, as training records them: the options of the data, and
+            `multi_label` if the teacher predicts several labels.
         reason: Why the kind is not 'top1'; empty if it is.
     """
 
@@ -154,6 +156,8 @@ def open_pictures(
             val = Images(val.reader, evaluation, found.class_to_idx) if is_whole else found
     else:
         kind, reason = 'knn', 'it has no head'
+    if labelled.is_multi_label:
+        kind, reason = 'cosine', reason or f"the images of '{data_dir}' have several labels"
     names = set(val.reader.filenames()) if labelled.root == val.root else set()
     rest = [index for index, name in enumerate(labelled.reader.filenames()) if name not in names]
     if not rest:
@@ -170,7 +174,8 @@ def _open_labelled(
     """Open both splits with the recorded options that are not given, or without them if they do not suit the data."""
 
     def open_splits(options: DataOptions) -> tuple[Images, Images]:
-        settings: dict[str, Any] = dict(options=options)
+        # None, because a student may learn from images in class folders, too
+        settings: dict[str, Any] = dict(options=options, multi_label=None if recorded.get('multi_label') else False)
         labelled = open_dataset(data_dir, 'train', **settings)
         settings |= dict(class_to_idx=labelled.class_to_idx, val_fraction=_VAL_FRACTION, seed=seed)
         return labelled, open_dataset(data_dir, 'val', evaluation, **settings)
@@ -185,8 +190,9 @@ def _open_labelled(
 
 
 def _describe_data(options: DataOptions, recorded: dict) -> dict:
-    """Facts about the data for the config.json of a student, which has the classes of its teacher."""
-    return replace(options, class_map=options.class_map or recorded.get('class_map')).given()
+    """Facts about the data for the config.json of a student, which has the classes or labels of its teacher."""
+    about = {'multi_label': True} if recorded.get('multi_label') else {}
+    return about | replace(options, class_map=options.class_map or recorded.get('class_map')).given()
 
 
 def _fact(error: UserError) -> str:
