@@ -582,7 +582,15 @@ def test_a_checkpoint_of_another_run_has_the_classes_of_that_run(tmp_path):
 def test_settings_without_weights_that_differ_are_named(tmp_path, capsys):
     kwargs = {**SMALL['deit'], 'num_classes': 5, 'global_pool': 'avg', 'num_heads': 4}
     parent = timm.create_model('vit_base_patch16_clip_quickgelu_224', **kwargs)
-    argv = ['--to', 'deit_ls_tiny', '--model-kwargs', 'num_heads=2', 'global_pool=token', '--out', str(tmp_path / 'out')]
+    argv = [
+        '--to',
+        'deit_ls_tiny',
+        '--model-kwargs',
+        'num_heads=2',
+        'global_pool=token',
+        '--out',
+        str(tmp_path / 'out'),
+    ]
     convert(['--from', folder_of(parent, tmp_path / 'parent'), *argv])
     (line,) = re.findall(r'computed otherwise than in the parent: (.*)', capsys.readouterr().out)
     assert 'blocks.*.mlp.act (2): GELU, not QuickGELU' in line and 'blocks.*.norm1.eps (2)' in line

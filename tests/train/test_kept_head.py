@@ -25,7 +25,9 @@ def test_a_head_for_other_classes_is_kept_with_a_note(tmp_path, capsys):
     assert 'has a head for the classes blue, green, red; it is kept for the classes cat, dog, cow' in note
     assert notes(capsys, folder, ['blue', 'green', 'red']) == []
     # of a checkpoint, the names are those of its run
-    other = Recipe(model=str(folder), initial_checkpoint=f'{shutil.copytree(folder, tmp_path / "other")}/model.safetensors')
+    other = Recipe(
+        model=str(folder), initial_checkpoint=f'{shutil.copytree(folder, tmp_path / "other")}/model.safetensors'
+    )
     config = json.loads((tmp_path / 'other' / 'config.json').read_text())
     (tmp_path / 'other' / 'config.json').write_text(json.dumps({**config, 'label_names': ['cat', 'dog', 'cow']}))
     build_model(other, 3, ['cat', 'dog', 'cow'])

@@ -223,6 +223,19 @@ def test_a_grey_teacher_gets_grey_images(images, tmp_path):
     assert run_once(images, tmp_path / 'run', *options)['n'] == 11
 
 
+def test_a_teacher_with_more_outputs_than_classes_teaches_a_student_with_as_many(images, tmp_path):
+    run_once(images, tmp_path / 'teacher', '--num-classes', '5')
+    options = ['--kd-model-name', str(tmp_path / 'teacher')]
+    with pytest.raises(UserError, match='has 5 outputs and the student 3; give num_classes 5$'):
+        run_once(images, tmp_path / 'run', *options)
+    assert run_once(images, tmp_path / 'run', *options, '--num-classes', '5')['n'] == 11
+    config = json.loads((tmp_path / 'teacher' / 'config.json').read_text())
+    for names in (None, ['blue', 'green', 'yellow']):
+        (tmp_path / 'teacher' / 'config.json').write_text(json.dumps(config | dict(label_names=names)))
+        with pytest.raises(UserError, match='the 5 classes of the teacher .* are not the 3 of'):
+            run_once(images, tmp_path / 'other', *options, '--num-classes', '5')
+
+
 def test_a_distilled_checkpoint_gets_new_heads_for_other_classes(images, tmp_path, capsys):
     model = 'deit_tiny_distilled_patch16_224'
     source = timm.create_model(model, num_classes=5, img_size=32, depth=1, embed_dim=24, num_heads=2)

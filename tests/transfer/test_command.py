@@ -33,6 +33,7 @@ from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.record import Ledger
 from vitzoo.transfer.students import make_student
 from vitzoo.transfer.summary import explain_result, minutes
+from vitzoo.validate.evaluation import validate
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
@@ -429,6 +430,121 @@ def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path
         assert config['label_names'][pictures.train[index][1]] == Path(pictures.train.filename(index)).parts[0]
 
 
+def test_the_options_that_the_teacher_recorded_are_those_of_its_student(images, tmp_path):
+    name = save_teacher(tmp_path / 'teacher')
+    path = tmp_path / 'teacher' / 'config.json'
+    class_map = dict(red='blue', rouge='green', blue='red')
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(vitzoo=dict(data_dir=images, class_map=class_map))))
+    command = [name, '--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', images]
+    command += ['--output', str(tmp_path / 'linear')]
+    transfer(command)
+    config = json.loads((tmp_path / 'linear' / 'config.json').read_text())
+    assert (config['vitzoo']['class_map'], config['label_names']) == (class_map, ['blue', 'green', 'red'])
+    results = read_results(tmp_path / 'linear')
+    assert (results['kind'], results['settings']['data_options']) == ('top1', {})
+    assert results['settings']['training_images'] == 27
+    transfer([*command, '--resume'])
+
+
+@pytest.mark.parametrize(
+    ('recorded', 'options', 'kind', 'sizes', 'about'),
+    [
+        (
+            dict(class_map=dict(red='blue', blue='red')),
+            {},
+            'top1',
+            (27, 7),
+            dict(class_map=dict(red='blue', blue='red')),
+        ),
+        (
+            dict(class_map=dict(red='blue')),
+            dict(class_map=dict(green='red')),
+            'top1',
+            (13, 4),
+            dict(class_map=dict(green='red')),
+        ),
+        (dict(class_map=dict(a='blue')), {}, 'knn', (40, 11), dict(class_map=dict(a='blue'))),
+        (dict(val_split='dev'), {}, 'knn', (40, 11), {}),
+        (dict(val_split='dev'), dict(val_split='val'), 'top1', (40, 11), dict(val_split='val')),
+        (dict(val_split='.'), dict(train_split='train'), 'knn', (40, 11), dict(train_split='train')),
+    ],
+)
+def test_recorded_options_are_used_if_others_are_not_given_and_they_suit_the_data(
+    recorded, options, kind, sizes, about, images, tmp_path
+):
+    name = save_teacher(tmp_path)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(config | dict(vitzoo=recorded)))
+    teacher, _ = load_model(name)
+    pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(**options), 0)
+    assert (pictures.kind, (len(pictures.train), len(pictures.val)), pictures.about) == (kind, sizes, about)
+
+
+def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp_path):
+    name = save_teacher(tmp_path / 'teacher')
+    path, recorded = tmp_path / 'teacher' / 'config.json', dict(class_map=dict(red='blue'), val_split='dev')
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(vitzoo=recorded)))
+    (tmp_path / 'flat').mkdir()
+    for number, file in enumerate(sorted(Path(images).rglob('*.jpg'))[:5]):
+        shutil.copy(file, tmp_path / 'flat' / f'{number}.jpg')
+    teacher, _ = load_model(name)
+    data_config = fit_data_config(name, teacher)
+    pictures = open_pictures(name, teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
+    assert (pictures.kind, pictures.about) == ('cosine', dict(class_map=dict(red='blue')))
+
+
+def test_the_student_of_a_multi_label_teacher_predicts_several_labels(images, tmp_path, quick_timing, capsys):
+    name, data = save_multi_label_teacher(tmp_path / 'teacher'), write_label_tables(Path(images), tmp_path / 'data')
+    command = [name, '--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', data]
+    transfer([*command, '--output', str(tmp_path / 'linear')])
+    assert 'measured by the similarity of its features' in capsys.readouterr().out
+    results = read_results(tmp_path / 'linear')
+    assert (results['kind'], results['teacher']['score']) == ('cosine', pytest.approx(100))
+    assert json.loads((tmp_path / 'linear' / 'config.json').read_text())['vitzoo']['multi_label'] is True
+    (record,) = validate([str(tmp_path / 'linear'), '--data-dir', data, '--workers', '0'])
+    assert (record['n'], record['labelled']) == (11, 11) and record['map'] > 0
+
+
+@pytest.mark.parametrize(
+    ('kind', 'expected'),
+    [('table', ('cosine', 40, 11)), ('class folders', ('knn', 40, 11)), ('none', ('cosine', 41, 10))],
+)
+def test_a_multi_label_teacher_takes_images_of_any_kind(kind, expected, images, tmp_path):
+    name, data = save_multi_label_teacher(tmp_path / 'teacher'), images
+    if kind != 'class folders':
+        data = write_label_tables(Path(images), tmp_path / 'data')
+    if kind == 'none':
+        for number, path in enumerate(sorted(Path(data).rglob('*.jpg'))):
+            path.rename(tmp_path / 'data' / f'{number}.jpg')
+        for part in ('train', 'val'):
+            shutil.rmtree(tmp_path / 'data' / part)
+    teacher, _ = load_model(name)
+    pictures = open_pictures(name, teacher, data, fit_data_config(name, teacher), DataOptions(), 0)
+    assert (pictures.kind, len(pictures.train), len(pictures.val)) == expected
+    assert pictures.reason and pictures.about['multi_label'] is True
+
+
+def save_multi_label_teacher(folder: Path) -> str:
+    """The folder of a teacher as `vitzoo train --multi-label` writes it."""
+    name = save_teacher(folder)
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(config | dict(vitzoo=dict(multi_label=True))))
+    return name
+
+
+def write_label_tables(images: Path, root: Path) -> str:
+    """A copy of images in class folders with tables of labels instead: each has its class, and green is also red."""
+    for part in ('train', 'val'):
+        (root / part).mkdir(parents=True)
+        rows = ['file,labels']
+        for path in sorted((images / part).rglob('*.jpg')):
+            label, name = path.parent.name, f'{path.parent.name}{path.name}'
+            shutil.copy(path, root / part / name)
+            rows.append(f'{name},{"green;red" if label == "green" else label}')
+        (root / part / 'labels.csv').write_text('\n'.join(rows))
+    return str(root)
+
+
 def test_images_without_classes_are_validated_on_their_val_split(images, tmp_path):
     name = save_teacher(tmp_path / 'teacher')
     files = sorted(Path(images).rglob('*.jpg'))
@@ -495,6 +611,10 @@ WRONG = {
         '{headless} --mixer ls --data-dir {images} --labels --output {out}',
         'but it has no head; leave --labels out',
     ),
+    'labels with several per image': (
+        '{several} --mixer ls --data-dir {labelled} --labels --output {out}',
+        '--labels learns one class per image, but .* predicts several labels; leave --labels out$',
+    ),
     'training option': (
         '{teacher} --mixer ls --data-dir {images} --output {out} --model-ema --model-ema-decay 2',
         'model_ema_decay must be from 0 to 1, not 2',
@@ -526,6 +646,8 @@ def places(teacher, images, tmp_path_factory) -> dict[str, str]:
         shutil.copy(next(Path(images).rglob('*.jpg')), root / name / file)
     shutil.copy(root / 'flat' / 'a.jpg', root / 'flat' / 'b.jpg')
     places |= dict(flat=str(root / 'flat'), run=str(root / 'run'), headless=save_teacher(root / 'none', num_classes=0))
+    places |= dict(several=save_multi_label_teacher(root / 'several'))
+    places |= dict(labelled=write_label_tables(Path(images), root / 'labelled'))
     broken = timm.create_model(f'local-dir:{teacher}', pretrained=True)
     torch.nn.init.constant_(broken.blocks[0].attn.proj.weight, math.nan)
     timm.models.save_for_hf(broken, str(root / 'broken'), safe_serialization=True)

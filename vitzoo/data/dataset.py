@@ -43,7 +43,7 @@ def open_dataset(
     transform: Callable | None = None,
     *,
     class_to_idx: dict[str, int] | None = None,
-    multi_label: bool = False,
+    multi_label: bool | None = False,
     val_fraction: float = 0,
     seed: int = 0,
     held_out: Path | None = None,
@@ -61,7 +61,8 @@ def open_dataset(
         transform: Applied to each PIL image (RGB, 8 bits).
         class_to_idx: The classes of the training split, so that both splits have the same labels; by default the
             classes found in this one, in natural order (2 before 10).
-        multi_label: Read the labels of each image from labels.csv (columns file, labels) instead of its folder.
+        multi_label: Read the labels of each image from labels.csv (columns file, labels) instead of its folder; None
+            reads them from it if it exists.
         val_fraction: If the data has no validation split, the fraction of each class that is held out as 'val' and
             excluded from 'train'; 0 holds out nothing.
         seed: Together with the names of the images determines which ones are held out.

@@ -262,16 +262,18 @@ def _load_teacher(recipe: Recipe, class_names: list[str], data_config: dict) -> 
     if source == 'random weights':
         raise UserError(f'the teacher {name} has no published weights; use the folder of a training run instead')
     teacher_classes = label_names(teacher)
-    if teacher.num_classes != len(class_names) or (teacher_classes and teacher_classes != class_names):
+    # a head may have more outputs than the data has classes, but without names they may be of other data
+    is_of_data = teacher_classes == class_names if teacher_classes else teacher.num_classes == len(class_names)
+    if not is_of_data:
         raise UserError(
             f'the {teacher.num_classes} classes of the teacher {name} are not the {len(class_names)} of'
             f' {recipe.data_dir}; train the teacher on {recipe.data_dir} first'
         )
-    if recipe.num_classes not in (None, teacher.num_classes):
-        raise UserError(
-            f'the teacher {name} has {teacher.num_classes} outputs and the student {recipe.num_classes}; leave out'
-            f' num_classes'
-        )
+    num_classes = recipe.num_classes or len(class_names)
+    if teacher.num_classes != num_classes:
+        is_of_default = teacher.num_classes == len(class_names)
+        advice = 'leave out num_classes' if is_of_default else f'give num_classes {teacher.num_classes}'
+        raise UserError(f'the teacher {name} has {teacher.num_classes} outputs and the student {num_classes}; {advice}')
     teacher_chans = resolve_data_config(teacher)['input_size'][0]
     if teacher_chans != in_chans:
         raise UserError(f'the teacher {name} takes images of {teacher_chans} channels and the student of {in_chans}')

@@ -277,7 +277,8 @@ def export_student(task: Transfer, student: nn.Module, ledger: Ledger, verdict: 
     pictures, options = task.pictures, task.options
     info: dict[str, Any] = dict(teacher=task.name, weights=task.weights, data_dir=options.data_dir)
     info |= dict(seed=options.seed, transfer=verdict)
-    info |= options.data_options.given()
+    # `vitzoo validate` opens the data with the same options
+    info |= pictures.about
     export_model(ledger.folder, student, label_names(task.teacher), task.data_config, info)
     if isinstance(pictures.val, Images) and pictures.val.is_held_out:
         write_held_out(ledger.folder / HELD_OUT, pictures.val.reader)

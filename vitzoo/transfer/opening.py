@@ -123,6 +123,8 @@ def open_transfer(options: TransferOptions) -> Transfer:
         raise UserError(f'{name} cannot be a teacher: {problem}')
     data = options.data_dir, data_config, options.data_options, options.seed
     pictures = open_pictures(name, teacher, *data, weights=source, checkpoint=options.checkpoint)
+    if options.labels and pictures.about.get('multi_label'):
+        raise UserError(f'--labels learns one class per image, but {name} predicts several labels; leave --labels out')
     if options.labels and pictures.kind != 'top1':
         raise UserError(f'--labels needs images of the classes of {name}, but {pictures.reason}; leave --labels out')
     train, held_out = divide(len(pictures.train), options.eval_images)

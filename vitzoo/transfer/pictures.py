@@ -1,8 +1,8 @@
-"""The images of a transfer: with classes if the data has those of the teacher or others, else without."""
+"""The images of a transfer: with classes or labels if the data has those of the teacher or others, else without."""
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data import Subset as TorchSubset
 
+from vitzoo.about import read_about
 from vitzoo.data import DataOptions, Images, eval_transform, open_dataset, train_transform
+from vitzoo.data.dataset import merge_options
 from vitzoo.data.held_out import Subset
 from vitzoo.data.layout import split_names
 from vitzoo.data.loader import TrainBatches
@@ -39,7 +41,10 @@ class Pictures:
     Attributes:
         train: Training images as the student sees them.
         plain: The same images without augmentation.
-        kind: 'top1' if the classes are the teacher's, 'knn' for other classes, 'cosine' without classes.
+        kind: 'top1' if the classes are the teacher's, 'knn' for other classes, 'cosine' without classes or with
+            several labels per image.
+        about: Facts for the config.json of a student, as training records them: the options of the data, and
+            `multi_label` if the teacher predicts several labels.
         reason: Why the kind is not 'top1'; empty if it is.
     """
 
@@ -48,6 +53,7 @@ class Pictures:
     val: Images | UnlabelledImages
     kind: str
     class_names: list[str]
+    about: dict
     reason: str = ''
 
     @property
@@ -118,7 +124,8 @@ def open_pictures(
     """Open the images of a transfer.
 
     The validation images are the data's, or those that the teacher's run held out, or a fifth. Options of the data are
-    for images with classes.
+    for images with classes. Those that the teacher's run recorded are used if `options` does not have others and they
+    suit the data.
 
     Args:
         weights: Origin of the teacher's weights, as of `load_model`.
@@ -128,14 +135,15 @@ def open_pictures(
         UserError: There are no images, or too few to hold some out, or an option does not suit them.
     """
     recipe, evaluation = make_recipe(_AUGMENTATION), eval_transform(data_config)
+    recorded = read_about(teacher_name, weights, checkpoint)
     try:
-        labelled = open_dataset(data_dir, 'train', options=options)
+        labelled, val = _open_labelled(data_dir, evaluation, options, recorded, seed)
     except NoClassesError as error:
         if options != NO_OPTIONS:
             raise
-        return _open_unlabelled(data_dir, recipe, data_config, _fact(error))
-    settings: dict[str, Any] = dict(options=options, val_fraction=_VAL_FRACTION, seed=seed)
-    val = open_dataset(data_dir, 'val', evaluation, class_to_idx=labelled.class_to_idx, **settings)
+        about = _describe_data(NO_OPTIONS, recorded)
+        return _open_unlabelled(data_dir, recipe, data_config, about, _fact(error))
+    options = labelled.options
     kind, reason = 'top1', ''
     if has_head(teacher):
         try:
@@ -148,13 +156,43 @@ def open_pictures(
             val = Images(val.reader, evaluation, found.class_to_idx) if is_whole else found
     else:
         kind, reason = 'knn', 'it has no head'
+    if labelled.is_multi_label:
+        kind, reason = 'cosine', reason or f"the images of '{data_dir}' have several labels"
     names = set(val.reader.filenames()) if labelled.root == val.root else set()
     rest = [index for index, name in enumerate(labelled.reader.filenames()) if name not in names]
     if not rest:
         raise UserError(f"all images of '{data_dir}' are validation images; add a train split")
     reader: LabelledReader = Subset(labelled.reader, rest) if names else labelled.reader
     train = Images(reader, train_transform(recipe, data_config), val.class_to_idx)
-    return Pictures(train, Images(reader, evaluation, val.class_to_idx), val, kind, val.class_names, reason)
+    plain, about = Images(reader, evaluation, val.class_to_idx), _describe_data(options, recorded)
+    return Pictures(train, plain, val, kind, val.class_names, about, reason)
+
+
+def _open_labelled(
+    data_dir: str, evaluation: Callable, options: DataOptions, recorded: dict, seed: int
+) -> tuple[Images, Images]:
+    """Open both splits with the recorded options that are not given, or without them if they do not suit the data."""
+
+    def open_splits(options: DataOptions) -> tuple[Images, Images]:
+        # None, because a student may learn from images in class folders, too
+        settings: dict[str, Any] = dict(options=options, multi_label=None if recorded.get('multi_label') else False)
+        labelled = open_dataset(data_dir, 'train', **settings)
+        settings |= dict(class_to_idx=labelled.class_to_idx, val_fraction=_VAL_FRACTION, seed=seed)
+        return labelled, open_dataset(data_dir, 'val', evaluation, **settings)
+
+    try:
+        return open_splits(merge_options(options, recorded, data_dir))
+    except NoClassesError:
+        raise
+    except UserError:
+        # a student may learn from other images than its teacher did
+        return open_splits(options)
+
+
+def _describe_data(options: DataOptions, recorded: dict) -> dict:
+    """Facts about the data for the config.json of a student, which has the classes or labels of its teacher."""
+    about = {'multi_label': True} if recorded.get('multi_label') else {}
+    return about | replace(options, class_map=options.class_map or recorded.get('class_map')).given()
 
 
 def _fact(error: UserError) -> str:
@@ -162,7 +200,7 @@ def _fact(error: UserError) -> str:
     return str(error).partition('; ')[0]
 
 
-def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, reason: str) -> Pictures:
+def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, about: dict, reason: str) -> Pictures:
     files = find_files([data_dir])
     if len(files) < 2:
         raise UserError(f"'{data_dir}' has only one image; a transfer needs some to learn from and others to measure")
@@ -179,6 +217,7 @@ def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, reason: s
         UnlabelledImages(val, evaluation),
         'cosine',
         [],
+        about,
         reason,
     )
 
