@@ -116,10 +116,8 @@ def test_an_explanation_is_as_hot_as_its_map(tmp_path):
 
 @pytest.mark.parametrize('name', ['$a_$', '$10-$20', 'US$'])
 def test_dollar_signs_in_names_are_drawn_as_they_are(name, tmp_path, monkeypatch):
-    image, record = (
-        Image.new('RGB', (8, 8), 'red'),
-        dict(model=f'runs/{name}', token_statistics=statistics(2, cosine=1)),
-    )
+    image = Image.new('RGB', (8, 8), 'red')
+    record = dict(model=f'runs/{name}', token_statistics=statistics(2, cosine=1))
     figures = {
         'confusion': lambda path: draw_confusion(path, torch.eye(2), [name, 'b']),
         'mistakes': lambda path: draw_mistakes(path, [(name, [(image, name)])]),

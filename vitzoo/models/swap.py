@@ -114,8 +114,8 @@ def _family(model: nn.Module) -> type[SwappedModel]:
     family = SWAPPED_MODELS.get(type(model), type(model))
     if not issubclass(family, SwappedModel):
         raise ValueError(
-            f'swap_mixer does not support {type(model).__name__}: {_reason(model)}. A model of about its size that it supports '
-            f'is {_model_of_size(model)}; docs/swap.md lists the others.'
+            f'swap_mixer does not support {type(model).__name__}: {_reason(model)}. A model of about its size that it '
+            f'supports is {_model_of_size(model)}; docs/swap.md lists the others.'
         )
     if not isinstance(getattr(model, 'patch_drop', None), (nn.Identity, type(None))):
         raise ValueError('patch_drop_rate removes tokens from the grid that mixers need; build the model without it.')
