@@ -15,6 +15,8 @@ from vitzoo.models._shipped import shipped_folders
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps
 from vitzoo.options import read_yaml
 
+# facts about its data that a run records
+DATA_FACTS = ('multi_label', 'data_dir', *DATA_OPTIONS)
 # of a model's config, what its weights expect of images
 _PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
 
@@ -51,12 +53,12 @@ def read_about(name: str, weights: str = 'published', checkpoint: str | None = N
     Raises:
         UserError: The list of held-out images cannot be fetched.
     """
-    written_to = None if checkpoint is None else _folder_of(checkpoint)
-    if written_to is not None:
-        return read_about(str(written_to))
-    run = None if checkpoint is None else _run_of(checkpoint)
-    if run is not None and (run / HELD_OUT).is_file():
-        return _facts_of_unfinished(run)
+    if checkpoint is not None:
+        written_to, run = _folder_of(checkpoint), _run_of(checkpoint)
+        if written_to is not None:
+            return read_about(str(written_to))
+        if run is not None and (run / HELD_OUT).is_file():
+            return _facts_of_unfinished(run)
     folder = Path(name.removeprefix('local-dir:')).expanduser()
     if not is_trained_folder(folder):
         if weights != 'published':
@@ -128,8 +130,7 @@ def _read_config(path: str) -> dict | None:
 def _facts_of_unfinished(run: Path) -> dict:
     """The facts in the recipe of a run that has no config.json yet."""
     recipe = read_yaml(run / 'recipe.yaml') if (run / 'recipe.yaml').is_file() else {}
-    kept = ('multi_label', 'data_dir', *DATA_OPTIONS)
-    return {key: recipe[key] for key in kept if recipe.get(key)} | {'held_out': run / HELD_OUT}
+    return {key: recipe[key] for key in DATA_FACTS if recipe.get(key)} | {'held_out': run / HELD_OUT}
 
 
 def _folder_of(path: str) -> Path | None:

@@ -20,11 +20,10 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from vitzoo._save import save_model
-from vitzoo.about import fit_config, is_trained_folder, read_about
+from vitzoo.about import DATA_FACTS, fit_config, read_about
 from vitzoo.classes import label_names, num_classes_in
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
-from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, run_command
 from vitzoo.load import accepted_arguments, build_on_meta, create_model, find_filter, find_model, load_model, swap_in
 from vitzoo.mixers import TokenMixer
@@ -242,7 +241,7 @@ def _start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]
 
 def _settings_of(parent: nn.Module, name: str) -> dict:
     """Arguments that the parent was made with, other than its name's, for a model of the same class."""
-    model = build_on_meta(f'local-dir:{name}' if is_trained_folder(name) else name)
+    model = build_on_meta(name)
     classes = {swapped: cls for cls, swapped in SWAPPED_MODELS.items()}
     cls = classes.get(type(parent), type(parent))
     if not isinstance(model, cls):
@@ -284,8 +283,7 @@ def _swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
 
 def _describe_origin(args: argparse.Namespace, source: str, share: float) -> dict:
     """Facts for config.json about the parent, the inherited share of its weights, and the data of its training."""
-    kept = ('multi_label', 'data_dir', *DATA_OPTIONS)
-    about = {key: value for key, value in _read_about(args).items() if key in kept}
+    about = {key: value for key, value in _read_about(args).items() if key in DATA_FACTS}
     return about | {'parent': args.parent, 'weights': source, 'inherited': round(share, 4)}
 
 

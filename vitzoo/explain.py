@@ -46,8 +46,10 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
     from vitzoo.figures import draw_explanation
 
     args = parse_args(argv)
-    check_output(f'{args.out}/image.png', ('.png',))
     files = find_files(args.images)
+    paths = _choose_paths(args.out, list(files))
+    for path in paths:
+        check_output(path, ('.png',))
     name = find_model(args.model)
     model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
     if weights == 'random weights':
@@ -55,9 +57,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
     check_classifier(name, model)
     model, names = model.to(args.device), class_names(model)
     target = None if args.target is None else _find_class(args.target, names)
-    titles, paths, unreadable = readable(names), _choose_paths(args.out, list(files)), []
-    for path in paths:
-        check_output(path, ('.png',))
+    titles, unreadable = readable(names), []
     with autocast(args.device, args.amp_dtype):
         data_config = fit_data_config(name, model, args.img_size)
         dataset = ImageFiles(files, eval_transform(data_config))

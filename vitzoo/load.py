@@ -136,7 +136,7 @@ def create_model(
         UserError: The model does not have an argument, cannot be built with its value, or its weights cannot be
             fetched.
     """
-    source = f'local-dir:{name}' if is_trained_folder(name) else name
+    source = _source_of(name)
     chosen = {'img_size': tuple(img_size) if isinstance(img_size, list) else img_size, **(model_kwargs or {})}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     num_classes = chosen.get('num_classes')
@@ -146,7 +146,7 @@ def create_model(
     try:
         return timm.create_model(source, **{**kwargs, **chosen})
     except TypeError as error:
-        accepted = accepted_arguments(type(build_on_meta(chosen.get('base_model', source))))
+        accepted = accepted_arguments(type(build_on_meta(chosen.get('base_model', name))))
         if name == ARCHITECTURE:
             accepted |= {'base_model', 'swap_mixer'}
         if img_size is not None and 'img_size' not in accepted:
@@ -178,10 +178,15 @@ def create_model(
         raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a checkpoint file') from error
 
 
-def build_on_meta(source: str) -> nn.Module:
-    """A model of `timm.create_model` without memory for its weights."""
+def build_on_meta(name: str) -> nn.Module:
+    """A model of a name from `find_models` without memory for its weights."""
     with torch.device('meta'):
-        return timm.create_model(source)
+        return timm.create_model(_source_of(name))
+
+
+def _source_of(name: str) -> str:
+    """The name by which timm loads a name from `find_models`."""
+    return f'local-dir:{name}' if is_trained_folder(name) else name
 
 
 def accepted_arguments(model_cls: type[nn.Module]) -> set[str]:
