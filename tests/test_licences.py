@@ -14,7 +14,7 @@ from timm.models import save_for_hf
 from tiny import CVT
 
 from vitzoo.convert import convert
-from vitzoo.train.build import build_model
+from vitzoo.train.model import build_model
 from vitzoo.train.recipe import make_recipe
 from vitzoo.validate.results import format_weights
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
-from vitzoo.train.build import synchronize_batch_norm
 from vitzoo.train.checkpoint import list_checkpoints
+from vitzoo.train.model import synchronize_batch_norm
 from vitzoo.train.processes import share_statistics
 
 CVT = dict(depths=(1, 1, 1), embed_dims=(16, 16, 32), num_heads=(1, 2, 2), img_size=32)

@@ -13,9 +13,9 @@ from toys import read_metrics
 
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
-from vitzoo.train.build import compile_model, convert_format
 from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.train.loop import train
+from vitzoo.train.model import compile_model, convert_format
 from vitzoo.train.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')

@@ -10,7 +10,7 @@ from classifiers import save_classifier
 from safetensors.torch import save_file
 
 from vitzoo.errors import UserError
-from vitzoo.train.build import build_model
+from vitzoo.train.model import build_model
 from vitzoo.train.recipe import Recipe
 
 

@@ -6,8 +6,7 @@ from timm.data.mixup import mixup_target
 from timm.loss import create_classification_loss
 from torch.nn import functional as F
 
-from vitzoo.train.build import build_loss
-from vitzoo.train.loss import BalancedLoss, count_labels
+from vitzoo.train.loss import BalancedLoss, build_loss, count_labels
 from vitzoo.train.recipe import make_recipe
 
 KINDS = [('ce', 0.0, None), ('ce', 0.1, None), ('bce', 0.0, None), ('bce', 0.1, None), ('bce', 0.1, 0.2)]

@@ -9,7 +9,7 @@ from toys import make_images
 
 from vitzoo.errors import UserError
 from vitzoo.train import step as step_module
-from vitzoo.train.build import build_mixup
+from vitzoo.train.batches import build_mixup
 from vitzoo.train.loop import train
 from vitzoo.train.recipe import make_recipe
 from vitzoo.train.step import mix

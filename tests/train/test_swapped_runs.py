@@ -12,8 +12,8 @@ from timm.models import save_for_hf
 import vitzoo
 from vitzoo.errors import UserError
 from vitzoo.report import make_report
-from vitzoo.train.build import build_model
 from vitzoo.train.loop import train
+from vitzoo.train.model import build_model
 from vitzoo.train.recipe import FIXED_KEYS, make_recipe
 from vitzoo.train.resume import changed_keys
 from vitzoo.validate.evaluation import validate

@@ -24,7 +24,7 @@ from vitzoo.load import load_model
 from vitzoo.metrics import evaluate
 from vitzoo.train import loop as train_module
 from vitzoo.train import main
-from vitzoo.train.build import plan_batches
+from vitzoo.train.batches import plan_batches
 from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.train.loop import train
 from vitzoo.train.recipe import make_recipe

@@ -16,8 +16,11 @@ from toys import read_metrics
 
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
-from vitzoo.train.build import build_ema, build_optimizer, build_scheduler, build_task, compile_model, freeze
+from vitzoo.train.freeze import freeze
 from vitzoo.train.loop import train
+from vitzoo.train.loss import build_task
+from vitzoo.train.model import build_ema, compile_model
+from vitzoo.train.optim import build_optimizer, build_scheduler
 from vitzoo.train.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')

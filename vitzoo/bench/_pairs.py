@@ -310,7 +310,9 @@ def _cvt_13(shape: Shape) -> tuple[nn.Module, nn.Module]:
     """CvT-13 at 224 x 224; the peer has GELU in place of the paper's QuickGELU."""
     from transformers import CvtConfig, CvtForImageClassification
 
-    theirs = _Logits(CvtForImageClassification(CvtConfig(num_labels=1000, drop_path_rate=(0.0, 0.0, 0.0))))
+    config = CvtConfig(drop_path_rate=(0.0, 0.0, 0.0))
+    config.num_labels = 1000
+    theirs = _Logits(CvtForImageClassification(config))
     ours = timm.create_model('cvt_13')
     ours.load_state_dict(checkpoint_filter_fn(theirs.net.state_dict(), ours))
     return ours, theirs

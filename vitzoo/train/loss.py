@@ -1,9 +1,53 @@
-"""Loss for imbalanced classes, which timm does not have."""
+"""Builds the loss of a run from its recipe, and the task that computes it for a batch."""
+
+from typing import Any
 
 import torch
-from timm.loss import BinaryCrossEntropy
+from accelerate import Accelerator
+from timm.data import Mixup
+from timm.loss import BinaryCrossEntropy, compute_class_weights, create_classification_loss
+from timm.task import ClassificationTask, TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from vitzoo.data import Images
+from vitzoo.train.distill import distillation_task
+from vitzoo.train.recipe import Recipe
+
+
+def build_loss(recipe: Recipe, mixup: Mixup | None, train_set: Images, num_classes: int) -> nn.Module:
+    """The timm loss for hard, soft or multi-label targets, or its class-balanced form."""
+    kind = 'bce' if recipe.bce_loss or recipe.multi_label else 'ce'
+    threshold = recipe.bce_target_thresh if kind == 'bce' else None
+    options: dict[str, Any] = dict(smoothing=recipe.smoothing, bce_target_thresh=threshold)
+    if recipe.balance == 'loss':
+        counts = count_labels(train_set.targets, num_classes)
+        if not recipe.multi_label:
+            return BalancedLoss(counts, kind, **options)
+        # positives against negatives of each class; the clamp keeps a label that all images have from weighing nothing
+        counts = counts.clamp(max=len(train_set) - 1)
+        _, options['pos_weight'] = compute_class_weights(counts, len(train_set), 'neg_pos')
+    return create_classification_loss(kind, multi_label=recipe.multi_label, soft_targets=mixup is not None, **options)
+
+
+def build_task(
+    recipe: Recipe,
+    model: nn.Module,
+    loss: nn.Module,
+    class_names: list[str],
+    data_config: dict,
+    accelerator: Accelerator,
+) -> TrainingTask:
+    """The timm task that maps images and targets to the loss, with a teacher if the recipe has one.
+
+    Raises:
+        UserError: The teacher does not suit the data or the model.
+    """
+    if recipe.kd_model_name is not None:
+        task = distillation_task(recipe, model, loss, class_names, data_config, accelerator)
+    else:
+        task = ClassificationTask(model, loss, device=accelerator.device, verbose=False)
+    return task.to(accelerator.device)
 
 
 def count_labels(targets: list, num_classes: int) -> Tensor:

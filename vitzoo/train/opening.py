@@ -24,25 +24,20 @@ from vitzoo.data.options import DATA_OPTIONS, UNDIVIDED
 from vitzoo.errors import UserError
 from vitzoo.load import find_model
 from vitzoo.models._recompute import update_statistics_once
-from vitzoo.train.build import (
-    build_ema,
-    build_loss,
-    build_mixup,
-    build_model,
-    build_optimizer,
-    build_scheduler,
-    build_task,
-    build_train_loader,
-    build_val_loader,
-    compile_model,
-    convert_format,
-    freeze,
-    has_initial_weights,
-    plan_batches,
-    synchronize_batch_norm,
-)
+from vitzoo.train.batches import build_mixup, build_train_loader, build_val_loader, plan_batches
+from vitzoo.train.freeze import freeze
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
+from vitzoo.train.loss import build_loss, build_task
+from vitzoo.train.model import (
+    build_ema,
+    build_model,
+    compile_model,
+    convert_format,
+    has_initial_weights,
+    synchronize_batch_norm,
+)
+from vitzoo.train.optim import build_optimizer, build_scheduler
 from vitzoo.train.processes import raise_together
 from vitzoo.train.progress import parse_trackers
 from vitzoo.train.recipe import Recipe

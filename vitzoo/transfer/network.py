@@ -18,12 +18,12 @@ from torch import nn
 from vitzoo.data import Normalize, train_loader
 from vitzoo.data.loader import stop_workers
 from vitzoo.errors import DivergenceError
-from vitzoo.train.build import build_ema
 from vitzoo.train.checkpoint import find_checkpoints
 from vitzoo.train.distill import NetworkLoss, Teacher, TransferTask
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.loop import train_one_epoch
+from vitzoo.train.model import build_ema
 from vitzoo.train.processes import raise_together
 from vitzoo.train.progress import Display, start_trackers
 from vitzoo.train.resume import resume_run

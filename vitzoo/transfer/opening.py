@@ -16,7 +16,7 @@ from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.metrics.finite import find_non_finite
 from vitzoo.models.swap import without_warnings
-from vitzoo.train.build import plan_batches
+from vitzoo.train.batches import plan_batches
 from vitzoo.train.opening import create_accelerator
 from vitzoo.train.run import Plan
 from vitzoo.transfer.descent import StepBatches
