@@ -16,7 +16,8 @@ from timm.models import save_for_hf
 
 import vitzoo
 from vitzoo.about import read_about
-from vitzoo.convert import convert, main, trace_names
+from vitzoo.convert import convert, main
+from vitzoo.convert.official import trace_names
 from vitzoo.errors import UserError
 from vitzoo.models import cvt, vil
 from vitzoo.models._official import read_checkpoint

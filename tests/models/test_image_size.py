@@ -12,7 +12,8 @@ from helpers import SMALL, SMALLEST, build_model, mixers_of_ours, perturb
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
-from vitzoo.convert import convert, trace_names
+from vitzoo.convert import convert
+from vitzoo.convert.official import trace_names
 from vitzoo.errors import UserError
 from vitzoo.load import create_model, load_model, load_weights
 from vitzoo.mixers import mixer_class

@@ -1,0 +1,5 @@
+"""`python -m vitzoo.convert` is `vitzoo convert`."""
+
+from vitzoo.convert import main
+
+main()

@@ -1,0 +1,142 @@
+"""The command `vitzoo convert`: its options, and the folder that it writes."""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitzoo._save import save_model
+from vitzoo.about import DATA_FACTS, fit_config, read_about
+from vitzoo.classes import label_names
+from vitzoo.convert.official import load_official
+from vitzoo.convert.parent import given_size, start_from_parent, swap_parent
+from vitzoo.data import resolve_data_config
+from vitzoo.data.held_out import HELD_OUT
+from vitzoo.errors import CommandParser, UserError
+from vitzoo.load import find_model
+from vitzoo.mixers import TokenMixer
+from vitzoo.mixers.ls import LongShort
+from vitzoo.options import check_output, keyword
+
+
+def convert(argv: list[str] | None = None) -> None:
+    """Run `vitzoo convert` with these arguments.
+
+    Raises:
+        UserError: The model does not exist, the checkpoint cannot be read or does not fit, or there already is a model
+            in the folder.
+    """
+    args = parse_args(argv)
+    folder = Path(args.out)
+    _check_folder(folder)
+    if any((folder / name).exists() for name in ('config.json', 'model.safetensors')):
+        raise UserError(f"'{folder}' already contains a model; choose another --out")
+    about: dict[str, Any]
+    if args.swap:
+        model, data_config, about = swap_parent(args)
+    elif args.parent:
+        model, data_config, about = start_from_parent(args)
+    else:
+        model = load_official(args.file, args.model, args.model_kwargs)
+        if '.' not in args.model:
+            # it is that of the published weights, which only a tag names
+            model.pretrained_cfg.pop('license', None)
+        # a file of a run folder is described there
+        fit_config(find_model(args.model), model, args.file)
+        data_config, about = given_size(args.model_kwargs), {'label_names': label_names(model) or None}
+    facts = _read_about(args)
+    if args.parent:
+        about['vitzoo'] = {key: value for key, value in facts.items() if key in DATA_FACTS} | about['vitzoo']
+    _check_forward(model, data_config)
+    save_model(
+        folder,
+        model,
+        model_args=_bias_index(model),
+        data_config=data_config,
+        model_config=about,
+    )
+    held_out = facts.get('held_out')
+    if held_out:
+        # `vitzoo validate` must not evaluate the images that the parent was trained on
+        shutil.copyfile(held_out, folder / HELD_OUT)
+    print(f"wrote {folder}, which timm.create_model('local-dir:{folder}', pretrained=True) loads")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = CommandParser('vitzoo convert', description='Convert a model to a folder that timm loads.')
+    add = parser.add_argument
+    add('file', nargs='?', metavar='OFFICIAL_FILE', help='official checkpoint, .pth, .bin or .safetensors')
+    add('--model', metavar='NAME', help='its model; with a tag, such as cvt_13.msft_in1k, also its data config')
+    add('--from', dest='parent', metavar='NAME', help='model or trained folder to inherit from, instead of a file')
+    add('--checkpoint', metavar='FILE', help='weights of the --from model (default: its published ones)')
+    add('--random-weights', action='store_true', help='initialise the --from model randomly')
+    add('--to', metavar='NAME', help='model that inherits')
+    add('--swap', metavar='MIXERS', help="replace the attention of the --from model: 'ls', or 'ls:0-9,softmax:10,11'")
+    add('--blocks', metavar='N,N-N', help='blocks in which --swap replaces it, such as 2,3,5-11 (default: all)')
+    add('--mixer-kwargs', nargs='+', type=keyword, default=[], metavar='KEY=VALUE', help='arguments of the mixer')
+    add('--out', required=True, metavar='DIR', help='folder to write config.json and model.safetensors to')
+    add('--model-kwargs', nargs='+', type=keyword, default=[], metavar='KEY=VALUE', help='arguments of the new model')
+    args = parser.parse_args(argv)
+    if not (args.file and args.model) and not (args.parent and (args.to or args.swap)):
+        parser.error('either OFFICIAL_FILE and --model, or --from and --to or --swap, are required')
+    if (args.file or args.model) and (args.parent or args.to or args.swap or args.checkpoint or args.random_weights):
+        parser.error(
+            'OFFICIAL_FILE and --model cannot be combined with --from, --to, --swap, --checkpoint and --random-weights'
+        )
+    if args.to and args.swap:
+        parser.error('--to and --swap cannot be combined')
+    if not args.swap and (args.blocks or args.mixer_kwargs):
+        parser.error('--blocks and --mixer-kwargs need --swap')
+    if args.random_weights and args.checkpoint:
+        parser.error('--random-weights and --checkpoint cannot be combined')
+    args.model_kwargs, args.mixer_kwargs = dict(args.model_kwargs), dict(args.mixer_kwargs)
+    return args
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that files can be written to a folder, which may not exist yet."""
+    if os.path.isfile(folder):
+        raise UserError(f"--out '{folder}' is a file; choose a folder")
+    is_new = not os.path.exists(folder)
+    check_output(f'{folder}/config.json', ('.json',))
+    if is_new:
+        # a conversion that fails leaves none
+        folder.rmdir()
+
+
+def _read_about(args: argparse.Namespace) -> dict:
+    """Facts about the data of the weights that are converted."""
+    if args.random_weights:
+        return {}
+    checkpoint = args.checkpoint or args.file
+    return read_about(find_model(args.parent or args.model), 'checkpoint' if checkpoint else 'published', checkpoint)
+
+
+@torch.no_grad()
+def _check_forward(model: nn.Module, data_config: dict) -> None:
+    input_size = resolve_data_config(model, data_config.get('img_size'))['input_size']
+    images = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
+    if not model.eval()(images).isfinite().all():
+        raise UserError('the weights are damaged: the logits of a random image are not finite')
+
+
+def _bias_index(model: nn.Module) -> dict:
+    """The `rel_bias` argument of a long-short model, written out because its name may only imply it."""
+    first = next((module for module in model.modules() if isinstance(module, TokenMixer)), None)
+    model_args = getattr(model, '_model_args', {})
+    if 'swap_mixer' in model_args:
+        # the config of a swapped model has the arguments of its mixers
+        return {}
+    given = model_args.get('mixer_kwargs') or {}
+    # a sequence is exported as given; a dict applies to the mixer of the first stage
+    if not isinstance(first, LongShort) or not isinstance(given, dict):
+        return {}
+    index = 'none'
+    if first.rel_bias is not None:
+        index = 'table' if first.rel_bias.row_stride is None else 'nvidia'
+    return {'mixer_kwargs': {**given, 'rel_bias': index}}

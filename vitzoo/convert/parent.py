@@ -1,0 +1,128 @@
+"""Makes a model of another that has weights: by inheriting them, or by replacing its attention."""
+
+import argparse
+from statistics import fmean
+
+from timm.layers import to_2tuple
+from torch import nn
+
+from vitzoo.about import fit_config
+from vitzoo.convert.official import load_official
+from vitzoo.data import resolve_data_config
+from vitzoo.errors import UserError
+from vitzoo.load import accepted_arguments, build_on_meta, create_model, find_model, load_model, swap_in
+from vitzoo.mixers import TokenMixer
+from vitzoo.models._swap_models import SWAPPED_MODELS
+from vitzoo.models.inherit import differing_settings, inherit_weights
+
+# of a model that inherits from another: its mixers, and what is set beside its parent's settings
+OWN_ARGUMENTS = {'mixer', 'mixer_kwargs', 'img_size', 'in_chans', 'num_classes', 'device', 'dtype'}
+# a model that inherits less than this fraction was given the wrong parent
+LEAST_SHARE = 0.5
+
+
+def start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
+    """The model with its parent's weights, the parent's data config, and further entries of config.json."""
+    parent, source = _load_parent(args)
+    data_config = resolve_data_config(parent)
+    in_chans, *img_size = data_config['input_size']
+    data_config = {key: data_config[key] for key in ('interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')}
+    data_config.update({'img_size': img_size, **given_size(args.model_kwargs)})
+    if data_config['img_size'] != img_size and hasattr(parent, 'set_input_size'):
+        # the parent's own resampling also handles what `fit_from` does not
+        parent.set_input_size(data_config['img_size'])
+    name = find_model(args.to)
+    kwargs = dict(img_size=data_config['img_size'], in_chans=in_chans, num_classes=parent.num_classes)
+    model = create_model(name, model_kwargs={**_settings_of(parent, name), **args.model_kwargs}, **kwargs)
+    own_chans = args.model_kwargs.get('in_chans', in_chans)
+    if own_chans != in_chans:
+        data_config |= {key: (fmean(data_config[key]),) * own_chans for key in ('mean', 'std')}
+    inheritance = inherit_weights(model, parent.state_dict())
+    if inheritance.share < LEAST_SHARE:
+        raise UserError(
+            f'{args.to} can inherit only {inheritance.share:.1%} of the parameters of {args.parent}: choose a parent '
+            'of the same backbone and size'
+        )
+    print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
+    differing = differing_settings(model, parent)
+    if differing:
+        print(f'computed otherwise than in the parent: {"; ".join(differing)}')
+    about = _describe_origin(args, source, inheritance.share)
+    model.pretrained_cfg['license'] = parent.pretrained_cfg.get('license')
+    # another number of classes has other names
+    names = parent.pretrained_cfg.get('label_names') if model.num_classes == parent.num_classes else None
+    return model, data_config, {'label_names': names, 'vitzoo': about}
+
+
+def _settings_of(parent: nn.Module, name: str) -> dict:
+    """Arguments that the parent was made with, other than its name's, for a model of the same class."""
+    model = build_on_meta(name)
+    classes = {swapped: cls for cls, swapped in SWAPPED_MODELS.items()}
+    cls = classes.get(type(parent), type(parent))
+    if not isinstance(model, cls):
+        return {}
+    given = getattr(parent, '_model_args', {})
+    taken = accepted_arguments(cls) & accepted_arguments(type(model)) - OWN_ARGUMENTS
+    if _kinds_of_mixers(model) == _kinds_of_mixers(parent) and 'swap_mixer' not in given:
+        taken.add('mixer_kwargs')
+    settings = {key: value for key, value in given.items() if key in taken and not key.endswith('_rate')}
+    usual = build_on_meta(given.get('base_model') or parent.pretrained_cfg['architecture'])
+    if settings.get('global_pool') == usual.global_pool:
+        # it is in the config of every folder
+        del settings['global_pool']
+    return settings
+
+
+def _kinds_of_mixers(model: nn.Module) -> set[type]:
+    return {type(module) for module in model.modules() if isinstance(module, TokenMixer)}
+
+
+def swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
+    """The parent with other mixers, the data config that is given, and further entries of config.json."""
+    model, source = _load_parent(args)
+    num_classes = model.pretrained_cfg.get('num_classes', model.num_classes)
+    if source in ('published', 'trained') and model.num_classes != num_classes:
+        raise UserError(
+            f'num_classes={model.num_classes} does not fit the weights of {args.parent}, which are for {num_classes} '
+            'classes; leave it out, `vitzoo train` makes a head for the classes of its data'
+        )
+    swapped = swap_in(args.parent, model, args.swap, args.mixer_kwargs, args.blocks)
+    reports = list(model.inheritance.values())
+    share = sum(report.share for report in reports) / len(reports)
+    new = ', '.join(dict.fromkeys(name for report in reports for name in report.initialized)) or 'none'
+    print(f"{args.parent} ({source}) with {swapped}\ninherited {share:.2%} of the attention's parameters")
+    print(f'initialized in the mixers: {new}')
+    about = {'label_names': model.pretrained_cfg.get('label_names'), 'vitzoo': _describe_origin(args, source, share)}
+    return model, given_size(args.model_kwargs), about
+
+
+def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
+    # those of the model that inherits are not the parent's
+    kwargs = args.model_kwargs if args.swap else {}
+    if args.checkpoint:
+        # a parent only gives its weights, so its head may be for any classes
+        parent = load_official(args.checkpoint, args.parent, kwargs, any_classes=not args.swap)
+        fit_config(find_model(args.parent), parent, args.checkpoint)
+        source = args.checkpoint
+    elif args.random_weights:
+        # those of a folder are loaded by `load_model` in any case
+        parent, source = create_model(find_model(args.parent), model_kwargs=kwargs).eval(), 'random weights'
+    else:
+        parent, source = load_model(find_model(args.parent), model_kwargs=kwargs)
+    if source == 'random weights' and not args.random_weights:
+        raise UserError(f'there are no published weights of {args.parent}; pass a --checkpoint')
+    if source not in ('published', 'trained'):
+        # it is that of the published weights
+        parent.pretrained_cfg.pop('license', None)
+    return parent, source
+
+
+def _describe_origin(args: argparse.Namespace, source: str, share: float) -> dict:
+    """Facts for config.json about the parent and the inherited share of its weights."""
+    return {'parent': args.parent, 'weights': source, 'inherited': round(share, 4)}
+
+
+def given_size(model_kwargs: dict) -> dict:
+    """The image size among the arguments of a model, as a data config."""
+    size = model_kwargs.get('img_size')
+    return {} if size is None else {'img_size': list(to_2tuple(size))}
