@@ -49,6 +49,13 @@ def test_with_every_token_attended_it_is_softmax(name, kwargs, num_prefix_tokens
     torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_routing_with_clusters_of_all_tokens_is_softmax():
+    mixer = build('routing', GRID, num_clusters=3, cluster_size=20)
+    x = tokens(mixer)
+    expected = mixer.project(softmax_naive(*mixer.qkv(x, GRID), mixer.scale))
+    torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize('num_prefix_tokens', [0, 2])
 def test_sinkhorn_with_one_block_is_softmax_in_which_grid_tokens_count_twice(num_prefix_tokens):
     mixer = build('sinkhorn', GRID, num_prefix_tokens, block_size=5)
@@ -67,7 +74,9 @@ def test_reformer_with_one_bucket_is_softmax_over_the_other_tokens_with_shared_k
     x = tokens(mixer)
     q, _, v = mixer.qkv(x, GRID)
     others = torch.zeros(q.shape[2], q.shape[2], dtype=q.dtype).fill_diagonal_(float('-inf'))
-    expected = mixer.project(softmax_naive(q, F.normalize(q, dim=-1), v, mixer.scale, others))
+    # the authors' `length_normalized` divides by the root mean square
+    k = q / q.square().mean(dim=-1, keepdim=True).sqrt()
+    expected = mixer.project(softmax_naive(q, k, v, mixer.scale, others))
     torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
 
 

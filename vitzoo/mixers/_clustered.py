@@ -2,10 +2,10 @@
 
     out_i = sum_j p_ij v_j,  p_ij = n_ij 2^(q_i . k_j - lse_i),  lse_i = log2 of sum_j n_ij 2^(q_i . k_j)
 
-n_ij is the number of clusters whose queries have i and whose keys have j, 1 for i = j and for shared keys. A few heads
-at a time, and of these a few clusters, are processed, so that their tokens and scores stay in a CPU cache. The forward
-pass saves its inputs, the output, lse and weights of up to 8 MB in a head; beyond, the backward pass computes the
-scores again.
+n_ij is the number of clusters whose queries have i and whose keys have j, at least 1 for i = j, and 1 for shared keys.
+A few heads at a time, and of these a few clusters, are processed, so that their tokens and scores stay in a CPU cache.
+The forward pass saves its inputs, the output, lse and weights of up to 8 MB in a head; beyond, the backward pass
+computes the scores again.
 """
 
 import math
@@ -62,9 +62,7 @@ def _plain(
     """`cluster_attention` of M heads, q (M, N, d), as a composition of differentiable functions."""
     dtype, (rows_q, rows_k) = _wide(q), _rows(in_q, in_k, q)
     scores = (_take(q, rows_q) @ _take(k, rows_k).mT).to(dtype)
-    # in place, because the scores of all clusters are by far the largest tensor
-    scores.masked_fill_(rows_q.unsqueeze(2) == rows_k.unsqueeze(1), float('-inf'))
-    always = (q * k).sum(dim=-1, keepdim=True)
+    always = (q * k).sum(dim=-1, keepdim=True).masked_fill(_finds_itself(in_q, in_k, q), float('-inf'))
     # onnxruntime cannot run products of no keys
     has_shared = k_shared.shape[1] > 0
     if has_shared:
@@ -75,6 +73,7 @@ def _plain(
     rows = rows_q.flatten()
     largest = always.detach().amax(dim=-1).flatten()
     largest = largest.scatter_reduce(0, rows, scores.detach().amax(dim=-1).flatten(), 'amax')
+    # in place, because the scores of all clusters are by far the largest tensor
     weights = scores.sub_(largest[rows].view(*rows_q.shape, 1)).exp2_()
     always = (always - largest.view(*q.shape[:-1], 1)).exp2()
     normalizer = always.sum(dim=-1).flatten().scatter_add(0, rows, weights.sum(dim=-1).flatten())
@@ -112,16 +111,10 @@ def _add(x: Tensor, rows: Tensor, of_members: Tensor) -> None:
     x.view(-1, x.shape[-1]).index_add_(0, rows.flatten(), of_members.flatten(0, 1))
 
 
-def _scores(q: Tensor, k: Tensor, in_q: Tensor, in_k: Tensor, num_tokens: int) -> Tensor:
-    """Scores (G, w, w) of the members of clusters, minus infinity of a token with itself."""
-    w = in_k.shape[1]
-    # where among the keys each query's token is, w if it is not one of them
-    own = in_k.new_full((len(in_k), num_tokens), w)
-    own = own.scatter_(1, in_k, torch.arange(w, device=in_k.device).expand_as(in_k)).gather(1, in_q).unsqueeze(2)
-    scores = (q @ k.mT).to(_wide(q))
-    # one score per query, instead of a comparison of all of them
-    place = own.clamp(max=w - 1)
-    return scores.scatter_(2, place, scores.gather(2, place).masked_fill(own < w, float('-inf')))
+def _finds_itself(in_q: Tensor, in_k: Tensor, q: Tensor) -> Tensor:
+    """True for tokens q (M, N, d) that are a query and a key of the same cluster, (M, N, 1)."""
+    is_q, is_k = (torch.zeros(*x.shape[:2], q.shape[1], dtype=torch.bool, device=q.device) for x in (in_q, in_k))
+    return (is_q.scatter_(2, in_q, True) & is_k.scatter_(2, in_k, True)).any(dim=1).unsqueeze(2)
 
 
 def _blocks(q: Tensor) -> list[slice]:
@@ -183,17 +176,17 @@ def _attend(
     """Write `out` and `lse` of a few heads, and return the weights within each group of clusters if they are stored."""
     dtype, (rows_q, rows_k) = lse.dtype, _rows(in_q, in_k, q)
     routed, m_c, l_c = (q.new_empty(*rows_q.shape, n, dtype=dtype) for n in (v.shape[-1], 1, 1))
-    kept, members = [], (in_q.flatten(0, 1), in_k.flatten(0, 1))
-    for *rows, in_q_c, in_k_c, routed_of_group, m, l in _groups(rows_q, rows_k, *members, routed, m_c, l_c):
-        scores = _scores(_take(q, rows[0]), _take(k, rows[1]), in_q_c, in_k_c, q.shape[1])
-        # finite if the only key is the token itself
-        m.copy_(scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(dtype).min / 2))
+    kept = []
+    for *rows, routed_of_group, m, l in _groups(rows_q, rows_k, routed, m_c, l_c):
+        scores = (_take(q, rows[0]) @ _take(k, rows[1]).mT).to(dtype)
+        m.copy_(scores.amax(dim=-1, keepdim=True))
         p = scores.sub_(m).exp2_()
         l.copy_(p.sum(dim=-1, keepdim=True))
         routed_of_group.copy_(p.to(v.dtype) @ _take(v, rows[1]))
         if stored:
             kept.append(p)
-    always = torch.cat([(q * k).sum(dim=-1, keepdim=True), q @ k_shared.mT], dim=-1).to(dtype)
+    own = (q * k).sum(dim=-1, keepdim=True).masked_fill(_finds_itself(in_q, in_k, q), float('-inf'))
+    always = torch.cat([own, q @ k_shared.mT], dim=-1).to(dtype)
     # one softmax over all clusters of a token
     m_i = always.amax(dim=-1, keepdim=True)
     m_i.view(-1).scatter_reduce_(0, rows_q.flatten(), m_c.flatten(), 'amax')
@@ -229,7 +222,7 @@ def _grad_attend(
     dtype, do, (rows_q, rows_k) = lse.dtype, do.contiguous(), _rows(in_q, in_k, q)
     delta = (do * out).sum(dim=-1, keepdim=True, dtype=dtype)
     # of a token with itself
-    p = (q * k).sum(dim=-1, keepdim=True).to(dtype).sub_(lse).exp2_()
+    p = (q * k).sum(dim=-1, keepdim=True).to(dtype).sub_(lse).exp2_().masked_fill(_finds_itself(in_q, in_k, q), 0)
     ds = (do * v).sum(dim=-1, keepdim=True).to(dtype).sub_(delta).mul_(p)
     dq, dk, dv = ds * k, ds * q, p * do
     # with shared keys
@@ -237,11 +230,11 @@ def _grad_attend(
     ds = (do @ v_shared.mT).to(dtype).sub_(delta).mul_(p).to(q.dtype)
     dk_shared, dv_shared = ds.mT @ q, p.to(v.dtype).mT @ do
     dq += ds @ k_shared
-    for *rows, in_q_c, in_k_c in _groups(rows_q, rows_k, in_q.flatten(0, 1), in_k.flatten(0, 1)):
+    for rows in _groups(rows_q, rows_k):
         (q_c, do_c), (k_c, v_c) = ([_take(x, r) for x in xs] for xs, r in zip(((q, do), (k, v)), rows))
         p = next(weights, None)
         if p is None:
-            p = _scores(q_c, k_c, in_q_c, in_k_c, q.shape[1]).sub_(_take(lse, rows[0])).exp2_()
+            p = (q_c @ k_c.mT).to(dtype).sub_(_take(lse, rows[0])).exp2_()
         ds = (do_c @ v_c.mT).to(dtype).sub_(_take(delta, rows[0])).mul_(p).to(q.dtype)
         _add(dv, rows[1], (p.to(v.dtype).mT @ do_c).to(dtype))
         _add(dq, rows[0], (ds @ k_c).to(dtype))

@@ -4,11 +4,11 @@
 
 The grid is divided into n x n windows. R(i) has the tokens of the k windows with the largest product of their mean key
 and the mean query of the window of i, over all heads together; the choice has no gradient. lepe is a depthwise
-convolution. Official code needs a grid that n divides; here windows have ceil(H / n) x ceil(W / n) tokens, fewer at the
-border, and the means are over their tokens. Prefix tokens are global: every token attends them and they attend every
-token. If all windows are chosen, and without lepe, it is softmax attention with this scale. With windows of s tokens,
-O(N (k s + P) dim). BiFormer: Vision Transformer with Bi-Level Routing Attention, section 3.2,
-https://arxiv.org/abs/2303.08810
+convolution. The authors pad a grid that n does not divide, and attend the padding; here windows have ceil(H / n) x
+ceil(W / n) tokens, fewer at the border, and the means are over their tokens. Prefix tokens are global: every token
+attends them and they attend every token. If all windows are chosen, and without lepe, it is softmax attention with this
+scale. With windows of s tokens, O(N (k s + P) dim). BiFormer: Vision Transformer with Bi-Level Routing Attention,
+section 3.2, https://arxiv.org/abs/2303.08810
 """
 
 from typing import Any

@@ -13,6 +13,9 @@ attention. The landmarks are
 * grid: the means of h x w cells of the grid, h w <= m, as nearly square as possible, and each prefix token. On an image
   a segment is a strip, part of a row or several rows; a cell is a neighbourhood in both dimensions.
 
+The first Z is A^T divided by the largest sums of a row and of a column of |A|, those of a sample and head; the authors'
+code for long texts takes the largest of the whole batch by default, so that a sample depends on the others.
+
 Lengths of segments, and sides of cells, differ by at most one, the shorter first, so there is no padding. A
 convolution of k tokens adds the term sum_o w_o v_(i+o), |o| <= k // 2, to the output: one kernel per head along
 the sequence of all tokens, the prefix tokens first and then the grid in raster order, with zeros beyond its ends.

@@ -5,7 +5,7 @@
     relu:     phi(x) = (relu(W x') + eps) / sqrt(m)
 
 Linear in the number of tokens: O(N m dim) for m features. Prefix tokens are ordinary tokens. In the limit of many
-softmax features it is softmax attention.
+softmax features it is softmax attention. The authors do not scale x for relu features.
 
 The authors' code adds an eps to every softmax feature,
 

@@ -8,8 +8,8 @@ where v' and v" are the two halves of the channels of a head, so that its width 
 tokens, and c and w are learned per channel. Linear in the number of tokens: O(N dim head_dim). The convolution is on
 the grid, padded with zeros, with kernels that all heads share; prefix tokens are ordinary tokens in the sums and have
 no convolution. The official classes add a learned position to the keys, which `pos_embed` enables. The class for PVT
-can reduce keys and values by a strided convolution, which its models do not do by default, and which is left out. There
-is no scale of the scores. PolaFormer: Polarity-aware Linear Attention, https://arxiv.org/abs/2501.15061
+can reduce keys and values by a strided convolution, which the configurations of its models do not use, and which is
+left out. There is no scale of the scores. PolaFormer: Polarity-aware Linear Attention, https://arxiv.org/abs/2501.15061
 """
 
 from typing import Any

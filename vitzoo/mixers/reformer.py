@@ -1,17 +1,19 @@
 """Reformer: attention within buckets of a locality-sensitive hash, with shared queries and keys.
 
-    k_i = q_i / |q_i|,   bucket_r(i) = argmax [x_i R_r ; -x_i R_r]  with x = q and random R_r (d, b/2)
+    k_i = sqrt(d) q_i / |q_i|,   bucket_r(i) = argmax [x_i R_r ; -x_i R_r]  with x = q and random R_r (d, b/2)
     P_r(i) = {j : bucket_r(j) = bucket_r(i), j sorted into the chunk of i or the one before}
     out_i = sum_r exp(z_r(i) - logsumexp_r z_r(i)) sum_{j in P_r(i)} exp(s_ij - z_r(i)) v_j,  z_r(i) = logsumexp_j s_ij
     s_ij = scale * q_i . k_j - log #{r : j in P_r(i)},  s_ii = scale * q_i . k_i - 1e5
 
 In each of the `num_hashes` rounds the tokens are sorted by bucket and split into chunks of m = 2 * bucket_size. With
 the logarithm a key that is attended in several rounds counts once, and because of the penalty a token attends itself
-only if it has no other key. Grid tokens are hashed in raster order; nothing is causal, and the look-back is one chunk
-as in the paper. Prefix tokens are global and not hashed: they form one more round with all tokens in one bucket. There
-is no projection for keys. With one bucket it is softmax attention over the other tokens with keys shared with the
-queries. Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim), and a sort; b = N / bucket_size buckets,
-at most 64. Reformer, section 2 and appendix A, https://arxiv.org/abs/2001.04451
+only if it has no other key. Keys have the length that the authors' code (trax) gives them. It has no mask of other
+buckets and counts a key in each round, where this follows the paper. Grid tokens are hashed in raster order; nothing is
+causal, and the look-back is one chunk as in the paper. Prefix tokens are global and not hashed: they form one more
+round with all tokens in one bucket. There is no projection for keys. With one bucket it is softmax attention over the
+other tokens with keys shared with the queries. Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim),
+and a sort; b = N / bucket_size buckets, at most 64. Reformer, section 2 and appendix A,
+https://arxiv.org/abs/2001.04451
 """
 
 import math
@@ -77,7 +79,8 @@ def reformer_naive(
                         if round_buckets[i] == round_buckets[j] and chunk[i] - chunk[j] in (0, 1):
                             bias[b, head, P + i, P + j] = 0
     bias = bias - _SELF_PENALTY * torch.eye(N, dtype=q.dtype, device=q.device)
-    return softmax_naive(q, q / q.norm(dim=-1, keepdim=True), v, scale, bias, dropout_p)
+    k = q.shape[-1] ** 0.5 * q / q.norm(dim=-1, keepdim=True)
+    return softmax_naive(q, k, v, scale, bias, dropout_p)
 
 
 def reformer_attention(
@@ -122,7 +125,7 @@ def _attend(
     P, dtype = num_prefix_tokens, torch.promote_types(q.dtype, torch.float32)
     if broken is not None:
         q, v = q.masked_fill(broken, 0), v.masked_fill(broken, 0)
-    k = F.normalize(q.to(dtype), dim=-1).to(q.dtype)
+    k = _keys(q)
     out, z = _hashed_rounds(q[:, :, P:], k[:, :, P:], v[:, :, P:], buckets, chunk_size, scale, dropout_p)
     if P:
         # one round more, in which every token finds the prefix
@@ -136,6 +139,12 @@ def _attend(
         bias = mask_bias(~itself, q).unsqueeze(0)
         out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, bias, dropout_p), out], dim=2)
     return out if broken is None else out.masked_fill(broken, math.nan)
+
+
+def _keys(q: torch.Tensor) -> torch.Tensor:
+    """Queries at the length sqrt(d)."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return F.normalize(q.to(dtype), dim=-1).mul(q.shape[-1] ** 0.5).to(q.dtype)
 
 
 def _is_finite(x: torch.Tensor) -> torch.Tensor:
@@ -280,7 +289,7 @@ class Reformer(QKVMixer):
     def softmax_target(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Softmax attention over all other tokens, with keys shared with the queries."""
         bias = -_SELF_PENALTY * torch.eye(q.shape[2], dtype=q.dtype, device=q.device).unsqueeze(0)
-        return softmax_attention(q, F.normalize(q, dim=-1), v, self.scale, bias)
+        return softmax_attention(q, _keys(q), v, self.scale, bias)
 
     def num_buckets(self, grid_size: tuple[int, int]) -> int:
         """Number of buckets for a grid, an even number; 0 for a single bucket without hashing."""

@@ -2,17 +2,18 @@
 
     Q_c, K_c = the w queries and the w keys most similar to centroid c     (cosine; every cluster has w of each)
     out_i    = sum_j n_ij exp(scale * q_i . k_j) v_j / sum_j n_ij exp(scale * q_i . k_j)
-    n_ij     = number of clusters with i in Q_c and j in K_c for j != i,  n_ii = 1
+    n_ij     = number of clusters with i in Q_c and j in K_c,  n_ii at least 1
 
 Queries and keys are not shared, as in the paper's encoders. A token in several clusters has one softmax over the keys
 of all of them, in which a key counts once per cluster that contains both; a token in no cluster attends only itself and
 the prefix tokens. Prefix tokens are global and not routed: n = 1 for all pairs with them. In training a centroid is an
 exponential moving average of the mean of the queries and keys nearest to it, normalised to the unit sphere; there is no
 auxiliary loss. Algorithm 1 differs in two points: it layer-normalises queries and keys before the attention, and moves
-a centroid by the means of queries and of keys in equal parts. Grid tokens have no order and there is no causal mask.
-With one cluster it is softmax attention. Cost: O(N (c + w + P) dim) with w = N / c by default, so N^1.5 if c grows with
-sqrt(N). Efficient Content-Based Sparse Attention with Routing Transformers, section 4 and algorithm 1,
-https://arxiv.org/abs/2003.05997
+a centroid by the means of queries and of keys in equal parts. The authors' code has one softmax in each cluster, whose
+outputs are averaged over the clusters of a token, 0 for a token in none, a loss for the centroids, and no scale. Grid
+tokens have no order and there is no causal mask. With one cluster, or clusters of all tokens and no prefix tokens, it
+is softmax attention. Cost: O(N (c + w + P) dim) with w = N / c by default, so N^1.5 if c grows with sqrt(N). Efficient
+Content-Based Sparse Attention with Routing Transformers, section 4 and algorithm 1, https://arxiv.org/abs/2003.05997
 """
 
 from typing import Any
@@ -84,7 +85,7 @@ def routing_naive(
                 for i in members_q:
                     for j in members_k:
                         n[b, head, P + i, P + j] += 1
-    n.diagonal(dim1=-2, dim2=-1).fill_(1)
+    n.diagonal(dim1=-2, dim2=-1).clamp_(min=1)
     n[:, :, :P] = n[:, :, :, :P] = 1
     return softmax_naive(q, k, v, scale, n.log(), dropout_p)
 

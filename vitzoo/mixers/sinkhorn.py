@@ -4,16 +4,16 @@
     K'_ip  = sum_j S_ij m_jp k_jp / M_ip,   V'_ip = sum_j S_ij m_jp v_jp / M_ip,   M_ip = sum_j S_ij m_jp
     out of block i = softmax(scale * q_i . [K_i ; K'_i] + [0 ; log M_i]) [V_i ; V'_i]
 
-`sinkhorn` normalises the columns and the rows of exp(x) alternately, in log space, and ends with the rows: rows sum to
-1, columns only nearly, the less so the sharper the sort and the fewer the iterations. Blocks are b
-x b tiles of the grid, p is a position in a tile and m_jp is 0 if position p of tile j is outside the grid, else 1: a
-sorted token is the weighted mean of the tokens sorted into its position and counts with their total weight (M = 1
-without partial tiles); below 1e-3 it is masked. The paper's sorting network maps a block to one logit per block and so
-depends on the length; here the projections q and k replace it, for each head. A block that is assigned itself counts
-twice, as in the paper. With one block it is softmax attention in which the tokens of the grid count twice. Gumbel noise
-is added in training only. Prefix tokens are global and not sorted. Cost: O(N (2 b^2 + N / b^2 + P) dim), the second
-term for moving the sorted blocks, so N^1.5 if b^2 grows with sqrt(N). Sparse Sinkhorn Attention, section 3,
-https://arxiv.org/abs/2002.11296
+`sinkhorn` normalises the columns and the rows of exp(x) alternately, in log space, and ends with the rows, where the
+paper ends with the columns: rows sum to 1, columns only nearly, the less so the sharper the sort and the fewer the
+iterations. Blocks are b x b tiles of the grid, p is a position in a tile and m_jp is 0 if position p of tile j is
+outside the grid, else 1: a sorted token is the weighted mean of the tokens sorted into its position and counts with
+their total weight (M = 1 without partial tiles); below 1e-3 it is masked. The paper's sorting network maps a block to
+one logit per block and so depends on the length; here the projections q and k replace it, for each head. A block that
+is assigned itself counts twice, as in the paper. With one block it is softmax attention in which the tokens of the grid
+count twice. Gumbel noise is added in training only. Prefix tokens are global and not sorted. Cost: O(N (2 b^2 + N / b^2
++ P) dim), the second term for moving the sorted blocks, so N^1.5 if b^2 grows with sqrt(N). Sparse Sinkhorn Attention,
+section 3, https://arxiv.org/abs/2002.11296
 """
 
 from typing import Any

@@ -3,12 +3,13 @@
     out = conv(v) + K_QL (K_LL + I / 100)^-1 K_LQ v,  K_ab = exp(-|a - b|^2 / 2),  Q = q / head_dim^(1/4)
 
 The landmarks L come from a convolution of Q in each head with stride r, a layer norm and a GELU. The inverse is that of
-20 Newton steps W <- 2 W - W A W per head, from 1.8 A / |K_LL|^2 with the largest sum of a row as |K_LL|. conv has one
-3 x 3 kernel per head. The authors take r = 8, 4 and 2 in the stages of their models, which gives 49 landmarks at 224 x
-224 pixels. Grids that r does not divide are padded with zeros. Prefix tokens are ordinary tokens of the kernel and part
-of no landmark. With m landmarks, O(N m dim + m^3 heads): m grows with N unless r grows with the side of the grid. The
-authors' later version, normalized, divides by the largest sum of the whole batch, so that an image depends on the
-others; it is not provided. SOFT: Softmax-free Transformer with Linear Complexity, section 3,
+20 Newton steps W <- 2 W - W A W per head, from 1.8 A / |K_LL|^2 with the largest sum of a row as |K_LL|. Its gradient
+is that of these steps; the authors take that of an exact inverse. conv has one kernel per head, by default 3 x 3, in
+the authors' stages 9 x 9, 5 x 5 and 3 x 3. The authors take r = 8, 4 and 2 in the stages of their models, which gives
+49 landmarks at 224 x 224 pixels. Grids that r does not divide are padded with zeros. Prefix tokens are ordinary tokens
+of the kernel and part of no landmark. With m landmarks, O(N m dim + m^3 heads): m grows with N unless r grows with the
+side of the grid. The authors' later version, normalized, divides by the largest sum of the whole batch, so that an
+image depends on the others; it is not provided. SOFT: Softmax-free Transformer with Linear Complexity, section 3,
 https://arxiv.org/abs/2110.11945
 """
 
