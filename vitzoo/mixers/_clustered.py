@@ -113,8 +113,8 @@ def _add(x: Tensor, rows: Tensor, of_members: Tensor) -> None:
 
 def _finds_itself(in_q: Tensor, in_k: Tensor, q: Tensor) -> Tensor:
     """True for tokens q (M, N, d) that are a query and a key of the same cluster, (M, N, 1)."""
-    is_q, is_k = (torch.zeros(*x.shape[:2], q.shape[1], dtype=torch.bool, device=q.device) for x in (in_q, in_k))
-    return (is_q.scatter_(2, in_q, True) & is_k.scatter_(2, in_k, True)).any(dim=1).unsqueeze(2)
+    none = torch.zeros(*in_q.shape[:2], q.shape[1], dtype=torch.bool, device=q.device)
+    return (none.scatter(2, in_q, True) & none.scatter(2, in_k, True)).any(dim=1).unsqueeze(2)
 
 
 def _blocks(q: Tensor) -> list[slice]:
