@@ -9,7 +9,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from shlex import split
 
@@ -38,18 +37,12 @@ from vitzoo.validate.evaluation import validate
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
 
-@pytest.fixture(autouse=True, scope='module')
-def no_drawing() -> Iterator[None]:
-    """Drawing takes longer than training."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('vitzoo.figures.draw_curves', lambda folder, history: (folder / 'curves.png').touch())
-        yield
-
-
 QUICK = split('--steps 2 --network-steps 2 --evals 2 --batch-size 8 --eval-images 8 --workers 0 --sizes')
-QUICK += split('--lr 1e-3')
+QUICK += split('--lr 1e-3 --network-lr scaled')
+# trials of learning rates take longer than the rest
+TRIALS = split('--network-lr auto')
 # its largest window is one token, so that there is something to learn
-LS = [*split('--mixer ls --mixer-kwargs window_size=1 rank=2 --keep-softmax 1'), *QUICK]
+LS = [*split('--mixer ls --mixer-kwargs window_size=1 rank=2 --keep-softmax 1'), *QUICK, *TRIALS]
 
 
 @pytest.fixture(scope='module')
@@ -118,7 +111,11 @@ DURING = {
 
 
 @pytest.mark.parametrize(
-    'stage', [pytest.param(stage, marks=[pytest.mark.slow] * (stage in ('probe', 'controls'))) for stage in DURING]
+    'stage',
+    [
+        pytest.param(stage, marks=[pytest.mark.slow] * (stage not in ('matching', 'network', 'export')))
+        for stage in DURING
+    ],
 )
 def test_sigterm_ends_a_transfer_with_a_sentence_and_it_continues_to_the_same_bytes(
     stage, teacher, images, finished, tmp_path, monkeypatch, capsys
@@ -281,9 +278,15 @@ def test_the_summary_of_several_mixers_keeps_those_of_earlier_calls(tmp_path):
     assert write(pool=2, local=2) == dict(linear=1, pool=2, local=2)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_a_student_is_the_same_after_another_mixer_and_alone(dtype, teacher, images, tmp_path):
-    command = [teacher, *QUICK, '--data-dir', images, '--no-random-control', '--amp-dtype', dtype]
+@pytest.mark.parametrize('dtype, rate', [('float32', 'auto'), ('bfloat16', 'scaled')])
+def test_a_student_is_the_same_after_another_mixer_and_alone(dtype, rate, teacher, images, tmp_path):
+    command = [
+        teacher,
+        *QUICK,
+        *split(f'--no-random-control --amp-dtype {dtype} --network-lr {rate}'),
+        '--data-dir',
+        images,
+    ]
     transfer([*command, '--mixer', 'hedgehog,linear', '--output', str(tmp_path / 'both')])
     transfer([*command, '--mixer', 'linear', '--output', str(tmp_path / 'alone')])
     second, alone = tmp_path / 'both' / 'linear', tmp_path / 'alone'
@@ -336,7 +339,7 @@ def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_pa
     monkeypatch.setattr('vitzoo.transfer.network._distillation', record)
     options = split('--mixer linear --labels --model-ema --model-ema-decay 0.5 --grad-accum-steps 2 --clip-grad 1')
     options += split('--amp-dtype bfloat16 --log-with tensorboard --no-random-control')
-    transfer([teacher, *options, *QUICK, '--data-dir', images, '--output', str(tmp_path)])
+    transfer([teacher, *options, *QUICK, *TRIALS, '--data-dir', images, '--output', str(tmp_path)])
     results = read_results(tmp_path)
     # of the trials and of the stage
     assert {*weights} == {1.0}
@@ -350,7 +353,7 @@ def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_pa
 
 @pytest.mark.parametrize('words', ['scaled', 'scaled --network-new-lr 1e-3', '2e-5'])
 def test_the_rates_of_the_network_stage_are_recorded_and_used(words, teacher, images, tmp_path):
-    options = [*split(f'--mixer linear --no-random-control --network-lr {words}'), *QUICK]
+    options = [*QUICK, *split(f'--mixer linear --no-random-control --network-lr {words}')]
     transfer([teacher, *options, '--data-dir', images, '--output', str(tmp_path)])
     results = read_results(tmp_path)
     lr = 2e-5 if '2e-5' in words else min(3e-5, 1e-4 * results['network'][0]['output_error'])
@@ -379,7 +382,7 @@ def test_the_minutes_of_a_transfer_include_its_trials():
 
 
 def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monkeypatch):
-    options = [teacher, *split('--mixer linear --no-random-control'), *QUICK, '--data-dir', images]
+    options = [teacher, *split('--mixer linear --no-random-control'), *QUICK, *TRIALS, '--data-dir', images]
     options += ['--output', str(tmp_path), '--resume']
     made, limit = [], 1
 
@@ -405,7 +408,7 @@ def test_a_trial_that_diverges_ends_the_search(teacher, images, tmp_path, monkey
 
     monkeypatch.setattr('vitzoo.transfer.command.train_network', train)
     options = split('--mixer linear --no-random-control')
-    transfer([teacher, *options, *QUICK, '--data-dir', images, '--output', str(tmp_path)])
+    transfer([teacher, *options, *QUICK, *TRIALS, '--data-dir', images, '--output', str(tmp_path)])
     results = read_results(tmp_path)
     assert results['network_trials'][-1]['output_error'] is None
     assert results['network_rates']['lr'] == results['network_trials'][-2]['lr'] <= 2e-5
@@ -413,7 +416,7 @@ def test_a_trial_that_diverges_ends_the_search(teacher, images, tmp_path, monkey
 
 def test_a_network_stage_that_diverges_names_its_own_options(teacher, images, tmp_path):
     # evaluated after both steps, so that the loss of the second is the first that is not finite
-    options = [*split('--mixer linear --network-lr 1e30'), *QUICK, *split('--evals 1 --no-random-control')]
+    options = [*QUICK, *split('--mixer linear --network-lr 1e30 --evals 1 --no-random-control')]
     with pytest.raises(UserError, match=r'half the --network-lr \(5e\+29\), --clip-grad 1 or, with mixed precision'):
         transfer([teacher, *options, '--data-dir', images, '--output', str(tmp_path)])
 
