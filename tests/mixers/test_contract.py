@@ -250,7 +250,7 @@ def test_the_default_device_and_dtype_are_those_of_every_tensor(name, kwargs):
 
 
 # torch.jit fails with the sizes that they compute with
-UNTRACEABLE = ['aft_conv', 'biformer', 'nystrom', 'routing']
+UNTRACEABLE = ['aft_conv', 'biformer', 'routing']
 
 
 @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning', 'ignore:.*torch.jit:DeprecationWarning')

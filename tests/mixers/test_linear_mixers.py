@@ -322,7 +322,7 @@ def test_srformer_runs_on_grids_its_patches_do_not_fit(grid_size, num_keys, norm
 def test_random_synthesizer_with_the_scores_of_softmax_is_softmax():
     softmax, mixer = build('softmax'), build('synthesizer', variant='random')
     x = tokens(mixer, batch_size=1)
-    q, k, _ = softmax.qkv(x, GRID)
+    q, k, _ = softmax.to_qkv(x, GRID)
     with torch.no_grad():
         mixer.scores.table.copy_(softmax.scale * (q @ k.mT)[0])
         mixer.v.weight.copy_(softmax.qkv.weight[-DIM:])
@@ -380,7 +380,7 @@ def test_global_attention_without_memory_tokens_is_masked_softmax_with_global_pr
     P = 2
     mixer = build('global', num_prefix_tokens=P, num_global=0)
     x = tokens(mixer)
-    q, k, v = mixer.qkv(x, GRID)
+    q, k, v = mixer.to_qkv(x, GRID)
     scores = mixer.scale * q @ k.mT
     is_global = torch.arange(P + 20) < P
     scores = scores.masked_fill(~(is_global[:, None] | is_global), -torch.inf)

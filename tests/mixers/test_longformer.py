@@ -23,7 +23,7 @@ from vitzoo.mixers.softmax import softmax_naive
 def test_longformer_with_every_token_in_its_window_is_softmax(kwargs):
     mixer = build('longformer', (4, 5), num_prefix_tokens=1, **kwargs)
     x = tokens(mixer)
-    q, k, v = mixer.qkv(x, GRID)
+    q, k, v = mixer.to_qkv(x, GRID)
     expected = mixer.project(softmax_naive(q, k, v, mixer.scale))
     torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
 

@@ -12,7 +12,7 @@ from vitzoo.mixers.softmax import softmax_naive
 def test_long_short_with_one_window_and_rank_0_is_softmax_on_normalised_keys_and_values(window_size):
     mixer = build('ls', (5, 5), window_size=window_size, rank=0)
     x = tokens(mixer)
-    q, k, v = mixer.qkv(x, (5, 5))
+    q, k, v = mixer.to_qkv(x, (5, 5))
     norm = mixer.norm_full
     k, v = (F.layer_norm(y.transpose(1, 2).flatten(2), (mixer.dim,), norm.weight, norm.bias) for y in (k, v))
     k, v = (y.unflatten(2, (mixer.num_heads, -1)).transpose(1, 2) for y in (k, v))
@@ -24,7 +24,7 @@ def test_long_short_with_one_window_and_rank_0_is_softmax_on_normalised_keys_and
 def test_long_short_without_norms_is_softmax_attention(window_size):
     mixer = build('ls', (5, 5), window_size=window_size, rank=0, dual_norm=False)
     x = tokens(mixer)
-    expected = mixer.project(softmax_naive(*mixer.qkv(x, (5, 5)), mixer.scale))
+    expected = mixer.project(softmax_naive(*mixer.to_qkv(x, (5, 5)), mixer.scale))
     torch.testing.assert_close(mixer(x, (5, 5)), expected, rtol=1e-9, atol=1e-9)
 
 

@@ -44,7 +44,7 @@ CASES = [pytest.param(name, kwargs, id=f'{name}-{i}') for name in NAMES for i, k
 def test_with_every_token_attended_it_is_softmax(name, kwargs, num_prefix_tokens):
     mixer = build(name, GRID, num_prefix_tokens, **kwargs)
     x = tokens(mixer)
-    q, k, v = mixer.qkv(x, GRID)
+    q, k, v = mixer.to_qkv(x, GRID)
     expected = mixer.project(softmax_naive(q, k, v, mixer.scale))
     torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
 
@@ -52,7 +52,7 @@ def test_with_every_token_attended_it_is_softmax(name, kwargs, num_prefix_tokens
 def test_routing_with_clusters_of_all_tokens_is_softmax():
     mixer = build('routing', GRID, num_clusters=3, cluster_size=20)
     x = tokens(mixer)
-    expected = mixer.project(softmax_naive(*mixer.qkv(x, GRID), mixer.scale))
+    expected = mixer.project(softmax_naive(*mixer.to_qkv(x, GRID), mixer.scale))
     torch.testing.assert_close(mixer(x, GRID), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -60,7 +60,7 @@ def test_routing_with_clusters_of_all_tokens_is_softmax():
 def test_sinkhorn_with_one_block_is_softmax_in_which_grid_tokens_count_twice(num_prefix_tokens):
     mixer = build('sinkhorn', GRID, num_prefix_tokens, block_size=5)
     x = tokens(mixer)
-    q, k, v = mixer.qkv(x, GRID)
+    q, k, v = mixer.to_qkv(x, GRID)
     twice = torch.zeros(q.shape[2], q.shape[2], dtype=q.dtype)
     twice[num_prefix_tokens:, num_prefix_tokens:] = math.log(2)
     expected = mixer.project(softmax_naive(q, k, v, mixer.scale, twice))
@@ -72,7 +72,7 @@ def test_sinkhorn_with_one_block_is_softmax_in_which_grid_tokens_count_twice(num
 def test_reformer_with_one_bucket_is_softmax_over_the_other_tokens_with_shared_keys(num_hashes, num_prefix_tokens):
     mixer = build('reformer', GRID, num_prefix_tokens, bucket_size=20, num_hashes=num_hashes)
     x = tokens(mixer)
-    q, _, v = mixer.qkv(x, GRID)
+    q, _, v = mixer.to_qkv(x, GRID)
     others = torch.zeros(q.shape[2], q.shape[2], dtype=q.dtype).fill_diagonal_(float('-inf'))
     # the authors' `length_normalized` divides by the root mean square
     k = q / q.square().mean(dim=-1, keepdim=True).sqrt()
@@ -375,7 +375,7 @@ def routing_step(mixer, x):
 def test_routing_centroids_move_to_the_mean_of_their_tokens_and_only_in_training():
     mixer = build('routing', num_clusters=3, decay=0.0)
     x, before = tokens(mixer), mixer.centroids.clone()
-    q, k, _ = mixer.qkv(x, GRID)
+    q, k, _ = mixer.to_qkv(x, GRID)
     with torch.no_grad():
         mixer(x, GRID)
     mixer.eval()
@@ -412,7 +412,7 @@ def test_a_routing_centroid_without_nearest_tokens_does_not_move():
 def test_a_routing_token_that_is_not_finite_leaves_the_centroids_of_its_head(value):
     mixer = build('routing', num_clusters=3, decay=0.5).train()
     before = mixer.centroids.clone()
-    q, k, _ = mixer.qkv(tokens(mixer), GRID)
+    q, k, _ = mixer.to_qkv(tokens(mixer), GRID)
     bad = q.clone()
     bad[0, 1, 3] = value
     mixer.update_centroids(mixer.statistics(bad, k))

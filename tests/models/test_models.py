@@ -269,6 +269,11 @@ def test_cvts_activation_is_timms_and_keeps_its_input_alone(dtype):
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (ours, theirs)))
 
 
+def test_cvts_activation_has_a_second_derivative():
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(quick_gelu, x)
+
+
 @pytest.mark.parametrize('name', COMBINATIONS)
 def test_gradient_checkpointing_changes_nothing(name):
     model = build(name).train()

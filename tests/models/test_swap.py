@@ -2,12 +2,15 @@
 
 import copy
 import json
+import math
 import pickle
+import re
 
 import numpy as np
 import pytest
 import timm
 import torch
+from timm.models._features_fx import create_feature_extractor
 from timm.models._manipulate import group_parameters
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_weight_decay
@@ -149,6 +152,44 @@ def test_a_dynamic_image_of_another_grid_is_refused_even_with_as_many_tokens(mix
     for size in ((32, 128), (96, 96)):
         with pytest.raises(ValueError, match='set_input_size'):
             model(torch.zeros(1, 3, *size))
+
+
+@pytest.mark.parametrize('size', [(64, 64), (60, 50)])
+def test_patches_that_are_padded_belong_to_the_grid(size):
+    model = build(img_size=size, dynamic_img_size=True, dynamic_img_pad=True)
+    expected = logits(model)
+    vitzoo.swap_mixer(model, 'softmax')
+    torch.testing.assert_close(logits(model), expected)
+    vitzoo.swap_mixer(model, 'aft_full')
+    model.set_input_size((70, 40))
+    assert model.blocks[0].attn.grid_size == (5, 3)
+    assert logits(model).isfinite().all()
+
+
+def test_features_of_a_model_for_images_of_any_size_are_traced():
+    model = vitzoo.swap_mixer(build(dynamic_img_size=True), 'ls')
+    traced = create_feature_extractor(model, ['blocks.1'])
+    with torch.no_grad():
+        expected = model.get_intermediate_layers(images(model), [1], return_prefix_tokens=True)[0]
+        torch.testing.assert_close(traced(images(model))['blocks.1'][:, 1:], expected[0])
+
+
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+def test_a_swapped_model_from_the_meta_device_is_initialized_or_refuses(mixer):
+    name, _ = VARIANTS['augreg']
+    with torch.device('meta'):
+        model = timm.create_model(name, depth=1, img_size=32, embed_dim=24, num_heads=2, num_classes=3)
+        vitzoo.swap_mixer(model, mixer)
+    model.to_empty(device='cpu')
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(math.nan if tensor.is_floating_point() else 0)
+    try:
+        model.init_weights()
+    except RuntimeError as error:
+        assert re.search(r'^blocks\.0\.attn.* is set when its mixer is built', str(error))
+        return
+    assert all(tensor.isfinite().all() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_a_wrong_number_of_tokens_names_the_remedy():
@@ -321,6 +362,16 @@ def test_a_wrapped_layer_is_named(layer):
     setattr(model.blocks[1].attn, layer, Adapter(getattr(model.blocks[1].attn, layer)))
     with pytest.raises(ValueError, match=f'of block 1: its {layer} is a Adapter; merge it into a linear layer first'):
         vitzoo.swap_mixer(model, 'ls')
+
+
+@pytest.mark.parametrize('mixer', ['ls', 'linformer', 'xca'])
+def test_layers_of_a_mixer_are_wrapped_as_those_of_timm(mixer):
+    model = vitzoo.swap_mixer(build(), mixer)
+    before = logits(model)
+    for block in model.blocks:
+        # as LoRA does
+        block.attn.qkv, block.attn.proj = nn.Sequential(block.attn.qkv), nn.Sequential(block.attn.proj)
+    torch.testing.assert_close(logits(model), before)
 
 
 def test_whole_numbers_of_other_libraries_are_saved_as_pythons():

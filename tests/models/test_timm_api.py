@@ -61,6 +61,17 @@ def test_a_saved_model_loads_as_it_was_also_after_a_change_of_size(name, tmp_pat
         assert torch.equal(loaded(x), model(x))
 
 
+@pytest.mark.parametrize('name, pool', [('deit_ls_tiny', 'max'), ('deit_ls_tiny', 'avg'), ('aft_conv_tiny', 'max')])
+def test_a_model_with_another_pooling_is_saved(name, pool, tmp_path):
+    model, x = build(name), images()
+    model.reset_classifier(3, pool)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert loaded.global_pool == pool
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+
+
 @pytest.mark.parametrize('name', ['cvt_ls_13', 'vil_ls_tiny', 'deit_performer_tiny', 'aft_conv_tiny'])
 @pytest.mark.parametrize('in_chans', [1, 4])
 def test_pretrained_weights_adapt_to_other_channels_and_classes(name, in_chans, tmp_path):

@@ -136,8 +136,8 @@ def test_families_that_timm_builds_for_one_size_are_transferred_with_all_measure
     name, kwargs, size = ONE_SIZE[family]
     teacher = save_teacher(tmp_path / 'teacher', name=name, **kwargs)
     command = [teacher, '--data-dir', images, '--output', str(tmp_path / 'ls'), '--img-size', size]
-    options = '--mixer ls --network-lr scaled --steps 1 --network-steps 1 --evals 1 --eval-images 8 --batch-size 8 --workers 0'
-    (results,) = transfer([*command, *split(options), '--no-random-control', '--sizes', size])
+    options = '--mixer ls --steps 1 --network-steps 1 --network-lr scaled --evals 1 --eval-images 8 --batch-size 8'
+    (results,) = transfer([*command, *split(options), *split(f'--workers 0 --no-random-control --sizes {size}')])
     assert results['images_per_second'][size].keys() >= {'teacher', 'student'}
     record = read_transfer(str(tmp_path / 'ls')) | dict(index=0, name='ls', model=str(tmp_path / 'ls'))
     assert ('Tokens of ls' in ''.join(map(to_html, transfer_section([record])))) == (family != 'twins')

@@ -303,7 +303,7 @@ def _ls(shape: Shape) -> tuple[nn.Module, nn.Module]:
 def _ls_keys_as_values(shape: Shape) -> tuple[nn.Module, nn.Module]:
     """As `_ls`, with keys for values on our side too."""
     ours, theirs = _ls(shape)
-    ours.mixer.qkv = _KeysAsValues(shape)
+    ours.mixer.qkv, ours.mixer.qkv_sizes = _KeysAsValues(shape), None
     return ours, theirs
 
 

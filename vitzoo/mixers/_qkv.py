@@ -77,14 +77,6 @@ class LinearQKV(nn.Linear):
         sizes = (dim, _key_width(dim, k_dim, shared_qk), dim)
         super().__init__(dim, sum(sizes), bias=qkv_bias, device=device, dtype=dtype)
         self.sizes = sizes
-        self.num_heads = num_heads
-
-    # other arguments than nn.Linear's
-    def forward(  # type: ignore[override]
-        self, x: torch.Tensor, grid_size: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = super().forward(x).split(self.sizes, dim=-1)
-        return split_heads(q, self.num_heads), split_heads(k, self.num_heads), split_heads(v, self.num_heads)
 
     def fit_from(self, name: str, parent: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int] | None:
         """Queries and values of a layer with more or fewer keys, and how many values are inherited.

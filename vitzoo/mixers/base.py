@@ -23,7 +23,7 @@ from vitzoo.errors import constructor_arguments, did_you_mean, is_whole
 
 from ._grid import check_grid
 from ._numerics import no_autocast
-from ._qkv import LinearQKV, norm_heads
+from ._qkv import LinearQKV, norm_heads, split_heads
 from ._rope import Rope
 from ._softmax_health import SoftmaxHealth
 
@@ -324,6 +324,8 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
             qkv_bias=qkv_bias,
             **dd,
         )
+        # the layer may be wrapped by one of another class, such as LoRA's
+        self.qkv_sizes = self.qkv.sizes if isinstance(self.qkv, LinearQKV) else None
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm and not shared_qk else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
@@ -353,7 +355,11 @@ class QKVMixer(SoftmaxHealth, TokenMixer):
         self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens (B, N, dim) -> queries, keys and values (B, heads, N, head_dim); `rope` rotates queries and keys."""
-        q, k, v = self.qkv(x, grid_size)
+        if self.qkv_sizes is None:
+            # a convolution of the grid
+            q, k, v = self.qkv(x, grid_size)
+        else:
+            q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).split(self.qkv_sizes, dim=-1))
         q, k = self.norm_qk(q, k)
         if rope is not None:
             # keys shared with the queries have no channels

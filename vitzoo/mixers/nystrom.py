@@ -45,7 +45,8 @@ def segment_means(x: torch.Tensor, num_segments: int, dim: int = 2) -> torch.Ten
     The order is that of the authors' vision code, ImageNet/T2T-ViT/models/token_nystromformer.py of
     https://github.com/mlpen/Nystromformer.
     """
-    size, longer = divmod(x.shape[dim], num_segments)
+    # divmod refuses the sizes of torch.jit.trace
+    size, longer = x.shape[dim] // num_segments, x.shape[dim] % num_segments
     shorter = num_segments - longer
     head, tail = x.split([shorter * size, longer * (size + 1)], dim=dim)
     head = head.unflatten(dim, (shorter, size)).mean(dim=dim + 1)

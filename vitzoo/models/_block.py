@@ -8,10 +8,10 @@ from timm.layers import DropPath, Mlp
 from torch import nn
 from torch.types import Device
 
-from vitzoo.mixers import create_mixer
+from vitzoo.mixers import TokenMixer, create_mixer
 from vitzoo.mixers._rope import Rope
 
-__all__ = ['Block']
+__all__ = ['Block', 'check_reset']
 
 
 class Block(nn.Module):
@@ -69,3 +69,16 @@ class Block(nn.Module):
         x = x + self.drop_path1(self.attn(self.norm1(x), grid_size, *rope))
         x = x + self.drop_path2(self.mlp(self.norm2(x)))
         return x
+
+
+def check_reset(mixers: dict[str, TokenMixer]) -> None:
+    """Raise RuntimeError if mixers, by their names in a model, have weights that they set only when they are built."""
+    for path, mixer in mixers.items():
+        for name, module in mixer.named_modules(prefix=path):
+            tensors = [] if hasattr(module, 'reset_parameters') else [*module._parameters, *module._buffers]
+            for tensor in tensors:
+                if getattr(module, tensor) is not None:
+                    raise RuntimeError(
+                        f'{name}.{tensor} is set when its mixer is built, and cannot be initialized again; build the'
+                        f' model on its device, or load weights instead.'
+                    )

@@ -52,5 +52,9 @@ class _QuickGELU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # a graph of the gradient is made, and silu_backward has no derivative
+            sigmoid = torch.sigmoid(SLOPE * x)
+            return grad * sigmoid * (1 + SLOPE * x * (1 - sigmoid))
         # the derivative of x sigmoid(s x) is that of SiLU at s x
         return torch.ops.aten.silu_backward(grad, SLOPE * x)

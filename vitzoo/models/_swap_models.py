@@ -1,6 +1,7 @@
 """Vision transformers with other token mixers in their blocks: grid, image size and weight decay."""
 
 from collections.abc import Callable
+from inspect import signature
 from math import ceil, floor
 from typing import Any
 
@@ -24,6 +25,7 @@ from vitzoo.mixers import TokenMixer
 from vitzoo.mixers._grid import check_grid
 from vitzoo.mixers._rel_bias import resample_offsets
 
+from ._block import check_reset
 from ._swap_blocks import SwappedTimmBlock
 from .aft import AFT
 from .cvt import CvT
@@ -32,6 +34,10 @@ from .vil import ViL
 
 __all__ = ['SWAPPED_MODELS', 'SwappedModel']
 
+
+# their arguments are not known while torch.fx traces a model
+torch.fx.wrap('check_grid')
+torch.fx.wrap('_check_images')
 
 # each class below is put in front of that of a model, whose attributes and methods it has
 _Model: Any = object
@@ -59,7 +65,7 @@ class SwappedModel(_Model):
 
     def grid_size_of(self: Any, name: str) -> tuple[int, int]:
         """The grid of the tokens in a block."""
-        return tuple(self.patch_embed.grid_size)
+        return _embedded_grid(self.patch_embed)
 
     def num_prefix_in_block(self: Any, name: str) -> int:
         return self.num_prefix_tokens
@@ -87,7 +93,21 @@ class SwappedModel(_Model):
         return set(super().no_weight_decay()) | mixers
 
 
-class _ResizableModel(SwappedModel):
+class _ResettableModel(SwappedModel):
+    """A model whose weights timm can initialize again."""
+
+    def init_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Initialize the weights as timm does; `needs_reset` also those that layers set when they are built.
+
+        Raises:
+            RuntimeError: Some of them belong to mixers, which set them only when they are built.
+        """
+        if signature(super().init_weights).bind(*args, **kwargs).arguments.get('needs_reset', True):
+            check_reset(self.mixers())
+        super().init_weights(*args, **kwargs)
+
+
+class _ResizableModel(_ResettableModel):
     """A model whose image size timm can change."""
 
     def set_input_size(
@@ -102,7 +122,7 @@ class _ResizableModel(SwappedModel):
         finally:
             self.blocks = blocks
         for mixer in self.mixers().values():
-            mixer.set_input_size(self.patch_embed.grid_size)
+            mixer.set_input_size(_embedded_grid(self.patch_embed))
 
 
 class _DynamicModel(_ResizableModel):
@@ -111,7 +131,7 @@ class _DynamicModel(_ResizableModel):
     def _pos_embed(self, x: torch.Tensor) -> Any:
         if self.dynamic_img_size:
             # grids of different shape may have the same number of tokens; x is (B, H, W, C) here
-            check_grid(type(self).__name__, self.patch_embed.grid_size, x.shape[1:3])
+            check_grid(type(self).__name__, _embedded_grid(self.patch_embed), x.shape[1:3])
         return super()._pos_embed(x)
 
 
@@ -185,7 +205,12 @@ class SwappedSAM(SwappedModel, VisionTransformerSAM):
         update_model_input_size(self, img_size)
 
 
-class SwappedNaFlexViT(SwappedModel, NaFlexVit):
+def _check_images(patch_coord: torch.Tensor | None) -> None:
+    if patch_coord is not None:
+        raise ValueError('Token mixers need images of one size: pass images (B, C, H, W), not patches.')
+
+
+class SwappedNaFlexViT(_ResettableModel, NaFlexVit):
     """A timm NaFlexVit that `swap_mixer` changed: it takes images of one size, at first that of its positions."""
 
     embeds: Any
@@ -204,14 +229,13 @@ class SwappedNaFlexViT(SwappedModel, NaFlexVit):
         update_model_input_size(self, to_2tuple(img_size))
 
     def _forward_embeds(self, x: torch.Tensor, patch_coord: torch.Tensor | None, *args: Any, **kwargs: Any) -> dict:
-        if patch_coord is not None:
-            raise ValueError('Token mixers need images of one size: pass images (B, C, H, W), not patches.')
+        _check_images(patch_coord)
         for name, mixer in self.mixers().items():
             check_grid(name, mixer.grid_size, self.embeds.dynamic_feat_size(x.shape[-2:]))
         return super()._forward_embeds(x, patch_coord, *args, **kwargs)
 
 
-class SwappedSwin(SwappedModel, SwinTransformer):
+class SwappedSwin(_ResettableModel, SwinTransformer):
     """A timm SwinTransformer that `swap_mixer` changed: its mixers act on whole stages."""
 
     def token_blocks(self) -> dict[str, nn.Module]:
@@ -281,6 +305,13 @@ class SwappedTwins(SwappedModel, Twins):
             mixer.set_input_size(_stage_grid(name, to_2tuple(img_size), floor))
         self.patch_embeds[0].img_size = to_2tuple(img_size)
         update_model_input_size(self, to_2tuple(img_size))
+
+
+def _embedded_grid(patch_embed: Any) -> tuple[int, int]:
+    """The grid of the patches of an image, of which those at the border may be padded."""
+    if patch_embed.dynamic_img_pad:
+        return patch_embed.dynamic_feat_size(patch_embed.img_size)
+    return tuple(patch_embed.grid_size)
 
 
 def _like(old: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:

@@ -17,7 +17,7 @@ from torch.types import Device
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._rope import Rope
 
-from ._block import Block
+from ._block import Block, check_reset
 from ._official import unwrap
 from ._recompute import recompute_block
 from ._register import cfg, register_variants, swapped
@@ -57,6 +57,7 @@ class DeiT(VisionTransformer):
         class_token: bool = True,
         pos_embed: str = 'learn',
         reg_tokens: int = 0,
+        fc_norm: bool | None = None,
         mixer: str = 'softmax',
         mixer_kwargs: dict | None = None,
         drop_rate: float = 0.0,
@@ -88,6 +89,7 @@ class DeiT(VisionTransformer):
             class_token=class_token,
             pos_embed='none' if any_size else pos_embed,
             reg_tokens=reg_tokens,
+            fc_norm=fc_norm,
             dynamic_img_size=any_size,
             drop_rate=drop_rate,
             pos_drop_rate=pos_drop_rate,
@@ -143,17 +145,7 @@ class DeiT(VisionTransformer):
             RuntimeError: Some of them belong to mixers, which set them only when they are built.
         """
         if needs_reset:
-            fixed = [
-                f'blocks.{name}.{tensor}'
-                for name, module in self.blocks.named_modules()
-                for tensor in (*module._parameters, *module._buffers)
-                if not hasattr(module, 'reset_parameters') and getattr(module, tensor) is not None
-            ]
-            if fixed:
-                raise RuntimeError(
-                    f'{fixed[0]} is set when its mixer is built, and cannot be initialized again; build the model on'
-                    f' its device, or load weights instead.'
-                )
+            check_reset({f'blocks.{i}.attn': block.attn for i, block in enumerate(self.blocks)})
         super().init_weights(mode, needs_reset)
 
     def set_input_size(
