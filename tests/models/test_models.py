@@ -269,6 +269,13 @@ def test_cvts_activation_is_timms_and_keeps_its_input_alone(dtype):
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (ours, theirs)))
 
 
+@pytest.mark.parametrize('rate', [-0.1, 2])
+@pytest.mark.parametrize('name', ['cvt_13', 'vil_tiny', 'deit_ls_tiny', 'aft_conv_tiny'])
+def test_a_rate_of_stochastic_depth_that_is_none_is_refused(name, rate):
+    with pytest.raises(ValueError, match=f'drop_path_rate must be between 0 and 1, not {rate}'):
+        build(name, drop_path_rate=rate)
+
+
 def test_cvts_activation_has_a_second_derivative():
     x = torch.randn(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(quick_gelu, x)

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates
 from torch import nn
 from torch.types import Device
 
 from vitzoo.mixers import TokenMixer, create_mixer
 from vitzoo.mixers._rope import Rope
 
-__all__ = ['Block', 'check_reset']
+__all__ = ['Block', 'check_reset', 'drop_path_rates']
 
 
 class Block(nn.Module):
@@ -69,6 +69,15 @@ class Block(nn.Module):
         x = x + self.drop_path1(self.attn(self.norm1(x), grid_size, *rope))
         x = x + self.drop_path2(self.mlp(self.norm2(x)))
         return x
+
+
+def drop_path_rates(rate: float, depth: int) -> list[float]:
+    """The rates of stochastic depth of `depth` blocks, from 0 to `rate` in the last; ValueError unless it is a rate."""
+    if not 0 <= rate <= 1:
+        raise ValueError(f'drop_path_rate must be between 0 and 1, not {rate}.')
+    # timm's annotation includes the rates of stages
+    rates: Any = calculate_drop_path_rates(rate, depth)
+    return rates
 
 
 def check_reset(mixers: dict[str, TokenMixer]) -> None:

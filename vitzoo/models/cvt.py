@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import calculate_drop_path_rates, to_2tuple
+from timm.layers import to_2tuple
 from torch import nn
 from torch.types import Device
 
 from vitzoo.mixers import QKVMixer, TokenMixer, mixer_class
 from vitzoo.mixers._qkv import ConvQKV
 
+from ._block import drop_path_rates
 from ._official import unwrap
 from ._pyramid import Pyramid, build_stages, per_stage_mixers
 from ._quick_gelu import QuickGELU
@@ -97,8 +98,7 @@ class CvT(Pyramid):
             (name, {**self.settings_of_mixer(mixer_class(name), dim, stride_kv), **kwargs})
             for (name, kwargs), dim in zip(per_stage_mixers(mixer, mixer_kwargs, num_stages), embed_dims, strict=True)
         ]
-        # timm's annotation includes the rates of stages
-        rates: Any = calculate_drop_path_rates(drop_path_rate, depths[-1])
+        rates = drop_path_rates(drop_path_rate, depths[-1])
         stages = build_stages(
             [partial(ConvEmbed, **conv) for conv in _embed_convs(num_stages, patch_size)],
             embed_dims,

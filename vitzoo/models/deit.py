@@ -7,7 +7,7 @@ https://arxiv.org/abs/2012.12877
 from typing import Any
 
 import torch
-from timm.layers import LayerNorm, PatchEmbed, RotaryEmbeddingCat, calculate_drop_path_rates, to_2tuple
+from timm.layers import LayerNorm, PatchEmbed, RotaryEmbeddingCat, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
@@ -17,7 +17,7 @@ from torch.types import Device
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._rope import Rope
 
-from ._block import Block, check_reset
+from ._block import Block, check_reset, drop_path_rates
 from ._official import unwrap
 from ._recompute import recompute_block
 from ._register import cfg, register_variants, swapped
@@ -108,8 +108,7 @@ class DeiT(VisionTransformer):
             raise ValueError(
                 f'img_size {self.patch_embed.img_size} is smaller than a patch of {self.patch_embed.patch_size}.'
             )
-        # timm's annotation includes the rates of stages
-        rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
+        rates = drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.Sequential(
             *(
                 Block(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import calculate_drop_path_rates, to_2tuple
+from timm.layers import to_2tuple
 from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
@@ -16,6 +16,7 @@ from torch.types import Device
 from vitzoo.mixers import TokenMixer, mixer_class
 from vitzoo.mixers._grid import check_grid
 
+from ._block import drop_path_rates
 from ._official import unwrap
 from ._pyramid import Pyramid, build_stages, per_stage_mixers
 from ._register import cfg, register_variants, swapped
@@ -145,8 +146,7 @@ class ViL(Pyramid):
             (name, {**self.settings_of_mixer(mixer_class(name), pos_embed), **kwargs})
             for name, kwargs in per_stage_mixers(mixer, mixer_kwargs, num_stages)
         ]
-        # timm's annotation includes the rates of stages
-        rates: Any = calculate_drop_path_rates(drop_path_rate, sum(depths))
+        rates = drop_path_rates(drop_path_rate, sum(depths))
         stages = build_stages(
             [partial(PatchEmbed, patch_size=side) for side in _patch_sizes(num_stages, patch_size)],
             embed_dims,
