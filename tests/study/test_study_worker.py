@@ -148,6 +148,45 @@ def test_finished_cells_with_other_options_are_refused(tmp_path):
     run_study(['status', write_study(tmp_path, ways=ways)])
 
 
+def without_data(study: Study) -> None:
+    """Remove the data of the trainings from the files of the cells, as earlier versions wrote them."""
+    for cell in study.cells:
+        found = json.loads(cell.record.path.read_text())
+        finished = found['finished'][cell.command]
+        names = ('teacher data_dir',) if cell.teacher else ('data_dir',)
+        finished['settings'] = {key: value for key, value in finished['settings'].items() if key not in names}
+        cell.record.path.write_text(json.dumps(found))
+
+
+def test_a_training_on_other_data_is_refused(tmp_path):
+    study = read_study(write_study(tmp_path, seeds=[0]))
+    Worker(study, execute=Executor()).run()
+    ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs=3, lr=1e-3, data_dir='other'))}
+    path = write_study(tmp_path, seeds=[0], ways=ways)
+    with pytest.raises(UserError, match="was computed with train data_dir = 'sample', not 'other'"):
+        run_study(['status', path])
+    # computed before the data was recorded
+    without_data(study)
+    run_study(['status', path])
+
+
+def test_a_student_is_refused_if_its_teacher_has_other_data(tmp_path):
+    study = read_study(write_study(tmp_path, seeds=[0]))
+    Worker(study, execute=Executor()).run()
+    ways = {**STUDY['ways'], 'teacher': dict(STUDY['ways']['teacher'], train=dict(epochs=3, data_dir='other'))}
+    path = write_study(tmp_path, seeds=[0], ways=ways)
+    shutil.rmtree(tmp_path / 'out' / 'teacher')
+    with pytest.raises(UserError, match="was computed with transfer teacher data_dir = 'sample', not 'other'"):
+        run_study(['status', path])
+
+
+def test_a_number_that_became_text_is_told_from_it(tmp_path):
+    Worker(read_study(write_study(tmp_path, seeds=[0])), execute=Executor()).run()
+    ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs='3', lr=1e-3))}
+    with pytest.raises(UserError, match="train epochs = 3, not '3'"):
+        run_study(['status', write_study(tmp_path, seeds=[0], ways=ways)])
+
+
 def test_a_training_continues_only_with_the_options_that_it_started_with(tmp_path):
     def stop(command, *args):
         (Path(value_after(command, '--output')) / 'checkpoints').mkdir(exist_ok=True)

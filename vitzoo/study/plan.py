@@ -73,6 +73,8 @@ class StudyCell:
         neutral = _NEUTRAL_TRANSFER_KEYS
         if self.command == 'train':
             neutral = tuple(key for key, spec in FIELDS.items() if spec.metadata['on_resume'] == NEUTRAL)
+            # the same data may have been moved before a resumed training, but models of other data are not comparable
+            neutral = tuple(key for key in neutral if key != 'data_dir')
         settings = {key: value for key, value in self.options.items() if key not in neutral}
         if self.teacher is not None:
             settings['teacher'] = self.teacher.name

@@ -77,10 +77,7 @@ class CellRecord:
             computed = self._read()['started'] | computed
         for step, before in computed.items():
             # an evaluation may have been removed from the study
-            now = self.expected.get(step, before)
-            if not any(key.startswith(TEACHER_PREFIX) for key in before):
-                # computed before the recipe of the teacher was recorded
-                now = {key: value for key, value in now.items() if not key.startswith(TEACHER_PREFIX)}
+            now = _without_unrecorded(self.expected.get(step, before), before)
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             if changed:
                 key = changed[0]
@@ -89,8 +86,8 @@ class CellRecord:
                 others = ', give the study another output, or remove this folder'
                 advice = others if is_model else ' or rename the evaluation'
                 raise UserError(
-                    f"'{self.folder}' was computed with {step} {key} = {before.get(key)}, not {now.get(key)}; undo the"
-                    f' change{advice}'
+                    f"'{self.folder}' was computed with {step} {key} = {before.get(key)!r}, not {now.get(key)!r}; undo"
+                    f' the change{advice}'
                 )
 
     def results(self, evaluation: str) -> dict | None:
@@ -153,3 +150,11 @@ class CellRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
         with replace_file(self.path) as partial:
             partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
+
+
+def _without_unrecorded(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those that earlier versions did not record: a teacher's, then the data of a training."""
+    added = {'data_dir', f'{TEACHER_PREFIX}data_dir'}
+    if not any(key.startswith(TEACHER_PREFIX) for key in before):
+        added |= {key for key in settings if key.startswith(TEACHER_PREFIX)}
+    return {key: value for key, value in settings.items() if key in before or key not in added}
