@@ -43,13 +43,9 @@ def make_report(argv: list[str] | None = None) -> Path:
     """
     argv = sys.argv[1:] if argv is None else argv
     args, options = parse_args(argv)
-    timings: list[dict] = []
-    if args.benchmarks:
-        from vitzoo.report.timings import read_timings
-
-        timings = read_timings(args.benchmarks)
-    folder = make_folder(Path(args.out))
     records = [record for path in args.results for record in read_records(path)]
+    timings = _read_timings(args.benchmarks, records, options) if args.benchmarks else []
+    folder = make_folder(Path(args.out))
     now = datetime.now(timezone.utc)
     report = dict(title=args.title, made=f'{now.day} {now:%B %Y, %H:%M} UTC', records=records)
     report |= dict(command=shlex.join(['vitzoo', 'report', *argv]))
@@ -124,6 +120,18 @@ def _parse_eval_options(parser: argparse.ArgumentParser, rest: list[str]) -> 'Ev
             'then run `vitzoo report --results FILE.json`'
         )
     return options
+
+
+def _read_timings(path: str, records: list[dict], options: 'EvalOptions | None') -> list[dict]:
+    """The rows of a file of benchmarks; a file without the models is an error before they are evaluated."""
+    from vitzoo.load import find_models
+    from vitzoo.report.gather import find_origin
+    from vitzoo.report.timings import find_timed, read_timings
+
+    timings = read_timings(path)
+    evaluated = find_models(options.models) if options is not None else []
+    find_timed([*records, *(dict(model=name) | find_origin(name) for name in evaluated)], timings, path)
+    return timings
 
 
 def read_records(path: str) -> list[dict]:
