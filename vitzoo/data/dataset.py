@@ -205,9 +205,10 @@ class Images(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits that differ for images of other names."""
-        names = '\0'.join(self.reader.filenames())
-        return hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:8]
+        """Eight hexadecimal digits that differ for other names of images, or another dataset of images without names."""
+        names = self.reader.filenames()
+        names = [self.reader.source, *names] if self.reader.source else names
+        return hashlib.sha256('\0'.join(names).encode(errors='surrogateescape')).hexdigest()[:8]
 
     def describe_left_out(self) -> str:
         """Describe in one sentence the classes of `left_out`."""

@@ -24,7 +24,7 @@ class Subset(LabelledReader):
     def __init__(self, reader: LabelledReader, indices: list[int]) -> None:
         super().__init__()
         self.reader, self.indices, self.root, self.class_names = reader, indices, reader.root, reader.class_names
-        self.is_multi_label = reader.is_multi_label
+        self.is_multi_label, self.source = reader.is_multi_label, reader.source
         labels = reader.labels
         self.labels = [labels[index] for index in indices]
 
