@@ -25,6 +25,7 @@ from vitzoo.study.status import CellState, describe_cells, find_state
 from vitzoo.study.tables import format_markdown
 from vitzoo.study.worker import Worker, run_process
 from vitzoo.train.lock import LOCK_FILE, STALE_SECONDS, identify_process
+from vitzoo.train.recipe import make_recipe, save_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -196,6 +197,18 @@ def test_a_training_continues_only_with_the_options_that_it_started_with(tmp_pat
     ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs=3, lr=2e-3))}
     with pytest.raises(UserError, match='was computed with train lr = 0.001, not 0.002'):
         run_study(['run', write_study(tmp_path, ways=ways)])
+
+
+def test_a_training_whose_cell_json_was_removed_continues_only_with_its_recipe(tmp_path):
+    path = write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch']))
+    cell = read_study(path).cells[0]
+    (cell.folder / 'checkpoints').mkdir(parents=True)
+    # numbers that YAML has as text are those of the recipe
+    save_recipe(make_recipe(cell.options | dict(lr='1e-3', workers=3)), cell.folder / 'recipe.yaml', [])
+    run_study(['status', path])
+    ways = dict(scratch=dict(train=dict(epochs=3, lr='2e-3')))
+    with pytest.raises(UserError, match="was computed with train lr = 0.001, not '2e-3'; undo the change"):
+        run_study(['status', write_study(tmp_path, seeds=[0], ways=ways)])
 
 
 class Killed(BaseException):

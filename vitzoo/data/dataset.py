@@ -205,7 +205,7 @@ class Images(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits that differ for other names of images, or another dataset of images without names."""
+        """Eight hexadecimal digits that differ for images of other names, without names also of other datasets."""
         names = self.reader.filenames()
         names = [self.reader.source, *names] if self.reader.source else names
         return hashlib.sha256('\0'.join(names).encode(errors='surrogateescape')).hexdigest()[:8]

@@ -6,6 +6,7 @@ from typing import Any
 
 from vitzoo._files import replace_file
 from vitzoo.errors import UserError
+from vitzoo.train.recipe import make_recipe, read_recipe_file
 from vitzoo.transfer.record import RECORD
 
 CELL_FILE = 'cell.json'
@@ -74,7 +75,8 @@ class CellRecord:
         computed = {step: found['settings'] for step, found in self.finished.items()}
         if any((self.folder / name).exists() for name in ('checkpoints', RECORD)):
             # resuming with others would mix two recipes in one model
-            computed = self._read()['started'] | computed
+            started = self._read()['started'] if self.path.is_file() else self._read_recipe()
+            computed = started | computed
         for step, before in computed.items():
             # an evaluation may have been removed from the study
             now = _without_unrecorded(self.expected.get(step, before), before)
@@ -145,6 +147,17 @@ class CellRecord:
             return dict(started={}, finished={}, failure=None, spent={})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"cannot read '{self.path}': {error}; remove it to compute the cell again") from error
+
+    def _read_recipe(self) -> dict[str, dict]:
+        """The options that a training whose cell.json was removed has in its recipe, as `start` records them."""
+        path = self.folder / 'recipe.yaml'
+        if self.command != 'train' or not path.is_file():
+            return {}
+        # a recipe has the contents of a pipeline, which a study may name
+        now = {key: value for key, value in self.expected[self.command].items() if key != 'albumentations'}
+        before, wanted = make_recipe(read_recipe_file(path)), make_recipe(now)
+        other = {key: found for key in now if (found := getattr(before, key)) != getattr(wanted, key)}
+        return {self.command: self.expected[self.command] | other}
 
     def _write(self, found: dict) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
