@@ -215,7 +215,7 @@ def _result(cell: StudyCell, origin: str) -> dict:
 
 def _machine(cell: StudyCell) -> str:
     """The machine that validated a cell, and its versions."""
-    return cell.record.finished[MAIN]['place']['measured_on']
+    return cell.record.finished[MAIN]['place'].get('measured_on', 'an unknown machine')
 
 
 def _key(cell: StudyCell) -> tuple[str, str, str]:

@@ -88,6 +88,19 @@ def test_the_commands_are_those_that_a_user_would_run(study):
     assert cell.record.finished['transfer']['command'].startswith(f'vitzoo transfer {cell.teacher.folder} --config')
 
 
+@pytest.mark.parametrize(
+    ('launch', 'cores', 'is_known'),
+    [([sys.executable], 8, True), (['accelerate', 'launch'], 8, False), (['accelerate', 'launch'], None, True)],
+)
+def test_the_threads_of_a_worker_are_not_recorded_for_processes_of_a_launcher(
+    study, monkeypatch, launch, cores, is_known
+):
+    place = dict(measured_on='a machine', load=1.0, cores=cores)
+    monkeypatch.setattr(worker_module, 'describe_place', lambda options: place)
+    Worker(study, launch=launch, execute=Executor()).run()
+    assert study.cells[0].record.finished['clean']['place'] == (place if is_known else {})
+
+
 def test_a_failed_cell_is_reported_and_only_stops_those_that_need_it(study, tmp_path, capsys):
     Worker(
         study, execute=Executor(lambda command: 2 if 'teacher/vit_tiny_patch16_224/seed-1' in command[-3] else None)
