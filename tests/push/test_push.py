@@ -164,8 +164,8 @@ def test_the_facts_of_a_run_come_from_its_files(run, tmp_path, monkeypatch):
     for seed, top1 in enumerate([50.0, 51.0]):
         evaluations = cells / f'seed-{seed}' / 'evaluations'
         evaluations.mkdir(parents=True)
-        (evaluations / 'clean.json').write_text(json.dumps([dict(top1=top1, top5=99.0, map=None)]))
-        cell = dict(started={}, finished=dict(train=dict(seconds=1800)), failure=None)
+        (evaluations / 'clean.json').write_text(json.dumps([dict(model='deit', top1=top1, top5=99.0, map=None)]))
+        cell = dict(started={}, finished=dict(train=dict(settings={}, seconds=1800)), failure=None)
         (cells / f'seed-{seed}' / 'cell.json').write_text(json.dumps(cell))
         shutil.copyfile(run / 'recipe.yaml', cells / f'seed-{seed}' / 'recipe.yaml')
     facts = read_facts(cells / 'seed-0')

@@ -25,6 +25,7 @@ from vitzoo.report.records import interval, short_names
 from vitzoo.report.svg import Plot, Scale, fit_scale, place_labels, short_number, spread_out
 from vitzoo.report.table import MODEL_COLUMNS
 from vitzoo.report.timings import add_timings, read_timings
+from vitzoo.report.transfers import read_transfer
 from vitzoo.transfer.options import parse_args
 from vitzoo.validate.options import parse_args as parse_eval_args
 from vitzoo.validate.results import RECORD_KEYS
@@ -300,10 +301,13 @@ def test_a_single_size_is_no_scaling():
 def test_images_of_several_labels_are_ranked_by_their_precision():
     # validation gives both scores, which here disagree
     scores = (('a', 60.5, 90.0), ('b', 71.25, 80.0))
-    records = [{**BARE, 'model': name, 'map': value, 'top1': top1, 'n': 50} for name, value, top1 in scores]
+    records = [
+        {**BARE, 'model': name, 'map': value, 'top1': top1, 'n': 50, 'loss': 0.3} for name, value, top1 in scores
+    ]
     html = render(make_data(*records))
     page = Page(html)
     assert re.findall(r'aria-sort="descending".*?<span>(.*?)</span>', html) == ['mAP']
+    assert 'mean cross-entropy in nats, which is binary for multi-label data' in html
     assert [row[0][1] for row in page.rows if row and row[0][0]] == ['b', 'a']
     assert len(page.charts['mAP against GMACs']) == 2
     assert ['71.25', '71.25'] in page.row('b')
@@ -593,6 +597,12 @@ def test_other_weights_than_those_of_a_folder_have_neither_its_command_nor_its_t
     assert bool(about['commands']) == ('transfer' in about) == is_own
 
 
+def test_a_damaged_transfer_is_named(tmp_path):
+    (tmp_path / 'transfer.json').write_text('{"verdict"')
+    with pytest.raises(UserError, match=f"cannot read '{tmp_path / 'transfer.json'}'"):
+        read_transfer(str(tmp_path))
+
+
 def test_the_command_of_a_transfer_has_its_options(tmp_path):
     folder = make_folder(tmp_path / 'ls', teacher='runs/vit')
     words = ['runs/vit', '--mixer', 'ls', '--mixer-kwargs', 'rank=2', '--data-dir', 'my photos', '--img-size', '64']
@@ -614,7 +624,11 @@ def test_a_converted_model_has_no_command_of_a_run(tmp_path, recipe):
 
 
 @pytest.mark.parametrize(
-    'text', ['', '[1]', '{"records": {}}', '[{"name": "a"}]', '[]', '[{"model": 5}]', 'model,top1\n']
+    'text',
+    [
+        *('', '[1]', '{"records": {}}', '[{"name": "a"}]', '[]', '[{"model": 5}]', 'model,top1\n'),
+        *('[{"model": "a", "top1": "50"}]', '[{"model": "a", "oversmoothing": 0.5}]'),
+    ],
 )
 def test_a_file_of_something_else_is_refused(text, tmp_path, capsys):
     (tmp_path / 'a.json').write_text(text)

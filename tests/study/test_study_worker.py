@@ -224,6 +224,30 @@ def test_a_training_whose_cell_json_was_removed_continues_only_with_its_recipe(t
         run_study(['status', write_study(tmp_path, seeds=[0], ways=ways)])
 
 
+@pytest.mark.parametrize('text', ['[]', '[[1]]', '[{"model": "a", "top1": "x"}]', '{', '{"a": 1}', '[1]'])
+def test_damaged_files_of_a_cell_are_named(tmp_path, text):
+    path = write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch']))
+    study = read_study(path)
+    Worker(study, execute=Executor()).run()
+    record = study.cells[0].record
+    for file in record.results_file('clean'), record.path:
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"cannot read '{file}': .*; remove '?.* to compute the cell again"):
+            run_study(['status', path])
+
+
+def test_steps_of_earlier_versions_have_no_machine(tmp_path):
+    path = write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch']))
+    study = read_study(path)
+    Worker(study, execute=Executor()).run()
+    for cell in study.cells:
+        found = json.loads(cell.record.path.read_text())
+        for step in found['finished'].values():
+            del step['place']
+        cell.record.path.write_text(json.dumps(found))
+    run_study(['status', path])
+
+
 class Killed(BaseException):
     """The end of a worker by SIGKILL."""
 

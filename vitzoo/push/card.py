@@ -24,7 +24,7 @@ from vitzoo.push.folder import (
 )
 from vitzoo.report.records import interval, num_scored
 from vitzoo.study.intervals import estimate
-from vitzoo.study.record import CELL_FILE, EVALUATIONS
+from vitzoo.study.record import CELL_FILE, EVALUATIONS, read_cell_file, read_evaluation
 from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.transfer.origin import find_command
 from vitzoo.transfer.record import RECORD
@@ -55,7 +55,7 @@ def read_facts(run: Path) -> RunFacts:
     # a folder that was pushed has no record of its transfer
     command = 'transfer' if transfer else find_command(read_recipe(run))
     if cell is not None:
-        finished = read_json(cell)['finished']
+        finished = read_cell_file(cell)['finished']
         hours = finished[command]['seconds'] / 3600 if command in finished else None
         return RunFacts(command, hours, _scores_of_seeds(cell.parent) if cell.parent == run else {})
     if transfer is not None:
@@ -167,7 +167,7 @@ def _scores_of_seeds(cell: Path) -> dict[tuple[str, str], list[float]]:
     found: dict[tuple[str, str], list[float]] = {}
     # those of evaluations that were not finished are hidden
     for path in sorted(cell.resolve().parent.glob(f'seed-*/{EVALUATIONS}/[!.]*.json')):
-        (record,) = read_json(path)
+        record = read_evaluation(path)
         for key in _SCORES:
             if record.get(key) is not None:
                 found.setdefault((path.stem, key), []).append(record[key])

@@ -138,8 +138,10 @@ def read_records(path: str) -> list[dict]:
     """Read the records of a results file or of a report.
 
     Raises:
-        UserError: The file cannot be read, or has no records.
+        UserError: The file cannot be read, has no records, or records with values of another type.
     """
+    from vitzoo.report.records import check_record
+
     try:
         found = json.loads(Path(path).read_text(encoding='utf-8'))
     except OSError as error:
@@ -149,17 +151,20 @@ def read_records(path: str) -> list[dict]:
             f"the results '{path}' are not JSON ({error}); `vitzoo validate --results-file FILE.json` writes it"
         ) from error
     records = found.get('records') if isinstance(found, dict) else found
-    if not isinstance(records, list) or not records or not all(map(_has_model, records)):
+    if not isinstance(records, list) or not records:
         raise UserError(f"'{path}' has no records of models; `vitzoo validate --results-file FILE.json` writes them")
+    try:
+        for record in records:
+            check_record(record)
+    except ValueError as error:
+        raise UserError(
+            f"'{path}' has a wrong record: {error}; `vitzoo validate --results-file FILE.json` writes them"
+        ) from error
     # a results file does not record the machine
     records = [{'measured_on': f'not recorded in {path}', **record} for record in records]
     if not isinstance(found, dict) or not found.get('command'):
         return records
     return [{**record, 'commands': [*record.get('commands', ()), found['command']]} for record in records]
-
-
-def _has_model(record: object) -> bool:
-    return isinstance(record, dict) and isinstance(record.get('model'), str)
 
 
 def make_folder(folder: Path) -> Path:

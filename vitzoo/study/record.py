@@ -6,6 +6,7 @@ from typing import Any
 
 from vitzoo._files import replace_file
 from vitzoo.errors import UserError
+from vitzoo.report.records import check_record
 from vitzoo.train.recipe import make_recipe, read_recipe_file
 from vitzoo.transfer.record import RECORD
 
@@ -100,12 +101,7 @@ class CellRecord:
         """
         if evaluation not in self.finished:
             return None
-        path = self.results_file(evaluation)
-        try:
-            (record,) = json.loads(path.read_text(encoding='utf-8'))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"cannot read '{path}': {error}; remove '{self.path}' to compute the cell again") from error
-        return record
+        return read_evaluation(self.results_file(evaluation))
 
     def results_file(self, evaluation: str) -> Path:
         """Where the record of an evaluation is."""
@@ -139,14 +135,7 @@ class CellRecord:
             self._write(found | dict(failure=None))
 
     def _read(self) -> dict:
-        try:
-            found = json.loads(self.path.read_text(encoding='utf-8'))
-            # files of earlier versions have no times of attempts
-            return {key: found[key] for key in ('started', 'finished', 'failure')} | dict(spent=found.get('spent', {}))
-        except FileNotFoundError:
-            return dict(started={}, finished={}, failure=None, spent={})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"cannot read '{self.path}': {error}; remove it to compute the cell again") from error
+        return read_cell_file(self.path)
 
     def _read_recipe(self) -> dict[str, dict]:
         """The options that a training whose cell.json was removed has in its recipe, as `start` records them."""
@@ -163,6 +152,41 @@ class CellRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
         with replace_file(self.path) as partial:
             partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
+
+
+def read_cell_file(path: Path) -> dict:
+    """The content of a cell.json, that of a new cell if there is none.
+
+    Raises:
+        UserError: It cannot be read, or is not of a cell.
+    """
+    try:
+        found = json.loads(path.read_text(encoding='utf-8'))
+        # files of earlier versions have no machines and no times of attempts
+        finished = {
+            step: dict(place={}) | about | dict(settings=dict(about['settings']), seconds=float(about['seconds']))
+            for step, about in found['finished'].items()
+        }
+        return dict(started=found['started'], finished=finished, failure=found['failure'], spent=found.get('spent', {}))
+    except FileNotFoundError:
+        return dict(started={}, finished={}, failure=None, spent={})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"cannot read '{path}': {error}; remove it to compute the cell again") from error
+
+
+def read_evaluation(path: Path) -> dict:
+    """The record that `vitzoo validate` wrote in an evaluation of a cell.
+
+    Raises:
+        UserError: The file cannot be read, or is not of an evaluation.
+    """
+    try:
+        (record,) = json.loads(path.read_text(encoding='utf-8'))
+        check_record(record)
+    except (OSError, ValueError, TypeError) as error:
+        cell = path.parents[1] / CELL_FILE
+        raise UserError(f"cannot read '{path}': {error}; remove '{cell}' to compute the cell again") from error
+    return record
 
 
 def _without_unrecorded(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
