@@ -239,6 +239,10 @@ def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
         raise UserError(f"{place}: '{name}' is the name of a command; choose another")
     options = {'data_dir': data_dir, **_mapping(place, options)}
     _refuse_own(place, options, _OWN_EVAL_KEYS)
+    size = options.get('img_size')
+    if isinstance(size, list):
+        # as a recipe may have it
+        options['img_size'] = 'x'.join(map(str, size))
     if 'suite' in options:
         # its accuracies have no columns in the tables
         raise UserError(
