@@ -156,7 +156,7 @@ def _read_record(line: dict[str, str]) -> dict:
     """A record as `vitzoo validate` writes it, without what is not committed."""
     record: dict = {name: float(line[name]) for name in SHOWN if line[name]}
     record |= {name: json.loads(line[name]) for name in ('n', 'token_statistics', 'transfer') if line.get(name)}
-    return record | ({'img_size': line['img_size']} if line.get('img_size') else {})
+    return record | {name: line[name] for name in ('img_size', 'images') if line.get(name)}
 
 
 def merge_cells(study: Study) -> None:
@@ -215,7 +215,7 @@ def _result(cell: StudyCell, origin: str) -> dict:
 
 def _machine(cell: StudyCell) -> str:
     """The machine that validated a cell, and its versions."""
-    return cell.record.finished[MAIN]['place']['measured_on']
+    return cell.record.finished[MAIN]['place'].get('measured_on', 'an unknown machine')
 
 
 def _key(cell: StudyCell) -> tuple[str, str, str]:

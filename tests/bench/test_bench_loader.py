@@ -1,8 +1,11 @@
 """`vitzoo bench loader` on a few small images; speeds are not tested."""
 
+import sys
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from hub import ClassLabel, ImageFeature, Table, make_package
 from PIL import Image
 
 from vitzoo import bench
@@ -53,6 +56,20 @@ def test_every_loader_loads_the_images_of_all_formats(photos, tmp_path):
     assert copy_images(str(photos), folder, 100) == 8
     for make in torchvision_loader, timm_loader, vitzoo_loader:
         assert sum(len(images) for images, _ in make(str(folder), args)) == 8
+
+
+def test_every_loader_loads_images_without_names(tmp_path, monkeypatch):
+    rows = []
+    for number in range(8):
+        file = BytesIO()
+        Image.new('RGB', (40, 40), (number, 0, 0)).save(file, 'PNG')
+        rows.append(dict(image=dict(bytes=file.getvalue(), path=None), label=number % 2))
+    table = Table(dict(image=ImageFeature(), label=ClassLabel('cat', 'dog')), rows)
+    monkeypatch.setitem(sys.modules, 'datasets', make_package(lambda *args, **kwargs: table))
+    args = parse_args([*QUICK, '--batch-size', '4'])
+    assert copy_images('hfds/me/pets', tmp_path, 8) == 8
+    for make in torchvision_loader, timm_loader, vitzoo_loader:
+        assert sum(len(images) for images, _ in make(str(tmp_path), args)) == 8
 
 
 def test_a_damaged_image_is_named(photos):

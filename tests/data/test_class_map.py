@@ -5,13 +5,13 @@ import pickle
 from pathlib import Path
 
 import pytest
-from timm.data.readers.reader import Reader
 
 from vitzoo.data.class_map import ClassMapReader, read_class_map
+from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError
 
 
-class FewImages(Reader):
+class FewImages(LabelledReader):
     """A reader of labels."""
 
     root = 'photos'

@@ -1,5 +1,6 @@
 """Reading images, class labels, and batches that do not depend on the number of workers or processes."""
 
+import hashlib
 import pickle
 from collections import Counter
 from itertools import chain
@@ -253,6 +254,15 @@ def test_a_torchvision_dataset_reads_like_a_folder():
     assert dataset.class_names == ['0', '1', '2']
     assert dataset[0][0].size == (8, 8)
     assert {dataset[i][1] for i in range(12)} <= {0, 1, 2}
+
+
+def test_the_fingerprint_of_files_is_of_their_names_and_of_indices_also_of_their_dataset(images):
+    names = open_dataset(images, 'val').reader.filenames()
+    expected = hashlib.sha256('\0'.join(names).encode()).hexdigest()[:8]
+    assert open_dataset(images, 'val').fingerprint == expected
+    fake = FakeData(size=12, image_size=(3, 8, 8), num_classes=3)
+    train, val = (Images(TorchReader(fake, 'torch/fake:here', f'torch/fake {split}')) for split in ('train', 'val'))
+    assert train.fingerprint != val.fingerprint
 
 
 def test_worker_processes_read_the_same_from_a_tar():

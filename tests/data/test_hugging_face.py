@@ -46,6 +46,20 @@ def labels(*values) -> list[dict]:
     return [dict(label=value) for value in values]
 
 
+def test_images_named_by_index_have_another_fingerprint_in_another_dataset_split_or_subset(hub):
+    hub(CIFAR, train=labels(0, 1), val=labels(0, 1), test=labels(0, 1))
+
+    def fingerprint(data_dir: str, **options) -> str:
+        options = DataOptions(**options)
+        whole = open_dataset(data_dir, 'val', options=options).fingerprint
+        assert whole == open_dataset(f'{data_dir}:cache', 'val', options=options).fingerprint
+        return whole
+
+    found = [fingerprint('hfds/me/pets', **options) for options in ({}, dict(val_split='test'))]
+    found += [fingerprint('hfds/me/pets', data_subset='plain'), fingerprint('hfds/you/pets')]
+    assert len(set(found)) == 4
+
+
 @pytest.mark.parametrize(('splits', 'sizes'), [(('train',), (8, 2)), (('train', 'test'), (10, 10))])
 def test_a_dataset_without_a_validation_split_is_divided(hub, splits, sizes):
     hub(CIFAR, **{split: labels(*[0, 1] * 5) for split in splits})

@@ -203,12 +203,16 @@ def make_compressed_tar(root):
         (make_tar_that_ends_in_a_header, r'cannot read the tar file .* header at byte \d+ is damaged'),
         (lambda root: write_zip(root / 'a.zip', {}), 'is empty'),
         (lambda root: write_tar(root / 'a.tar', pictures('1.png', '2.png')), 'has 2 images but no class folders'),
+        (
+            lambda root: write_tar(root / 'a.tar', pictures('1.png') | {'labels.csv': b''}),
+            'or train a model on labels.csv by `vitzoo train --multi-label`',
+        ),
         (lambda root: write_zip(root / 'a.zip', pictures('val/cat/1.png')), 'has a val split but no split named train'),
         (lambda root: write_tar(root / 'shard-0.tar', {'1.png': b'', '1.cls': b''}).parent, 'shards as wds/'),
     ],
     ids=[
         *('not a zip', 'password', 'half a tar', 'compressed', 'damaged header', 'damaged inner header', 'cut header'),
-        *('empty', 'flat', 'no train', 'shards'),
+        *('empty', 'flat', 'flat with labels', 'no train', 'shards'),
     ],
 )
 def test_an_archive_that_cannot_be_used_gets_one_sentence(tmp_path, make, sentence):

@@ -137,6 +137,26 @@ def test_the_numbers_of_a_card_have_intervals(run, tmp_path):
     assert any('2009.14794' in bibtex for bibtex in card['citation'])
 
 
+def test_the_intervals_of_data_with_several_labels_are_of_the_images_with_a_label(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / 'deit.tag')
+    config = json.loads((folder / 'config.json').read_text())
+    config['pretrained_cfg']['license'] = 'cc-by-4.0'
+    (folder / 'config.json').write_text(json.dumps(config))
+    record = dict(top1=50.0, map=40.0, n=900, labelled=100, params=2_000_000, gmacs=0.5, img_size=32)
+    top1, average = make_card(str(folder), folder, record, RunFacts('train', 1.5))['details']['Accuracy']
+    assert top1.endswith('95 % interval 40.38 to 59.62 (Wilson) over 100 validation images with a label')
+    assert average == 'mAP 40.00 % on 900 validation images'
+
+
+def test_half_says_that_it_keeps_weights_that_are_as_small(run, tmp_path, capsys, hub):
+    folder = shutil.copytree(run, tmp_path / 'run')
+    weights = {name: x.bfloat16() for name, x in load_file(run / 'model.safetensors').items()}
+    save_file(weights, folder / 'model.safetensors')
+    push(arguments(folder, 'hf-hub:me/photos', '--half'))
+    assert 'kept bfloat16, which is as small' in capsys.readouterr().out
+    assert '**Weights:** bfloat16' in (hub.folder / 'README.md').read_text()
+
+
 def test_the_facts_of_a_run_come_from_its_files(run, tmp_path, monkeypatch):
     # 28 images at 14 and 28 images at 28 per second
     assert read_facts(run).hours == pytest.approx(3 / 3600)
@@ -144,8 +164,8 @@ def test_the_facts_of_a_run_come_from_its_files(run, tmp_path, monkeypatch):
     for seed, top1 in enumerate([50.0, 51.0]):
         evaluations = cells / f'seed-{seed}' / 'evaluations'
         evaluations.mkdir(parents=True)
-        (evaluations / 'clean.json').write_text(json.dumps([dict(top1=top1, top5=99.0, map=None)]))
-        cell = dict(started={}, finished=dict(train=dict(seconds=1800)), failure=None)
+        (evaluations / 'clean.json').write_text(json.dumps([dict(model='deit', top1=top1, top5=99.0, map=None)]))
+        cell = dict(started={}, finished=dict(train=dict(settings={}, seconds=1800)), failure=None)
         (cells / f'seed-{seed}' / 'cell.json').write_text(json.dumps(cell))
         shutil.copyfile(run / 'recipe.yaml', cells / f'seed-{seed}' / 'recipe.yaml')
     facts = read_facts(cells / 'seed-0')
@@ -153,6 +173,9 @@ def test_the_facts_of_a_run_come_from_its_files(run, tmp_path, monkeypatch):
     assert facts.seeds == {('clean', 'top1'): [50.0, 51.0], ('clean', 'top5'): [99.0, 99.0]}
     monkeypatch.chdir(cells / 'seed-0')
     assert read_facts(Path('.')) == facts
+    # the evaluations are those of the last epoch
+    Path('best').mkdir()
+    assert read_facts(Path('best')) == RunFacts('train', 0.5)
 
 
 def test_the_training_time_is_that_of_the_images_of_a_reduced_batch(run, tmp_path):

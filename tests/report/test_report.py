@@ -13,17 +13,21 @@ import timm
 from classifiers import make_ten_images, save_classifier
 
 from vitzoo.bench._harness import append_rows
+from vitzoo.errors import UserError
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.oversmoothing import MEASURES, Measure
 from vitzoo.report import main, make_report, read_records
 from vitzoo.report.charts import Point, frontier
-from vitzoo.report.gather import find_origin, measure_scaling
+from vitzoo.report.gather import describe_model, find_origin, measure_scaling
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.page import render
 from vitzoo.report.records import interval, short_names
 from vitzoo.report.svg import Plot, Scale, fit_scale, place_labels, short_number, spread_out
 from vitzoo.report.table import MODEL_COLUMNS
+from vitzoo.report.timings import add_timings, read_timings
+from vitzoo.report.transfers import read_transfer
 from vitzoo.transfer.options import parse_args
+from vitzoo.validate.options import parse_args as parse_eval_args
 from vitzoo.validate.results import RECORD_KEYS
 
 STYLE = (Path(__file__).parents[2] / 'vitzoo' / 'report' / 'style.css').read_text()
@@ -297,10 +301,13 @@ def test_a_single_size_is_no_scaling():
 def test_images_of_several_labels_are_ranked_by_their_precision():
     # validation gives both scores, which here disagree
     scores = (('a', 60.5, 90.0), ('b', 71.25, 80.0))
-    records = [{**BARE, 'model': name, 'map': value, 'top1': top1, 'n': 50} for name, value, top1 in scores]
+    records = [
+        {**BARE, 'model': name, 'map': value, 'top1': top1, 'n': 50, 'loss': 0.3} for name, value, top1 in scores
+    ]
     html = render(make_data(*records))
     page = Page(html)
     assert re.findall(r'aria-sort="descending".*?<span>(.*?)</span>', html) == ['mAP']
+    assert 'mean cross-entropy in nats, which is binary for multi-label data' in html
     assert [row[0][1] for row in page.rows if row and row[0][0]] == ['b', 'a']
     assert len(page.charts['mAP against GMACs']) == 2
     assert ['71.25', '71.25'] in page.row('b')
@@ -580,6 +587,22 @@ def test_the_command_of_a_run_is_that_which_made_it(tmp_path):
         assert find_origin(str(folder))['commands'] == [command]
 
 
+@pytest.mark.parametrize('is_own', [True, False])
+def test_other_weights_than_those_of_a_folder_have_neither_its_command_nor_its_transfer(is_own, out, tmp_path):
+    trained, other = save_classifier(tmp_path / 'deit'), save_classifier(tmp_path / 'other')
+    settings = dict(teacher='vit', mixer='ls', data_options={}, random_control=True)
+    (trained / 'transfer.json').write_text(json.dumps(dict(verdict='as good', settings=settings)))
+    checkpoint = [] if is_own else ['--checkpoint', str(other / 'model.safetensors')]
+    about = describe_model(str(trained), parse_eval_args([str(trained), '--no-data', *checkpoint]))
+    assert bool(about['commands']) == ('transfer' in about) == is_own
+
+
+def test_a_damaged_transfer_is_named(tmp_path):
+    (tmp_path / 'transfer.json').write_text('{"verdict"')
+    with pytest.raises(UserError, match=f"cannot read '{tmp_path / 'transfer.json'}'"):
+        read_transfer(str(tmp_path))
+
+
 def test_the_command_of_a_transfer_has_its_options(tmp_path):
     folder = make_folder(tmp_path / 'ls', teacher='runs/vit')
     words = ['runs/vit', '--mixer', 'ls', '--mixer-kwargs', 'rank=2', '--data-dir', 'my photos', '--img-size', '64']
@@ -597,11 +620,15 @@ def test_a_converted_model_has_no_command_of_a_run(tmp_path, recipe):
     folder = make_folder(tmp_path / 'converted', parent='vit')
     if recipe is not None:
         (folder / 'recipe.yaml').write_text(recipe)
-    assert find_origin(str(folder)) == dict(architecture='vit', commands=[])
+    assert find_origin(str(folder)) == dict(architecture='vit', arguments=[], commands=[])
 
 
 @pytest.mark.parametrize(
-    'text', ['', '[1]', '{"records": {}}', '[{"name": "a"}]', '[]', '[{"model": 5}]', 'model,top1\n']
+    'text',
+    [
+        *('', '[1]', '{"records": {}}', '[{"name": "a"}]', '[]', '[{"model": 5}]', 'model,top1\n'),
+        *('[{"model": "a", "top1": "50"}]', '[{"model": "a", "oversmoothing": 0.5}]'),
+    ],
 )
 def test_a_file_of_something_else_is_refused(text, tmp_path, capsys):
     (tmp_path / 'a.json').write_text(text)
@@ -704,7 +731,29 @@ def test_a_model_with_other_mixers_does_not_get_the_times_of_its_base(out, bench
     others = [make_record(0) | dict(architecture=name) for name in names]
     (out / 'report.json').write_text(json.dumps(make_data(*others)))
     message = fails(capsys, '--results', out / 'report.json', '--out', out, '--benchmarks', benchmarks)
-    assert f'has none of {", ".join(sorted(names))} at two sizes' in message
+    assert 'has none of runs/model_0 at two sizes' in message
+
+
+def test_a_model_with_its_own_arguments_has_the_times_of_its_folder_only(benchmarks):
+    rows, other = read_timings(str(benchmarks)), make_record(0) | dict(arguments=['patch_size'])
+    with pytest.raises(UserError, match='has none of runs/model_0 at two sizes'):
+        add_timings([other], rows, 'b.csv')
+    own = [row | dict(name='runs/model_0', seconds=1.0) for row in rows]
+    add_timings([other], rows + own, 'b.csv')
+    assert other['scaling']['milliseconds'] == {224: 125.0, 448: 125.0}
+
+
+def test_the_arguments_of_a_run_are_those_that_its_architecture_does_not_imply(tmp_path):
+    folder = make_folder(tmp_path / 'run')
+    arguments = dict(num_classes=3, img_size=[64, 64], patch_size=16, global_pool='token')
+    (folder / 'config.json').write_text(json.dumps(dict(architecture='vit', model_args=arguments)))
+    assert find_origin(str(folder))['arguments'] == ['patch_size']
+
+
+def test_benchmarks_without_the_models_are_refused_before_an_evaluation(out, benchmarks, capsys, monkeypatch):
+    monkeypatch.setattr('vitzoo.report.gather.gather', lambda options: pytest.fail('evaluated'))
+    message = fails(capsys, 'deit_ls_nano', '--out', out, '--benchmarks', benchmarks)
+    assert 'none of deit_ls_nano at two sizes' in message
 
 
 def test_benchmarks_of_other_models_are_refused(out, benchmarks, capsys):

@@ -183,6 +183,19 @@ def test_a_date_is_the_name_that_was_written(tmp_path):
     assert cell.record.expected['clean']['data_subset'] == '2022-03-01'
 
 
+@pytest.mark.parametrize(('size', 'word'), [([96, 128], '96x128'), ('96x128', '96x128'), (96, 96)])
+def test_the_image_size_of_an_evaluation_may_be_a_list(tmp_path, size, word):
+    cell = read_study(write_study(tmp_path, evaluations=dict(clean=dict(img_size=size)))).cells[0]
+    assert cell.evaluations['clean']['img_size'] == word
+
+
+def test_the_first_wildcard_that_matches_chooses_the_baseline(tmp_path):
+    baselines = {'deit_ls_*': 'vit_tiny_patch16_224', 'deit_*': 'deit_softmax_nano'}
+    study = read_study(write_study(tmp_path, baseline=baselines))
+    found = {cell.model: study.baseline_of(cell) for cell in study.cells}
+    assert found['deit_ls_nano'] == ('scratch', 'vit_tiny_patch16_224')
+
+
 def test_a_suite_is_refused_because_tables_have_no_columns_for_it(tmp_path):
     evaluations = dict(clean=dict(suite='robust', data_root='variants'))
     with pytest.raises(UserError, match='evaluations.clean: suite = robust cannot be part of a study; run vitzoo'):

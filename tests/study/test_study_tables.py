@@ -32,7 +32,7 @@ def path(tmp_path) -> str:
     for cell in study.cells:
         for name in study.evaluations:
             record = cell.record.results(name)
-            record |= dict(top1=SCORES[cell.model][cell.seed])
+            record |= dict(top1=SCORES[cell.model][cell.seed], images='12345678')
             cell.record.results_file(name).write_text(json.dumps([record]))
     return path
 
@@ -158,6 +158,24 @@ def test_speeds_of_a_busy_machine_are_marked(study):
     assert text.count('Pareto front of top-1 % and images/s') == 1 < text.count('Pareto front of top-1 % and GMACs')
 
 
+@pytest.mark.parametrize(
+    ('images', 'is_noted'),
+    [
+        # the images that runs of other seeds hold out
+        (lambda cell: f'seed{cell.seed}', False),
+        (lambda cell: 'after' if cell.model == 'deit_ls_nano' else 'before', True),
+        # records of earlier versions have none
+        (lambda cell: 'after' if cell.model == 'deit_ls_nano' else None, False),
+    ],
+)
+def test_a_note_names_the_evaluations_whose_models_had_different_images(study, images, is_noted):
+    def read(cell, evaluation):
+        return dict(top1=70.0, images=images(cell) if evaluation == 'clean' else 'same')
+
+    text = format_markdown(study, collect(study, read))
+    assert ('In clean the models were evaluated on different images' in text) == is_noted
+
+
 def test_a_way_is_ranked_by_the_first_of_its_own_evaluations(tmp_path):
     ways = dict(
         easy=dict(train=dict(epochs=3), evaluations=['clean']), hard=dict(train=dict(epochs=4), evaluations=['corrupt'])
@@ -200,6 +218,7 @@ def test_the_report_writes_all_files(path, study, tmp_path):
     with (tmp_path / 'tables' / 'cells.csv').open() as file:
         cells = list(csv.DictReader(file))
     assert len(cells) == 2 * len(study.cells)
+    assert cells[0]['images'] == '12345678'
     assert cells[0]['command'].startswith('vitzoo train --config') and cells[0]['oversmoothing'] == '0.2'
     page = (tmp_path / 'tables' / 'index.html').read_text()
     assert 'deit_ls_nano' in page and 'vitzoo study run' in page

@@ -25,6 +25,7 @@ from vitzoo.study.status import CellState, describe_cells, find_state
 from vitzoo.study.tables import format_markdown
 from vitzoo.study.worker import Worker, run_process
 from vitzoo.train.lock import LOCK_FILE, STALE_SECONDS, identify_process
+from vitzoo.train.recipe import make_recipe, save_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +86,19 @@ def test_the_commands_are_those_that_a_user_would_run(study):
     ]
     assert yaml.safe_load(Path(options).read_text()) == dict(data_dir='sample', steps=2, mixer='ls', seed=0)
     assert cell.record.finished['transfer']['command'].startswith(f'vitzoo transfer {cell.teacher.folder} --config')
+
+
+@pytest.mark.parametrize(
+    ('launch', 'cores', 'is_known'),
+    [([sys.executable], 8, True), (['accelerate', 'launch'], 8, False), (['accelerate', 'launch'], None, True)],
+)
+def test_the_threads_of_a_worker_are_not_recorded_for_processes_of_a_launcher(
+    study, monkeypatch, launch, cores, is_known
+):
+    place = dict(measured_on='a machine', load=1.0, cores=cores)
+    monkeypatch.setattr(worker_module, 'describe_place', lambda options: place)
+    Worker(study, launch=launch, execute=Executor()).run()
+    assert study.cells[0].record.finished['clean']['place'] == (place if is_known else {})
 
 
 def test_a_failed_cell_is_reported_and_only_stops_those_that_need_it(study, tmp_path, capsys):
@@ -148,6 +162,45 @@ def test_finished_cells_with_other_options_are_refused(tmp_path):
     run_study(['status', write_study(tmp_path, ways=ways)])
 
 
+def without_data(study: Study) -> None:
+    """Remove the data of the trainings from the files of the cells, as earlier versions wrote them."""
+    for cell in study.cells:
+        found = json.loads(cell.record.path.read_text())
+        finished = found['finished'][cell.command]
+        names = ('teacher data_dir',) if cell.teacher else ('data_dir',)
+        finished['settings'] = {key: value for key, value in finished['settings'].items() if key not in names}
+        cell.record.path.write_text(json.dumps(found))
+
+
+def test_a_training_on_other_data_is_refused(tmp_path):
+    study = read_study(write_study(tmp_path, seeds=[0]))
+    Worker(study, execute=Executor()).run()
+    ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs=3, lr=1e-3, data_dir='other'))}
+    path = write_study(tmp_path, seeds=[0], ways=ways)
+    with pytest.raises(UserError, match="was computed with train data_dir = 'sample', not 'other'"):
+        run_study(['status', path])
+    # computed before the data was recorded
+    without_data(study)
+    run_study(['status', path])
+
+
+def test_a_student_is_refused_if_its_teacher_has_other_data(tmp_path):
+    study = read_study(write_study(tmp_path, seeds=[0]))
+    Worker(study, execute=Executor()).run()
+    ways = {**STUDY['ways'], 'teacher': dict(STUDY['ways']['teacher'], train=dict(epochs=3, data_dir='other'))}
+    path = write_study(tmp_path, seeds=[0], ways=ways)
+    shutil.rmtree(tmp_path / 'out' / 'teacher')
+    with pytest.raises(UserError, match="was computed with transfer teacher data_dir = 'sample', not 'other'"):
+        run_study(['status', path])
+
+
+def test_a_number_that_became_text_is_told_from_it(tmp_path):
+    Worker(read_study(write_study(tmp_path, seeds=[0])), execute=Executor()).run()
+    ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs='3', lr=1e-3))}
+    with pytest.raises(UserError, match="train epochs = 3, not '3'"):
+        run_study(['status', write_study(tmp_path, seeds=[0], ways=ways)])
+
+
 def test_a_training_continues_only_with_the_options_that_it_started_with(tmp_path):
     def stop(command, *args):
         (Path(value_after(command, '--output')) / 'checkpoints').mkdir(exist_ok=True)
@@ -157,6 +210,42 @@ def test_a_training_continues_only_with_the_options_that_it_started_with(tmp_pat
     ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs=3, lr=2e-3))}
     with pytest.raises(UserError, match='was computed with train lr = 0.001, not 0.002'):
         run_study(['run', write_study(tmp_path, ways=ways)])
+
+
+def test_a_training_whose_cell_json_was_removed_continues_only_with_its_recipe(tmp_path):
+    path = write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch']))
+    cell = read_study(path).cells[0]
+    (cell.folder / 'checkpoints').mkdir(parents=True)
+    # numbers that YAML has as text are those of the recipe
+    save_recipe(make_recipe(cell.options | dict(lr='1e-3', workers=3)), cell.folder / 'recipe.yaml', [])
+    run_study(['status', path])
+    ways = dict(scratch=dict(train=dict(epochs=3, lr='2e-3')))
+    with pytest.raises(UserError, match="was computed with train lr = 0.001, not '2e-3'; undo the change"):
+        run_study(['status', write_study(tmp_path, seeds=[0], ways=ways)])
+
+
+@pytest.mark.parametrize('text', ['[]', '[[1]]', '[{"model": "a", "top1": "x"}]', '{', '{"a": 1}', '[1]'])
+def test_damaged_files_of_a_cell_are_named(tmp_path, text):
+    path = write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch']))
+    study = read_study(path)
+    Worker(study, execute=Executor()).run()
+    record = study.cells[0].record
+    for file in record.results_file('clean'), record.path:
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"cannot read '{file}': .*; remove '?.* to compute the cell again"):
+            run_study(['status', path])
+
+
+def test_steps_of_earlier_versions_have_no_machine(tmp_path):
+    path = write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch']))
+    study = read_study(path)
+    Worker(study, execute=Executor()).run()
+    for cell in study.cells:
+        found = json.loads(cell.record.path.read_text())
+        for step in found['finished'].values():
+            del step['place']
+        cell.record.path.write_text(json.dumps(found))
+    run_study(['status', path])
 
 
 class Killed(BaseException):

@@ -55,6 +55,15 @@ def test_seven_images_of_two_classes_without_a_split_are_enough(tmp_path, capsys
     assert f'that {run} held out for validation' in capsys.readouterr().err
 
 
+def test_held_out_images_that_are_gone_are_counted(undivided_run, tmp_path, capsys):
+    run, photos = undivided_run
+    photos = shutil.copytree(photos, tmp_path / 'photos')
+    first, *others = sorted(held_out(run))
+    (photos / first).unlink()
+    assert validate_run(run, photos)['n'] == len(others)
+    assert 'held out for validation, without 1 that have gone or changed' in capsys.readouterr().err
+
+
 @pytest.fixture(scope='module')
 def undivided_run(tmp_path_factory) -> tuple[Path, Path]:
     """A run on a folder without a validation split, and that folder."""

@@ -141,6 +141,10 @@ def test_resuming_a_finished_run_changes_nothing(images, tmp_path):
     train([*arguments, str(tmp_path / 'b')])
     assert train(['--resume', str(tmp_path / 'b')]) == {**scores, 'folder': str(tmp_path / 'b')}
     assert_same_weights(tmp_path / 'a', tmp_path / 'b')
+    recipe = (tmp_path / 'b' / 'recipe.yaml').read_text()
+    # options that compute nothing
+    train(['--resume', str(tmp_path / 'b'), '--lr', '0.5'])
+    assert (tmp_path / 'b' / 'recipe.yaml').read_text() == recipe
     with pytest.raises(UserError, match="there is a run in '.*b' already"):
         train([*arguments, str(tmp_path / 'b')])
     assert train([*arguments, str(tmp_path / 'b'), '--overwrite'])['correct1'] == scores['correct1']

@@ -168,7 +168,8 @@ def copy_images(data_dir: str, folder: Path, count: int) -> int:
             raise UserError(f"the images of '{data_dir}' are already decoded; use a folder or a tar file of images")
         # decoded once, so that the error of a damaged image names the user's file
         dataset[index]
-        path = folder / str(label) / f'{index}{Path(dataset.filename(index)).suffix}'
+        # timm finds files by their suffix, and all read them by their content
+        path = folder / str(label) / f'{index}{Path(dataset.filename(index)).suffix or ".jpg"}'
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(file.read())
     return len(chosen)

@@ -27,6 +27,7 @@ class ClassMapReader(LabelledReader):
     def __init__(self, reader: LabelledReader, class_map: dict[str, str]) -> None:
         super().__init__()
         self.reader, self.root, self.is_multi_label = reader, reader.root, reader.is_multi_label
+        self.source = reader.source
         self.class_map, self.class_names = class_map, list(dict.fromkeys(class_map.values()))
         label_of = {name: label for label, name in enumerate(self.class_names)}
         if not set(reader.class_names) & set(class_map) and all(map(str.isdecimal, reader.class_names)):

@@ -198,6 +198,11 @@ class Images(Dataset):
         return isinstance(self.reader, Subset)
 
     @property
+    def num_missing(self) -> int:
+        """The number of images that a run held out and that the data does not have any more."""
+        return self.reader.num_missing if isinstance(self.reader, Subset) else 0
+
+    @property
     def left_out(self) -> list[str]:
         """The classes of the data that are not in the class map, so that their images are not used."""
         reader = self.reader.reader if isinstance(self.reader, Subset) else self.reader
@@ -205,9 +210,10 @@ class Images(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits that differ for images of other names."""
-        names = '\0'.join(self.reader.filenames())
-        return hashlib.sha256(names.encode(errors='surrogateescape')).hexdigest()[:8]
+        """Eight hexadecimal digits that differ for images of other names, without names also of other datasets."""
+        names = self.reader.filenames()
+        names = [self.reader.source, *names] if self.reader.source else names
+        return hashlib.sha256('\0'.join(names).encode(errors='surrogateescape')).hexdigest()[:8]
 
     def describe_left_out(self) -> str:
         """Describe in one sentence the classes of `left_out`."""
@@ -380,7 +386,7 @@ def _explain_no_images(root: Path, names: list[str]) -> str:
         return (
             f"the data folder '{root}' has {len(images)} images but no class folders; move the images of each class"
             f' into a folder with its name'
-            + (f', or use {LABEL_TABLE} with --multi-label' if LABEL_TABLE in visible else '')
+            + (f', or train a model on {LABEL_TABLE} by `vitzoo train --multi-label`' if LABEL_TABLE in visible else '')
         )
     shards = [name for name in visible if name.endswith('.tar')]
     hint = f'; open WebDataset shards as wds/{root}' if shards else ''

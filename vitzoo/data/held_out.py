@@ -19,12 +19,18 @@ HELD_OUT = 'held_out.csv'
 
 
 class Subset(LabelledReader):
-    """A subset of the images of a reader, with all of its classes."""
+    """A subset of the images of a reader, with all of its classes.
+
+    Attributes:
+        num_missing: The number of images in a list of `write_held_out` that the reader does not have.
+    """
+
+    num_missing = 0
 
     def __init__(self, reader: LabelledReader, indices: list[int]) -> None:
         super().__init__()
         self.reader, self.indices, self.root, self.class_names = reader, indices, reader.root, reader.class_names
-        self.is_multi_label = reader.is_multi_label
+        self.is_multi_label, self.source = reader.is_multi_label, reader.source
         labels = reader.labels
         self.labels = [labels[index] for index in indices]
 
@@ -97,7 +103,11 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
         if missing[digest]:
             found.append(index)
             missing -= Counter([digest])
-    return Subset(reader, sorted(found)) if found and len(found) >= enough else None
+    if not found or len(found) < enough:
+        return None
+    subset = Subset(reader, sorted(found))
+    subset.num_missing = missing.total()
+    return subset
 
 
 def _single_labels(labels: list) -> list:

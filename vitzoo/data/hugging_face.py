@@ -46,6 +46,8 @@ class HuggingFaceReader(LabelledReader):
         import datasets
 
         self.root, features = f'{data_dir} ({split})', dataset.features
+        # without the folder of the cache, which may be another on each machine
+        self.source = ' '.join(filter(None, (data_dir.partition(':')[0], options.data_subset, split)))
         images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         self.input_key = self._choose('input_key', options.input_key, _IMAGE_COLUMN, images, list(features))
         labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]

@@ -15,12 +15,14 @@ class LabelledReader(Reader):
         root: Path or name of the data.
         class_names: The name of each label.
         labels: The label of each image.
+        source: Dataset and split of images that are named by their index; empty if their names are those of files.
     """
 
     root: Path | str
     class_names: list[str]
     labels: list
     is_multi_label: bool
+    source = ''
 
     def __len__(self) -> int:
         raise NotImplementedError

@@ -40,7 +40,9 @@ def find_third_party(data_dir: str, options: DataOptions, split: str) -> Split |
     if name.lower().startswith('image_folder:'):
         return _find_image_folder(data_dir, split)
     # timm only streams the other schemes, which _create rejects
-    return Split(lambda: TorchReader(_create(data_dir, split), f'{data_dir} ({split})'))
+    # without its folder, which may be another on each machine
+    source = f'{data_dir.partition(":")[0]} {split}'
+    return Split(lambda: TorchReader(_create(data_dir, split), f'{data_dir} ({split})', source))
 
 
 def check_options(data_dir: str, options: DataOptions, allowed: tuple[str, ...]) -> None:
@@ -65,9 +67,9 @@ class TorchReader(LabelledReader):
 
     is_multi_label = False
 
-    def __init__(self, dataset: Any, root: str) -> None:
+    def __init__(self, dataset: Any, root: str, source: str = '') -> None:
         super().__init__()
-        self.dataset, self.root = dataset, root
+        self.dataset, self.root, self.source = dataset, root, source or root
         names = getattr(dataset, 'classes', None) or sorted({label for _, label in dataset})
         # torchvision's ImageNet has a tuple of synonyms per class
         self.class_names = [', '.join(name) if isinstance(name, tuple) else str(name) for name in names]

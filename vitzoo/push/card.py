@@ -22,9 +22,9 @@ from vitzoo.push.folder import (
     read_recipe,
     without_paths,
 )
-from vitzoo.report.records import interval
+from vitzoo.report.records import interval, num_scored
 from vitzoo.study.intervals import estimate
-from vitzoo.study.record import CELL_FILE, EVALUATIONS
+from vitzoo.study.record import CELL_FILE, EVALUATIONS, read_cell_file, read_evaluation
 from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.transfer.origin import find_command
 from vitzoo.transfer.record import RECORD
@@ -40,7 +40,8 @@ class RunFacts:
     Args:
         command: 'train' or 'transfer'; empty for a model of `vitzoo convert`.
         hours: Time of the training, None if unknown.
-        seeds: By evaluation and score, the values of all finished seeds of the same cell of a study.
+        seeds: By evaluation and score, the values of all finished seeds of the same cell of a study; empty for the
+            best epoch, which a study does not evaluate.
     """
 
     command: str
@@ -54,9 +55,9 @@ def read_facts(run: Path) -> RunFacts:
     # a folder that was pushed has no record of its transfer
     command = 'transfer' if transfer else find_command(read_recipe(run))
     if cell is not None:
-        finished = read_json(cell)['finished']
+        finished = read_cell_file(cell)['finished']
         hours = finished[command]['seconds'] / 3600 if command in finished else None
-        return RunFacts(command, hours, _scores_of_seeds(cell.parent))
+        return RunFacts(command, hours, _scores_of_seeds(cell.parent) if cell.parent == run else {})
     if transfer is not None:
         return RunFacts(command, minutes(read_json(transfer)) / 60)
     return RunFacts(command, _training_hours(run) if command == 'train' else None)
@@ -101,10 +102,12 @@ def make_card(target: str, folder: Path, record: dict, run: RunFacts, data_dir: 
 def _format_score(record: dict, key: str) -> str:
     if key == 'map':
         return f'{_SCORES[key]} {record[key]:.2f} % on {record["n"]:,} validation images'
-    low, high = interval(record[key], record['n'])
+    n = num_scored(record)
+    low, high = interval(record[key], n)
+    labelled = '' if n == record['n'] else ' with a label'
     return (
-        f'{_SCORES[key]} {record[key]:.2f} %, 95 % interval {low:.2f} to {high:.2f} (Wilson) over {record["n"]:,}'
-        f' validation images'
+        f'{_SCORES[key]} {record[key]:.2f} %, 95 % interval {low:.2f} to {high:.2f} (Wilson) over {n:,}'
+        f' validation images{labelled}'
     )
 
 
@@ -164,7 +167,7 @@ def _scores_of_seeds(cell: Path) -> dict[tuple[str, str], list[float]]:
     found: dict[tuple[str, str], list[float]] = {}
     # those of evaluations that were not finished are hidden
     for path in sorted(cell.resolve().parent.glob(f'seed-*/{EVALUATIONS}/[!.]*.json')):
-        (record,) = read_json(path)
+        record = read_evaluation(path)
         for key in _SCORES:
             if record.get(key) is not None:
                 found.setdefault((path.stem, key), []).append(record[key])

@@ -22,7 +22,7 @@ from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import check_source, load_model
 from vitzoo.options import default_device, natural
 from vitzoo.push.card import make_card, read_facts
-from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, halve, read_json, write_folder
+from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, describe_precision, halve, read_json, write_folder
 from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions
 
@@ -130,6 +130,9 @@ def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> dict:
     if not args.half:
         return record
     weights, reason = load_file(folder / WEIGHTS), ''
+    if describe_precision(weights) != 'single precision':
+        print(f'kept {describe_precision(weights)}, which is as small')
+        return record
     for seed in range(_RANDOM_ROUNDINGS + 1):
         halved = halve(weights, torch.Generator().manual_seed(seed) if seed else None)
         if halved is None:

@@ -111,8 +111,10 @@ def _round(x: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def describe_precision(weights: dict[str, Tensor]) -> str:
-    """The precision of weights that `halve` may have changed, in words."""
-    return 'half precision' if any(x.dtype == torch.float16 for x in weights.values()) else 'single precision'
+    """The precision of the matrices among weights, in words; `halve` may have changed it."""
+    dtypes = {x.dtype for x in weights.values()}
+    names = {torch.float16: 'half precision', torch.bfloat16: 'bfloat16'}
+    return next((name for dtype, name in names.items() if dtype in dtypes), 'single precision')
 
 
 def without_paths(value: Any) -> Any:

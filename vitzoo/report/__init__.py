@@ -43,13 +43,9 @@ def make_report(argv: list[str] | None = None) -> Path:
     """
     argv = sys.argv[1:] if argv is None else argv
     args, options = parse_args(argv)
-    timings: list[dict] = []
-    if args.benchmarks:
-        from vitzoo.report.timings import read_timings
-
-        timings = read_timings(args.benchmarks)
-    folder = make_folder(Path(args.out))
     records = [record for path in args.results for record in read_records(path)]
+    timings = _read_timings(args.benchmarks, records, options) if args.benchmarks else []
+    folder = make_folder(Path(args.out))
     now = datetime.now(timezone.utc)
     report = dict(title=args.title, made=f'{now.day} {now:%B %Y, %H:%M} UTC', records=records)
     report |= dict(command=shlex.join(['vitzoo', 'report', *argv]))
@@ -126,12 +122,26 @@ def _parse_eval_options(parser: argparse.ArgumentParser, rest: list[str]) -> 'Ev
     return options
 
 
+def _read_timings(path: str, records: list[dict], options: 'EvalOptions | None') -> list[dict]:
+    """The rows of a file of benchmarks; a file without the models is an error before they are evaluated."""
+    from vitzoo.load import find_models
+    from vitzoo.report.gather import find_origin
+    from vitzoo.report.timings import find_timed, read_timings
+
+    timings = read_timings(path)
+    evaluated = find_models(options.models) if options is not None else []
+    find_timed([*records, *(dict(model=name) | find_origin(name) for name in evaluated)], timings, path)
+    return timings
+
+
 def read_records(path: str) -> list[dict]:
     """Read the records of a results file or of a report.
 
     Raises:
-        UserError: The file cannot be read, or has no records.
+        UserError: The file cannot be read, has no records, or records with values of another type.
     """
+    from vitzoo.report.records import check_record
+
     try:
         found = json.loads(Path(path).read_text(encoding='utf-8'))
     except OSError as error:
@@ -141,17 +151,20 @@ def read_records(path: str) -> list[dict]:
             f"the results '{path}' are not JSON ({error}); `vitzoo validate --results-file FILE.json` writes it"
         ) from error
     records = found.get('records') if isinstance(found, dict) else found
-    if not isinstance(records, list) or not records or not all(map(_has_model, records)):
+    if not isinstance(records, list) or not records:
         raise UserError(f"'{path}' has no records of models; `vitzoo validate --results-file FILE.json` writes them")
+    try:
+        for record in records:
+            check_record(record)
+    except ValueError as error:
+        raise UserError(
+            f"'{path}' has a wrong record: {error}; `vitzoo validate --results-file FILE.json` writes them"
+        ) from error
     # a results file does not record the machine
     records = [{'measured_on': f'not recorded in {path}', **record} for record in records]
     if not isinstance(found, dict) or not found.get('command'):
         return records
     return [{**record, 'commands': [*record.get('commands', ()), found['command']]} for record in records]
-
-
-def _has_model(record: object) -> bool:
-    return isinstance(record, dict) and isinstance(record.get('model'), str)
 
 
 def make_folder(folder: Path) -> Path:

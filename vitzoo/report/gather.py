@@ -42,6 +42,8 @@ from vitzoo.validate.robustness import open_suite
 _MULTIPLES = (1, 2, 3, 4, 6, 8)
 _NUM_PICTURES, _PICTURE_SIZE = 4, 160
 _NUM_PAIRS, _MAX_CLASSES = 5, 30
+# in the config.json of every run
+_USUAL_ARGUMENTS = {'num_classes', 'in_chans', 'img_size', 'global_pool'}
 
 
 def gather(options: EvalOptions) -> Iterator[dict]:
@@ -91,7 +93,9 @@ def describe_model(name: str, options: EvalOptions) -> dict:
         pretrained=options.pretrained,
     )
     config = resolve_data_config(model, options.img_size)
-    about = find_origin(name) | read_transfer(name)
+    about = find_origin(name)
+    # other weights were not made by the commands of the folder
+    about |= read_transfer(name) if weights == 'trained' else dict(commands=[])
     if options.has_data and not options.ignore_labels:
         transform = eval_transform(config)
         images = open_validation_data(
@@ -103,12 +107,14 @@ def describe_model(name: str, options: EvalOptions) -> dict:
 
 
 def find_origin(name: str) -> dict:
-    """The architecture of a model, and for the folder of a run or a transfer the command that made it."""
+    """The architecture of a model, and for the folder of a run or a transfer its arguments and the command."""
     if not is_trained_folder(name):
-        return dict(architecture=name, commands=[])
+        return dict(architecture=name, arguments=[], commands=[])
     config = json.loads((Path(name) / 'config.json').read_text(encoding='utf-8'))
     teacher = config.get('vitzoo', {}).get('teacher', 'TEACHER')
-    return dict(architecture=describe_architecture(config), commands=_find_commands(Path(name), teacher))
+    arguments = sorted(set(config.get('model_args', {})) - _USUAL_ARGUMENTS)
+    commands = _find_commands(Path(name), teacher)
+    return dict(architecture=describe_architecture(config), arguments=arguments, commands=commands)
 
 
 def _find_commands(folder: Path, teacher: str) -> list[str]:

@@ -2,11 +2,34 @@
 
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 from vitzoo.metrics.speed import is_busy
 
 # scores that models are ranked by, for multi-label and single-label data: the former has both, and is selected by mAP
 SCORES = {'map': 'mAP', 'top1': 'top-1'}
+# keys of a record by the type of their value, with its name
+_NUMBERS = ('top1', 'top5', 'loss', 'n', 'map', 'labelled', 'params', 'gmacs', 'gflops', 'ece')
+_SPEEDS = ('images_per_second', 'peak_memory_mb', 'load', 'cores', 'corrupt_top1', 'corrupt_relative')
+_TYPES = {
+    (int, float): ((*_NUMBERS, *_SPEEDS), 'a number'),
+    (list,): (('oversmoothing', 'explanations', 'commands'), 'a list'),
+    (dict,): (('token_statistics', 'health', 'corrupt', 'scaling', 'mistakes', 'transfer'), 'a mapping'),
+}
+
+
+def check_record(record: Any) -> None:
+    """Check that the values of a record have the types that `vitzoo validate` writes, as far as they are there.
+
+    Raises:
+        ValueError: They do not, or the record has no model.
+    """
+    if not isinstance(record, dict) or not isinstance(record.get('model'), str):
+        raise ValueError(f'a record of {str(record)[:40]} has no model')
+    for kind, (keys, title) in _TYPES.items():
+        for key in keys:
+            if record.get(key) is not None and not isinstance(record[key], kind):
+                raise ValueError(f'{key} of {record["model"]} is {record[key]!r}, not {title}')
 
 
 def prepare(records: list[dict]) -> list[dict]:

@@ -52,7 +52,7 @@ MODEL_COLUMNS = (
     Column('top-1', '%', _get('top1'), '.2f', 1, 'images whose top class is correct'),
     Column('top-5', '%', _get('top5'), '.2f', 1, 'images whose class is among the top 5'),
     Column('mAP', '%', _get('map'), '.2f', 1, 'mean average precision, for multi-label data'),
-    Column('loss', '', _get('loss'), '.3f', -1, 'mean cross-entropy, in nats'),
+    Column('loss', '', _get('loss'), '.3f', -1, 'mean cross-entropy in nats, which is binary for multi-label data'),
     Column('ECE', '%', _get('ece'), '.1f', -1, 'expected calibration error: mean gap between confidence and accuracy'),
     Column('corrupted', '%', _get('corrupt_top1'), '.2f', 1, 'mean top-1 under 15 corruptions at 5 severities'),
     Column('images', '', _get('n'), ',d', 0, 'number of images evaluated'),

@@ -2,6 +2,7 @@
 
 import csv
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 from vitzoo.bench._harness import find_doubt, read_rows
@@ -30,7 +31,7 @@ def read_timings(path: str) -> list[dict]:
 
 
 def add_timings(records: list[dict], rows: list[dict], path: str) -> None:
-    """Add the curves of time and memory to each record whose architecture was timed at several sizes.
+    """Add the curves of time and memory to each record whose model was timed at several sizes.
 
     All curves are from the machine, precision and batch size with rows of the most models.
 
@@ -40,7 +41,21 @@ def add_timings(records: list[dict], rows: list[dict], path: str) -> None:
     Raises:
         UserError: The file has none of the models.
     """
-    names = {_base_name(record) for record in records}
+    timed = find_timed(records, rows, path)
+    for record in records:
+        sizes = timed.get(_timed_name(record, timed))
+        if sizes:
+            record['scaling'] = {
+                **record.get('scaling', {}),
+                **_curves(sizes),
+                'timed': _describe_conditions([*sizes.values()], path),
+            }
+
+
+def find_timed(records: list[dict], rows: list[dict], path: str) -> dict[str, dict[int, dict]]:
+    """The rows of the models of some records by name and image size; arguments and errors as in `add_timings`."""
+    known = {row['name'] for row in rows}
+    names = {_timed_name(record, known) for record in records}
     found: defaultdict[tuple, dict[str, dict]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if row['name'] in names:
@@ -52,20 +67,17 @@ def add_timings(records: list[dict], rows: list[dict], path: str) -> None:
         raise UserError(
             f"'{path}' has none of {', '.join(sorted(names))} at two sizes; run `vitzoo bench models` first"
         )
-    for record in records:
-        sizes = best.get(_base_name(record))
-        if sizes:
-            record['scaling'] = {
-                **record.get('scaling', {}),
-                **_curves(sizes),
-                'timed': _describe_conditions([*sizes.values()], path),
-            }
+    return best
 
 
-def _base_name(record: dict) -> str:
-    description = record.get('architecture', record['model'])
-    # of one with other mixers, only its own times
-    return description if ' ' in description else description.partition('.')[0]
+def _timed_name(record: dict, known: Collection[str]) -> str:
+    """The name of the rows that are of a record's model: its own or, without arguments, that of its architecture."""
+    name = record['model']
+    architecture = record.get('architecture', name)
+    # with other mixers or arguments it is another model
+    if name in known or ' ' in architecture or record.get('arguments'):
+        return name
+    return architecture.partition('.')[0]
 
 
 def _curves(sizes: dict[int, dict]) -> dict:

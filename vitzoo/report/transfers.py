@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from vitzoo.errors import UserError
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, block_ticks, curves, scatter
 from vitzoo.report.markup import Element, tag
@@ -13,11 +14,18 @@ from vitzoo.transfer.summary import CONTROLS, STAGES, find_doubts, minutes
 
 
 def read_transfer(name: str) -> dict:
-    """The results of the transfer that made a model, under 'transfer'; empty if none did."""
+    """The results of the transfer that made a model, under 'transfer'; empty if none did.
+
+    Raises:
+        UserError: Its file cannot be read.
+    """
     path = Path(name) / RECORD
     if not path.is_file():
         return {}
-    results = json.loads(path.read_text(encoding='utf-8'))
+    try:
+        results = json.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read '{path}': {error}; make the transfer again in another folder") from error
     return dict(transfer=results) if 'verdict' in results else {}
 
 

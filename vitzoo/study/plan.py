@@ -73,6 +73,8 @@ class StudyCell:
         neutral = _NEUTRAL_TRANSFER_KEYS
         if self.command == 'train':
             neutral = tuple(key for key, spec in FIELDS.items() if spec.metadata['on_resume'] == NEUTRAL)
+            # the same data may have been moved before a resumed training, but models of other data are not comparable
+            neutral = tuple(key for key in neutral if key != 'data_dir')
         settings = {key: value for key, value in self.options.items() if key not in neutral}
         if self.teacher is not None:
             settings['teacher'] = self.teacher.name
@@ -237,6 +239,10 @@ def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
         raise UserError(f"{place}: '{name}' is the name of a command; choose another")
     options = {'data_dir': data_dir, **_mapping(place, options)}
     _refuse_own(place, options, _OWN_EVAL_KEYS)
+    size = options.get('img_size')
+    if isinstance(size, list):
+        # as a recipe may have it
+        options['img_size'] = 'x'.join(map(str, size))
     if 'suite' in options:
         # its accuracies have no columns in the tables
         raise UserError(

@@ -6,6 +6,8 @@ from typing import Any
 
 from vitzoo._files import replace_file
 from vitzoo.errors import UserError
+from vitzoo.report.records import check_record
+from vitzoo.train.recipe import make_recipe, read_recipe_file
 from vitzoo.transfer.record import RECORD
 
 CELL_FILE = 'cell.json'
@@ -74,13 +76,11 @@ class CellRecord:
         computed = {step: found['settings'] for step, found in self.finished.items()}
         if any((self.folder / name).exists() for name in ('checkpoints', RECORD)):
             # resuming with others would mix two recipes in one model
-            computed = self._read()['started'] | computed
+            started = self._read()['started'] if self.path.is_file() else self._read_recipe()
+            computed = started | computed
         for step, before in computed.items():
             # an evaluation may have been removed from the study
-            now = self.expected.get(step, before)
-            if not any(key.startswith(TEACHER_PREFIX) for key in before):
-                # computed before the recipe of the teacher was recorded
-                now = {key: value for key, value in now.items() if not key.startswith(TEACHER_PREFIX)}
+            now = _without_unrecorded(self.expected.get(step, before), before)
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             if changed:
                 key = changed[0]
@@ -89,8 +89,8 @@ class CellRecord:
                 others = ', give the study another output, or remove this folder'
                 advice = others if is_model else ' or rename the evaluation'
                 raise UserError(
-                    f"'{self.folder}' was computed with {step} {key} = {before.get(key)}, not {now.get(key)}; undo the"
-                    f' change{advice}'
+                    f"'{self.folder}' was computed with {step} {key} = {before.get(key)!r}, not {now.get(key)!r}; undo"
+                    f' the change{advice}'
                 )
 
     def results(self, evaluation: str) -> dict | None:
@@ -101,12 +101,7 @@ class CellRecord:
         """
         if evaluation not in self.finished:
             return None
-        path = self.results_file(evaluation)
-        try:
-            (record,) = json.loads(path.read_text(encoding='utf-8'))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"cannot read '{path}': {error}; remove '{self.path}' to compute the cell again") from error
-        return record
+        return read_evaluation(self.results_file(evaluation))
 
     def results_file(self, evaluation: str) -> Path:
         """Where the record of an evaluation is."""
@@ -140,16 +135,63 @@ class CellRecord:
             self._write(found | dict(failure=None))
 
     def _read(self) -> dict:
-        try:
-            found = json.loads(self.path.read_text(encoding='utf-8'))
-            # files of earlier versions have no times of attempts
-            return {key: found[key] for key in ('started', 'finished', 'failure')} | dict(spent=found.get('spent', {}))
-        except FileNotFoundError:
-            return dict(started={}, finished={}, failure=None, spent={})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"cannot read '{self.path}': {error}; remove it to compute the cell again") from error
+        return read_cell_file(self.path)
+
+    def _read_recipe(self) -> dict[str, dict]:
+        """The options that a training whose cell.json was removed has in its recipe, as `start` records them."""
+        path = self.folder / 'recipe.yaml'
+        if self.command != 'train' or not path.is_file():
+            return {}
+        # a recipe has the contents of a pipeline, which a study may name
+        now = {key: value for key, value in self.expected[self.command].items() if key != 'albumentations'}
+        before, wanted = make_recipe(read_recipe_file(path)), make_recipe(now)
+        other = {key: found for key in now if (found := getattr(before, key)) != getattr(wanted, key)}
+        return {self.command: self.expected[self.command] | other}
 
     def _write(self, found: dict) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with replace_file(self.path) as partial:
             partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
+
+
+def read_cell_file(path: Path) -> dict:
+    """The content of a cell.json, that of a new cell if there is none.
+
+    Raises:
+        UserError: It cannot be read, or is not of a cell.
+    """
+    try:
+        found = json.loads(path.read_text(encoding='utf-8'))
+        # files of earlier versions have no machines and no times of attempts
+        finished = {
+            step: dict(place={}) | about | dict(settings=dict(about['settings']), seconds=float(about['seconds']))
+            for step, about in found['finished'].items()
+        }
+        return dict(started=found['started'], finished=finished, failure=found['failure'], spent=found.get('spent', {}))
+    except FileNotFoundError:
+        return dict(started={}, finished={}, failure=None, spent={})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"cannot read '{path}': {error}; remove it to compute the cell again") from error
+
+
+def read_evaluation(path: Path) -> dict:
+    """The record that `vitzoo validate` wrote in an evaluation of a cell.
+
+    Raises:
+        UserError: The file cannot be read, or is not of an evaluation.
+    """
+    try:
+        (record,) = json.loads(path.read_text(encoding='utf-8'))
+        check_record(record)
+    except (OSError, ValueError, TypeError) as error:
+        cell = path.parents[1] / CELL_FILE
+        raise UserError(f"cannot read '{path}': {error}; remove '{cell}' to compute the cell again") from error
+    return record
+
+
+def _without_unrecorded(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those that earlier versions did not record: a teacher's, then the data of a training."""
+    added = {'data_dir', f'{TEACHER_PREFIX}data_dir'}
+    if not any(key.startswith(TEACHER_PREFIX) for key in before):
+        added |= {key for key in settings if key.startswith(TEACHER_PREFIX)}
+    return {key: value for key, value in settings.items() if key in before or key not in added}

@@ -70,6 +70,7 @@ class Row:
         rank: Of the mean of the score of `score_column`, among the models of the same way; 0 without it.
         records: The records of the evaluations, means over the seeds.
         machines: On which they were evaluated, where that is known.
+        images: Fingerprints of the images by evaluation and seed, where they are known.
         mixer: Of a converted model.
         transfers: Results of its conversion by seed.
     """
@@ -85,6 +86,7 @@ class Row:
     rank: int = 0
     records: dict[str, dict] = field(default_factory=dict)
     machines: set[str] = field(default_factory=set)
+    images: dict[tuple[str, int], str] = field(default_factory=dict)
     mixer: str = ''
     transfers: dict[int, dict] = field(default_factory=dict)
 
@@ -128,8 +130,9 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
         names = [name for name in study.evaluations_of(way) if name in seeds_of]
         records = {name: average(list(seeds_of[name].values())) for name in names}
         row = Row(way, model, baselines[way, model], records=records, mixer=mixers[way, model])
-        pairs = (pair for seeds in seeds_of.values() for pair in seeds.items())
-        row.transfers = {seed: record['transfer'] for seed, record in pairs if record.get('transfer')}
+        cells = [(name, seed, record) for name, seeds in seeds_of.items() for seed, record in seeds.items()]
+        row.transfers = {seed: record['transfer'] for _, seed, record in cells if record.get('transfer')}
+        row.images = {(name, seed): record['images'] for name, seed, record in cells if record.get('images')}
         reference = {} if row.is_baseline or row.baseline is None else values.get(row.baseline, {})
         for column, seeds in columns.items():
             row.values[column], row.by_seed[column] = estimate(list(seeds.values())), seeds
@@ -221,6 +224,16 @@ def score_column(study: Study, rows: list[Row]) -> ResultColumn | None:
     first = study.evaluations_of(rows[0].way)[0]
     columns = (ResultColumn(first, key) for key in SCORES)
     return next((column for column in columns if any(column in row.values for row in rows)), None)
+
+
+def mixed_evaluations(study: Study, rows: list[Row]) -> list[str]:
+    """The evaluations in which models of the same seed had different images."""
+    found: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for row in rows:
+        for place, images in row.images.items():
+            found[place].add(images)
+    mixed = {name for (name, _), images in found.items() if len(images) > 1}
+    return [name for name in study.evaluations if name in mixed]
 
 
 def size_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:

@@ -12,7 +12,16 @@ from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, StudyCell
-from vitzoo.study.results import METRICS, ResultColumn, Row, pareto_front, score_column, teachers_of, visible_columns
+from vitzoo.study.results import (
+    METRICS,
+    ResultColumn,
+    Row,
+    mixed_evaluations,
+    pareto_front,
+    score_column,
+    teachers_of,
+    visible_columns,
+)
 from vitzoo.study.retention import KeptAccuracy, find_kept
 from vitzoo.transfer.summary import STAGES
 
@@ -21,7 +30,7 @@ _CSV_KEYS = (
     *('baseline_way', 'baseline', 'pairs', 'difference', 'difference_low', 'difference_high', 'verdict'),
 )
 # of a record, in cells.csv
-_CELL_KEYS = ('img_size', 'n', *METRICS, 'speed_doubt')
+_CELL_KEYS = ('img_size', 'n', 'images', *METRICS, 'speed_doubt')
 CELL_COLUMNS = (
     *('way', 'model', 'seed', 'evaluation', *_CELL_KEYS),
     *('token_statistics', 'transfer', 'seconds', 'command'),
@@ -288,6 +297,13 @@ def format_notes(study: Study, rows: list[Row]) -> list[str]:
         notes.append(
             f'The intervals are not corrected for the number of comparisons, here {judged}: of 20 without a true'
             f' difference, one excludes zero on average.'
+        )
+    mixed = mixed_evaluations(study, rows)
+    if mixed:
+        notes.append(
+            f'In {", ".join(mixed)} the models were evaluated on different images, such as those that each held out, or'
+            f' of data that has changed. Differences of their scores are also those of the images; an evaluation of'
+            f' another name repeats it for all models.'
         )
     if any(row.doubts for row in rows):
         notes.append('? marks speeds that were measured on a busy machine, or on several machines.')

@@ -115,7 +115,7 @@ class Worker:
             place = {}
             if step != cell.command:
                 expected[0].replace(cell.record.results_file(step))
-                place = _find_place(cell.evaluations[step])
+                place = _find_place(cell.evaluations[step], [*self.launch] == [sys.executable])
             cell.record.finish(step, seconds, shlex.join(['vitzoo', *words]), place)
             if self.should_stop():
                 return
@@ -157,9 +157,16 @@ def run_process(command: list[str], log: Path, claim: Claim, should_stop: Callab
     return process.returncode
 
 
-def _find_place(options: dict) -> dict:
-    """Machine, precision, versions and load of an evaluation that has just ended on this machine."""
-    return describe_place(parse_args(['model', *to_words(options, ',')]))
+def _find_place(options: dict, is_direct: bool) -> dict:
+    """Machine, precision, versions and load of an evaluation that has just ended; empty if they are not known.
+
+    Args:
+        is_direct: False if a launcher started it.
+    """
+    place = describe_place(parse_args(['model', *to_words(options, ',')]))
+    # a launcher chooses the number of threads, and may use another machine than this CPU
+    is_known = is_direct or place['cores'] is None
+    return place if is_known else {}
 
 
 def _command_line(cell: StudyCell, step: str) -> tuple[list[str], list[Path]]:

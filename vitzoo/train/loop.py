@@ -81,7 +81,10 @@ def open_folder(run: Run, is_new: bool) -> None:
         if run.later and not is_new:
             aside = set_aside(run.folder, run.later, len(run.history))
             run.console.print(f'note   later checkpoints and their models are now in {aside}')
-        save_recipe(run.recipe, run.folder / 'recipe.yaml', lines)
+        path = run.folder / 'recipe.yaml'
+        # the recipe of a finished run is the one that computed it
+        if is_new or run.step < run.plan.steps or not path.is_file():
+            save_recipe(run.recipe, path, lines)
         if run.val_set.is_held_out:
             write_held_out(run.folder / HELD_OUT, run.val_set.reader)
 

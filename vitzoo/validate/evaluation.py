@@ -264,8 +264,10 @@ def _score(
 ) -> dict[str, Tensor]:
     """Score the validation images, with the probe if there is one."""
     if getattr(images, 'is_held_out', False) and (accelerator is None or accelerator.is_main_process):
+        missing = f', without {images.num_missing} that have gone or changed' if images.num_missing else ''
         print(
-            f'vitzoo: evaluating the {len(images)} images of {options.data_dir} that {name} held out for validation',
+            f'vitzoo: evaluating the {len(images)} images of {options.data_dir} that {name} held out for'
+            f' validation{missing}',
             file=sys.stderr,
         )
     if getattr(images, 'left_out', []) and (accelerator is None or accelerator.is_main_process):
