@@ -10,7 +10,7 @@ from vitzoo.errors import UserError
 from vitzoo.study.command import run_study
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, read_study
-from vitzoo.study.results import ResultColumn, Row, collect, pareto_front
+from vitzoo.study.results import ResultColumn, Row, collect, pareto_front, sides
 from vitzoo.study.tables import format_latex, format_markdown
 from vitzoo.study.worker import Worker
 
@@ -266,6 +266,11 @@ def test_accuracies_that_a_transfer_recorded_are_of_the_inputs_and_seeds_of_the_
     for first, start in ((dict(), '50.50'), (dict(img_size=96), '–'), (dict(data_dir='other'), '–')):
         study = read_study(write_study(tmp_path, evaluations=dict(first=first)))
         assert f'| ls | 80.00 | 100.0 | – | {start} | – |' in format_markdown(study, collect(study, read))
+
+
+@pytest.mark.parametrize('size', [96, '96', '96x96', [96], [96, 96]])
+def test_sizes_are_the_same_however_they_are_written(size):
+    assert sides(size) == (96, 96)
 
 
 def test_sizes_of_strips_have_height_and_width(study):

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from vitzoo.metrics.macs import meta_copy
 from vitzoo.mixers import TokenMixer
+from vitzoo.models._meta import meta_copy
 
 # operations that move nothing, in addition to those that torch marks as views
 _FREE = {
@@ -78,7 +78,7 @@ class GpuEstimate:
 def estimate_mixer(mixer: TokenMixer, batch_size: int, dtype: torch.dtype, gpu: Gpu = H100) -> GpuEstimate:
     """Estimate the forward pass of a mixer in `dtype`; the mixer is neither run nor changed."""
     H, W = mixer.grid_size
-    copied = meta_copy(mixer).eval().to(dtype)
+    copied = meta_copy(mixer).eval().requires_grad_(False).to(dtype)
     x = torch.empty(batch_size, mixer.num_prefix_tokens + H * W, mixer.dim, dtype=dtype, device='meta')
     estimate = GpuEstimate()
     with torch.device('meta'), _FusedAttention(estimate, gpu), _Kernels(estimate, gpu):

@@ -5,7 +5,6 @@ transforms count; activations, norms, reductions and copies do not. Inside a tok
 tensors and pooling count as well, because Hydra, AFT and PoolFormer mix tokens with them.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from vitzoo.errors import UserError
 from vitzoo.mixers import TokenMixer
+from vitzoo.models._meta import meta_copy
 
 # ops that need no formula, in addition to those that torch tags as views or point-wise (some activations lack the
 # tag, more of them in older versions)
@@ -102,7 +102,7 @@ def count_macs(model: nn.Module, img_size: int | tuple[int, int] | None = None) 
 def count_call_macs(module: nn.Module, *args: Any) -> int:
     """Count the multiply-accumulates of a call as `count_macs` does; tensor arguments are on the meta device."""
     module_name = type(module).__name__
-    module = meta_copy(module).eval()
+    module = meta_copy(module).eval().requires_grad_(False)
     fused: list[Any] = [child for child in module.modules() if hasattr(child, 'fused_attn')]
     for child in fused:
         child.fused_attn = False
@@ -169,16 +169,3 @@ class _OpWatcher(TorchDispatchMode):
         if self.depth and packet in MIXING_OPS:
             self.mixing_macs += MIXING_OPS[packet](out, *args)
         return out
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Copy a model onto the meta device without copying its weights."""
-    # deepcopy uses the copies in memo; vars() also has the tensors that are plain attributes
-    memo: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device='meta'), requires_grad=False)
-            elif isinstance(tensor, torch.Tensor):
-                memo[id(tensor)] = torch.empty_like(tensor, device='meta')
-    return copy.deepcopy(model, memo)

@@ -56,8 +56,9 @@ class Block(nn.Module):
             proj_drop=proj_drop,
             **dd,
         )
-        for key in of_the_model.keys() & (mixer_kwargs or {}):
-            raise ValueError(f'The {key} of a mixer is that of the model; leave {key} out of mixer_kwargs.')
+        taken = sorted(of_the_model.keys() & (mixer_kwargs or {}))
+        if taken:
+            raise ValueError(f'The {taken[0]} of a mixer is that of the model; leave {taken[0]} out of mixer_kwargs.')
         self.attn = create_mixer(mixer, **of_the_model, **(mixer_kwargs or {}))
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm_layer(dim, **dd)

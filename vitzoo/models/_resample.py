@@ -5,7 +5,6 @@ resamples them there. Every backbone, position embedding and mixer therefore res
 other packages included.
 """
 
-import copy
 import logging
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from vitzoo.mixers import TokenMixer
 
+from ._meta import meta_copy
 from ._pyramid import Pyramid
 
 __all__ = ['is_resizable', 'resample_checkpoint', 'resample_weights']
@@ -49,7 +49,7 @@ def resample_weights(
         old_size = _with_patches_of(model, state_dict, to_2tuple(img_size))
     if old_size is None or old_size == new_size or not _fits(_shapes(model, old_size), state_dict):
         return state_dict
-    copied = _copy_to_meta(model)
+    copied = meta_copy(model)
     copied.set_input_size(old_size)
     own = copied.state_dict()
     # in the dtype of the model, as if loaded into it before resampling
@@ -139,7 +139,7 @@ def _square_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int, 
     step = model.feature_info[0]['reduction']
     bound = [name for name in _bound_names(model) if name in state_dict]
     num_values = sum(state_dict[name].numel() for name in bound)
-    side, smallest, copied = 0, 0, _copy_to_meta(model)
+    side, smallest, copied = 0, 0, meta_copy(model)
     while smallest <= num_values and side < _LARGEST_SIDE:
         side += step
         shapes = _resize(copied, (side, side))
@@ -175,7 +175,7 @@ def _mixers(model: nn.Module) -> list[tuple[str, TokenMixer]]:
 
 def _shapes(model: nn.Module, img_size: tuple[int, int]) -> dict[str, torch.Size]:
     """Shapes of the tensors that may depend on the image size, at this one; empty if the model does not support it."""
-    return _resize(model if img_size == _img_size(model) else _copy_to_meta(model), img_size)
+    return _resize(model if img_size == _img_size(model) else meta_copy(model), img_size)
 
 
 def _resize(model: nn.Module, img_size: tuple[int, int]) -> dict[str, torch.Size]:
@@ -191,15 +191,6 @@ def _resize(model: nn.Module, img_size: tuple[int, int]) -> dict[str, torch.Size
 
 def _fits(shapes: dict[str, torch.Size], state_dict: dict[str, Tensor]) -> bool:
     return bool(shapes) and all(state_dict[name].shape == shape for name, shape in shapes.items() if name in state_dict)
-
-
-def _copy_to_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model without its values, which costs no memory."""
-    memo: dict[int, Tensor] = {
-        id(p): nn.Parameter(p.detach().to('meta'), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    memo |= {id(buffer): buffer.to('meta') for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:

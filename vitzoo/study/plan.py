@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import UserError, did_you_mean, is_whole
 from vitzoo.load import find_models
 from vitzoo.mixers import list_mixers
@@ -32,6 +33,9 @@ _OWN_EVAL_KEYS = (
     *('models', 'no_data', 'random_weights', 'checkpoint', 'num_classes', 'ignore_labels'),
     *('results_file', 'plot', 'save_predictions', 'errors', 'from_predictions'),
 )
+_TRANSFER_KEYS = {field.name for field in fields(TransferOptions)} | {'mixer', 'no_random_control', 'split'}
+_TRANSFER_KEYS |= {*DATA_OPTIONS, *TRAINING_KEYS, *NEUTRAL_TRAINING_KEYS}
+_EVAL_KEYS = {field.name for field in fields(EvalOptions)} | {'dataset', 'split'}
 # of a transfer, these influence its duration only
 _NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes', *NEUTRAL_TRAINING_KEYS)
 
@@ -215,7 +219,7 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
     for mixer in _expand_mixers(f'{place}.mixers', way['mixers']):
         options = {**base, 'data_dir': common.data_dir, **given, 'mixer': mixer, 'seed': seed}
         words = ['teacher', '--output', 'student', *to_words(options)]
-        _parse(f'{place}.transfer', parse_transfer_args, words, options, TransferOptions)
+        _parse(f'{place}.transfer', parse_transfer_args, words, options, _TRANSFER_KEYS)
         label = f'{way["teacher"]}_to_{mixer}'
         found.append(StudyCell(name, label, seed, 'transfer', options, evaluations, common.folder, teachers[0]))
     return found
@@ -249,15 +253,12 @@ def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
             f'{place}: suite = {options["suite"]} cannot be part of a study; run vitzoo validate --suite on the folders'
             f' of its cells'
         )
-    _parse(place, parse_eval_args, ['model', *to_words(options, ',')], options, EvalOptions)
+    _parse(place, parse_eval_args, ['model', *to_words(options, ',')], options, _EVAL_KEYS)
     return options
 
 
-def _parse(place: str, parse: Callable, words: list[str], options: dict, known: type) -> None:
-    """Check options by the parser of their command, and report its error as a UserError."""
-    names = {field.name for field in fields(known)} | {'mixer', 'no_random_control', 'dataset', 'split'}
-    names |= {'train_split', 'val_split', 'input_key', 'target_key', 'data_subset', 'class_map'}
-    names |= {*TRAINING_KEYS, *NEUTRAL_TRAINING_KEYS}
+def _parse(place: str, parse: Callable, words: list[str], options: dict, names: set[str]) -> None:
+    """Check options by their names and by the parser of their command, and report its error as a UserError."""
     for key in options:
         if key not in names:
             raise UserError(f"{place}: unknown option '{key}'{did_you_mean(str(key), names)}")

@@ -269,7 +269,14 @@ def pareto_front(rows: list[Row], score: ResultColumn, cost: ResultColumn, sign:
 def _inputs(study: Study, evaluation: str, *others: str) -> dict:
     """The options of an evaluation that the accuracy on clean images depends on, without some others."""
     added = (*others, 'corrupt', 'measures', 'health', 'batch_size', 'workers')
-    return {key: value for key, value in study.evaluations[evaluation].items() if key not in added}
+    options = study.evaluations[evaluation]
+    options = options | {'img_size': sides(options['img_size'])} if options.get('img_size') else options
+    return {key: value for key, value in options.items() if key not in added}
+
+
+def sides(img_size: int | str | list[int]) -> tuple[int, int]:
+    """Height and width of an image size as options have it: 224, '224x288' or [224, 288]."""
+    return parse_size('x'.join(map(str, img_size)) if isinstance(img_size, list) else str(img_size))
 
 
 def _values(records: dict[str, dict[int, dict]]) -> dict[ResultColumn, dict[int, float]]:

@@ -3,11 +3,12 @@
 from statistics import fmean
 from typing import NamedTuple
 
+from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.study.plan import Study, StudyCell
-from vitzoo.study.results import ResultColumn, Row, score_column
+from vitzoo.study.results import ResultColumn, Row, score_column, sides
 
-# options of a transfer and of an evaluation that choose the images
-_DATA = ('data_dir', 'val_split', 'input_key', 'target_key', 'data_subset', 'class_map')
+# options of a transfer and of an evaluation that choose the validation images
+_DATA = ('data_dir', *(name for name in DATA_OPTIONS if name != 'train_split'))
 
 
 class KeptAccuracy(NamedTuple):
@@ -83,7 +84,8 @@ def _recorded(
 def _has_inputs(cell: StudyCell, evaluation: dict) -> bool:
     """Return True if an evaluation has the data of a transfer, and does not change the size of the images."""
     size = evaluation.get('img_size')
-    own = cell.teacher.options.get('img_size') if cell.teacher is not None else None
+    teachers = cell.teacher.options.get('img_size') if cell.teacher is not None else None
+    own = cell.options.get('img_size') or teachers
     # a student keeps the size of its conversion
-    has_size = size is None or size == (cell.options.get('img_size') or own)
+    has_size = size is None or (own is not None and sides(size) == sides(own))
     return has_size and all(evaluation.get(key) == cell.options.get(key) for key in _DATA)

@@ -123,7 +123,9 @@ class StatusReduce:
 
     def __init__(self, accelerator: Accelerator, loss: Tensor, stop: bool, save: bool) -> None:
         self.world_size, self.device = accelerator.num_processes, accelerator.device
-        values = torch.stack([loss.float(), *torch.tensor([float(stop), float(save)]).to(loss.device)])
+        # a copy of a tensor from the CPU would wait for the forward pass
+        flags = (loss.new_full((), float(flag), dtype=torch.float32) for flag in (stop, save))
+        values = torch.stack([loss.float(), *flags])
         self.work = None
         if self.device.type != 'cuda':
             self.values = values
