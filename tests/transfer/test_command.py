@@ -278,6 +278,18 @@ def test_the_summary_of_several_mixers_keeps_those_of_earlier_calls(tmp_path):
     assert write(pool=2, local=2) == dict(linear=1, pool=2, local=2)
 
 
+def test_a_folder_is_the_same_for_all_processes_until_each_has_looked_at_it(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / 'ls')
+    first, second = (Ledger(folder, {}, is_main=is_main) for is_main in (True, False))
+    first.open(resume=False, overwrite=True)
+    assert_same_files(folder, finished)
+    second.open(resume=False, overwrite=True)
+    second.clear()
+    assert_same_files(folder, finished)
+    first.clear()
+    assert not {'transfer.json', 'model.safetensors'} & {path.name for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize('dtype, rate', [('float32', 'auto'), ('bfloat16', 'scaled')])
 def test_a_student_is_the_same_after_another_mixer_and_alone(dtype, rate, teacher, images, tmp_path):
     command = [
