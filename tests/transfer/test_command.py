@@ -23,7 +23,7 @@ from vitzoo.errors import DivergenceError, UserError
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
-from vitzoo.transfer import main, network, zero_attention
+from vitzoo.transfer import main, measures, network, zero_attention
 from vitzoo.transfer.command import transfer, try_rates
 from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
 from vitzoo.transfer.network import train_network
@@ -695,7 +695,10 @@ def test_the_zero_control_has_the_score_of_a_model_without_attention():
     assert retention.score(student) != retention.score(without)
 
 
-def test_neighbours_and_probe_find_separate_clusters():
+@pytest.mark.parametrize('cells', [2**26, 100])
+def test_neighbours_and_probe_find_separate_clusters(cells, monkeypatch):
+    # of 30 queries in one part, or in parts of three
+    monkeypatch.setattr(measures, '_MAX_CELLS', cells)
     generator = torch.Generator().manual_seed(0)
     centers = 5 * torch.randn(3, 6, generator=generator)
     labels = torch.arange(30) % 3
