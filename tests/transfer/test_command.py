@@ -31,7 +31,7 @@ from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.record import Ledger
 from vitzoo.transfer.students import make_student
-from vitzoo.transfer.summary import explain_result, minutes
+from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
 from vitzoo.validate.evaluation import validate
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
@@ -386,6 +386,20 @@ def test_trials_choose_the_rates_of_the_network_stage(finished):
     assert results['network_rates'] == {name: trials[-2][name] for name in ('lr', 'new_lr')}
     # the trial is the stage itself if that has no more steps
     assert results['network'][-1]['output_error'] == pytest.approx(errors[-2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('faster', 'words'),
+    [
+        ({224: False, 512: True, 1024: True}, 'from 512 pixels'),
+        ({1024: True, 224: True, 512: False}, 'from 1024 pixels'),
+        ({224: True, 512: True, 1024: False}, 'at 224, 512 pixels, but not at 1024'),
+        ({224: False, 512: False}, 'not faster than the teacher at 224, 512 pixels'),
+    ],
+)
+def test_a_student_is_faster_from_a_size_on_only_if_it_is_at_all_larger_ones(faster, words):
+    speeds = {str(side): dict(teacher=2.0, student=1.0 + 2 * is_faster) for side, is_faster in faster.items()}
+    assert words in compare_speeds(speeds)
 
 
 def test_the_minutes_of_a_transfer_include_its_trials():
