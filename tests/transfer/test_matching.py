@@ -2,15 +2,17 @@
 
 import math
 from copy import deepcopy
+from multiprocessing import active_children
 
 import pytest
 import torch
 from teachers import batches, make_student, make_teacher
 
-from vitzoo.data.loader import TrainBatches
+from vitzoo.data.loader import TrainBatches, train_loader
 from vitzoo.errors import UserError
 from vitzoo.transfer import distil, match_blocks
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
+from vitzoo.transfer.descent import StepBatches
 from vitzoo.transfer.distillation import choose_rates, trial_steps
 from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.pictures import IntervalBatches
@@ -104,6 +106,14 @@ def test_a_stage_that_is_interrupted_continues_to_the_same_weights(stage, tmp_pa
     again = make_student(teacher, 'linear')
     assert STAGES[stage](teacher, again, TRAIN, HELD_OUT, **options, state_file=file) == expected
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_matching_stops_its_workers_and_starts_others_for_the_next_student():
+    teacher, images = make_teacher(), [(image, 0) for image in torch.cat(TRAIN)]
+    loader, others = train_loader(images, TrainBatches(len(images), 4), workers=1), set(active_children())
+    for _ in range(2):
+        match_blocks(teacher, make_student(teacher, 'linear'), StepBatches(loader), HELD_OUT, steps=1)
+        assert set(active_children()) <= others
 
 
 @pytest.mark.parametrize('stage', STAGES)
