@@ -52,7 +52,6 @@ class Pictures:
     plain: Images | UnlabelledImages
     val: Images | UnlabelledImages
     kind: str
-    class_names: list[str]
     about: dict
     reason: str = ''
 
@@ -165,7 +164,7 @@ def open_pictures(
     reader: LabelledReader = Subset(labelled.reader, rest) if names else labelled.reader
     train = Images(reader, train_transform(recipe, data_config), val.class_to_idx)
     plain, about = Images(reader, evaluation, val.class_to_idx), _describe_data(options, recorded)
-    return Pictures(train, plain, val, kind, val.class_names, about, reason)
+    return Pictures(train, plain, val, kind, about, reason)
 
 
 def _open_labelled(
@@ -216,7 +215,6 @@ def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, about: di
         UnlabelledImages(train, evaluation),
         UnlabelledImages(val, evaluation),
         'cosine',
-        [],
         about,
         reason,
     )
