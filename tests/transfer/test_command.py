@@ -19,7 +19,7 @@ from processes import shard_accelerators, start_processes
 from teachers import batches, make_teacher, save_teacher
 
 from vitzoo.data import DataOptions
-from vitzoo.errors import DivergenceError, UserError
+from vitzoo.errors import DivergenceError, UserError, format_flag
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
@@ -507,6 +507,9 @@ def test_recorded_options_are_used_if_others_are_not_given_and_they_suit_the_dat
     teacher, _ = load_model(name)
     pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(**options), 0)
     assert (pictures.kind, (len(pictures.train), len(pictures.val)), pictures.about) == (kind, sizes, about)
+    # those of the cases with other classes do not suit the data
+    (flag,) = map(format_flag, recorded)
+    assert (f'without {flag} of its run, because' in pictures.note) == (kind == 'knn')
 
 
 def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp_path):
