@@ -7,10 +7,11 @@ from multiprocessing import active_children
 import pytest
 import torch
 from teachers import batches, make_student, make_teacher
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitzoo.data.loader import TrainBatches, train_loader
 from vitzoo.errors import UserError
-from vitzoo.transfer import distil, match_blocks
+from vitzoo.transfer import distil, match_blocks, matching, outputs
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
 from vitzoo.transfer.descent import StepBatches
 from vitzoo.transfer.distillation import choose_rates, trial_steps
@@ -260,6 +261,27 @@ def test_matching_learns_in_an_autocast_context_of_the_caller():
     with torch.autocast('cpu', torch.bfloat16):
         history = match_blocks(teacher, student, TRAIN, HELD_OUT, steps=6, eval_every=6, lr=1e-3)
     assert all(history[-1]['errors'][path] < 0.99 * error for path, error in history[0]['errors'].items())
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """Operations as MPS has them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        assert getattr(found, 'dtype', None) != torch.float64, func
+        return found
+
+
+def test_stages_need_no_float64_on_a_device_without_it(monkeypatch):
+    assert outputs.widest_dtype(torch.device('mps')) == torch.float32
+    for module in (matching, outputs):
+        monkeypatch.setattr(module, 'widest_dtype', lambda device: torch.float32)
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    with WithoutFloat64():
+        match_blocks(teacher, student, TRAIN, HELD_OUT, steps=1)
+        output_error(teacher, student, HELD_OUT)
+        outputs.output_gap(teacher, student, HELD_OUT)
 
 
 @pytest.mark.parametrize('accum', [1, 2])
