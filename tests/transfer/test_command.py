@@ -19,11 +19,11 @@ from processes import shard_accelerators, start_processes
 from teachers import batches, make_teacher, save_teacher
 
 from vitzoo.data import DataOptions
-from vitzoo.errors import DivergenceError, UserError
+from vitzoo.errors import DivergenceError, UserError, format_flag
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
-from vitzoo.transfer import main, network, zero_attention
+from vitzoo.transfer import main, measures, network, zero_attention
 from vitzoo.transfer.command import transfer, try_rates
 from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
 from vitzoo.transfer.network import train_network
@@ -31,7 +31,7 @@ from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.record import Ledger
 from vitzoo.transfer.students import make_student
-from vitzoo.transfer.summary import explain_result, minutes
+from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
 from vitzoo.validate.evaluation import validate
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
@@ -278,6 +278,18 @@ def test_the_summary_of_several_mixers_keeps_those_of_earlier_calls(tmp_path):
     assert write(pool=2, local=2) == dict(linear=1, pool=2, local=2)
 
 
+def test_a_folder_is_the_same_for_all_processes_until_each_has_looked_at_it(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / 'ls')
+    first, second = (Ledger(folder, {}, is_main=is_main) for is_main in (True, False))
+    first.open(resume=False, overwrite=True)
+    assert_same_files(folder, finished)
+    second.open(resume=False, overwrite=True)
+    second.clear()
+    assert_same_files(folder, finished)
+    first.clear()
+    assert not {'transfer.json', 'model.safetensors'} & {path.name for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize('dtype, rate', [('float32', 'auto'), ('bfloat16', 'scaled')])
 def test_a_student_is_the_same_after_another_mixer_and_alone(dtype, rate, teacher, images, tmp_path):
     command = [
@@ -374,6 +386,20 @@ def test_trials_choose_the_rates_of_the_network_stage(finished):
     assert results['network_rates'] == {name: trials[-2][name] for name in ('lr', 'new_lr')}
     # the trial is the stage itself if that has no more steps
     assert results['network'][-1]['output_error'] == pytest.approx(errors[-2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('faster', 'words'),
+    [
+        ({224: False, 512: True, 1024: True}, 'from 512 pixels'),
+        ({1024: True, 224: True, 512: False}, 'from 1024 pixels'),
+        ({224: True, 512: True, 1024: False}, 'at 224, 512 pixels, but not at 1024'),
+        ({224: False, 512: False}, 'not faster than the teacher at 224, 512 pixels'),
+    ],
+)
+def test_a_student_is_faster_from_a_size_on_only_if_it_is_at_all_larger_ones(faster, words):
+    speeds = {str(side): dict(teacher=2.0, student=1.0 + 2 * is_faster) for side, is_faster in faster.items()}
+    assert words in compare_speeds(speeds)
 
 
 def test_the_minutes_of_a_transfer_include_its_trials():
@@ -481,6 +507,9 @@ def test_recorded_options_are_used_if_others_are_not_given_and_they_suit_the_dat
     teacher, _ = load_model(name)
     pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(**options), 0)
     assert (pictures.kind, (len(pictures.train), len(pictures.val)), pictures.about) == (kind, sizes, about)
+    # those of the cases with other classes do not suit the data
+    (flag,) = map(format_flag, recorded)
+    assert (f'without {flag} of its run, because' in pictures.note) == (kind == 'knn')
 
 
 def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp_path):
@@ -683,7 +712,10 @@ def test_the_zero_control_has_the_score_of_a_model_without_attention():
     assert retention.score(student) != retention.score(without)
 
 
-def test_neighbours_and_probe_find_separate_clusters():
+@pytest.mark.parametrize('cells', [2**26, 100])
+def test_neighbours_and_probe_find_separate_clusters(cells, monkeypatch):
+    # of 30 queries in one part, or in parts of three
+    monkeypatch.setattr(measures, '_MAX_CELLS', cells)
     generator = torch.Generator().manual_seed(0)
     centers = 5 * torch.randn(3, 6, generator=generator)
     labels = torch.arange(30) % 3

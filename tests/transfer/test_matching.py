@@ -2,15 +2,18 @@
 
 import math
 from copy import deepcopy
+from multiprocessing import active_children
 
 import pytest
 import torch
 from teachers import batches, make_student, make_teacher
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitzoo.data.loader import TrainBatches
+from vitzoo.data.loader import TrainBatches, train_loader
 from vitzoo.errors import UserError
-from vitzoo.transfer import distil, match_blocks
+from vitzoo.transfer import distil, match_blocks, matching, outputs
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
+from vitzoo.transfer.descent import StepBatches
 from vitzoo.transfer.distillation import choose_rates, trial_steps
 from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.pictures import IntervalBatches
@@ -104,6 +107,14 @@ def test_a_stage_that_is_interrupted_continues_to_the_same_weights(stage, tmp_pa
     again = make_student(teacher, 'linear')
     assert STAGES[stage](teacher, again, TRAIN, HELD_OUT, **options, state_file=file) == expected
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_matching_stops_its_workers_and_starts_others_for_the_next_student():
+    teacher, images = make_teacher(), [(image, 0) for image in torch.cat(TRAIN)]
+    loader, others = train_loader(images, TrainBatches(len(images), 4), workers=1), set(active_children())
+    for _ in range(2):
+        match_blocks(teacher, make_student(teacher, 'linear'), StepBatches(loader), HELD_OUT, steps=1)
+        assert set(active_children()) <= others
 
 
 @pytest.mark.parametrize('stage', STAGES)
@@ -250,6 +261,27 @@ def test_matching_learns_in_an_autocast_context_of_the_caller():
     with torch.autocast('cpu', torch.bfloat16):
         history = match_blocks(teacher, student, TRAIN, HELD_OUT, steps=6, eval_every=6, lr=1e-3)
     assert all(history[-1]['errors'][path] < 0.99 * error for path, error in history[0]['errors'].items())
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """Operations as MPS has them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        assert getattr(found, 'dtype', None) != torch.float64, func
+        return found
+
+
+def test_stages_need_no_float64_on_a_device_without_it(monkeypatch):
+    assert outputs.widest_dtype(torch.device('mps')) == torch.float32
+    for module in (matching, outputs):
+        monkeypatch.setattr(module, 'widest_dtype', lambda device: torch.float32)
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    with WithoutFloat64():
+        match_blocks(teacher, student, TRAIN, HELD_OUT, steps=1)
+        output_error(teacher, student, HELD_OUT)
+        outputs.output_gap(teacher, student, HELD_OUT)
 
 
 @pytest.mark.parametrize('accum', [1, 2])

@@ -20,6 +20,7 @@ from vitzoo.metrics.oversmoothing import token_statistics
 from vitzoo.metrics.speed import measure_throughput
 from vitzoo.mixers import mixer_class
 from vitzoo.train.lock import FolderLock
+from vitzoo.train.processes import raise_together
 from vitzoo.train.run_folder import check_sources, claim_folder, export_model, write_metrics
 from vitzoo.transfer.attention import only_part, parts_of, zero_attention
 from vitzoo.transfer.distillation import choose_rates, trial_steps
@@ -79,7 +80,12 @@ def _transfer(task: Transfer) -> list[dict]:
             mixer: stack.enter_context(claim_folder(task.accelerator, folder, is_named=True))
             for mixer, folder in folders.items()
         }
-        ledgers = {mixer: _open_ledger(task, mixer, folder) for mixer, folder in folders.items()}
+        # a process that deletes, only does so after all have looked at the folders
+        with raise_together(task.accelerator):
+            ledgers = {mixer: _open_ledger(task, mixer, folder) for mixer, folder in folders.items()}
+        if options.overwrite:
+            for ledger in ledgers.values():
+                ledger.clear()
         # before any process writes
         task.accelerator.wait_for_everyone()
         if task.pictures.note:

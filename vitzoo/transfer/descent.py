@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vitzoo._files import replace_file
-from vitzoo.data.loader import STEP_STREAM, seed_everything
+from vitzoo.data.loader import STEP_STREAM, seed_everything, stop_workers
 from vitzoo.errors import DivergenceError
 from vitzoo.mixers import set_step
 from vitzoo.transfer.attention import images_of
@@ -92,10 +92,15 @@ def descend(
     with _training_only(student, groups):
         descent = _Descent(student, groups, evaluate, steps, accelerator, state_file, progress)
         batches = _batches(loader, descent.step)
-        while descent.step < steps and groups:
-            descent.train_step(backward, next(batches))
-            if descent.step % eval_every == 0 or descent.step == steps:
-                descent.measure()
+        try:
+            while descent.step < steps and groups:
+                descent.train_step(backward, next(batches))
+                if descent.step % eval_every == 0 or descent.step == steps:
+                    descent.measure()
+        finally:
+            # they would hold batches through the stages that follow
+            if isinstance(loader, StepBatches):
+                stop_workers(loader.loader)
         descent.restore(descent.best)
     return descent.history
 

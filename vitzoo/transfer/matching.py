@@ -24,7 +24,7 @@ from vitzoo.transfer.attention import (
     visit_attention,
 )
 from vitzoo.transfer.descent import StepBatches, descend
-from vitzoo.transfer.outputs import Outputs, compare
+from vitzoo.transfer.outputs import Outputs, compare, widest_dtype
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -142,7 +142,7 @@ def attention_variance(
     sums: dict[str, list[Tensor]] = {}
 
     def add(path: str, call: Call, output: Tensor) -> None:
-        tokens = output.flatten(0, -2).double()
+        tokens = output.flatten(0, -2).to(widest_dtype(output.device))
         found = tokens.new_tensor(len(tokens)), tokens.sum(dim=0), tokens.square().sum(dim=0)
         sums[path] = [old + value for old, value in zip(sums[path], found)] if path in sums else list(found)
 
@@ -169,19 +169,20 @@ def measure_errors(
     """`errors` of the attention outputs, by block, and `output_error`, as in `match_blocks`."""
     device = next(student.parameters()).device
     student.eval()
-    sums = torch.zeros(len(variance) + 1, dtype=torch.float64, device=device)
+    sums = torch.zeros(len(variance) + 1, dtype=widest_dtype(device), device=device)
     positions = {path: number for number, path in enumerate(variance, start=1)}
     num_images = sums.new_zeros(())
 
     def add(path: str, call: Call, output: Tensor) -> None:
         found = attention_output(student, path, call)
-        sums[positions[path]] += len(output) * F.mse_loss(found.float(), output.float()).double() / variance[path]
+        error = F.mse_loss(found.float(), output.float()).to(sums.dtype)
+        sums[positions[path]] += len(output) * error / variance[path]
 
     for batch in loader:
         images = images_of(batch).to(device)
         with visit_attention(teacher, variance, add):
             expected = Outputs.of(teacher, images)
-        sums[0] += len(images) * compare(Outputs.of(student, images), expected).double()
+        sums[0] += len(images) * compare(Outputs.of(student, images), expected).to(sums.dtype)
         num_images += len(images)
     output_error, *errors = (_reduce(sums, accelerator) / _reduce(num_images, accelerator)).tolist()
     return dict(output_error=output_error, errors=dict(zip(variance, errors)))

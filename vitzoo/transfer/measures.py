@@ -11,6 +11,8 @@ from vitzoo.transfer.outputs import has_head
 _NEIGHBOURS = 10
 # of the linear probe, relative to the variance of the features
 _RIDGE = 1e-2
+# similarities in memory at a time, 0.5 GB
+_MAX_CELLS = 2**26
 # scores in percent: by the kind of `Pictures`, and of the linear probe
 SCORE_TITLES = {
     'top1': 'top-1',
@@ -73,19 +75,25 @@ def nearest_neighbours(bank: Tensor, labels: Tensor, queries: Tensor, count: int
     """Classes by a vote of the nearest features, weighted by cosine similarity: (M, C), (M,), (N, C) -> (N,)."""
     # autocast would compute a product of float32 in half precision
     bank, queries = (F.normalize(x.double(), dim=1) for x in (bank, queries))
-    similarity, nearest = (queries @ bank.mT).topk(min(count, len(bank)), dim=1)
-    votes = similarity.new_zeros(len(queries), int(labels.max()) + 1)
-    return votes.scatter_add_(1, labels[nearest], similarity.clamp(min=0)).argmax(dim=1)
+    num_classes, found = int(labels.max()) + 1, []
+    for some in queries.split(max(1, _MAX_CELLS // len(bank))):
+        similarity, nearest = (some @ bank.mT).topk(min(count, len(bank)), dim=1)
+        votes = similarity.new_zeros(len(some), num_classes)
+        found.append(votes.scatter_add_(1, labels[nearest], similarity.clamp(min=0)).argmax(dim=1))
+    return torch.cat(found)
 
 
 def linear_probe(bank: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
     """Classes by ridge regression of one-hot labels on standardized features: (M, C), (M,), (N, C) -> (N,)."""
     std, mean = torch.std_mean(bank.double(), dim=0, correction=0)
     bank, queries = ((x.double() - mean) / std.clamp(min=1e-6) for x in (bank, queries))
-    targets = F.one_hot(labels).double()
+    counts = labels.bincount()
+    shares = counts / bank.new_tensor(len(labels))
+    # the same as with one-hot labels, a matrix of all images by all classes
+    sums = bank.new_zeros(len(counts), bank.shape[1]).index_add_(0, labels, bank)
     gram = bank.mT @ bank + _RIDGE * len(bank) * torch.eye(bank.shape[1], dtype=torch.float64)
-    weight = torch.linalg.solve(gram, bank.mT @ (targets - targets.mean(dim=0)))
-    return (queries @ weight + targets.mean(dim=0)).argmax(dim=1)
+    weight = torch.linalg.solve(gram, sums.mT - torch.outer(bank.sum(dim=0), shares))
+    return (queries @ weight + shares).argmax(dim=1)
 
 
 def _collect(model: nn.Module, loader: Iterable, needs_logits: bool) -> tuple[Tensor, Tensor, Tensor]:

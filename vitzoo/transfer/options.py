@@ -68,10 +68,11 @@ class TransferOptions:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the network stage, without its learning rates, which have a schedule of their own."""
-        names = ('data_dir', 'batch_size', 'workers', 'seed', 'amp_dtype')
-        values = {name: getattr(self, name) for name in names if getattr(self, name) != 'float32'}
+        values: dict[str, Any] = {name: getattr(self, name) for name in ('data_dir', 'batch_size', 'workers', 'seed')}
         values |= dict(weight_decay=0.0, kd_distill_type='transfer', kd_block_weight=self.block_weight)
-        return make_recipe(values | dict(amp=True if 'amp_dtype' in values else None) | self.training)
+        if self.amp_dtype != 'float32':
+            values |= dict(amp=True, amp_dtype=self.amp_dtype)
+        return make_recipe(values | self.training)
 
 
 def parse_args(argv: list[str] | None = None) -> TransferOptions:
@@ -80,7 +81,16 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     Raises:
         UserError: A value is wrong, or options contradict each other.
     """
-    defaults = TransferOptions('', [], '')
+    argv, parser = sys.argv[1:] if argv is None else argv, _build_parser()
+    _use_config(parser, argv)
+    args = vars(parser.parse_args(argv))
+    del args['config']
+    options = _to_options(args)
+    _check_options(options)
+    return options
+
+
+def _build_parser() -> CommandParser:
     parser = CommandParser(
         'vitzoo transfer',
         description='Replace the attention of a pretrained ViT by efficient mixers, without labels.',
@@ -97,8 +107,14 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     add('--output', metavar='DIR', help='run folder; with several mixers the folder of their run folders')
     add('--checkpoint', metavar='FILE', help='weights of the teacher, .safetensors or .pth')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the teacher)')
-    stages = parser.add_argument_group('stages')
-    add = stages.add_argument
+    defaults = TransferOptions('', [], '')
+    _add_stages(parser.add_argument_group('stages'), defaults)
+    _add_run(parser.add_argument_group('run'), defaults)
+    return parser
+
+
+def _add_stages(group: argparse._ArgumentGroup, defaults: TransferOptions) -> None:
+    add = group.add_argument
     add('--probe-only', action='store_true', help='measure each block without training, and stop')
     add('--steps', type=natural, metavar='N', default=defaults.steps, help='block matching [500]')
     add('--lr', type=_positive_number, metavar='X', default=defaults.lr, help='of inherited weights in it [1e-4]')
@@ -117,9 +133,11 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         help='weight of the attention outputs in it [0.1]')  # fmt: skip
     add('--labels', action='store_true', help="also learn the classes of the images in it, which must be the teacher's")
     for name in TRAINING_KEYS + NEUTRAL_TRAINING_KEYS:
-        _add_training_option(stages, name)
-    run = parser.add_argument_group('run')
-    add = run.add_argument
+        _add_training_option(group, name)
+
+
+def _add_run(group: argparse._ArgumentGroup, defaults: TransferOptions) -> None:
+    add = group.add_argument
     add('--batch-size', type=positive, metavar='N', default=defaults.batch_size, help='over all processes [32]')
     add('--eval-images', type=positive, metavar='N', default=defaults.eval_images,
         help='held-out images that choose the best state of each stage [256]')  # fmt: skip
@@ -138,10 +156,9 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
         default='float32',
         help='precision of the forward pass [float32]',
     )
-    argv = sys.argv[1:] if argv is None else argv
-    _use_config(parser, argv)
-    args = vars(parser.parse_args(argv))
-    del args['config']
+
+
+def _to_options(args: dict[str, Any]) -> TransferOptions:
     args['mixers'] = list(dict.fromkeys(name.strip() for name in args.pop('mixer').split(',') if name.strip()))
     args['mixer_kwargs'] = _by_mixer(args['mixers'], args['mixer_kwargs'])
     args['data_options'] = DataOptions(**{name: args.pop(name) for name in DATA_OPTIONS})
@@ -150,9 +167,7 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     recipe = make_recipe(given)
     args['training'] = {name: getattr(recipe, name) for name, value in given.items() if value is not None}
     parse_trackers(recipe.log_with)
-    options = TransferOptions(**args)
-    _check_options(options)
-    return options
+    return TransferOptions(**args)
 
 
 def _add_training_option(parser: argparse._ArgumentGroup, name: str) -> None:

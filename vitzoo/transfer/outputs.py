@@ -37,7 +37,8 @@ def compare(found: Outputs, expected: Outputs) -> Tensor:
     if found.logits is None or expected.logits is None:
         return error
     # in float32, equal logits would have a divergence of about 1e-7
-    logits, target = (outputs.double().log_softmax(dim=1) for outputs in (found.logits, expected.logits))
+    dtype = widest_dtype(found.logits.device)
+    logits, target = (outputs.to(dtype).log_softmax(dim=1) for outputs in (found.logits, expected.logits))
     return error + F.kl_div(logits, target, reduction='batchmean', log_target=True)
 
 
@@ -65,7 +66,8 @@ def output_gap(
 
     def measure(images: Tensor) -> Tensor:
         if has_head(teacher):
-            return (student(images).argmax(dim=1) != teacher(images).argmax(dim=1)).double().mean()
+            wrong = student(images).argmax(dim=1) != teacher(images).argmax(dim=1)
+            return wrong.to(widest_dtype(wrong.device)).mean()
         found, expected = (Outputs.of(model, images).tokens for model in (student, teacher))
         return 1 - cosine_of_tokens(normalize_tokens(found), normalize_tokens(expected)).mean()
 
@@ -75,6 +77,11 @@ def output_gap(
 def cosine_of_tokens(found: Tensor, expected: Tensor) -> Tensor:
     """Mean cosine similarity of an image's final tokens, (B,); tokens are (B, N, C) or (B, H, W, C)."""
     return F.cosine_similarity(found.float(), expected.float(), dim=-1).flatten(1).mean(dim=1)
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == 'mps' else torch.float64
 
 
 def has_head(model: nn.Module) -> bool:
@@ -91,10 +98,10 @@ def _mean(
     """Mean over the images of a loader of a measurement of each batch."""
     model.eval()
     device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=widest_dtype(device), device=device)
     for batch in loader:
         images = images_of(batch).to(device)
-        sums += len(images) * torch.stack([measure(images).double(), sums.new_ones(())])
+        sums += len(images) * torch.stack([measure(images).to(sums.dtype), sums.new_ones(())])
     total, num_images = (sums if accelerator is None else accelerator.reduce(sums, reduction='sum')).tolist()
     if not num_images:
         raise ValueError('The loader has no images.')

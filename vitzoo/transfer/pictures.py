@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,10 @@ from vitzoo.data.dataset import merge_options
 from vitzoo.data.held_out import Subset
 from vitzoo.data.layout import split_names
 from vitzoo.data.loader import TrainBatches
-from vitzoo.data.options import NO_OPTIONS
+from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS
 from vitzoo.data.reader import LabelledReader
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
-from vitzoo.errors import NoClassesError, UserError
+from vitzoo.errors import NoClassesError, UserError, format_flag
 from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.transfer.outputs import has_head
 from vitzoo.validate.evaluation import open_validation_data
@@ -46,24 +47,26 @@ class Pictures:
         about: Facts for the config.json of a student, as training records them: the options of the data, and
             `multi_label` if the teacher predicts several labels.
         reason: Why the kind is not 'top1'; empty if it is.
+        dropped: Options that the teacher's run recorded and that do not suit the data, and why; empty if all do.
     """
 
     train: Images | UnlabelledImages
     plain: Images | UnlabelledImages
     val: Images | UnlabelledImages
     kind: str
-    class_names: list[str]
     about: dict
     reason: str = ''
+    dropped: str = ''
 
     @property
     def note(self) -> str:
-        """The kind and its reason, for the user; empty for 'top1'."""
+        """The options that are dropped, and the kind unless it is 'top1', with their reasons, for the user."""
         measure = {
             'knn': 'its accuracy is measured by nearest neighbours',
             'cosine': 'it is measured by the similarity of its features',
         }
-        return f'{measure[self.kind]}, because {self.reason}' if self.reason else ''
+        kind = f'{measure[self.kind]}, because {self.reason}' if self.reason else ''
+        return '; '.join(filter(None, [self.dropped, kind]))
 
 
 class Chosen(TorchSubset):
@@ -137,41 +140,33 @@ def open_pictures(
     recipe, evaluation = make_recipe(_AUGMENTATION), eval_transform(data_config)
     recorded = read_about(teacher_name, weights, checkpoint)
     try:
-        labelled, val = _open_labelled(data_dir, evaluation, options, recorded, seed)
+        labelled, val, dropped = _open_labelled(data_dir, evaluation, options, recorded, seed)
     except NoClassesError as error:
         if options != NO_OPTIONS:
             raise
         about = _describe_data(NO_OPTIONS, recorded)
         return _open_unlabelled(data_dir, recipe, data_config, about, _fact(error))
-    options = labelled.options
-    kind, reason = 'top1', ''
-    if has_head(teacher):
-        try:
-            found = open_validation_data(data_dir, teacher, evaluation, teacher_name, options, weights, checkpoint)
-        except UserError as error:
-            kind, reason = 'knn', _fact(error)
-        else:
-            # data without a validation split is whole in `found`, unless the teacher's run held images of it out
-            is_whole = found.root == labelled.root and len(found) == len(labelled)
-            val = Images(val.reader, evaluation, found.class_to_idx) if is_whole else found
-    else:
-        kind, reason = 'knn', 'it has no head'
-    if labelled.is_multi_label:
-        kind, reason = 'cosine', reason or f"the images of '{data_dir}' have several labels"
+    origin = labelled.options, weights, checkpoint
+    open_val = partial(open_validation_data, data_dir, teacher, evaluation, teacher_name, *origin)
+    val, kind, reason = _choose_measure(labelled, val, open_val if has_head(teacher) else None)
     names = set(val.reader.filenames()) if labelled.root == val.root else set()
     rest = [index for index, name in enumerate(labelled.reader.filenames()) if name not in names]
     if not rest:
         raise UserError(f"all images of '{data_dir}' are validation images; add a train split")
     reader: LabelledReader = Subset(labelled.reader, rest) if names else labelled.reader
     train = Images(reader, train_transform(recipe, data_config), val.class_to_idx)
-    plain, about = Images(reader, evaluation, val.class_to_idx), _describe_data(options, recorded)
-    return Pictures(train, plain, val, kind, val.class_names, about, reason)
+    plain, about = Images(reader, evaluation, val.class_to_idx), _describe_data(labelled.options, recorded)
+    return Pictures(train, plain, val, kind, about, reason, dropped)
 
 
 def _open_labelled(
     data_dir: str, evaluation: Callable, options: DataOptions, recorded: dict, seed: int
-) -> tuple[Images, Images]:
-    """Open both splits with the recorded options that are not given, or without them if they do not suit the data."""
+) -> tuple[Images, Images, str]:
+    """Open both splits with the recorded options that are not given, or without them if they do not suit the data.
+
+    Returns:
+        Both splits, and `dropped` as in `Pictures`.
+    """
 
     def open_splits(options: DataOptions) -> tuple[Images, Images]:
         # None, because a student may learn from images in class folders, too
@@ -181,12 +176,35 @@ def _open_labelled(
         return labelled, open_dataset(data_dir, 'val', evaluation, **settings)
 
     try:
-        return open_splits(merge_options(options, recorded, data_dir))
+        return *open_splits(merge_options(options, recorded, data_dir)), ''
     except NoClassesError:
         raise
-    except UserError:
+    except UserError as error:
         # a student may learn from other images than its teacher did
-        return open_splits(options)
+        given = options.given()
+        dropped = ', '.join(format_flag(name) for name in DATA_OPTIONS if name in recorded and name not in given)
+        return *open_splits(options), f'without {dropped} of its run, because {_fact(error)}'
+
+
+def _choose_measure(labelled: Images, val: Images, open_val: Callable[[], Images] | None) -> tuple[Images, str, str]:
+    """The validation images, with the teacher's classes if they have these, and the kind and reason of `Pictures`.
+
+    Args:
+        open_val: Opens the validation images as `vitzoo validate` does; None for a teacher without a head.
+    """
+    kind = 'cosine' if labelled.is_multi_label else 'knn'
+    if open_val is None:
+        return val, kind, 'it has no head'
+    try:
+        found = open_val()
+    except UserError as error:
+        return val, kind, _fact(error)
+    # data without a validation split is whole in `found`, unless the teacher's run held images of it out
+    is_whole = found.root == labelled.root and len(found) == len(labelled)
+    val = Images(val.reader, val.transform, found.class_to_idx) if is_whole else found
+    if labelled.is_multi_label:
+        return val, kind, f"the images of '{labelled.root}' have several labels"
+    return val, 'top1', ''
 
 
 def _describe_data(options: DataOptions, recorded: dict) -> dict:
@@ -216,7 +234,6 @@ def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, about: di
         UnlabelledImages(train, evaluation),
         UnlabelledImages(val, evaluation),
         'cosine',
-        [],
         about,
         reason,
     )

@@ -101,7 +101,7 @@ def _compare_outputs(teacher: nn.Module, student: nn.Module, features: Tensor, i
         divergence = F.kl_div(
             logits.log_softmax(dim=1), expected.log_softmax(dim=1), log_target=True, reduction='none'
         ).sum()
-    return torch.stack([cosine, divergence]).double().cpu()
+    return torch.stack([cosine, divergence]).cpu().double()
 
 
 def _with_softmax(teacher: nn.Module, student: nn.Module) -> nn.Module:

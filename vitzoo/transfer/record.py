@@ -38,7 +38,7 @@ class Ledger:
         return self.folder / RECORD
 
     def open(self, resume: bool, overwrite: bool) -> None:
-        """Continue the file in the folder, or begin one.
+        """Continue the file in the folder, or begin one; with `overwrite`, `clear` must follow.
 
         Raises:
             UserError: There is a transfer and `resume` and `overwrite` are false, or it has other settings, or the
@@ -58,8 +58,13 @@ class Ledger:
             )
         elif not self.path.is_file() and any((self.folder / name).exists() for name in RUN_FILES + RUN_FOLDERS):
             raise UserError(f"'{self.folder}' has a model or a run that is not of a transfer; choose another --output")
-        elif overwrite and self.is_main:
-            self._clear()
+
+    def clear(self) -> None:
+        """Delete the transfer in the folder."""
+        if self.is_main:
+            self.path.unlink(missing_ok=True)
+            remove_old_run(self.folder)
+            shutil.rmtree(self.folder / STATES, ignore_errors=True)
 
     def open_summary(self) -> None:
         """Check that the file can have the results of several mixers.
@@ -144,8 +149,3 @@ class Ledger:
                 f' start again with --overwrite'
             )
         self.results = found
-
-    def _clear(self) -> None:
-        (self.folder / RECORD).unlink(missing_ok=True)
-        remove_old_run(self.folder)
-        shutil.rmtree(self.folder / STATES, ignore_errors=True)

@@ -58,10 +58,17 @@ def find_doubts(speeds: dict[str, dict]) -> str:
     return ', '.join(dict.fromkeys(pair['doubt'] for pair in speeds.values() if 'doubt' in pair))
 
 
-def smallest_faster_size(speeds: dict[str, dict]) -> str | None:
-    """The smallest image size at which the student is faster than the teacher; None if there is none."""
-    faster = [side for side, pair in speeds.items() if pair.get('student', 0) > pair.get('teacher', float('inf'))]
-    return min(faster, key=int, default=None)
+def compare_speeds(speeds: dict[str, dict]) -> str:
+    """A sentence with the image sizes at which the student is faster than the teacher, of those with both speeds."""
+    sides = sorted(speeds, key=int)
+    faster = [side for side in sides if speeds[side]['student'] > speeds[side]['teacher']]
+    slower = [side for side in sides if side not in faster]
+    if not faster:
+        return f'The student is not faster than the teacher at {", ".join(speeds)} pixels on this machine.'
+    if sides[-1] in slower:
+        return f'The student is faster than the teacher at {", ".join(faster)} pixels, but not at {", ".join(slower)}.'
+    start = sides.index(slower[-1]) + 1 if slower else 0
+    return f'The student is faster than the teacher from {sides[start]} pixels.'
 
 
 def explain_result(mixer: str, results: dict) -> str:
@@ -83,13 +90,7 @@ def explain_result(mixer: str, results: dict) -> str:
     found = results['images_per_second']
     speeds = {side: pair for side, pair in found.items() if {'teacher', 'student'} <= pair.keys()}
     if speeds:
-        side = smallest_faster_size(speeds)
-        sizes = ', '.join(speeds)
-        lines.append(
-            f'The student is faster than the teacher from {side} pixels.'
-            if side
-            else f'The student is not faster than the teacher at {sizes} pixels on this machine.'
-        )
+        lines.append(compare_speeds(speeds))
         if doubts := find_doubts(speeds):
             lines.append(f'These speeds are unreliable ({doubts}): measure again on a quiet machine.')
     return ' '.join(lines)
