@@ -16,7 +16,7 @@ from PIL import Image
 from vitzoo.data import eval_loader, open_dataset
 from vitzoo.data.archives import open_archive
 from vitzoo.data.dataset import Splits
-from vitzoo.data.held_out import hold_out, write_held_out
+from vitzoo.data.held_out import Subset, find_held_out, hold_out, write_held_out
 from vitzoo.data.layout import common_folder, match_split
 from vitzoo.data.options import DataOptions
 from vitzoo.errors import UserError
@@ -624,6 +624,19 @@ def test_held_out_images_with_their_names_are_found_without_reading_others(tmp_p
     read = []
     monkeypatch.setattr(Path, 'read_bytes', lambda self, original=Path.read_bytes: read.append(self) or original(self))
     assert len(open_dataset(data_dir, 'val', held_out=path)) == len(read) == 4
+
+
+def test_of_equal_held_out_images_as_many_are_found_as_are_listed(tmp_path):
+    names = [f'cat/{index}.png' for index in range(4)]
+    files = dict.fromkeys(names, picture('same')) | pictures('dog/1.png', 'dog/2.png')
+    reader = open_dataset(write('folder', tmp_path, files), 'train').reader
+    write_held_out(tmp_path / 'held_out.csv', Subset(reader, [1, 3, 4]))
+    found = find_held_out(tmp_path / 'held_out.csv', reader)
+    assert (found.filenames(), found.num_missing) == ([names[1], names[3], 'dog/1.png'], 0)
+    # of the two that are listed and the three that are left, the one with a listed name comes first
+    left = Subset(reader, [0, 2, 3, 5])
+    found = find_held_out(tmp_path / 'held_out.csv', left)
+    assert (found.filenames(), found.num_missing) == ([names[0], names[3]], 1)
 
 
 def table(**rows: str) -> bytes:

@@ -94,19 +94,19 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
     # a part of the same data, such as some classes or a later split, has few of them, but they are many of its own
     enough = min(100, len(listed) / 2, len(reader) / 25)
     names, missing = reader.filenames(), Counter(listed.values())
-    found = []
+    found: list[int] = []
     # images that kept their names first: if that is all of them, no other file is read
     for index in sorted(range(len(names)), key=lambda index: names[index] not in listed):
-        if not missing:
+        if len(found) == len(listed):
             break
         digest = hash_file(reader, index)
         if missing[digest]:
             found.append(index)
-            missing -= Counter([digest])
+            missing[digest] -= 1
     if not found or len(found) < enough:
         return None
     subset = Subset(reader, sorted(found))
-    subset.num_missing = missing.total()
+    subset.num_missing = len(listed) - len(found)
     return subset
 
 
