@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitzoo.data import eval_loader, open_dataset
+from vitzoo.data import archives, eval_loader, open_dataset
 from vitzoo.data.archives import open_archive
 from vitzoo.data.dataset import Splits
 from vitzoo.data.held_out import Subset, find_held_out, hold_out, write_held_out
@@ -369,6 +369,16 @@ def test_a_link_out_of_an_archive_gets_one_sentence(tmp_path, kind, links):
     path = write_linked(tmp_path / f'a.{kind}', pictures('cat/1.png'), links, {})
     with pytest.raises(UserError, match=f"the link '{next(iter(links))}' in .* leads to .* not in the archive; make"):
         open_dataset(str(path), 'train')
+
+
+def test_a_link_that_leads_nowhere_is_not_compared_with_all_files(tmp_path, monkeypatch):
+    compared, is_below = [], archives._is_below
+    monkeypatch.setattr(archives, '_is_below', lambda *names: compared.append(names) or is_below(*names))
+    symbolic = {f'cat/{index}.txt': 'nowhere' for index in range(20)} | {'emu': 'dog', 'dog': 'cat'}
+    path = write_linked(tmp_path / 'a.tar', pictures(*(f'cat/{index}.png' for index in range(20))), symbolic, {})
+    names = [f'{folder}/{index}.png' for folder in ('cat', 'dog', 'emu') for index in range(20)]
+    assert open_dataset(str(path), 'train').reader.filenames() == names
+    assert len(compared) == len(symbolic)
 
 
 def test_a_zip_file_may_be_written_by_windows(tmp_path):
