@@ -7,6 +7,7 @@ import tarfile
 import zipfile
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -634,6 +635,34 @@ def test_held_out_images_with_their_names_are_found_without_reading_others(tmp_p
     read = []
     monkeypatch.setattr(Path, 'read_bytes', lambda self, original=Path.read_bytes: read.append(self) or original(self))
     assert len(open_dataset(data_dir, 'val', held_out=path)) == len(read) == 4
+
+
+def test_an_interruption_leaves_the_list_of_held_out_images(tmp_path, monkeypatch):
+    data_dir, path = write('folder', tmp_path, UNDIVIDED), tmp_path / 'held_out.csv'
+    reader = open_dataset(data_dir, 'val', val_fraction=0.2, seed=1).reader
+    write_held_out(path, reader)
+    written = path.read_text()
+    monkeypatch.setattr('vitzoo.data.held_out.hash_file', Mock(side_effect=['digest', KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        write_held_out(path, reader)
+    assert path.read_text() == written
+
+
+def test_a_list_is_written_again_only_if_more_images_are_held_out(tmp_path):
+    data_dir, path = write('folder', tmp_path, UNDIVIDED), tmp_path / 'held_out.csv'
+    held_out = open_dataset(data_dir, 'val', val_fraction=0.2, seed=1)
+    write_held_out(path, held_out.reader)
+    written = path.read_text()
+    options = dict(val_fraction=0.2, held_out_before=path)
+    # images that may come back stay in the list
+    (Path(data_dir) / held_out.filename(0)).unlink()
+    write_held_out(path, open_dataset(data_dir, 'val', **options).reader)
+    assert path.read_text() == written
+    write_files(Path(data_dir), pictures('eel/1.png', 'eel/2.png'))
+    more = open_dataset(data_dir, 'val', **options)
+    write_held_out(path, more.reader)
+    assert listed_in(path, data_dir) == {more.filename(index) for index in range(len(more))}
+    assert len(more) == len(held_out)
 
 
 def test_of_equal_held_out_images_as_many_are_found_as_are_listed(tmp_path):
