@@ -14,7 +14,7 @@ from PIL import Image
 
 from vitzoo._files import replace_file
 from vitzoo.data.reader import LabelledReader
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, content_error
 
 HELD_OUT = 'held_out.csv'
 
@@ -101,7 +101,7 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
         with path.open(newline='', encoding='utf-8', errors='surrogateescape') as file:
             listed = {row['file']: row['sha256'] for row in csv.DictReader(file)}
     except (OSError, KeyError, csv.Error) as error:
-        raise UserError(f'cannot read {path}, the list of held-out images: {error}') from error
+        raise UserError(f'cannot read {path}, the list of held-out images: {content_error(error)}') from error
     # a part of the same data, such as some classes or a later split, has few of them, but they are many of its own
     enough = min(100, len(listed) / 2, len(reader) / 25)
     names, missing = reader.filenames(), Counter(listed.values())
