@@ -149,6 +149,11 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     return f', did you mean {", ".join(matches)}?' if matches else ''
 
 
+def content_error(error: Exception, file: str = 'it') -> str:
+    """The fault of a file whose content cannot be used; the message of a KeyError is the key alone."""
+    return f'{file} has no {error}' if isinstance(error, KeyError) else str(error)
+
+
 def format_flag(name: str) -> str:
     """The command-line option of a key, such as --batch-size of 'batch_size'."""
     return f'--{name.replace("_", "-")}'

@@ -8,6 +8,7 @@ import pytest
 
 from vitzoo.data.class_map import ClassMapReader, read_class_map
 from vitzoo.data.reader import LabelledReader
+from vitzoo.data.third_party import TorchReader
 from vitzoo.errors import UserError
 
 
@@ -29,6 +30,24 @@ class FewImages(LabelledReader):
 
     def _filename(self, index, basename=False, absolute=False):
         return f'{index}.jpg'
+
+
+class DecodedImages(list):
+    """A dataset that does not list its targets, with the number of images that were decoded."""
+
+    classes, num_decoded = ('dog', 'cat'), 0
+
+    def __iter__(self):
+        for item in super().__iter__():
+            self.num_decoded += 1
+            yield item
+
+
+def test_images_are_decoded_once_for_their_labels():
+    dataset = DecodedImages([('image', 0), ('image', 1), ('image', 0)])
+    reader = ClassMapReader(TorchReader(dataset, 'photos'), {'cat': 'cat', 'dog': 'dog'})
+    assert reader.labels == [1, 0, 1] and reader.reader.labels == [0, 1, 0]
+    assert dataset.num_decoded == 3
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,12 @@ def test_classes_of_unequal_size_are_drawn_equally_often():
     assert {index for epoch in epochs for index in epoch} == set(range(50))
 
 
+def test_the_images_of_a_class_are_shuffled_from_their_order_in_the_data():
+    labels = [index * index % 7 for index in range(1000)]
+    expected = [[index for index in range(1000) if labels[index] == label] for label in (0, 1, 2, 4)]
+    assert [images.tolist() for images in TrainBatches(1000, 10, labels=labels).classes] == expected
+
+
 def test_drawing_equally_follows_from_seed_and_epoch_for_any_processes_and_after_an_interruption():
     whole = steps_of(epoch=2, labels=UNEQUAL, seed=3)
     for world, accum in ((2, 1), (1, 2), (3, 2)):

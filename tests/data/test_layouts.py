@@ -7,16 +7,17 @@ import tarfile
 import zipfile
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from vitzoo.data import eval_loader, open_dataset
+from vitzoo.data import archives, eval_loader, open_dataset
 from vitzoo.data.archives import open_archive
 from vitzoo.data.dataset import Splits
-from vitzoo.data.held_out import hold_out, write_held_out
+from vitzoo.data.held_out import Subset, find_held_out, hold_out, write_held_out
 from vitzoo.data.layout import common_folder, match_split
 from vitzoo.data.options import DataOptions
 from vitzoo.errors import UserError
@@ -371,6 +372,16 @@ def test_a_link_out_of_an_archive_gets_one_sentence(tmp_path, kind, links):
         open_dataset(str(path), 'train')
 
 
+def test_a_link_that_leads_nowhere_is_not_compared_with_all_files(tmp_path, monkeypatch):
+    compared, is_below = [], archives._is_below
+    monkeypatch.setattr(archives, '_is_below', lambda *names: compared.append(names) or is_below(*names))
+    symbolic = {f'cat/{index}.txt': 'nowhere' for index in range(20)} | {'emu': 'dog', 'dog': 'cat'}
+    path = write_linked(tmp_path / 'a.tar', pictures(*(f'cat/{index}.png' for index in range(20))), symbolic, {})
+    names = [f'{folder}/{index}.png' for folder in ('cat', 'dog', 'emu') for index in range(20)]
+    assert open_dataset(str(path), 'train').reader.filenames() == names
+    assert len(compared) == len(symbolic)
+
+
 def test_a_zip_file_may_be_written_by_windows(tmp_path):
     names = [name.replace('/', '\\') for name in PARTS]
     archive = write_zip(tmp_path / 'windows.zip', dict(zip(names, PARTS.values(), strict=True)))
@@ -624,6 +635,47 @@ def test_held_out_images_with_their_names_are_found_without_reading_others(tmp_p
     read = []
     monkeypatch.setattr(Path, 'read_bytes', lambda self, original=Path.read_bytes: read.append(self) or original(self))
     assert len(open_dataset(data_dir, 'val', held_out=path)) == len(read) == 4
+
+
+def test_an_interruption_leaves_the_list_of_held_out_images(tmp_path, monkeypatch):
+    data_dir, path = write('folder', tmp_path, UNDIVIDED), tmp_path / 'held_out.csv'
+    reader = open_dataset(data_dir, 'val', val_fraction=0.2, seed=1).reader
+    write_held_out(path, reader)
+    written = path.read_text()
+    monkeypatch.setattr('vitzoo.data.held_out.hash_file', Mock(side_effect=['digest', KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        write_held_out(path, reader)
+    assert path.read_text() == written
+
+
+def test_a_list_is_written_again_only_if_more_images_are_held_out(tmp_path):
+    data_dir, path = write('folder', tmp_path, UNDIVIDED), tmp_path / 'held_out.csv'
+    held_out = open_dataset(data_dir, 'val', val_fraction=0.2, seed=1)
+    write_held_out(path, held_out.reader)
+    written = path.read_text()
+    options = dict(val_fraction=0.2, held_out_before=path)
+    # images that may come back stay in the list
+    (Path(data_dir) / held_out.filename(0)).unlink()
+    write_held_out(path, open_dataset(data_dir, 'val', **options).reader)
+    assert path.read_text() == written
+    write_files(Path(data_dir), pictures('eel/1.png', 'eel/2.png'))
+    more = open_dataset(data_dir, 'val', **options)
+    write_held_out(path, more.reader)
+    assert listed_in(path, data_dir) == {more.filename(index) for index in range(len(more))}
+    assert len(more) == len(held_out)
+
+
+def test_of_equal_held_out_images_as_many_are_found_as_are_listed(tmp_path):
+    names = [f'cat/{index}.png' for index in range(4)]
+    files = dict.fromkeys(names, picture('same')) | pictures('dog/1.png', 'dog/2.png')
+    reader = open_dataset(write('folder', tmp_path, files), 'train').reader
+    write_held_out(tmp_path / 'held_out.csv', Subset(reader, [1, 3, 4]))
+    found = find_held_out(tmp_path / 'held_out.csv', reader)
+    assert (found.filenames(), found.num_missing) == ([names[1], names[3], 'dog/1.png'], 0)
+    # of the two that are listed and the three that are left, the one with a listed name comes first
+    left = Subset(reader, [0, 2, 3, 5])
+    found = find_held_out(tmp_path / 'held_out.csv', left)
+    assert (found.filenames(), found.num_missing) == ([names[0], names[3]], 1)
 
 
 def table(**rows: str) -> bytes:

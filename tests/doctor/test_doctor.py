@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 
 from vitzoo.cli import main
 from vitzoo.data.dataset import SAMPLE
+from vitzoo.doctor import facts as facts_module
 from vitzoo.doctor.checks import TRAITS, check
 from vitzoo.doctor.examine import examine, inspect_images, open_splits
 from vitzoo.doctor.facts import Facts, find_near_duplicates, inspect_image
@@ -432,6 +433,19 @@ def test_a_symmetric_picture_is_not_its_own_near_duplicate():
     photo = Image.fromarray(np.concatenate([left, left[:, ::-1]], axis=1))
     assert find_near_duplicates([facts_of(photo)]) == []
     assert find_near_duplicates([facts_of(photo), facts_of(photo, 'jpeg', quality=60)]) == [(0, 1)]
+
+
+def test_every_copy_is_a_near_duplicate_of_the_photograph_saved_again():
+    photo, other = facts_of(picture('photo')), facts_of(picture('other'))
+    again = facts_of(picture('photo'), 'jpeg', quality=75)
+    assert find_near_duplicates([photo, again, other, photo, again]) == [(0, 1), (0, 4), (1, 3), (3, 4)]
+
+
+def test_copies_and_pictures_of_nothing_are_not_compared(monkeypatch):
+    walls = [facts_of(Image.new('RGB', (32, 32), (level, level, 0))) for level in range(9)]
+    compared = []
+    monkeypatch.setattr(facts_module, '_are_similar', lambda *thumbnails: compared.append(thumbnails))
+    assert find_near_duplicates([*walls, *[facts_of(picture('photo'))] * 9]) == [] == compared
 
 
 def test_pictures_of_nothing_are_not_alike():

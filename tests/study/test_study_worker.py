@@ -20,6 +20,7 @@ from vitzoo.study import worker as worker_module
 from vitzoo.study.claim import Claim, is_claimed
 from vitzoo.study.command import run_study
 from vitzoo.study.plan import Study, read_study
+from vitzoo.study.record import read_cell_file
 from vitzoo.study.results import collect
 from vitzoo.study.status import CellState, describe_cells, find_state
 from vitzoo.study.tables import format_markdown
@@ -234,6 +235,12 @@ def test_damaged_files_of_a_cell_are_named(tmp_path, text):
         file.write_text(text)
         with pytest.raises(UserError, match=f"cannot read '{file}': .*; remove '?.* to compute the cell again"):
             run_study(['status', path])
+
+
+def test_a_cell_json_without_a_key_is_described(tmp_path):
+    (tmp_path / 'cell.json').write_text('{"started": {}}')
+    with pytest.raises(UserError, match="cell.json': it has no 'finished'; remove it"):
+        read_cell_file(tmp_path / 'cell.json')
 
 
 def test_steps_of_earlier_versions_have_no_machine(tmp_path):

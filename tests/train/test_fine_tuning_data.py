@@ -141,6 +141,16 @@ def test_training_goes_on_with_the_same_held_out_images(undivided_run, start, tm
     assert held_out(tmp_path / 'next') == held_out(run)
 
 
+@pytest.mark.parametrize('start', ['', 'checkpoints/step-00000001'])
+def test_a_resumed_run_keeps_its_list_of_held_out_images(undivided_run, start, tmp_path):
+    run, photos = (shutil.copytree(folder, tmp_path / folder.name) for folder in undivided_run)
+    (photos / sorted(held_out(run))[0]).unlink()
+    written = (run / 'held_out.csv').read_text()
+    train(['--resume', str(run / start), '--data-dir', str(photos), '--epochs', '3'])
+    assert (run / 'held_out.csv').read_text() == written
+    assert [path.read_text() for path in run.glob('abandoned/*/held_out.csv')] == [written] * bool(start)
+
+
 def test_data_that_was_held_out_completely_is_refused(undivided_run, tmp_path):
     run, photos = undivided_run
     for name in held_out(run):

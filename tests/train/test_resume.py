@@ -169,6 +169,7 @@ DAMAGES = {
     'one bit flipped': (flip_a_bit, 'model.safetensors does not match its checksum'),
     'missing a file': (lambda checkpoint: (checkpoint / 'ema.safetensors').unlink(), 'No such file'),
     'half a state': (lambda checkpoint: (checkpoint / 'state.json').write_text('{"step": 1'), 'damaged'),
+    'another file': (lambda checkpoint: (checkpoint / 'state.json').write_text('{}'), "state.json has no 'files'"),
 }
 
 
@@ -208,10 +209,10 @@ def test_a_run_without_an_intact_checkpoint_cannot_resume(killed, tmp_path):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     for path in list_checkpoints(tmp_path / 'run' / 'checkpoints'):
         truncate(path)
-    again = ['--resume', 'auto', '--output', str(tmp_path / 'run')]
+    again = ['--resume', str(tmp_path / 'run'), '--output', str(tmp_path / 'new')]
     outcome = start_processes(1, train_and_log, again, str(tmp_path / 'log'))
     assert outcome.codes == [2]
-    assert f"cannot resume: all checkpoints of '{tmp_path / 'run'}' are damaged" in outcome.err
+    assert f"cannot resume: all checkpoints in '{tmp_path / 'run' / 'checkpoints'}' are damaged" in outcome.err
 
 
 SPLIT = [*TINY, *RICH, '--epochs', '2', '--checkpoint-every', '3']

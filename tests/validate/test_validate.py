@@ -27,7 +27,7 @@ from vitzoo.validate import main
 from vitzoo.validate.error_analysis import FILES
 from vitzoo.validate.evaluation import open_validation_data, validate
 from vitzoo.validate.options import EvalOptions
-from vitzoo.validate.results import RECORD_KEYS, print_records, print_robustness
+from vitzoo.validate.results import RECORD_KEYS, print_records, print_robustness, write_results
 from vitzoo.validate.scoring import score_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -216,6 +216,17 @@ def test_results_files_and_the_figure_hold_every_model(data, trained, tmp_path, 
         assert json.loads(row['oversmoothing']) == pytest.approx(record['oversmoothing'])
     with Image.open(tmp_path / 'curves.png') as image:
         assert image.width > 600 and len(image.convert('RGB').getcolors(1 << 20)) > 3
+
+
+@pytest.mark.parametrize('suffix', ['csv', 'json'])
+def test_a_results_file_is_replaced_when_the_next_is_complete(tmp_path, suffix):
+    file = tmp_path / f'results.{suffix}'
+    write_results(str(file), [dict(model='one')])
+    with file.open() as earlier:
+        write_results(str(file), [dict(model='one'), dict(model='two')])
+        text = earlier.read()
+    assert 'one' in text and 'two' not in text and 'two' in file.read_text()
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_measures_of_the_tokens_are_those_of_all_images(data, trained, tmp_path):

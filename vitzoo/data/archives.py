@@ -10,7 +10,8 @@ import stat
 import struct
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -211,17 +212,21 @@ def _follow_links(archive: str, members: dict[str, Any], links: dict[str, str]) 
     """
     # a link to a folder around it would be followed in a circle
     found, pending = dict(members), {name: to for name, to in links.items() if to != '.' and not _is_below(name, to)}
+    below: dict[str, list[str]] = defaultdict(list)
+    if pending:
+        _add_to_folders(found, below)
     waits = True
     while pending:
-        followed = []
+        followed, waiting = set(), {folder for name in pending for folder in _folders_around(name)}
         for name, target in pending.items():
             new = {name: found[target]} if target in found else {}
             # a folder after the links in it, unless they lead nowhere
-            if not new and not (waits and any(_is_below(other, target) for other in pending)):
-                new = {name + other.removeprefix(target): found[other] for other in found if _is_below(other, target)}
+            if not new and not (waits and target in waiting):
+                new = {name + other.removeprefix(target): found[other] for other in below.get(target, ())}
             if new:
+                _add_to_folders([other for other in new if other not in found], below)
                 found.update(new)
-                followed.append(name)
+                followed.add(name)
         if not followed and not waits:
             break
         pending = {name: target for name, target in pending.items() if name not in followed}
@@ -233,6 +238,17 @@ def _follow_links(archive: str, members: dict[str, Any], links: dict[str, str]) 
             ' again with the files in place of links (tar --dereference, zip without --symlinks)'
         )
     return found
+
+
+def _add_to_folders(names: Iterable[str], below: dict[str, list[str]]) -> None:
+    """Add files to the lists of the files below each folder."""
+    for name in names:
+        for folder in _folders_around(name):
+            below[folder].append(name)
+
+
+def _folders_around(name: str) -> Iterator[str]:
+    return (name[:place] for place, letter in enumerate(name) if letter == '/')
 
 
 def _is_below(name: str, folder: str) -> bool:

@@ -41,8 +41,9 @@ class ClassMapReader(LabelledReader):
                 f' ({", ".join(list(class_map)[:3])}, …)'
             )
         self.left_out = [name for i, name in enumerate(reader.class_names) if i not in new]
-        self.indices = [i for i, label in enumerate(reader.labels) if self.is_multi_label or label in new]
-        self.labels = [_relabel(reader.labels[i], new) for i in self.indices]
+        labels = reader.labels
+        self.indices = [i for i, label in enumerate(labels) if self.is_multi_label or label in new]
+        self.labels = [_relabel(labels[i], new) for i in self.indices]
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from vitzoo._files import replace_file
 from vitzoo.data.reader import LabelledReader
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, content_error
 
 HELD_OUT = 'held_out.csv'
 
@@ -22,9 +23,11 @@ class Subset(LabelledReader):
     """A subset of the images of a reader, with all of its classes.
 
     Attributes:
-        num_missing: The number of images in a list of `write_held_out` that the reader does not have.
+        listed_in: The list of `write_held_out` by which all of these images were found.
+        num_missing: The number of images in it that the reader does not have.
     """
 
+    listed_in: Path | None = None
     num_missing = 0
 
     def __init__(self, reader: LabelledReader, indices: list[int]) -> None:
@@ -63,14 +66,22 @@ def hold_out(reader: LabelledReader, split: str, fraction: float, seed: int, kno
             continue
         count = min(max(round(fraction * len(indices)), 1), len(indices) - 1)
         held_out.update(sorted(indices, key=lambda index: _rank(seed, names[index]))[:count])
+    if split == 'val' and known is not None and len(held_out) == len(known):
+        return known
     if not held_out:
         raise UserError(f'cannot hold out images of {reader.root} for validation: no class has two images; add some')
     return Subset(reader, [index for index in range(len(reader)) if (index in held_out) == (split == 'val')])
 
 
 def write_held_out(path: Path, reader: LabelledReader) -> None:
-    """Write the names of a reader's images and the SHA-256 of their files."""
-    with path.open('w', newline='', encoding='utf-8', errors='surrogateescape') as file:
+    """Write the names of a reader's images and the SHA-256 of their files, unless all were found by this list."""
+    listed_in = getattr(reader, 'listed_in', None)
+    if listed_in is not None and path.is_file() and path.resolve() == listed_in.resolve():
+        return
+    with (
+        replace_file(path) as partial,
+        partial.open('w', newline='', encoding='utf-8', errors='surrogateescape') as file,
+    ):
         writer = csv.writer(file)
         writer.writerow(['file', 'sha256'])
         writer.writerows([reader.filename(index), hash_file(reader, index)] for index in range(len(reader)))
@@ -90,23 +101,24 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
         with path.open(newline='', encoding='utf-8', errors='surrogateescape') as file:
             listed = {row['file']: row['sha256'] for row in csv.DictReader(file)}
     except (OSError, KeyError, csv.Error) as error:
-        raise UserError(f'cannot read {path}, the list of held-out images: {error}') from error
+        raise UserError(f'cannot read {path}, the list of held-out images: {content_error(error)}') from error
     # a part of the same data, such as some classes or a later split, has few of them, but they are many of its own
     enough = min(100, len(listed) / 2, len(reader) / 25)
     names, missing = reader.filenames(), Counter(listed.values())
-    found = []
+    found: list[int] = []
     # images that kept their names first: if that is all of them, no other file is read
     for index in sorted(range(len(names)), key=lambda index: names[index] not in listed):
-        if not missing:
+        if len(found) == len(listed):
             break
         digest = hash_file(reader, index)
         if missing[digest]:
             found.append(index)
-            missing -= Counter([digest])
+            missing[digest] -= 1
     if not found or len(found) < enough:
         return None
     subset = Subset(reader, sorted(found))
-    subset.num_missing = missing.total()
+    subset.listed_in = path
+    subset.num_missing = len(listed) - len(found)
     return subset
 
 

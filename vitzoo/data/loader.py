@@ -190,9 +190,10 @@ class _SeveralDatasets(Dataset):
 
 
 def _group_by_label(labels: list[int]) -> list[torch.Tensor]:
-    """Image indices of each class that has images."""
+    """Image indices of each class that has images, in ascending order."""
     values = torch.as_tensor(labels)
-    return [(values == value).nonzero()[:, 0] for value in values.unique()]
+    _, counts = values.unique(return_counts=True)
+    return list(values.argsort(stable=True).split(counts.tolist()))
 
 
 def _shuffle(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Datasets opened by scheme and name: torchvision, Hugging Face, and WebDataset shards."""
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class TorchReader(LabelledReader):
         self.class_names = [', '.join(name) if isinstance(name, tuple) else str(name) for name in names]
 
     # an attribute of the other readers; here all images may have to be decoded
-    @property
+    @cached_property
     def labels(self) -> list[int]:  # type: ignore[override]
         """The label of each image; decodes all images if the dataset does not list its targets."""
         targets = getattr(self.dataset, 'targets', None)

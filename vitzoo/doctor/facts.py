@@ -3,6 +3,7 @@
 import hashlib
 import warnings
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -14,7 +15,7 @@ _ORIENTATION = 0x0112
 # thresholds for near duplicates: Hamming distance of the 64-bit hashes, and mean absolute difference (of 256 levels)
 # and correlation of the thumbnails
 _MAX_BITS, _MAX_DIFFERENCE, _MIN_CORRELATION = 3, 4.0, 0.99
-# thumbnails with a lower standard deviation are too uniform to compare
+# images whose thumbnails have a lower standard deviation are too uniform to compare
 _MIN_CONTRAST = 4.0
 
 
@@ -75,12 +76,17 @@ def find_near_duplicates(facts: list[Facts]) -> list[tuple[int, int]]:
     one of the four groups of 16 bits is equal, so only images that share a group are compared. Exact copies and nearly
     uniform images are excluded.
     """
-    readable = [one for one in enumerate(facts) if not one[1].error]
-    count = len(readable)
+    # copies have the same near duplicates, so one of them is compared
+    by_digest: dict[bytes, list[int]] = {}
+    for index, one in enumerate(facts):
+        if not one.error and np.frombuffer(one.thumbnail, np.uint8).std() >= _MIN_CONTRAST:
+            by_digest.setdefault(one.digest, []).append(index)
+    copies = list(by_digest.values())
+    distinct, count = [facts[indices[0]] for indices in copies], len(copies)
     # each image and after them the mirror image of each
-    hashes = [one.difference_hash for _, one in readable] + [one.mirrored_hash for _, one in readable]
+    hashes = [one.difference_hash for one in distinct] + [one.mirrored_hash for one in distinct]
     hashes = np.array(hashes, dtype=np.uint64)
-    thumbnails = np.array([np.frombuffer(one.thumbnail, np.uint8) for _, one in readable], dtype=np.uint8)
+    thumbnails = np.array([np.frombuffer(one.thumbnail, np.uint8) for one in distinct], dtype=np.uint8)
     thumbnails = thumbnails.reshape(count, 16, 16)
     thumbnails = np.concatenate([thumbnails, thumbnails[:, :, ::-1]])
     pairs = set()
@@ -89,8 +95,8 @@ def find_near_duplicates(facts: list[Facts]) -> list[tuple[int, int]]:
         order = np.argsort(key, kind='stable')
         for group in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
             pairs.update(_compare(group, hashes, thumbnails))
-    found = [(readable[i][0], readable[j][0]) for i, j in sorted(pairs)]
-    return [(i, j) for i, j in found if facts[i].digest != facts[j].digest]
+    found = (pair for i, j in pairs for pair in product(copies[i], copies[j]))
+    return sorted((min(pair), max(pair)) for pair in found)
 
 
 def _hash_differences(small: np.ndarray) -> int:
@@ -106,16 +112,19 @@ def _compare(group: np.ndarray, hashes: np.ndarray, thumbnails: np.ndarray) -> l
         others = others[others % count != i]
         bits = np.unpackbits((hashes[others] ^ hashes[i]).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
         others = others[bits <= _MAX_BITS]
-        similar = [j % count for j in others if _are_similar(thumbnails[i], thumbnails[j])]
-        pairs += [(min(i, j), max(i, j)) for j in similar]
+        if others.size:
+            similar = others[_are_similar(thumbnails[i], thumbnails[others])] % count
+            pairs += [(min(i, j), max(i, j)) for j in similar]
     return pairs
 
 
-def _are_similar(thumbnail: np.ndarray, other: np.ndarray) -> bool:
-    a, b = thumbnail.astype(np.float64), other.astype(np.float64)
-    if min(a.std(), b.std()) < _MIN_CONTRAST or np.abs(a - b).mean() > _MAX_DIFFERENCE:
-        return False
-    return np.corrcoef(a.ravel(), b.ravel())[0, 1] >= _MIN_CORRELATION
+def _are_similar(thumbnail: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Compare a thumbnail (16, 16) with others (N, 16, 16)."""
+    a, b = thumbnail.reshape(256).astype(np.float64), others.reshape(-1, 256).astype(np.float64)
+    differences = np.abs(a - b).mean(axis=1)
+    a, b = a - a.mean(), b - b.mean(axis=1, keepdims=True)
+    correlations = b @ a / (np.linalg.norm(a) * np.linalg.norm(b, axis=1))
+    return (differences <= _MAX_DIFFERENCE) & (correlations >= _MIN_CORRELATION)
 
 
 def _find_traits(image: Image.Image) -> list[str]:

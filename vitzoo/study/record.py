@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vitzoo._files import replace_file
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, content_error
 from vitzoo.report.records import check_record
 from vitzoo.train.recipe import make_recipe, read_recipe_file
 from vitzoo.transfer.record import RECORD
@@ -171,7 +171,7 @@ def read_cell_file(path: Path) -> dict:
     except FileNotFoundError:
         return dict(started={}, finished={}, failure=None, spent={})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot read '{path}': {error}; remove it to compute the cell again") from error
+        raise UserError(f"cannot read '{path}': {content_error(error)}; remove it to compute the cell again") from error
 
 
 def read_evaluation(path: Path) -> dict:

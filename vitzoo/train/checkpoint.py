@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vitzoo._save import unify_modes
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, content_error
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.run_folder import FILE_ERRORS, write_on_main
@@ -105,7 +105,7 @@ def read_state(checkpoint: Path) -> dict:
         state = json.loads((checkpoint / 'state.json').read_text())
         changed = [name for name, written in state['files'].items() if _fingerprint(checkpoint / name) != written]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f'{checkpoint} is damaged: {error}') from error
+        raise DamagedCheckpoint(f'{checkpoint} is damaged: {content_error(error, "state.json")}') from error
     if changed:
         raise DamagedCheckpoint(f'{checkpoint} is damaged: {changed[0]} does not match its checksum')
     return state

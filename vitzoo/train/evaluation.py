@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from vitzoo._files import replace_file
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
 from vitzoo.metrics import evaluate
@@ -96,7 +97,8 @@ def export(run: Run, folder: Path) -> str:
         export_model(folder, model, run.train_set.class_names, run.data_config, info)
         if folder != run.folder and (run.folder / HELD_OUT).is_file():
             # a copy of the best epoch is a model of its own
-            shutil.copyfile(run.folder / HELD_OUT, folder / HELD_OUT)
+            with replace_file(folder / HELD_OUT) as partial:
+                shutil.copyfile(run.folder / HELD_OUT, partial)
 
     write_on_main(
         run.accelerator,

@@ -171,5 +171,6 @@ def _find_intact(run: Run, checkpoints: list[Path]) -> tuple[Path, dict]:
         except DamagedCheckpoint as error:
             run.console.print(f'note   {error}')
     raise UserError(
-        f"cannot resume: all checkpoints of '{run.folder}' are damaged; start again with --overwrite, not --resume"
+        f"cannot resume: all checkpoints in '{checkpoints[0].parent}' are damaged; start again with --overwrite,"
+        f' not --resume'
     )

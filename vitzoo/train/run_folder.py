@@ -189,6 +189,10 @@ def set_aside(folder: Path, later: list[Path], epochs: int) -> Path:
     moved = [name for name in RUN_FILES if (folder / name).exists()]
     if best_epoch(folder) > epochs:
         moved.append('best')
+    if HELD_OUT in moved:
+        # both branches hold out the same images
+        moved.remove(HELD_OUT)
+        shutil.copyfile(folder / HELD_OUT, aside / HELD_OUT)
     for name in moved:
         (folder / name).rename(aside / name)
     return aside

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from vitzoo._files import replace_file
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, content_error
 from vitzoo.train.run_folder import RUN_FILES, RUN_FOLDERS, remove_old_run
 
 RECORD = 'transfer.json'
@@ -139,7 +139,9 @@ class Ledger:
             found = json.loads(self.path.read_text(encoding='utf-8'))
             before = found['settings']
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"cannot read '{self.path}': {error}; start again with --overwrite") from error
+            raise UserError(
+                f"cannot read '{self.path}': {content_error(error)}; start again with --overwrite"
+            ) from error
         now = self.results['settings']
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:

@@ -1,7 +1,6 @@
 """Output of an evaluation: tables in the terminal, and a CSV or JSON file."""
 
 import csv
-import io
 import json
 import os
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vitzoo._files import replace_file
 from vitzoo.validate.options import EvalOptions
 
 if TYPE_CHECKING:
@@ -71,16 +71,14 @@ def write_results(path: str, records: list[dict]) -> None:
     more = [key for record in records for key in record if key not in (*RECORD_KEYS, 'weights')]
     keys = (*RECORD_KEYS, *dict.fromkeys(more))
     records = [{key: without_nan(record.get(key)) for key in keys} for record in records]
-    # the file has the records of earlier models, which an error must not truncate
-    text = io.StringIO(newline='')
-    if Path(path).suffix.lower() == '.json':
-        json.dump(records, text, indent=2, allow_nan=False)
-    else:
-        writer = csv.DictWriter(text, keys)
-        writer.writeheader()
-        writer.writerows({key: _to_csv(value) for key, value in record.items()} for record in records)
-    with open(path, 'w', newline='') as file:
-        file.write(text.getvalue())
+    # the file has the records of earlier models, which an interruption must not truncate
+    with replace_file(Path(path)) as partial, partial.open('w', newline='') as file:
+        if Path(path).suffix.lower() == '.json':
+            json.dump(records, file, indent=2, allow_nan=False)
+        else:
+            writer = csv.DictWriter(file, keys)
+            writer.writeheader()
+            writer.writerows({key: _to_csv(value) for key, value in record.items()} for record in records)
 
 
 def print_results(records: list[dict], options: EvalOptions) -> None:
