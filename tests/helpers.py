@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import math
+import re
 import tarfile
 from pathlib import Path
 
@@ -267,3 +269,17 @@ def golden(name: str) -> dict[str, torch.Tensor]:
     if not path.exists():
         pytest.skip(f'{name}.safetensors is neither in tests/golden nor in ../shared/golden')
     return safetensors.torch.load_file(path)
+
+
+def assert_initialized_or_refused(model: nn.Module) -> bool:
+    """Initialize a model from NaN; False if it refuses, because its mixers set some weights when they are built."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(math.nan if tensor.is_floating_point() else 0)
+    try:
+        model.init_weights()
+    except RuntimeError as error:
+        assert re.search(r'^blocks\.0\.attn.* is set when its mixer is built', str(error))
+        return False
+    assert all(tensor.isfinite().all() for tensor in (*model.parameters(), *model.buffers()))
+    return True

@@ -40,9 +40,9 @@ def find_third_party(data_dir: str, options: DataOptions, split: str) -> Split |
         return find_hugging_face(data_dir, split, options)
     if name.lower().startswith('image_folder:'):
         return _find_image_folder(data_dir, split)
-    # timm only streams the other schemes, which _create rejects
     # without its folder, which may be another on each machine
     source = f'{data_dir.partition(":")[0]} {split}'
+    # timm only streams the other schemes, which _create rejects
     return Split(lambda: TorchReader(_create(data_dir, split), f'{data_dir} ({split})', source))
 
 

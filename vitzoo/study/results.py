@@ -98,7 +98,7 @@ class Row:
     def img_size(self, evaluation: str) -> tuple[int, int] | None:
         """Height and width of the images of an evaluation, None if they are not recorded."""
         size = self.records.get(evaluation, {}).get('img_size')
-        return None if size is None else parse_size(str(size))
+        return None if size is None else sides(size)
 
     @property
     def is_baseline(self) -> bool:
