@@ -16,21 +16,19 @@ import pytest
 import timm
 import torch
 from processes import shard_accelerators, start_processes
-from teachers import batches, make_teacher, save_teacher
+from teachers import batches, save_teacher
 
 from vitzoo.data import DataOptions
 from vitzoo.errors import DivergenceError, UserError, format_flag
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
-from vitzoo.transfer import main, measures, network, zero_attention
+from vitzoo.transfer import main, network
 from vitzoo.transfer.command import transfer, try_rates
-from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
 from vitzoo.transfer.network import train_network
 from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.record import Ledger
-from vitzoo.transfer.students import make_student
 from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
 from vitzoo.validate.evaluation import validate
 
@@ -694,34 +692,6 @@ def test_wrong_inputs_are_refused_in_one_sentence_before_any_work(case, places, 
         transfer([*split(command.format(**places, out=tmp_path / 'out')), '--workers', '0'])
     assert '\n' not in str(error.value)
     assert not (tmp_path / 'out').exists()
-
-
-def test_the_zero_control_has_the_score_of_a_model_without_attention():
-    teacher = make_teacher()
-    labels = torch.arange(8) % 5
-    loader = [(torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(0)), labels)]
-    retention = Retention(teacher, loader, 'top1')
-    student = make_student('teacher', teacher, 'linear', {}, 0)
-    without = make_teacher()
-    for block in without.blocks:
-        torch.nn.init.zeros_(block.attn.proj.weight)
-        torch.nn.init.zeros_(block.attn.proj.bias)
-    with zero_attention(student):
-        assert retention.score(student) == retention.score(without)
-    assert retention.teacher['agreement'] == 100
-    assert retention.score(student) != retention.score(without)
-
-
-@pytest.mark.parametrize('cells', [2**26, 100])
-def test_neighbours_and_probe_find_separate_clusters(cells, monkeypatch):
-    # of 30 queries in one part, or in parts of three
-    monkeypatch.setattr(measures, '_MAX_CELLS', cells)
-    generator = torch.Generator().manual_seed(0)
-    centers = 5 * torch.randn(3, 6, generator=generator)
-    labels = torch.arange(30) % 3
-    bank, queries = (centers[labels] + torch.randn(30, 6, generator=generator) for _ in range(2))
-    assert torch.equal(nearest_neighbours(bank, labels, queries), labels)
-    assert torch.equal(linear_probe(bank, labels, queries), labels)
 
 
 def test_a_config_file_gives_options_and_the_command_line_takes_precedence(tmp_path):

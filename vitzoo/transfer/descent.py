@@ -242,6 +242,8 @@ def _repeat(loader: Iterable) -> Iterator[Tensor]:
 def _average_gradients(parameters: list[nn.Parameter], accelerator: 'Accelerator | None') -> None:
     if accelerator is None or accelerator.num_processes == 1:
         return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad = accelerator.reduce(parameter.grad, reduction='mean')
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # one all-reduce for all of them
+    flat = accelerator.reduce(torch.cat([gradient.flatten() for gradient in gradients]), reduction='mean')
+    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+        gradient.copy_(mean.view_as(gradient))

@@ -1,12 +1,19 @@
 """Retention: how much of a teacher's accuracy or features a student has, on the same images."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo.train.processes import raise_together
 from vitzoo.transfer.outputs import has_head
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _NEIGHBOURS = 10
 # of the linear probe, relative to the variance of the features
@@ -27,13 +34,21 @@ class Retention:
 
     Args:
         teacher: In evaluation mode.
-        val: Batches of (images, labels), in the same order each time.
+        val: Batches of (images, labels), in the same order each time; of several processes, the share of this one.
         kind: As in `vitzoo.transfer.pictures.Pictures`.
         bank: Labelled batches that nearest neighbours and the linear probe learn from, for kind 'knn'.
+        accelerator: Its processes share the batches; None if this one has all.
     """
 
-    def __init__(self, teacher: nn.Module, val: Iterable, kind: str, bank: Iterable | None = None) -> None:
-        self.val, self.kind, self.bank = val, kind, bank
+    def __init__(
+        self,
+        teacher: nn.Module,
+        val: Iterable,
+        kind: str,
+        bank: Iterable | None = None,
+        accelerator: 'Accelerator | None' = None,
+    ) -> None:
+        self.val, self.kind, self.bank, self.accelerator = val, kind, bank, accelerator
         self.expected: tuple[Tensor, Tensor, Tensor] | None = None
         self.has_head = has_head(teacher)
         self.teacher = self.score(teacher)
@@ -49,7 +64,7 @@ class Retention:
         """
         was_training = model.training
         model.eval()
-        found = _collect(model, self.val, self.has_head)
+        found = _collect(model, self.val, self.has_head, self.accelerator)
         if self.expected is None:
             self.expected = found
         features, logits, labels = found
@@ -64,7 +79,7 @@ class Retention:
             scores['top1'] = _percent(logits.argmax(dim=1) == labels)
         elif self.kind == 'knn':
             assert self.bank is not None
-            bank, _, bank_labels = _collect(model, self.bank, False)
+            bank, _, bank_labels = _collect(model, self.bank, False, self.accelerator)
             scores['knn'] = _percent(nearest_neighbours(bank, bank_labels, features) == labels)
             scores['linear_probe'] = _percent(linear_probe(bank, bank_labels, features) == labels)
         model.train(was_training)
@@ -96,15 +111,23 @@ def linear_probe(bank: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
     return (queries @ weight + shares).argmax(dim=1)
 
 
-def _collect(model: nn.Module, loader: Iterable, needs_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Pooled features, logits and labels of all images, on the CPU in float32."""
+def _collect(
+    model: nn.Module, loader: Iterable, needs_logits: bool, accelerator: 'Accelerator | None'
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pooled features, logits and labels of all images in the order of the dataset, on the CPU in float32."""
     device = next(model.parameters()).device
-    rows = []
-    for images, target in loader:
-        tokens = model.forward_features(images.to(device, non_blocking=True))
-        features = model.forward_head(tokens, pre_logits=True).float().cpu()
-        rows.append((features, model.forward_head(tokens).float().cpu() if needs_logits else features[:, :0], target))
-    features, logits, labels = (torch.cat(parts) for parts in zip(*rows))
+    batches = []
+    with nullcontext() if accelerator is None else raise_together(accelerator):
+        for images, target in loader:
+            tokens = model.forward_features(images.to(device, non_blocking=True))
+            features = model.forward_head(tokens, pre_logits=True).float().cpu()
+            # an empty slice would be sent to the other processes with all features
+            logits = model.forward_head(tokens).float().cpu() if needs_logits else features.new_empty(len(features), 0)
+            batches.append((features, logits, target))
+    shares = [batches] if accelerator is None else gather_object([batches])
+    # `eval_loader` deals batches to the processes in turn
+    batches = [share[turn] for turn in range(len(shares[0])) for share in shares if turn < len(share)]
+    features, logits, labels = (torch.cat(parts) for parts in zip(*batches))
     return features, logits, labels
 
 

@@ -67,9 +67,10 @@ class Transfer:
     @cached_property
     def retention(self) -> Retention:
         """Measures students on the validation images."""
-        load = partial(eval_loader, batch_size=self.options.batch_size, workers=self.options.workers)
+        share = dict(rank=self.accelerator.process_index, world=self.accelerator.num_processes)
+        load = partial(eval_loader, batch_size=self.options.batch_size, workers=self.options.workers, **share)
         bank = load(self.pictures.plain) if self.pictures.kind == 'knn' else None
-        return Retention(self.teacher, load(self.pictures.val), self.pictures.kind, bank)
+        return Retention(self.teacher, load(self.pictures.val), self.pictures.kind, bank, self.accelerator)
 
     def score(self, model: nn.Module) -> dict[str, float]:
         """Scores of a model, as in `Retention.score`."""
