@@ -85,13 +85,13 @@ def test_importing_vitzoo_warns_of_nothing(fresh_import):
 
 # the parts of a layer may import from earlier layers only
 LAYERS = [
-    ['_files', '_process', '_resources', '_save', 'errors'],
+    ['_arguments', '_files', '_process', '_resources', '_save', 'errors'],
     ['kernels', 'launch', 'options'],
     ['mixers'],
     ['models'],
     ['__init__'],
     ['data', 'metrics'],
-    ['about', 'classes', 'figures'],
+    ['about', 'classes', 'figures', 'machine'],
     ['load'],
     ['doctor', 'export', 'train', 'validate'],
     ['bench', 'cite', 'convert', 'explain', 'list', 'predict'],

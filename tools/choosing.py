@@ -12,8 +12,10 @@ from matplotlib.figure import Figure
 from targets import LAYER, LINEAR
 
 from vitzoo import create_mixer
-from vitzoo.bench._harness import LAYER_PASSES, format_machine, read_rows
+from vitzoo.bench._harness import LAYER_PASSES
+from vitzoo.bench._results import read_rows
 from vitzoo.bench.mixers import BASELINE, crossover, format_crossover
+from vitzoo.machine import format_machine
 from vitzoo.mixers import TokenMixer, mixer_class
 from vitzoo.models.inherit import inherit_weights
 

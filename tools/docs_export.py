@@ -6,7 +6,7 @@ from pathlib import Path
 from docs_models import fill, to_table
 from docs_performance import format_run, latest
 
-from vitzoo.bench._harness import read_rows
+from vitzoo.bench._results import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'weights' / 'benchmarks.csv'

@@ -13,9 +13,10 @@ from docs_models import fill, to_table
 from docs_performance import latest
 
 from vitzoo.bench._gpu import GpuEstimate, estimate_mixer
-from vitzoo.bench._harness import format_machine, read_rows
 from vitzoo.bench._options import DEFAULT_TOKENS
+from vitzoo.bench._results import read_rows
 from vitzoo.bench.mixers import BASELINE, format_crossover
+from vitzoo.machine import format_machine
 from vitzoo.mixers import create_mixer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,9 +12,11 @@ from statistics import median
 from docs_models import fill, to_table
 from targets import LINEAR
 
-from vitzoo.bench._harness import LAYER_PASSES, find_doubt, format_machine, read_rows
+from vitzoo.bench._harness import LAYER_PASSES
+from vitzoo.bench._results import find_doubt, read_rows
 from vitzoo.bench._show import format_time
 from vitzoo.bench.mixers import BASELINE, exponent, format_crossover
+from vitzoo.machine import format_machine
 from vitzoo.metrics.speed import MAX_SPREAD
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,8 @@ from docs_models import fill, to_table
 from timm.layers import RotaryEmbeddingCat
 
 import vitzoo
-from vitzoo.bench._harness import Spread, describe_machine, format_machine, time_in_turn
+from vitzoo.bench._harness import Spread, time_in_turn
+from vitzoo.machine import describe_machine, format_machine
 from vitzoo.metrics import count_macs
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._rope import Rope

@@ -8,7 +8,7 @@ from docs_models import fill, to_table
 from docs_performance import RESULTS, latest
 from targets import REASONS, TARGETS, Line, read_lines
 
-from vitzoo.bench._harness import read_rows
+from vitzoo.bench._results import read_rows
 
 PAGE = Path(__file__).resolve().parents[1] / 'docs' / 'targets.md'
 VERDICTS = ('met', 'missed', 'out of reach', 'not measured')

@@ -1,7 +1,6 @@
 """User errors, which a command reports as one sentence with exit code 2 and no traceback."""
 
 import argparse
-import inspect
 import os
 import sys
 import time
@@ -122,25 +121,6 @@ def _have_joined() -> bool:
     """Return True if this process can communicate with those of the other ranks."""
     distributed = sys.modules.get('torch.distributed')
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
-
-
-def constructor_arguments(cls: type) -> set[str]:
-    """The arguments that a class takes, itself or by passing them on to its parents."""
-    accepted: set[str] = set()
-    for base in cls.__mro__:
-        if '__init__' not in vars(base):
-            continue
-        parameters = inspect.signature(vars(base)['__init__']).parameters
-        accepted |= parameters.keys()
-        # only **kwargs can pass an argument on to the parent class
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return accepted
-
-
-def is_whole(value: object) -> bool:
-    """Return True for a whole number, of Python or another library; True and False are none."""
-    return hasattr(value, '__index__') and not isinstance(value, bool)
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -17,9 +17,10 @@ from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
 import vitzoo
+from vitzoo._arguments import constructor_arguments
 from vitzoo.about import fit_config, is_trained_folder, read_img_size
 from vitzoo.data import resolve_data_config
-from vitzoo.errors import UserError, constructor_arguments, did_you_mean
+from vitzoo.errors import UserError, did_you_mean
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models._resample import resample_checkpoint
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps

@@ -22,24 +22,11 @@ from vitzoo.bench import _backends as backends
 from vitzoo.bench import _contenders as contenders
 from vitzoo.bench import _pairs as pairs
 from vitzoo.bench import _roofline as roofline
-from vitzoo.bench._harness import (
-    BENCHMARK_COLUMNS,
-    LAYER_PASSES,
-    Spread,
-    append_rows,
-    call_peak_megabytes,
-    copying,
-    describe_machine,
-    find_doubt,
-    format_machine,
-    make_row,
-    matmul,
-    ratios,
-    read_rows,
-    time_in_turn,
-)
+from vitzoo.bench._harness import LAYER_PASSES, Spread, call_peak_megabytes, copying, matmul, ratios, time_in_turn
+from vitzoo.bench._results import BENCHMARK_COLUMNS, append_rows, find_doubt, make_row, read_rows
 from vitzoo.errors import UserError, run_command
 from vitzoo.export import formats
+from vitzoo.machine import describe_machine, format_machine
 
 CPU = torch.device('cpu')
 
@@ -611,7 +598,7 @@ def test_rounds_that_disagree_and_a_busy_machine_are_printed(tmp_path, capsys, m
     assert capsys.readouterr().out == 'uneven rounds: b forward; measure again on a quiet machine\n'
     machine = dict(cpu='fast, 2 cores', threads=2, gpu=None, torch='2', timm='1', python='3', load=3.1)
     # the machine became busy after the first row
-    monkeypatch.setattr('vitzoo.bench._harness.system_load', lambda: 3.1)
+    monkeypatch.setattr('vitzoo.bench._results.system_load', lambda: 3.1)
     monkeypatch.setattr('os.cpu_count', lambda: 2)
     append_rows(str(tmp_path / 'rows.csv'), rows, **{**machine, 'load': 0.4})
     assert capsys.readouterr().out == 'busy machine: a forward, b forward; measure again on a quiet machine\n'

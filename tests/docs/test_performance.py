@@ -15,7 +15,8 @@ import timm
 
 from vitzoo.bench import _pairs as pairs
 from vitzoo.bench import memory, mixers, models, peers, startup
-from vitzoo.bench._harness import LAYER_PASSES, append_rows, read_rows
+from vitzoo.bench._harness import LAYER_PASSES
+from vitzoo.bench._results import append_rows, read_rows
 from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,7 @@ def rows_with_value(target, value: float, **others) -> list[dict]:
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch) -> None:
     """`append_rows` records the load of this machine if it is busy."""
-    monkeypatch.setattr('vitzoo.bench._harness.system_load', lambda: 0.1)
+    monkeypatch.setattr('vitzoo.bench._results.system_load', lambda: 0.1)
 
 
 def written(tmp_path, rows: list[dict], run: str = RUN, command: str = 'vitzoo bench it') -> list[dict]:

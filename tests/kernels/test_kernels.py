@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitzoo import kernels
 from vitzoo.bench import _contenders as contenders
 from vitzoo.bench import kernels as bench
-from vitzoo.bench._harness import BENCHMARK_COLUMNS, LAYER_PASSES, copying, matmul
+from vitzoo.bench._harness import LAYER_PASSES, copying, matmul
+from vitzoo.bench._results import BENCHMARK_COLUMNS
 from vitzoo.mixers.aft import aft_conv, aft_conv_naive
 from vitzoo.mixers.performer import performer_attention, performer_naive
 

@@ -12,7 +12,7 @@ import pytest
 import timm
 from classifiers import make_ten_images, save_classifier
 
-from vitzoo.bench._harness import append_rows
+from vitzoo.bench._results import append_rows
 from vitzoo.errors import UserError
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.oversmoothing import MEASURES, Measure

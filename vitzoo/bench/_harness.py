@@ -1,41 +1,23 @@
-"""Timing, memory measurement and the results file shared by the tables of `vitzoo bench`.
+"""Times and memory of calls, measured in turn for the tables of `vitzoo bench`.
 
 All contenders run in one process and take turns (A B A B) on several inputs, after a warm-up and with the device
 synchronized around each sample. A time is a median with its quartiles. A ratio is taken within each round, so that a
 slowdown of the machine affects both sides.
 """
 
-import csv
 import gc
 import os
-import platform
-import re
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import timm
 import torch
 
-from vitzoo.errors import UserError
-from vitzoo.metrics.speed import is_busy, rounds_disagree, synchronize, system_load
+from vitzoo.metrics.speed import synchronize
 
-RESULTS = 'weights/benchmarks.csv'
 PRECISIONS = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-BENCHMARK_COLUMNS = (
-    *('run', 'table', 'name', 'what', 'against'),
-    *('tokens', 'img_size', 'dim', 'num_heads', 'batch_size', 'dtype', 'device'),
-    *('seconds', 'seconds_low', 'seconds_high', 'rounds', 'ratio', 'ratio_low', 'ratio_high'),
-    *('peak_mb', 'gmacs', 'matmul_share'),
-    *('cpu', 'threads', 'gpu', 'load', 'torch', 'timm', 'python', 'versions'),
-    *('matmul_gflops', 'io_mb', 'copy_gbs', 'ceiling', 'command', 'backend', 'difference'),
-)
-_QUARTILES = ('seconds_low', 'seconds', 'seconds_high')
 # the two passes of a layer that are measured
 LAYER_PASSES = ('forward', 'forward + backward')
 # in seconds; a shorter call is repeated within a sample, because the clock and the scheduler are coarse
@@ -157,116 +139,3 @@ def copying(device: torch.device, size: int | None = None) -> tuple[Callable[[in
     size = size or (2**25 if device.type == 'cpu' else 2**28)
     source, target = torch.ones(2, size, device=device)
     return lambda number: target.copy_(source), 2.0 * source.nbytes
-
-
-def describe_machine(device: torch.device) -> dict:
-    """Hardware, load and versions that a measurement depends on, as columns of a results file."""
-    return dict(
-        cpu=f'{_cpu_name()}, {os.cpu_count()} cores',
-        threads=torch.get_num_threads(),
-        gpu=torch.cuda.get_device_name(device) if device.type == 'cuda' else None,
-        load=system_load(),
-        torch=torch.__version__,
-        timm=timm.__version__,
-        python=platform.python_version(),
-    )
-
-
-def format_machine(machine: dict) -> str:
-    """One line on the machine and the versions."""
-    device = machine['gpu'] or f'{machine["cpu"]}, {machine["threads"]} threads'
-    versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
-    busy = ' (busy machine: the times are unreliable)' if find_doubt(machine) == 'busy machine' else ''
-    load = '' if machine['load'] is None else f'; load {machine["load"]}{busy}'
-    return f'{device}; {versions}{load}'
-
-
-def find_doubt(row: dict) -> str | None:
-    """The reason to doubt the times in a row of a results file: 'busy machine', 'uneven rounds' or None."""
-    cores = re.search(r'(\d+) cores$', row.get('cpu') or '')
-    if cores and not row.get('gpu') and is_busy(row.get('load'), int(cores[1])):
-        return 'busy machine'
-    quartiles = [row[key] for key in _QUARTILES if row.get(key) is not None]
-    return 'uneven rounds' if len(quartiles) == len(_QUARTILES) and rounds_disagree(*quartiles) else None
-
-
-def _cpu_name() -> str:
-    info = Path('/proc/cpuinfo')
-    names = [line for line in info.read_text().splitlines() if line.startswith('model name')] if info.exists() else []
-    return names[0].partition(':')[2].strip() if names else platform.processor() or platform.machine()
-
-
-def start_run() -> str:
-    """Identifier of a run, shared by its rows: its start time in UTC."""
-    return datetime.now(timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ')
-
-
-def make_row(times: Spread | None = None, ratio: Spread | None = None, **fields: Any) -> dict:
-    """A measurement as a dictionary with keys from `BENCHMARK_COLUMNS`."""
-    if times is not None:
-        fields |= dict(seconds=times.median, seconds_low=times.low, seconds_high=times.high, rounds=times.count)
-    if ratio is not None:
-        fields |= dict(ratio=ratio.median, ratio_low=ratio.low, ratio_high=ratio.high)
-    return fields
-
-
-def check_columns(path: str) -> bool:
-    """Return True if a results file is missing or empty, and so needs a header.
-
-    Raises:
-        UserError: The file has other columns, as a results file of another version has.
-    """
-    if not Path(path).exists() or not Path(path).stat().st_size:
-        return True
-    with open(path, newline='') as file:
-        columns = next(csv.reader(file))
-    if columns != [*BENCHMARK_COLUMNS]:
-        other = ', '.join(sorted({*BENCHMARK_COLUMNS} ^ {*columns})) or 'order'
-        raise UserError(
-            f"cannot append to '{path}': its columns differ ({other}); choose another file with --results-file"
-        )
-    return False
-
-
-def append_rows(path: str, rows: list[dict], **common: Any) -> None:
-    """Append rows to a CSV file with the columns `BENCHMARK_COLUMNS`; `common` is added to each of them.
-
-    If the machine has become busy, its load is recorded as it is now. Prints the names of unreliable rows.
-    """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    is_new = check_columns(path)
-    load = system_load()
-    if load is not None and is_busy(load, os.cpu_count()):
-        common['load'] = max(load, common.get('load') or 0)
-    rows = [{**common, **fields} for fields in rows]
-    with open(path, 'a', newline='') as file:
-        writer = csv.DictWriter(file, BENCHMARK_COLUMNS)
-        if is_new:
-            writer.writeheader()
-        for fields in rows:
-            writer.writerow({key: _short(value) for key, value in fields.items()})
-    doubtful = defaultdict(list)
-    for fields in rows:
-        doubtful[find_doubt(fields)].append(f'{fields.get("name")} {fields.get("what")}')
-    for doubt in filter(None, doubtful):
-        print(f'{doubt}: {", ".join(dict.fromkeys(doubtful[doubt]))}; measure again on a quiet machine')
-
-
-def _short(value: Any) -> Any:
-    return float(f'{value:.5g}') if isinstance(value, float) else value
-
-
-def read_rows(path: str) -> list[dict]:
-    """The rows of a results file, with numbers converted and None for empty fields."""
-    with open(path, newline='') as file:
-        # rows of earlier versions lack the last columns
-        reader = csv.DictReader(file, restval='')
-        return [{key: _number(value) for key, value in fields.items()} for fields in reader]
-
-
-def _number(text: str) -> float | str | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return text or None
-    return int(number) if number.is_integer() and '.' not in text and 'e' not in text else number

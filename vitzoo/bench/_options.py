@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from vitzoo.bench._harness import PRECISIONS, RESULTS, check_columns
+from vitzoo.bench._harness import PRECISIONS
+from vitzoo.bench._results import RESULTS, check_columns
 from vitzoo.errors import UserError
 from vitzoo.options import check_output, default_device, device, nonnegative, positive
 

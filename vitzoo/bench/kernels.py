@@ -27,20 +27,17 @@ from vitzoo.bench._harness import (
     LAYER_PASSES,
     PRECISIONS,
     Spread,
-    append_rows,
     call_peak_megabytes,
     copying,
-    describe_machine,
-    format_machine,
-    make_row,
     matmul,
     ratios,
-    start_run,
     time_in_turn,
 )
 from vitzoo.bench._options import DEFAULT_TOKENS, add_layer_shape, check_heads, check_squares, parse_common
+from vitzoo.bench._results import append_rows, make_row, start_run
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
 from vitzoo.errors import CommandParser, UserError
+from vitzoo.machine import describe_machine, format_machine
 
 _KERNEL, _PYTORCH, _SDPA = 'kernel', 'pytorch', 'sdpa'
 _CONTENDERS = (_PYTORCH, 'compile', 'flex', _SDPA)

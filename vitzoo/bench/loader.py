@@ -27,11 +27,13 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from vitzoo.bench._harness import Spread, describe_machine, find_doubt, format_machine, make_row
+from vitzoo.bench._harness import Spread
+from vitzoo.bench._results import find_doubt, make_row
 from vitzoo.data import Normalize, open_dataset, train_loader, train_transform
 from vitzoo.data.layout import SUFFIXES
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import CommandParser, UserError
+from vitzoo.machine import describe_machine, format_machine
 from vitzoo.metrics.speed import synchronize
 from vitzoo.options import default_device, device, natural, positive
 from vitzoo.train.recipe import make_recipe

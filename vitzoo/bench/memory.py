@@ -16,16 +16,9 @@ from itertools import product
 
 import torch
 
-from vitzoo.bench._harness import (
-    LAYER_PASSES,
-    append_rows,
-    call_peak_megabytes,
-    describe_machine,
-    format_machine,
-    make_row,
-    start_run,
-)
+from vitzoo.bench._harness import LAYER_PASSES, call_peak_megabytes
 from vitzoo.bench._options import parse_common
+from vitzoo.bench._results import append_rows, make_row, start_run
 from vitzoo.bench._show import print_table, show_rounds
 from vitzoo.bench.mixers import (
     BASELINE,
@@ -46,6 +39,7 @@ from vitzoo.bench.models import (
 )
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import find_models
+from vitzoo.machine import describe_machine, format_machine
 from vitzoo.options import positive
 
 _TOKENS = (196, 1024, 4096)

@@ -28,13 +28,8 @@ from vitzoo.bench._harness import (
     LAYER_PASSES,
     PRECISIONS,
     Spread,
-    append_rows,
     call_peak_megabytes,
-    describe_machine,
-    format_machine,
-    make_row,
     ratios,
-    start_run,
     time_in_turn,
 )
 from vitzoo.bench._options import (
@@ -47,9 +42,11 @@ from vitzoo.bench._options import (
     parse_common,
 )
 from vitzoo.bench._plot import plot_scaling
+from vitzoo.bench._results import append_rows, make_row, start_run
 from vitzoo.bench._roofline import Work, measure_rates, roofline
 from vitzoo.bench._show import format_time, print_table, show_rounds
 from vitzoo.errors import CommandParser, UserError, did_you_mean
+from vitzoo.machine import describe_machine, format_machine
 from vitzoo.metrics.macs import count_call_macs
 from vitzoo.mixers import create_mixer, list_mixers
 from vitzoo.options import autocast, check_output, nonnegative

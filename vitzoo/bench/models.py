@@ -22,24 +22,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitzoo.bench._backends import BACKENDS, backends, can_train, check_backends, largest_difference, run_with
-from vitzoo.bench._harness import (
-    INPUT_SETS,
-    PRECISIONS,
-    Spread,
-    append_rows,
-    call_peak_megabytes,
-    describe_machine,
-    format_machine,
-    make_row,
-    matmul,
-    ratios,
-    start_run,
-    time_in_turn,
-)
+from vitzoo.bench._harness import INPUT_SETS, PRECISIONS, Spread, call_peak_megabytes, matmul, ratios, time_in_turn
 from vitzoo.bench._options import add_dtype, check_dtypes, parse_common
+from vitzoo.bench._results import append_rows, make_row, start_run
 from vitzoo.bench._show import format_time, print_table, show_rounds
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import create_model, find_model, find_models, load_model
+from vitzoo.machine import describe_machine, format_machine
 from vitzoo.metrics.macs import count_macs, input_shape
 from vitzoo.options import autocast, positive
 

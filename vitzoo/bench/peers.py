@@ -23,24 +23,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitzoo.bench._harness import (
-    INPUT_SETS,
-    LAYER_PASSES,
-    Spread,
-    append_rows,
-    describe_machine,
-    format_machine,
-    make_row,
-    ratios,
-    start_run,
-    time_in_turn,
-)
+from vitzoo.bench._harness import INPUT_SETS, LAYER_PASSES, Spread, ratios, time_in_turn
 from vitzoo.bench._options import add_layer_shape, check_heads, check_squares, parse_common
 from vitzoo.bench._pairs import PAIRS, Pair, Shape
+from vitzoo.bench._results import append_rows, make_row, start_run
 from vitzoo.bench._roofline import Work, measure_rates, roofline
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
 from vitzoo.bench.models import model_call
 from vitzoo.errors import CommandParser, UserError, did_you_mean
+from vitzoo.machine import describe_machine, format_machine
 from vitzoo.metrics.macs import count_call_macs
 from vitzoo.mixers import TokenMixer, create_mixer, list_mixers
 

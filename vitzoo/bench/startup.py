@@ -18,20 +18,13 @@ import torch
 
 import vitzoo  # noqa: F401  registers the models
 from vitzoo.about import is_trained_folder
-from vitzoo.bench._harness import (
-    Spread,
-    append_rows,
-    describe_machine,
-    format_machine,
-    make_row,
-    ratios,
-    start_run,
-    time_in_turn,
-)
+from vitzoo.bench._harness import Spread, ratios, time_in_turn
 from vitzoo.bench._options import parse_common
+from vitzoo.bench._results import append_rows, make_row, start_run
 from vitzoo.bench._show import format_time, print_table
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import SOURCES, find_models
+from vitzoo.machine import describe_machine, format_machine
 
 _CPU = torch.device('cpu')
 

@@ -22,22 +22,14 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch import nn
 
-from vitzoo.bench._harness import (
-    INPUT_SETS,
-    Spread,
-    append_rows,
-    describe_machine,
-    format_machine,
-    make_row,
-    ratios,
-    start_run,
-    time_in_turn,
-)
+from vitzoo.bench._harness import INPUT_SETS, Spread, ratios, time_in_turn
 from vitzoo.bench._options import parse_common
+from vitzoo.bench._results import append_rows, make_row, start_run
 from vitzoo.bench._show import format_quartiles, format_time, print_table, show_rounds
 from vitzoo.bench.models import batch_errors
 from vitzoo.errors import CommandParser
 from vitzoo.load import create_model, find_models
+from vitzoo.machine import describe_machine, format_machine
 from vitzoo.options import positive
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.opening import create_accelerator, set_up

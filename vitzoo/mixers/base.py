@@ -19,7 +19,8 @@ from timm.layers import register_notrace_module
 from torch import nn
 from torch.types import Device
 
-from vitzoo.errors import constructor_arguments, did_you_mean, is_whole
+from vitzoo._arguments import constructor_arguments, is_whole
+from vitzoo.errors import did_you_mean
 
 from ._grid import check_grid
 from ._numerics import no_autocast

@@ -13,7 +13,8 @@ from timm.models._input import update_model_args
 from timm.models.vision_transformer import init_weights_vit_timm
 from torch import nn
 
-from vitzoo.errors import is_first_process, is_whole
+from vitzoo._arguments import is_whole
+from vitzoo.errors import is_first_process
 from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
 
 from ._swap_attention import AttentionParts, Unsupported, take_apart

@@ -18,13 +18,13 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from vitzoo.about import describe_architecture, is_trained_folder
-from vitzoo.bench._harness import describe_machine
 from vitzoo.classes import readable
 from vitzoo.data import Images, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_model
+from vitzoo.machine import describe_machine
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain

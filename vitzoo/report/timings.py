@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
-from vitzoo.bench._harness import find_doubt, read_rows
+from vitzoo.bench._results import find_doubt, read_rows
 from vitzoo.errors import UserError
 
 # rows are comparable if they agree in these columns

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vitzoo._arguments import is_whole
 from vitzoo.data.options import DATA_OPTIONS
-from vitzoo.errors import UserError, did_you_mean, is_whole
+from vitzoo.errors import UserError, did_you_mean
 from vitzoo.load import find_models
 from vitzoo.mixers import list_mixers
 from vitzoo.options import read_yaml, to_words

@@ -1,6 +1,5 @@
 """The attention layers of a teacher and the mixers that replace them in a student, at the same paths."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,38 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitzoo.mixers import TokenMixer
 from vitzoo.models._attention_hook import Handle, hook_attention
-from vitzoo.models._swap_models import SwappedModel
+from vitzoo.models._mixer_paths import block_of, find_mixers
 
 # positional and keyword arguments of a block
 Call = tuple[tuple, dict]
 
 
 def mixer_paths(student: nn.Module) -> list[str]:
-    """Paths of the mixers of a student, those that `swap_mixer` put into it, such as `blocks.0.attn`, in order.
+    """Paths of the mixers of a student, as `find_mixers` gives them.
 
     Raises:
         ValueError: There are none.
     """
-    paths = [path for path, module in student.named_modules() if isinstance(module, TokenMixer)]
-    if isinstance(student, SwappedModel):
-        # a teacher may have mixers, too, in blocks that its student keeps
-        reports = getattr(student, 'inheritance', None)
-        paths = [path for path in student.mixers() if reports is None or index_of(student, path) in reports]
+    paths = find_mixers(student)
     if not paths:
         raise ValueError(f'{type(student).__name__} has no token mixers; apply vitzoo.swap_mixer to it first.')
     return paths
-
-
-def block_of(path: str) -> str:
-    """Path of the block of an attention layer: `stages.0.blocks.1` of `stages.0.blocks.1.attn`."""
-    return re.findall(r'^.*?blocks(?:\.\d+)+', path)[0]
-
-
-def index_of(student: nn.Module, path: str) -> int:
-    """Index of the block of an attention layer, counted through the stages of a swapped model."""
-    return list(student.token_blocks()).index(block_of(path))
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> None:

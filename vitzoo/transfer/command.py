@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitzoo.bench._harness import describe_machine
 from vitzoo.classes import label_names
 from vitzoo.data import Images
 from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.errors import DivergenceError, UserError, is_first_process
+from vitzoo.machine import describe_machine
 from vitzoo.metrics.oversmoothing import token_statistics
 from vitzoo.metrics.speed import measure_throughput
 from vitzoo.mixers import mixer_class

@@ -12,14 +12,8 @@ import torch
 from timm.models._input import update_model_args
 from torch import nn
 
-from vitzoo.transfer.attention import (
-    block_of,
-    blocks_of_teacher,
-    index_of,
-    lost_shared_bias,
-    mixer_paths,
-    put,
-)
+from vitzoo.models._mixer_paths import block_of, index_of
+from vitzoo.transfer.attention import blocks_of_teacher, lost_shared_bias, mixer_paths, put
 from vitzoo.transfer.outputs import output_error, output_gap
 
 if TYPE_CHECKING:

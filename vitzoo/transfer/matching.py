@@ -14,15 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitzoo.transfer.attention import (
-    Call,
-    attention_output,
-    block_of,
-    images_of,
-    index_of,
-    mixer_paths,
-    visit_attention,
-)
+from vitzoo.models._mixer_paths import block_of, index_of
+from vitzoo.transfer.attention import Call, attention_output, images_of, mixer_paths, visit_attention
 from vitzoo.transfer.descent import StepBatches, descend
 from vitzoo.transfer.outputs import Outputs, compare, widest_dtype
 

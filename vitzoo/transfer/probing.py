@@ -10,17 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitzoo.models._final_tokens import channels_last
+from vitzoo.models._mixer_paths import block_of, index_of
 from vitzoo.models.swap import swap_mixer, without_warnings
-from vitzoo.transfer.attention import (
-    Call,
-    attention_output,
-    block_of,
-    blocks_of_teacher,
-    images_of,
-    index_of,
-    mixer_paths,
-    visit_attention,
-)
+from vitzoo.transfer.attention import Call, attention_output, blocks_of_teacher, images_of, mixer_paths, visit_attention
 from vitzoo.transfer.outputs import cosine_of_tokens, has_head
 
 

@@ -1,0 +1,22 @@
+"""Arguments that users pass: which ones a class takes, and whole numbers of any library."""
+
+import inspect
+
+
+def constructor_arguments(cls: type) -> set[str]:
+    """The arguments that a class takes, itself or by passing them on to its parents."""
+    accepted: set[str] = set()
+    for base in cls.__mro__:
+        if '__init__' not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)['__init__']).parameters
+        accepted |= parameters.keys()
+        # only **kwargs can pass an argument on to the parent class
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return accepted
+
+
+def is_whole(value: object) -> bool:
+    """Return True for a whole number, of Python or another library; True and False are none."""
+    return hasattr(value, '__index__') and not isinstance(value, bool)

@@ -1,0 +1,45 @@
+"""The machine that a measurement depends on: its hardware, its load and the versions of its software."""
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import timm
+import torch
+
+from vitzoo.metrics.speed import is_busy, system_load
+
+
+def describe_machine(device: torch.device) -> dict:
+    """Hardware, load and versions that a measurement depends on, as columns of a results file."""
+    return dict(
+        cpu=f'{_cpu_name()}, {os.cpu_count()} cores',
+        threads=torch.get_num_threads(),
+        gpu=torch.cuda.get_device_name(device) if device.type == 'cuda' else None,
+        load=system_load(),
+        torch=torch.__version__,
+        timm=timm.__version__,
+        python=platform.python_version(),
+    )
+
+
+def format_machine(machine: dict) -> str:
+    """One line on the machine and the versions."""
+    device = machine['gpu'] or f'{machine["cpu"]}, {machine["threads"]} threads'
+    versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
+    busy = ' (busy machine: the times are unreliable)' if was_busy(machine) else ''
+    load = '' if machine['load'] is None else f'; load {machine["load"]}{busy}'
+    return f'{device}; {versions}{load}'
+
+
+def was_busy(machine: dict) -> bool:
+    """Return True if other programs slowed a measurement on the CPU of a described machine."""
+    cores = re.search(r'(\d+) cores$', machine.get('cpu') or '')
+    return cores is not None and not machine.get('gpu') and is_busy(machine.get('load'), int(cores[1]))
+
+
+def _cpu_name() -> str:
+    info = Path('/proc/cpuinfo')
+    names = [line for line in info.read_text().splitlines() if line.startswith('model name')] if info.exists() else []
+    return names[0].partition(':')[2].strip() if names else platform.processor() or platform.machine()
