@@ -70,8 +70,9 @@ measurements are for a layer of DeiT-Small ({dim} wide, {heads} heads) with defa
 
 * **exponent**: the multiply-accumulates (MACs) of the attention grow as N^exponent from 28 × 28 to 56 × 56 tokens,
   without the linear layers before and after it (`qkv`, `proj`).
-* **MMACs**: these MACs in millions, at 14 × 14 and 56 × 56 tokens. The linear layers add {projections}. Those of
-  `linformer` are for the paper's order of products; as it runs, the whole layer has fewer ([below](#linformer)).
+* **MMACs**: these MACs in millions, at 14 × 14 and 56 × 56 tokens. The linear layers of softmax attention add
+  {projections}, those of {others} another number. Those of `linformer` are for the paper's order of products; as it
+  runs, the whole layer has fewer ([below](#linformer)).
 * **parameters**: difference from the {parameters} of softmax attention, at 14 × 14 tokens.
 * **error**: |out − softmax| / |softmax| of a mixer that approximates softmax attention, on 14 × 14 random tokens whose
   q and k have standard deviation 1 and 3. Random tokens are a hard case: their values average to almost zero, and
@@ -147,6 +148,7 @@ def render(health: dict[str, dict[str, list[float]]]) -> str:
         dim=DIM,
         heads=NUM_HEADS,
         projections=' and '.join(millions(reference.projections[side]) for side in (14, 56)),
+        others=', '.join(f'`{name}`' for name, of in costs.items() if of.projections != reference.projections),
         parameters=f'{reference.parameters:,}',
         cheaper=cheaper(costs),
         needs=needs_table(names),
@@ -337,10 +339,10 @@ def exports_to_onnx() -> dict[str, bool]:
 
 def cheaper(costs: dict[str, Costs]) -> str:
     """A sentence on the number of mixers with fewer MACs than softmax attention."""
-    counts = [sum(of.attention[side] < costs['softmax'].attention[side] for of in costs.values()) for side in (14, 56)]
+    counts = [sum(of.layer(side) < costs['softmax'].layer(side) for of in costs.values()) for side in (14, 56)]
     return (
-        f'Most are designed for many tokens: at 14 × 14, {counts[0]} of the other {len(costs) - 1} have fewer MACs '
-        f'than softmax attention; at 56 × 56, {counts[1]} do.'
+        f'Most are designed for many tokens: with their linear layers, {counts[0]} of the other {len(costs) - 1} have'
+        f' fewer MACs than softmax attention at 14 × 14, and {counts[1]} at 56 × 56.'
     )
 
 

@@ -420,3 +420,19 @@ def test_prefix_tokens_that_cannot_be_found_are_not_counted_as_patches():
     model.blocks[0].register_forward_hook(lambda module, inputs, output: output[:, :-3])
     with pytest.raises(UserError, match='cannot tell the 1 prefix tokens of VisionTransformer from its patches'):
         oversmoothing(model, torch.randn(1, 3, 64, 64))
+
+
+@pytest.mark.parametrize('name', ['resnet10t', 'test_efficientnet'])
+def test_blocks_that_gradient_checkpointing_does_not_call_are_an_error(name):
+    model, images = timm.create_model(name).eval(), torch.randn(2, 3, 64, 64)
+    expected = oversmoothing(model, images)
+    model.set_grad_checkpointing()
+    with pytest.raises(UserError, match='did not call its blocks .*; turn gradient checkpointing off'):
+        oversmoothing(model, images)
+    model.set_grad_checkpointing(False)
+    torch.testing.assert_close(oversmoothing(model, images), expected, equal_nan=True)
+
+
+def test_a_probe_that_saw_no_images_has_no_rows():
+    with OversmoothingProbe(timm.create_model('test_vit')) as probe:
+        assert probe.per_image().shape[0] == 0

@@ -11,8 +11,8 @@ from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.report import write_study_report
 from vitzoo.study.results import ResultColumn, average, collect, merge_records
-from vitzoo.study.retention import find_kept
-from vitzoo.study.tables import format_fronts, format_markdown, format_notes
+from vitzoo.study.retention import KeptAccuracy, find_kept
+from vitzoo.study.tables import format_fronts, format_latex, format_markdown, format_notes
 from vitzoo.study.worker import Worker
 
 EVALUATIONS = dict(clean={}, larger=dict(img_size=160), corrupt=dict(corrupt=True))
@@ -104,20 +104,60 @@ def test_a_mixer_that_is_named_after_its_body_is_found_from_scratch(tmp_path):
     assert [(kept.mixer, kept.scratch, kept.share) for kept in found] == [('aft_conv', 70, 100), ('ls', None, 100)]
 
 
+@pytest.mark.parametrize(
+    ('teacher', 'scratch', 'mixer', 'is_alike'),
+    [
+        ('deit_softmax_nano', 'deit_ls_nano', 'ls', True),
+        ('cvt_13', 'cvt_ls_13', 'ls', True),
+        # ViL with a mixer has it in its first two stages, and AFT-conv has many heads
+        ('vil_softmax_nano', 'vil_ls_nano', 'ls', False),
+        ('aft_softmax_nano', 'aft_conv_nano', 'aft_conv', False),
+    ],
+)
+def test_models_with_the_mixer_elsewhere_or_with_other_heads_are_marked(tmp_path, teacher, scratch, mixer, is_alike):
+    way = dict(train=dict(epochs=1), models=[teacher, scratch])
+    converted = dict(transfer={}, teacher=teacher, teacher_way='scratch', mixers=[mixer])
+    study = read_study(write_study(tmp_path, baseline=teacher, seeds=[0], ways=dict(scratch=way, converted=converted)))
+    rows = collect(study, lambda cell, evaluation: dict(top1=70.0 if cell.model == scratch else 60.0))
+    (kept,) = find_kept(study, [row for row in rows if row.is_converted], rows)
+    assert kept.is_alike is is_alike
+    line = f'| {mixer} | 60.00 | 100.0 | 70.00{"" if is_alike else "*"} | – | – | – |'
+    for text in (format_markdown(study, rows), format_latex(study, rows)):
+        assert ('"*" marks models' in text) is not is_alike
+    assert line in format_markdown(study, rows).splitlines()
+    # only the same mixer is drawn beside it
+    kept_figure = figures(render_study(study, rows, [], []))[f'Mixers in {teacher}']
+    assert (f'from scratch, {mixer}' in kept_figure) is is_alike
+
+
 def test_a_conversion_is_compared_with_the_same_seeds_of_its_teacher(tmp_path):
     way = dict(train=dict(epochs=1), models=['deit_softmax_nano', 'deit_ls_nano'])
     mixers = dict(transfer=dict(steps=2), teacher='deit_softmax_nano', teacher_way='scratch', mixers=['ls'])
     ways = dict(scratch=way, converted=mixers)
     study = read_study(write_study(tmp_path, baseline='deit_softmax_nano', seeds=[0, 1], ways=ways))
     scores = {'deit_softmax_nano': (78.0, 79.0), 'deit_ls_nano': (80.0, 82.0), 'deit_softmax_nano_to_ls': (70.0, None)}
+    transfers = [
+        dict(start=dict(top1=50.0), matched=dict(top1=55.0)),
+        dict(start=dict(top1=60.0), controls=dict(zero=dict(top1=10.0))),
+    ]
 
     def read(cell, evaluation):
         score = scores[cell.model][cell.seed]
-        return None if score is None else dict(top1=score)
+        return None if score is None else dict(top1=score, transfer=transfers[cell.seed])
 
-    rows = collect(study, read)
-    (kept,) = find_kept(study, [row for row in rows if row.is_converted], rows)
+    def find() -> KeptAccuracy:
+        rows = collect(study, read)
+        (kept,) = find_kept(study, [row for row in rows if row.is_converted], rows)
+        return kept
+
+    kept = find()
     assert (kept.teacher, kept.student, kept.scratch) == (78, 70, 80)
+    assert (kept.start, kept.matched, kept.zero) == (50, 55, None)
+    # what one of the seeds lacks has no mean that could be compared
+    scores |= {'deit_ls_nano': (80.0, None), 'deit_softmax_nano_to_ls': (70.0, 72.0)}
+    kept = find()
+    assert (kept.teacher, kept.student, kept.scratch) == (78.5, 71, None)
+    assert (kept.start, kept.matched, kept.zero) == (55, None, None)
 
 
 def test_speeds_of_several_machines_are_not_compared(study):
@@ -127,6 +167,9 @@ def test_speeds_of_several_machines_are_not_compared(study):
     machines = {0: 'a laptop', 1: 'a server', 2: 'a laptop'}
     rows = collect(study, lambda cell, evaluation: read(cell, evaluation) | dict(measured_on=machines[cell.seed]))
     assert all(column in row.doubts and row.machines == {'a laptop', 'a server'} for row in rows)
+    # nor is memory, of a process or of an accelerator
+    memory = ResultColumn('clean', 'peak_memory_mb')
+    assert all((memory in row.doubts) is (memory in row.values) for row in rows) and any(row.values for row in rows)
     page = render_study(study, rows, [], [])
     assert 'top-1 against images/s' not in figures(page) and '<li>a laptop</li><li>a server</li>' in page
 

@@ -76,7 +76,8 @@ def test_the_markdown_table_has_one_column_for_each_number(study):
 
 
 def test_the_table_of_a_conversion_is_followed_by_what_it_keeps(study):
-    transfer = dict(kind='top1', start=dict(top1=50.0), controls=dict(zero=dict(top1=10.0)))
+    stages = dict(start=dict(top1=50.0), matched=dict(top1=70.0))
+    transfer = dict(kind='top1', **stages, controls=dict(zero=dict(top1=10.0)))
 
     def read(cell, evaluation):
         record = cell.record.results(evaluation)
@@ -85,12 +86,14 @@ def test_the_table_of_a_conversion_is_followed_by_what_it_keeps(study):
     parts = format_markdown(study, collect(study, read)).split('\n\n')
     (number,) = [number for number, part in enumerate(parts) if part == '### converted']
     lines = parts[number + 3].splitlines()
-    assert lines[:2] == [
-        '| mixer | converted | % of the teacher | from scratch | before training | without attention |',
-        '| --- | ---: | ---: | ---: | ---: | ---: |',
-    ]
+    headings = ['mixer', 'converted', '% of the teacher', 'from scratch']
+    headings += ['before training', 'after matching', 'without attention']
+    assert lines[:2] == [f'| {" | ".join(headings)} |', '| --- | ---: | ---: | ---: | ---: | ---: | ---: |']
     # 78.9 and 80 of a teacher with 80
-    assert lines[2:] == ['| performer | 80.00 | 100.0 | – | – | – |', '| ls | 78.90 | 98.6 | – | 50.00 | 10.00 |']
+    assert lines[2:] == [
+        '| performer | 80.00 | 100.0 | – | – | – | – |',
+        '| ls | 78.90 | 98.6 | – | 50.00 | 70.00 | 10.00 |',
+    ]
 
 
 def test_image_sizes_have_a_column_if_they_differ(study):

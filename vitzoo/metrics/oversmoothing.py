@@ -217,7 +217,7 @@ class OversmoothingProbe:
         self._functions = {name: MEASURES[name].function for name in self.measures}
         if 'cosine' in self._functions:
             self._functions['cosine'] = partial(mean_cosine, absolute=absolute, include_self=include_self)
-        self._image_size = (0, 0)
+        self._image_size, self._has_images = (0, 0), False
         self._grids = dict.fromkeys(self.blocks.names)
         self._values: dict[tuple[str, str], list[Tensor]] = {name: [] for name in self.names}
 
@@ -239,7 +239,19 @@ class OversmoothingProbe:
         return [(measure, name) for measure in self.measures for name in self.blocks.names]
 
     def per_image(self) -> Tensor:
-        """Return and clear the values since the last call: (images, columns), in the order of the images."""
+        """Return and clear the values since the last call: (images, columns), in the order of the images.
+
+        Raises:
+            UserError: The model has computed blocks without calling them, as some of timm do with gradient
+                checkpointing.
+        """
+        missing = dict.fromkeys(block for (_, block), values in self._values.items() if not values)
+        if missing and self._has_images:
+            raise UserError(
+                f'{type(self.model).__name__} did not call its blocks {", ".join(missing)}; turn gradient checkpointing'
+                f' off by set_grad_checkpointing(False)'
+            )
+        self._has_images = False
         columns = [torch.cat(values) if values else torch.empty(0) for values in self._values.values()]
         self._values = {name: [] for name in self.names}
         return torch.stack(columns, dim=1)
@@ -262,7 +274,7 @@ class OversmoothingProbe:
 
     def _keep_image_size(self, model: nn.Module, args: tuple) -> None:
         H, W = args[0].shape[-2:]
-        self._image_size = (H, W)
+        self._image_size, self._has_images = (H, W), True
 
     @torch.no_grad()
     def _measure_output(self, name: str, block: nn.Module, args: tuple, output: Tensor) -> None:

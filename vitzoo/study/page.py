@@ -198,16 +198,18 @@ def _retention_figures(study: Study, way: list[_Entry], rows: list[Row]) -> list
     # a way has one teacher
     teacher = next(row.baseline[1] for row in of_way if row.baseline is not None)
     names = [kept.mixer for kept in found]
+    # others are not the same mixer in the same place
+    scratch = [kept.scratch if kept.is_alike else None for kept in found]
     columns: dict[str, Sequence[float | None]] = {
         'teacher': [kept.teacher for kept in found],
-        'from scratch': [kept.scratch for kept in found],
+        'from scratch': scratch,
         'converted': [kept.student for kept in found],
     }
     # symbols that no row has
     marks = [(number, name, list(values)) for number, (name, values) in enumerate(columns.items(), start=len(rows))]
     chart = dots(f'{score.metric.title} of mixers in {teacher}', names, marks, score.metric.title)
     head = ['mixer', 'converted', 'from scratch', '% of the teacher']
-    numbers = [[kept.mixer, kept.student, kept.scratch, kept.share] for kept in found]
+    numbers = [[kept.mixer, kept.student, other, kept.share] for kept, other in zip(found, scratch)]
     symbols = [dict(index=number, name=name) for number, name, _ in marks]
     return [figure(f'Mixers in {teacher}', legend(symbols), chart, head, numbers)]
 

@@ -66,7 +66,8 @@ class Row:
         by_seed: What they are estimated from.
         differences: Of the seeds that the baseline also has.
         verdicts: 'better', 'worse' or an empty string.
-        doubts: Columns of speeds that were measured on a busy machine, or on several machines in this way.
+        doubts: Columns of speeds that were measured on a busy machine or in uneven rounds, and of speeds and memory
+            that were measured on several machines in this way.
         rank: Of the mean of the score of `score_column`, among the models of the same way; 0 without it.
         records: The records of the evaluations, means over the seeds.
         machines: On which they were evaluated, where that is known.
@@ -141,7 +142,7 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
                 row.differences[column] = difference
                 row.verdicts[column] = judge(difference, column.metric.sign)
         rows.append(row)
-    _doubt_speeds(rows, found)
+    _doubt_costs(rows, found)
     return _rank(study, rows)
 
 
@@ -291,8 +292,8 @@ def _values(records: dict[str, dict[int, dict]]) -> dict[ResultColumn, dict[int,
     return values
 
 
-def _doubt_speeds(rows: list[Row], found: dict[tuple[str, str], dict[str, dict[int, dict]]]) -> None:
-    """Mark the speeds of a busy machine, and all of an evaluation that was made on several machines."""
+def _doubt_costs(rows: list[Row], found: dict[tuple[str, str], dict[str, dict[int, dict]]]) -> None:
+    """Mark the speeds of a busy machine, and the speeds and memory of an evaluation on several machines."""
     machines: dict[tuple[str, str], set[str | None]] = defaultdict(set)
     for (way, _), evaluations in found.items():
         for evaluation, seeds in evaluations.items():
@@ -300,10 +301,12 @@ def _doubt_speeds(rows: list[Row], found: dict[tuple[str, str], dict[str, dict[i
     for row in rows:
         for evaluation, seeds in found[row.way, row.model].items():
             row.machines |= {record['measured_on'] for record in seeds.values() if record.get('measured_on')}
-            is_busy = any(record.get('speed_doubt') for record in seeds.values())
-            column = ResultColumn(evaluation, 'images_per_second')
-            if column in row.values and (is_busy or len(machines[row.way, evaluation]) > 1):
-                row.doubts.add(column)
+            speed, memory = (ResultColumn(evaluation, key) for key in ('images_per_second', 'peak_memory_mb'))
+            if any(record.get('speed_doubt') for record in seeds.values()):
+                row.doubts.add(speed)
+            if len(machines[row.way, evaluation]) > 1:
+                row.doubts |= {speed, memory}
+            row.doubts &= row.values.keys()
 
 
 def _scalar(value: Any) -> float | None:

@@ -1,9 +1,15 @@
 """Accuracies that conversions keep: of students beside those of their teacher and of the same mixers from scratch."""
 
+import warnings
+from functools import cache
 from statistics import fmean
 from typing import NamedTuple
 
+import timm
+import torch
+
 from vitzoo.data.options import DATA_OPTIONS
+from vitzoo.mixers import TokenMixer, mixer_class
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import ResultColumn, Row, score_column, sides
 
@@ -15,9 +21,11 @@ class KeptAccuracy(NamedTuple):
     """Accuracies of a converted model in percent, means over the seeds that it shares with the other model.
 
     Args:
-        scratch: Of the same mixer trained from scratch in the way of the teacher, if the study has it.
-        start: Of the converted model before any training, if its transfer recorded it.
-        zero: Of the converted and trained model whose attention is set to zero, if its transfer recorded it.
+        scratch: Of the same mixer trained from scratch in the way of the teacher, if the study has it for all seeds.
+        start: Of the converted model before any training, if the transfers recorded it.
+        matched: Of the converted model after the matching of its blocks, if the transfers recorded it.
+        zero: Of the converted and trained model whose attention is set to zero, if the transfers recorded it.
+        is_alike: Whether the model from scratch has the mixer in the same blocks, with as many heads, as the student.
     """
 
     mixer: str
@@ -25,7 +33,9 @@ class KeptAccuracy(NamedTuple):
     student: float
     scratch: float | None
     start: float | None
+    matched: float | None
     zero: float | None
+    is_alike: bool
 
     @property
     def share(self) -> float | None:
@@ -46,18 +56,21 @@ def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccurac
         teacher_way, name = row.baseline
         students = known.get((row.way, row.model), {})
         teachers = known.get(row.baseline, {})
-        scratch = known.get((teacher_way, _same_mixer(name, row.mixer)), {})
-        teacher, student = _mean(teachers, students), _mean(students, teachers)
+        of_scratch = teacher_way, _same_mixer(name, row.mixer)
+        seeds = sorted(students.keys() & teachers.keys())
+        scores = students, teachers, known.get(of_scratch, {})
+        student, teacher, scratch = (_mean(values, seeds) for values in scores)
         if teacher is not None and student is not None:
-            accuracies = teacher, student, _mean(scratch, students)
-            found.append(KeptAccuracy(row.mixer, *accuracies, *_recorded(study, row, score, teachers)))
+            is_alike = scratch is None or _is_alike(of_scratch[1], name, row.mixer)
+            found.append(
+                KeptAccuracy(row.mixer, teacher, student, scratch, *_recorded(study, row, score, seeds), is_alike)
+            )
     return found
 
 
-def _mean(values: dict[int, float], others: dict[int, float]) -> float | None:
-    """The mean over the seeds that others have, too; None if there are none."""
-    shared = [value for seed, value in values.items() if seed in others]
-    return fmean(shared) if shared else None
+def _mean(values: dict[int, float], seeds: list[int]) -> float | None:
+    """The mean over some seeds; None if there are none, or if one has no value."""
+    return fmean(values[seed] for seed in seeds) if seeds and all(seed in values for seed in seeds) else None
 
 
 def _same_mixer(teacher: str, mixer: str) -> str:
@@ -67,18 +80,37 @@ def _same_mixer(teacher: str, mixer: str) -> str:
     return f'{mixer}_{size}' if mixer.startswith(f'{body}_') else f'{body}_{mixer}_{size}'
 
 
-def _recorded(
-    study: Study, row: Row, score: ResultColumn, teachers: dict[int, float]
-) -> tuple[float | None, float | None]:
-    """Accuracies before training and without attention, if the transfer measured them on the inputs of the score."""
+def _is_alike(scratch: str, teacher: str, mixer: str) -> bool:
+    """Return True if a model has the layers of a teacher whose attention is replaced by a mixer."""
+    return _layers(scratch) == [(mixer_class(mixer), num_heads) for _, num_heads in _layers(teacher)]
+
+
+@cache
+def _layers(name: str) -> list[tuple[type, int]]:
+    """The kind and the number of heads of each mixer of a model."""
+    with torch.device('meta'), warnings.catch_warnings():
+        # those on its options come up where it is trained
+        warnings.simplefilter('ignore')
+        model = timm.create_model(name)
+    return [(type(mixer), mixer.num_heads) for mixer in model.modules() if isinstance(mixer, TokenMixer)]
+
+
+def _recorded(study: Study, row: Row, score: ResultColumn, seeds: list[int]) -> list[float | None]:
+    """Accuracies before training, after matching and without attention, if all transfers measured them.
+
+    Only on the inputs of the score.
+    """
     cell = next(cell for cell in study.cells if (cell.way, cell.model) == (row.way, row.model))
-    if not _has_inputs(cell, study.evaluations[score.evaluation]):
-        return None, None
-    shared = [found for seed, found in row.transfers.items() if seed in teachers and seed in row.by_seed[score]]
-    starts = [found.get('start', {}).get(score.key) for found in shared]
-    zeros = [found.get('controls', {}).get('zero', {}).get(score.key) for found in shared]
-    start, zero = ([value for value in values if value is not None] for values in (starts, zeros))
-    return fmean(start) if start else None, fmean(zero) if zero else None
+    transfers = row.transfers if _has_inputs(cell, study.evaluations[score.evaluation]) else {}
+    by_stage: dict[str, dict[int, dict]] = {
+        stage: {seed: transfer.get(stage) or {} for seed, transfer in transfers.items()}
+        for stage in ('start', 'matched', 'controls')
+    }
+    zeros = {seed: controls.get('zero', {}) for seed, controls in by_stage['controls'].items()}
+    return [
+        _mean({seed: scores[score.key] for seed, scores in found.items() if score.key in scores}, seeds)
+        for found in (by_stage['start'], by_stage['matched'], zeros)
+    ]
 
 
 def _has_inputs(cell: StudyCell, evaluation: dict) -> bool:

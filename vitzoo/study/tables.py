@@ -37,7 +37,10 @@ CELL_COLUMNS = (
 )
 # columns of text, which are aligned at the left
 _TEXTS = ('model', 'mixer')
-_RETENTION = ('mixer', 'converted', '% of the teacher', 'from scratch', 'before training', 'without attention')
+_RETENTION = (
+    *('mixer', 'converted', '% of the teacher', 'from scratch'),
+    *('before training', 'after matching', 'without attention'),
+)
 _ESCAPES = {character: f'\\{character}' for character in '&%$#_{}'} | {'~': r'\textasciitilde{}', '±': r'$\pm$'}
 
 
@@ -59,6 +62,7 @@ def format_ways(study: Study, rows: list[Row]) -> list[str]:
     for way in by_way(rows):
         table, *kept = (_to_markdown(*grid) for grid in _grids(study, way, rows))
         parts += [f'### {way[0].way}\n\n{table}', *format_fronts(study, way, rows), *kept]
+        parts += _retention_notes(study, way, rows)
     return parts
 
 
@@ -71,6 +75,7 @@ def format_latex(study: Study, rows: list[Row]) -> str:
             columns = ''.join('l' if heading in _TEXTS else 'r' for heading in headings)
             body = '\n'.join([r'\toprule', first, r'\midrule', *others, r'\bottomrule'])
             parts.append(f'% {way[0].way}\n\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}')
+        parts += [f'% {note}' for note in _retention_notes(study, way, rows)]
     notes = [f'{count_finished(study)}.', *format_notes(study, rows)]
     return '\n\n'.join([*parts, *(f'% {note}' for note in notes)])
 
@@ -85,9 +90,19 @@ def _grids(study: Study, way: list[Row], rows: list[Row]) -> Iterator[tuple[list
 
 
 def _retention_line(kept: KeptAccuracy) -> list[str]:
-    scores = (kept.student, kept.scratch, kept.start, kept.zero)
-    student, *others = ('–' if score is None else f'{score:.2f}' for score in scores)
-    return [kept.mixer, student, '–' if kept.share is None else f'{kept.share:.1f}', *others]
+    scores = (kept.student, kept.scratch, kept.start, kept.matched, kept.zero)
+    student, scratch, *others = ('–' if score is None else f'{score:.2f}' for score in scores)
+    share = '–' if kept.share is None else f'{kept.share:.1f}'
+    return [kept.mixer, student, share, scratch if kept.is_alike else f'{scratch}*', *others]
+
+
+def _retention_notes(study: Study, way: list[Row], rows: list[Row]) -> list[str]:
+    """The meaning of the marks of a way's table of what conversions keep."""
+    if all(kept.is_alike for kept in find_kept(study, way, rows)):
+        return []
+    return [
+        '"*" marks models that have the mixer in other blocks, or with other numbers of heads, than the converted one.'
+    ]
 
 
 def _to_markdown(headings: list[str], lines: list[list[str]]) -> str:
@@ -306,7 +321,10 @@ def format_notes(study: Study, rows: list[Row]) -> list[str]:
             f' another name repeats it for all models.'
         )
     if any(row.doubts for row in rows):
-        notes.append('? marks speeds that were measured on a busy machine, or on several machines.')
+        notes.append(
+            '? marks speeds that were measured on a busy machine or in uneven rounds, and speeds and memory that were'
+            ' measured on several machines.'
+        )
     return notes
 
 
