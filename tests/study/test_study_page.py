@@ -153,7 +153,7 @@ def test_a_conversion_is_compared_with_the_same_seeds_of_its_teacher(tmp_path):
     kept = find()
     assert (kept.teacher, kept.student, kept.scratch) == (78, 70, 80)
     assert (kept.start, kept.matched, kept.zero) == (50, 55, None)
-    # what one of the seeds lacks has no mean that could be compared
+    # a mean of other seeds could not be compared
     scores |= {'deit_ls_nano': (80.0, None), 'deit_softmax_nano_to_ls': (70.0, 72.0)}
     kept = find()
     assert (kept.teacher, kept.student, kept.scratch) == (78.5, 71, None)

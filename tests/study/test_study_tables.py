@@ -200,7 +200,7 @@ def test_latex_is_escaped(study):
     text = format_latex(study, collect(study))
     assert r'deit\_ls\_nano & 3 & 83.10 $\pm$ 2.73 & +2.10 $\pm$ 0.25 better' in text
     # three ways, and what the conversions of the third keep
-    assert text.count(r'\begin{tabular}{rl') == 3 and text.count(r'\begin{tabular}{lrrrrr}') == 1
+    assert text.count(r'\begin{tabular}{rl') == 3 and text.count(r'\begin{tabular}{lrrrrrr}') == 1
     assert text.count(r'\end{tabular}') == 4
     assert r'mixer & converted & \% of the teacher' in text and r'ls & 78.90 & 98.6 & – & – & –' in text
     assert r'top-1 \%' in text
