@@ -409,7 +409,7 @@ def _with_images(names: list[str], reader: LabelledReader) -> list[str]:
 
 
 def _advise_on_unknown(classes: list[str]) -> str:
-    """What to do about classes that are not those of the training, which may be the splits of divided data."""
+    """Advice on classes that are not those of the training, which may be the splits of divided data."""
     if not all(any(match_split([name], split) for split in SPLIT_NAMES) for name in classes):
         return 'Rename or remove it, or add training images'
     return (

@@ -81,7 +81,7 @@ class TorchReader(LabelledReader):
     @cached_property
     def labels(self) -> list[int]:  # type: ignore[override]
         """The label of each image; decodes all images if the dataset does not list its targets."""
-        targets = getattr(self.dataset, 'targets', None)
+        targets: Any = getattr(self.dataset, 'targets', None)
         if targets is None:
             targets = [label for _, label in self.dataset]
         # after its label, QMNIST says who wrote a digit, and on which form
@@ -118,7 +118,7 @@ def _create(data_dir: str, split: str) -> Any:
             f"the dataset '{data_dir}' is a stream, but images are read in random order; unpack it into class folders"
         )
     if getattr(dataset, 'loader', None) is default_loader:
-        # which clips 16-bit grey and shows what is below transparent pixels
+        # converting to RGB there would clip 16-bit grey, and show the colors below transparent pixels
         dataset.loader = _open_image
     return dataset
 
