@@ -73,6 +73,7 @@ def test_a_class_map_lists_names_in_label_order(tmp_path, name, content, expecte
         ('a.csv', b'', 'must be a .txt, .json or .pkl file'),
         ('a.txt', None, 'cannot read the class map .*No such file'),
         ('a.txt', b'', 'must map names of classes to labels'),
+        ('a.txt', b'ant\ncrane\nbee\n crane\n', "several lines are 'crane'; leave one of them"),
         ('a.json', b'{"a": 0', 'cannot read the class map'),
         ('a.json', b'["a"]', 'must map names of classes to labels'),
         ('a.json', b'{"a": true}', 'must map names of classes to labels'),
@@ -105,6 +106,24 @@ def test_labels_are_those_of_the_map(names, labels, new_labels, left_out):
     kept = [i for i, label in enumerate(labels) if isinstance(label, list) or names[label] not in left_out]
     assert [reader[i][0] for i in range(len(reader))] == [f'image {i}' for i in kept]
     assert reader.filenames() == [f'{i}.jpg' for i in kept]
+
+
+def test_a_class_of_the_map_may_have_its_own_name_in_the_data():
+    renamed = {'n1': 'dog', 'n2': 'cat'}
+    reader = ClassMapReader(FewImages(['cat', 'cow', 'dog', 'n1'], [0, 1, 2, 3]), renamed)
+    assert (reader.class_names, reader.labels, reader.left_out) == (['dog', 'cat'], [1, 0, 0], ['cow'])
+    # unless the map gives this name to another class
+    swapped = {'cat': 'dog', 'dog': 'cat'}
+    assert ClassMapReader(FewImages(['cat', 'dog'], [0, 1]), swapped).labels == [0, 1]
+    assert ClassMapReader(FewImages(['7', '5'], [[0], [1, 0]]), {'n1': '5', 'n2': '7'}).labels == [[1], [0, 1]]
+
+
+@pytest.mark.parametrize('labels', [[0, 0], [[0], []]])
+def test_classes_without_images_do_not_count(labels):
+    reader = ClassMapReader(FewImages(['cat', 'dog', 'cow'], labels), {'cat': 'cat'})
+    assert reader.left_out == []
+    with pytest.raises(UserError, match='none of the classes of photos \\(cat, …\\) is in the class map \\(dog, …\\)'):
+        ClassMapReader(FewImages(['cat', 'dog'], labels), {'dog': 'dog'})
 
 
 def test_a_map_without_any_class_of_the_data_gets_one_sentence():

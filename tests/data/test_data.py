@@ -15,11 +15,13 @@ import yaml
 from PIL import Image, ImageColor
 from timm.data import create_transform
 from torch.utils.data import DataLoader
-from torchvision.datasets import FakeData
+from torchvision.datasets import QMNIST, FakeData
+from torchvision.datasets.folder import default_loader
 
 from vitzoo.data import eval_loader, eval_transform, open_dataset, resolve_data_config, train_loader, train_transform
 from vitzoo.data.dataset import Images
 from vitzoo.data.decode import read_rgb
+from vitzoo.data.held_out import hash_file
 from vitzoo.data.loader import EvalBatches, TrainBatches
 from vitzoo.data.third_party import TorchReader
 from vitzoo.data.transforms import PIPELINES, Albumentations
@@ -254,6 +256,54 @@ def test_a_torchvision_dataset_reads_like_a_folder():
     assert dataset.class_names == ['0', '1', '2']
     assert dataset[0][0].size == (8, 8)
     assert {dataset[i][1] for i in range(12)} <= {0, 1, 2}
+
+
+def test_the_classes_of_torchvisions_imagenet_are_wordnet_ids(tmp_path):
+    words = {'n02012849': ('crane',), 'n03126707': ('crane',), 'n01440764': ('tench', 'Tinca tinca')}
+    torch.save((words, []), tmp_path / 'meta.bin')
+    for wnid in words:
+        save(tmp_path / 'val' / wnid / '0.png', colour('red'))
+    dataset = open_dataset(f'torch/imagenet:{tmp_path}', 'val')
+    assert dataset.class_names == sorted(words) and dataset.targets == [0, 1, 2]
+
+
+def test_two_classes_of_one_name_get_one_sentence():
+    dataset = SimpleNamespace(classes=['crane', 'tench', 'crane'], targets=[0, 1, 2])
+    with pytest.raises(UserError, match="birds has several classes called 'crane'; give them different names"):
+        Images(TorchReader(dataset, 'birds'))
+
+
+def test_of_several_targets_of_a_torchvision_dataset_the_first_is_the_label():
+    dataset = QMNIST.__new__(QMNIST)
+    dataset.targets = torch.arange(16).reshape(2, 8)
+    assert Images(TorchReader(dataset, 'torch/qmnist')).targets == [0, 8]
+
+
+@pytest.mark.parametrize('name', ['image_folder', 'folder'])
+def test_torchvisions_folders_are_decoded_like_ours(tmp_path, name):
+    images = {
+        'deep.png': Image.fromarray((RAMP * 65535).astype(np.uint16)),
+        'clear.png': Image.new('RGBA', (8, 8), (10, 20, 30, 0)),
+        'noise.jpg': Image.effect_noise((64, 64), 50),
+    }
+    for file, image in images.items():
+        save(tmp_path / 'ant' / file, image)
+    for transform in (None, train_transform(make_recipe(dict(no_aug=True)), DATA_CONFIG)):
+        ours = open_dataset(str(tmp_path), 'val', transform)
+        theirs = open_dataset(f'torch/{name}:{tmp_path}', 'val', transform)
+        for (image, _), (other, _) in zip(ours, theirs, strict=True):
+            assert np.array_equal(image, other)
+    # data without splits is divided
+    sizes = [len(open_dataset(f'torch/{name}:{tmp_path}', split, val_fraction=0.4)) for split in ('train', 'val')]
+    assert sizes == [2, 1]
+
+
+def test_torchvisions_folders_have_the_hashes_of_held_out_images_that_they_had(tmp_path):
+    paths = [save(tmp_path / 'ant' / f'{i}.png', Image.effect_noise((16, 16), 50)) for i in range(2)]
+    reader = open_dataset(f'torch/image_folder:{tmp_path}', 'val').reader
+    assert hash_file(reader, 0) == hashlib.sha256(default_loader(paths[0]).tobytes()).hexdigest()
+    paths[1].write_bytes(paths[1].read_bytes()[:100])
+    assert hash_file(reader, 1) == ''
 
 
 def test_the_fingerprint_of_files_is_of_their_names_and_of_indices_also_of_their_dataset(images):

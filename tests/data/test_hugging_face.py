@@ -97,8 +97,14 @@ def test_images_may_have_several_labels(hub, feature):
     dataset = open_dataset('hfds/me/pets', 'train', multi_label=True)
     assert (dataset.class_names, dataset.targets) == (['cat', 'dog'], [[0], [], [1, 0]])
     assert dataset[2][1].tolist() == [1, 1]
-    with pytest.raises(UserError, match='has several labels per image; add --multi-label'):
+    with pytest.raises(UserError, match='has several labels per image; add --multi-label, or take a model that was'):
         open_dataset('hfds/me/pets', 'train')
+    hub(dict(img=ImageFeature(), label=feature), train=labels([], []))
+    with pytest.raises(UserError, match='train.* gives no image a label; add labels, or choose another column'):
+        open_dataset('hfds/me/pets', 'train', multi_label=True)
+    hub(CIFAR, train=labels(0))
+    with pytest.raises(UserError, match='one label per image; remove --multi-label, or take a model that was trained'):
+        open_dataset('hfds/me/pets', 'train', multi_label=True)
 
 
 def test_options_choose_splits_columns_and_the_subset(hub):
@@ -125,6 +131,7 @@ TWO_IMAGES = dict(left=ImageFeature(), right=ImageFeature(), label=ClassLabel('a
         (CIFAR, labels(0), dict(train_split='trian'), 'Unknown split "trian"'),
         (CIFAR, labels(0), dict(train_split='.'), "has named splits, not '.'; remove --train-split"),
         (CIFAR, labels(0, -1), {}, 'row 1 of hfds/me/pets \\(train\\) has the label -1, which is not a class'),
+        (CIFAR, [], {}, 'hfds/me/pets \\(train\\) contains no images; choose another split, or add some'),
         (dict(img=ImageFeature(), label='int64'), labels(1, None), {}, 'row 1 .* has the label None'),
         (dict(img=ImageFeature(), label='float32'), labels(0.5), {}, 'has values such as 0.5, which are not classes'),
     ],

@@ -16,7 +16,7 @@ from PIL import Image
 
 from vitzoo.data import archives, eval_loader, open_dataset
 from vitzoo.data.archives import open_archive
-from vitzoo.data.dataset import Splits
+from vitzoo.data.dataset import Splits, merge_options
 from vitzoo.data.held_out import Subset, find_held_out, hold_out, write_held_out
 from vitzoo.data.layout import common_folder, match_split
 from vitzoo.data.options import DataOptions
@@ -297,6 +297,16 @@ def test_names_of_splits_that_contradict_each_other_get_one_sentence(options, se
         DataOptions(**options)
 
 
+def test_splits_that_an_option_takes_for_classes_get_one_sentence(tmp_path):
+    data_dir, options = write('folder', tmp_path, PARTS), DataOptions(train_split='.')
+    sentence = "the class 'train' .and 1 more. of .* is not one of .* If it is a split, give --val-split val, because a"
+    with pytest.raises(UserError, match=sentence):
+        open_dataset(data_dir, 'val', class_to_idx={'cat': 0, 'dog': 1}, options=options)
+    # as `vitzoo validate` merges it with what a run recorded
+    merged = merge_options(DataOptions(val_split='val'), dict(train_split='.', data_dir=data_dir), data_dir)
+    assert len(open_dataset(data_dir, 'val', class_to_idx={'cat': 0, 'dog': 1}, options=merged)) == 2
+
+
 @pytest.mark.parametrize('kind', ['folder', 'tar', 'zip'])
 def test_splits_have_the_names_in_the_options(tmp_path, kind):
     names = ('day/a/1.png', 'day/b/1.png', 'night/a/2.png', 'val/b/3.png')
@@ -428,6 +438,14 @@ def test_shards_in_folders_of_parts_take_their_class_names_from_a_file(tmp_path)
     assert dataset.class_names == ['tench', 'goldfish', 'bee']
     assert dataset.targets == [2, 0]
     assert open_dataset(f'wds/{tmp_path}', 'val').targets == [2]
+
+
+def test_a_class_in_the_file_of_names_without_images_is_not_unknown(tmp_path):
+    data_dir = make_shards(tmp_path, dict(val=['2', '1']))
+    (tmp_path / 'classnames.txt').write_text('purple\nred\ngreen\n')
+    assert open_dataset(data_dir, 'val', class_to_idx={'green': 0, 'red': 1}).targets == [0, 1]
+    with pytest.raises(UserError, match="the class 'green' of .* is not one of the 1 training classes"):
+        open_dataset(data_dir, 'val', class_to_idx={'red': 0})
 
 
 @pytest.mark.parametrize('place', ['{}-{}.tar', 'test-set-{}-{}.tar', '{}/{}.tar'])
@@ -711,7 +729,7 @@ def test_of_several_labels_the_rarest_decides_what_is_held_out(tmp_path):
 @pytest.mark.parametrize(
     ('content', 'sentence'),
     [
-        (None, "multi_label needs '.*labels.csv', a table with the columns file and labels"),
+        (None, "or a run that was trained with it, needs '.*labels.csv', a table with the columns file and labels"),
         (b'name,tags\na.png,x\n', 'has the columns name, tags, but needs file and labels'),
         (b'', 'needs file and labels'),
         (table(a='x', b='y'), "lists 'b.png', which does not exist"),
@@ -732,7 +750,7 @@ def test_a_label_that_was_not_trained_on_is_named(tmp_path):
 
 
 def test_only_files_have_a_table_of_labels():
-    with pytest.raises(UserError, match='multi_label reads labels.csv from a folder'):
+    with pytest.raises(UserError, match='or a run that was trained with it, reads labels.csv from a folder'):
         open_dataset('torch/cifar10', 'train', multi_label=True)
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
-from vitzoo.data import train_transform
+from vitzoo.data import Normalize, eval_transform, train_transform
 from vitzoo.data.decode import read_rgb
 from vitzoo.data.loader import seed_everything
 from vitzoo.errors import UserError
@@ -84,6 +84,14 @@ def count(values: dict, is_changed) -> int:
         seed_everything(seed)
         changed += bool(is_changed(before, transform(image)))
     return changed
+
+
+def test_training_and_evaluation_make_the_same_grey_of_a_color():
+    config = dict(CONFIG, input_size=(1, 256, 256), mean=(0.5,), std=(0.5,), crop_pct=1.0)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8))
+    grey = train_transform(make_recipe(dict(no_aug=True)), config)(image)
+    assert torch.equal(grey[0], torch.from_numpy(np.array(image.convert('L'))))
+    torch.testing.assert_close(Normalize(config)(grey), eval_transform(config)(image))
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,14 @@ def plant_deep(root):
     return ['train/ant/deep.png', 'val/bee/float.tif']
 
 
+def plant_dark(root):
+    grey = np.asarray(picture('dark').convert('L'))
+    # the range of 8 bits, and of a camera's 12
+    save(root / 'train' / 'ant' / 'dark.tif', Image.fromarray(grey.astype(np.int32)))
+    save(root / 'val' / 'bee' / 'camera.png', Image.fromarray(grey.T.astype(np.uint16) * 16))
+    return ['train/ant/dark.tif', 'val/bee/camera.png']
+
+
 def plant_cmyk(root):
     save(root / 'train' / 'cat' / 'print.jpg', picture('print').convert('CMYK'))
     return ['train/cat/print.jpg']
@@ -300,6 +308,12 @@ def test_what_nobody_divided_is_examined_too(tmp_path):
         'single-image': ['cat'],
         'outside-class': ['stray.png'],
     }
+    (tmp_path / 'bee' / '0.png').write_bytes(b'')
+    data_dirs = [tmp_path, pack('tar', tmp_path, tmp_path.parent / 'photos.tar'), f'torch/image_folder:{tmp_path}']
+    names = ['bee/0.png', 'bee/0.png', '00000003']
+    assert [found(data_dir)['unreadable'] for data_dir in data_dirs] == [
+        [f'{name} (not an image, or empty)'] for name in names
+    ]
 
 
 def test_doctor_reads_the_data_with_the_options_of_train(tmp_path):
@@ -339,6 +353,25 @@ def test_images_with_several_labels_are_examined_by_their_table(tmp_path):
         'unlisted': ['train/x/new.png'],
         'missing-in-train': ['cat'],
         'missing-in-val': ['sea'],
+    }
+
+
+def test_copies_with_the_same_labels_in_another_order_are_copies(tmp_path):
+    save_new(tmp_path, 'a.png', 'b.png', 'c.png')
+    for name in ('same.png', 'unclear.png'):
+        shutil.copy(tmp_path / 'a.png', tmp_path / name)
+    table = 'file,labels\na.png,sea;dog\nb.png,dog\nc.png,sea\nsame.png,dog;sea\n'
+    (tmp_path / 'labels.csv').write_text(table)
+    assert found(tmp_path, '--multi-label')['copies-within'] == ['a.png = same.png']
+    (tmp_path / 'labels.csv').write_text(f'{table}unclear.png,dog\n')
+    assert found(tmp_path, '--multi-label')['unclear-class'] == ['a.png = same.png = unclear.png']
+
+
+def test_torchvisions_folders_are_examined_as_they_are_decoded(clean):
+    PLANTS['deep'](clean), PLANTS['transparent'](clean)
+    assert found(f'torch/image_folder:{clean}') == {
+        'deep': ['train/00000004', 'val/00000004'],
+        'transparent': ['train/00000013'],
     }
 
 

@@ -329,7 +329,7 @@ def test_multi_label_images_can_be_held_out(multi_label, tmp_path):
     [
         ('--balance sampler', 'balance: sampler needs one class per image'),
         ('--num-classes 4', 'num_classes is 4, but .* has 3 classes'),
-        ('--data-dir sample', "multi_label needs '.*labels.csv'"),
+        ('--data-dir sample', "--multi-label, .* needs '.*labels.csv'"),
         ('--kd-model-name resnet18', 'does not work with multi_label'),
     ],
 )

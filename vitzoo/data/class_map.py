@@ -2,6 +2,8 @@
 
 import json
 import pickle
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from vitzoo.errors import UserError
 class ClassMapReader(LabelledReader):
     """A reader with the classes of a class map; images of other classes are left out, as are other labels of an image.
 
-    If all classes of the reader are whole numbers that the map does not contain, they are positions in the map.
+    A class of the map that the map does not rename has its own name in the data, too. If all classes of the reader are
+    whole numbers that the map does not contain, they are positions in the map. Classes without images do not count.
 
     Attributes:
         left_out: The names of the classes that are not in the map.
@@ -30,18 +33,20 @@ class ClassMapReader(LabelledReader):
         self.source = reader.source
         self.class_map, self.class_names = class_map, list(dict.fromkeys(class_map.values()))
         label_of = {name: label for label, name in enumerate(self.class_names)}
-        if not set(reader.class_names) & set(class_map) and all(map(str.isdecimal, reader.class_names)):
-            new = {i: int(name) for i, name in enumerate(reader.class_names) if int(name) < len(self.class_names)}
+        label_of |= {name: label_of[new_name] for name, new_name in class_map.items()}
+        labels = reader.labels
+        present = set(chain.from_iterable(labels) if self.is_multi_label else labels)
+        names = {i: name for i, name in enumerate(reader.class_names) if i in present}
+        if label_of.keys().isdisjoint(names.values()) and all(map(str.isdecimal, names.values())):
+            new = {i: int(name) for i, name in names.items() if int(name) < len(self.class_names)}
         else:
-            names = enumerate(reader.class_names)
-            new = {i: label_of[class_map[name]] for i, name in names if name in class_map}
+            new = {i: label_of[name] for i, name in names.items() if name in label_of}
         if not new:
             raise UserError(
-                f'none of the classes of {reader.root} ({", ".join(reader.class_names[:3])}, …) is in the class map'
+                f'none of the classes of {reader.root} ({", ".join([*names.values()][:3])}, …) is in the class map'
                 f' ({", ".join(list(class_map)[:3])}, …)'
             )
-        self.left_out = [name for i, name in enumerate(reader.class_names) if i not in new]
-        labels = reader.labels
+        self.left_out = [name for i, name in names.items() if i not in new]
         self.indices = [i for i, label in enumerate(labels) if self.is_multi_label or label in new]
         self.labels = [_relabel(labels[i], new) for i in self.indices]
 
@@ -72,8 +77,7 @@ def read_class_map(source: str | dict[str, str]) -> dict[str, str]:
         raise UserError(f"the class map '{source}' must be a .txt, .json or .pkl file")
     try:
         if suffix == '.txt':
-            lines = Path(source).expanduser().read_text(encoding='utf-8-sig').splitlines()
-            content = {name: label for label, name in enumerate(filter(None, map(str.strip, lines)))}
+            content = _number_lines(Path(source).expanduser().read_text(encoding='utf-8-sig').splitlines())
         elif suffix == '.json':
             content = json.loads(Path(source).expanduser().read_text(encoding='utf-8'))
         else:
@@ -81,6 +85,14 @@ def read_class_map(source: str | dict[str, str]) -> dict[str, str]:
     except (OSError, AssertionError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"cannot read the class map '{source}': {getattr(error, 'strerror', None) or error}") from error
     return _to_names(source, content)
+
+
+def _number_lines(lines: list[str]) -> dict[str, int]:
+    names = list(filter(None, map(str.strip, lines)))
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(f"several lines are '{repeated[0]}'; leave one of them")
+    return {name: label for label, name in enumerate(names)}
 
 
 def _to_names(source: str, content: Any) -> dict[str, str]:

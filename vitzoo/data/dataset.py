@@ -1,9 +1,11 @@
 """Labelled images from folders, tar and zip files, WebDataset shards, torchvision and Hugging Face."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 from timm.data import MultiLabelTarget
@@ -28,7 +30,7 @@ from vitzoo.data.layout import (
     match_split,
     split_names,
 )
-from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
+from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, UNDIVIDED, DataOptions
 from vitzoo.data.reader import LabelledReader
 from vitzoo.data.third_party import check_options, find_third_party
 from vitzoo.errors import NoClassesError, UserError, did_you_mean
@@ -73,8 +75,8 @@ def open_dataset(
         options: The names of splits, columns and classes, if they are not the usual ones.
 
     Raises:
-        UserError: The data does not exist, contains no images, or has a class that is not in `class_to_idx`. On
-            indexing: an image cannot be read.
+        UserError: The data does not exist, contains no images, or has images of a class that is not in `class_to_idx`.
+            On indexing: an image cannot be read.
     """
     splits = Splits(data_dir, multi_label, options)
     reader, known = splits.open(split, or_train=bool(val_fraction or held_out)), None
@@ -129,8 +131,16 @@ class Splits:
     @property
     def has_val(self) -> bool:
         """True if the data has a validation split of its own."""
-        val = self._find('val')
-        return val is not None and not val.is_whole
+        return self._has('val')
+
+    @property
+    def is_divided(self) -> bool:
+        """True if the data has splits."""
+        return any(map(self._has, SPLIT_NAMES))
+
+    def _has(self, split: str) -> bool:
+        found = self._find(split)
+        return found is not None and not found.is_whole
 
     def open(self, split: str, *, or_train: bool = False) -> LabelledReader:
         """Index the images of a split; data that is not divided into splits is used whole.
@@ -140,7 +150,7 @@ class Splits:
             or_train: If there is no such split, use the training images.
 
         Raises:
-            UserError: There is no such split, or it contains no images.
+            UserError: There is no such split, or it contains no images, or none with a label.
         """
         found = self._find(split)
         if found is None and or_train:
@@ -152,9 +162,16 @@ class Splits:
                 f'the images of each class into one'
             )
         reader = found.open()
+        if not len(reader):
+            raise UserError(f'{reader.root} contains no images; choose another split, or add some')
         if self.multi_label is not None and reader.is_multi_label != self.multi_label:
-            has, flag = ('several labels', 'add') if reader.is_multi_label else ('one label', 'remove')
-            raise UserError(f'{reader.root} has {has} per image; {flag} --multi-label')
+            if reader.is_multi_label:
+                advice = 'several labels per image; add --multi-label, or take a model that was trained with it'
+            else:
+                advice = 'one label per image; remove --multi-label, or take a model that was trained without it'
+            raise UserError(f'{reader.root} has {advice}')
+        if reader.is_multi_label and not any(reader.labels):
+            raise UserError(f'{reader.root} gives no image a label; add labels, or choose another column')
         return reader if self.class_map is None else ClassMapReader(reader, self.class_map)
 
 
@@ -172,19 +189,24 @@ class Images(Dataset):
         self, reader: LabelledReader, transform: Callable | None = None, class_to_idx: dict[str, int] | None = None
     ) -> None:
         self.reader, self.transform = reader, transform
+        repeated = [name for name, count in Counter(reader.class_names).items() if count > 1]
+        if repeated:
+            raise UserError(f"{self.root} has several classes called '{repeated[0]}'; give them different names")
         class_to_idx = class_to_idx or {name: label for label, name in enumerate(reader.class_names)}
         self.is_multi_label = reader.is_multi_label
-        unknown = [name for name in reader.class_names if name not in class_to_idx]
+        others = [name for name in reader.class_names if name not in class_to_idx]
+        # the data may list classes without images
+        unknown = _with_images(others, reader) if others else []
         if unknown:
             more = f' (and {len(unknown) - 1} more)' if unknown[1:] else ''
             raise UserError(
                 f"the {'label' if self.is_multi_label else 'class'} '{unknown[0]}'{more} of {self.root} is not"
                 f' one of the {len(class_to_idx)} training classes{did_you_mean(unknown[0], class_to_idx) or "."}'
-                f' Rename or remove it, or add training images'
+                f' {_advise_on_unknown(others)}'
             )
         self.class_names = sorted(class_to_idx, key=class_to_idx.__getitem__)
-        # maps the reader's class indices to ours
-        self.labels = [class_to_idx[name] for name in reader.class_names]
+        # maps the reader's class indices to ours; those of unknown classes do not occur
+        self.labels = [class_to_idx.get(name, -1) for name in reader.class_names]
         self.to_multi_hot = MultiLabelTarget(len(class_to_idx)) if self.is_multi_label else None
 
     @property
@@ -294,7 +316,10 @@ def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions)
     scheme = _scheme(data_dir)
     if scheme:
         if multi_label and scheme != 'hfds':
-            raise UserError(f"multi_label reads labels.csv from a folder, a tar or a zip file, not from '{data_dir}'")
+            raise UserError(
+                '--multi-label, or a run that was trained with it, reads labels.csv from a folder, a tar or a zip file,'
+                f" not from '{data_dir}'"
+            )
         return partial(find_third_party, data_dir, options)
     check_options(data_dir, options, ('train_split', 'val_split'))
     root = SAMPLE if data_dir == 'sample' else Path(data_dir).expanduser()
@@ -375,6 +400,22 @@ def _read_labelled(archive: Archive, prefix: str, multi_label: bool | None) -> A
     if multi_label is None:
         multi_label = prefix + LABEL_TABLE in archive.names
     return LabelTableReader(archive, prefix) if multi_label else FolderReader(archive, prefix)
+
+
+def _with_images(names: list[str], reader: LabelledReader) -> list[str]:
+    labels = set(chain.from_iterable(reader.labels) if reader.is_multi_label else reader.labels)
+    used = {reader.class_names[label] for label in labels}
+    return [name for name in names if name in used]
+
+
+def _advise_on_unknown(classes: list[str]) -> str:
+    """Advice on classes that are not those of the training, which may be the splits of divided data."""
+    if not all(any(match_split([name], split) for split in SPLIT_NAMES) for name in classes):
+        return 'Rename or remove it, or add training images'
+    return (
+        f'If it is a split, give --val-split {match_split(classes, "val") or classes[0]}, because a run that was'
+        f' trained with --train-split {UNDIVIDED} takes data as not divided'
+    )
 
 
 def _explain_no_images(root: Path, names: list[str]) -> str:

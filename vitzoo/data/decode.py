@@ -32,9 +32,10 @@ def describe_decoding_error(error: Exception) -> str:
 def read_rgb(file: BinaryIO | Image.Image) -> Image.Image:
     """Decode an image file to 8-bit RGB.
 
-    EXIF rotation is applied and transparent pixels become white, as in a browser. 16-bit grey is scaled so that 65535
-    becomes 255 (PIL's own conversion clips it to nearly white). Floating-point pixels range from 0 to 1, or from 0 to
-    255 if any is above 1. CMYK and palettes are converted by PIL; of an animation the first frame is read.
+    EXIF rotation is applied and transparent pixels become white, as in a browser. Grey of 16 bits, or 32-bit integers,
+    is scaled so that 65535 becomes 255, also if no value comes near it (PIL's own conversion clips it to nearly white).
+    Floating-point pixels range from 0 to 1, or from 0 to 255 if any is above 1. CMYK and palettes are converted by PIL;
+    of an animation the first frame is read.
 
     Raises:
         One of `DECODING_ERRORS`: The file cannot be decoded.

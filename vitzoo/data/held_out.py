@@ -13,6 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from vitzoo._files import replace_file
+from vitzoo.data.decode import DECODING_ERRORS
 from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError, content_error
 
@@ -138,8 +139,9 @@ def hash_file(reader: LabelledReader, index: int) -> str:
     """SHA-256 of the file of an image, '' if it cannot be read."""
     try:
         file = reader[index][0]
-    except OSError:
+        # of an image of torchvision's datasets the pixels, as its own loader reads them, which made older lists
+        content = file.convert('RGB').tobytes() if isinstance(file, Image.Image) else file.read()
+    except DECODING_ERRORS:
         # a damaged file is reported when it is evaluated
         return ''
-    # torchvision's datasets have decoded images
-    return hashlib.sha256(file.tobytes() if isinstance(file, Image.Image) else file.read()).hexdigest()
+    return hashlib.sha256(content).hexdigest()

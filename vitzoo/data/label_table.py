@@ -47,7 +47,10 @@ def read_label_table(archive: Archive, prefix: str = '') -> dict[str, list[str]]
     """
     path, existing = archive.root / prefix / LABEL_TABLE, set(archive.names)
     if prefix + LABEL_TABLE not in existing:
-        raise UserError(f"multi_label needs '{path}', a table with the columns file and labels (a{SEPARATOR}b)")
+        raise UserError(
+            f"--multi-label, or a run that was trained with it, needs '{path}', a table with the columns file and"
+            f' labels (a{SEPARATOR}b)'
+        )
     # Excel writes UTF-8 with a byte order mark
     text = archive.read(prefix + LABEL_TABLE).decode('utf-8-sig', errors='replace')
     lines = csv.DictReader(StringIO(text, newline=''))

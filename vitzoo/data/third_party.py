@@ -2,6 +2,7 @@
 
 import os
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 from timm.data import create_dataset
 from torch.utils.data import IterableDataset
+from torchvision.datasets.folder import default_loader
 
 from vitzoo.data.hugging_face import find_hugging_face
 from vitzoo.data.layout import Split
@@ -38,7 +40,7 @@ def find_third_party(data_dir: str, options: DataOptions, split: str) -> Split |
         return find_shards(name, split, options)
     if scheme == 'hfds':
         return find_hugging_face(data_dir, split, options)
-    if name.lower().startswith('image_folder:'):
+    if name.lower().startswith(('image_folder:', 'folder:')):
         return _find_image_folder(data_dir, split)
     # without its folder, which may be another on each machine
     source = f'{data_dir.partition(":")[0]} {split}'
@@ -71,16 +73,19 @@ class TorchReader(LabelledReader):
     def __init__(self, dataset: Any, root: str, source: str = '') -> None:
         super().__init__()
         self.dataset, self.root, self.source = dataset, root, source or root
-        names = getattr(dataset, 'classes', None) or sorted({label for _, label in dataset})
-        # torchvision's ImageNet has a tuple of synonyms per class
-        self.class_names = [', '.join(name) if isinstance(name, tuple) else str(name) for name in names]
+        # of ImageNet, whose words are not unique: two of its classes are cranes
+        names = getattr(dataset, 'wnids', None) or getattr(dataset, 'classes', None)
+        self.class_names = [str(name) for name in names or sorted({label for _, label in dataset})]
 
     # an attribute of the other readers; here all images may have to be decoded
     @cached_property
     def labels(self) -> list[int]:  # type: ignore[override]
         """The label of each image; decodes all images if the dataset does not list its targets."""
-        targets = getattr(self.dataset, 'targets', None)
-        return [int(label) for label in (targets if targets is not None else (label for _, label in self.dataset))]
+        targets: Any = getattr(self.dataset, 'targets', None)
+        if targets is None:
+            targets = [label for _, label in self.dataset]
+        # after its label, QMNIST says who wrote a digit, and on which form
+        return [int(label) for label in (targets[:, 0] if getattr(targets, 'ndim', 1) == 2 else targets)]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -112,4 +117,11 @@ def _create(data_dir: str, split: str) -> Any:
         raise UserError(
             f"the dataset '{data_dir}' is a stream, but images are read in random order; unpack it into class folders"
         )
+    if getattr(dataset, 'loader', None) is default_loader:
+        # converting to RGB there would clip 16-bit grey, and show the colors below transparent pixels
+        dataset.loader = _open_image
     return dataset
+
+
+def _open_image(path: str) -> Image.Image:
+    return Image.open(BytesIO(Path(path).read_bytes()))

@@ -21,7 +21,7 @@ from timm.data import create_transform, resolve_input_data_config
 from timm.data.auto_augment import posterize
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor, nn
-from torchvision.transforms import Compose, Grayscale, PILToTensor, ToPILImage, ToTensor
+from torchvision.transforms import Compose, PILToTensor, ToPILImage, ToTensor
 from torchvision.transforms.v2.functional import pil_to_tensor, resize
 
 from vitzoo.data.decode import read_crop, read_rgb
@@ -312,7 +312,15 @@ def _to_channels(data_config: dict) -> list:
     in_chans = data_config['input_size'][0]
     if in_chans not in (1, 3):
         raise UserError(f'in_chans is {in_chans}, but images are read as RGB (3) or greyscale (1)')
-    return [] if in_chans == 3 else [Grayscale()]
+    return [] if in_chans == 3 else [_to_grey]
+
+
+def _to_grey(image: Tensor | Image.Image) -> Tensor | Image.Image:
+    """Convert RGB to grey, a uint8 tensor (3, H, W) to (1, H, W) exactly as PIL does; torchvision's would be darker."""
+    if isinstance(image, Image.Image):
+        return image.convert('L')
+    red, green, blue = image.int().unbind()
+    return (19595 * red + 38470 * green + 7471 * blue + 32768 >> 16).byte().unsqueeze(0)
 
 
 def unnormalize(image: Tensor, data_config: dict) -> Tensor:

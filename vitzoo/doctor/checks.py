@@ -97,6 +97,11 @@ class Sample:
         return self.file
 
     @property
+    def classes(self) -> frozenset[int]:
+        """The class, or in a multi-label dataset the labels in any order."""
+        return frozenset(self.target if isinstance(self.target, list) else [self.target])
+
+    @property
     def name_with_size(self) -> str:
         """The name with width and height."""
         return f'{self} ({self.facts.width} x {self.facts.height})'
@@ -298,6 +303,13 @@ def check_decoding(samples: list[Sample]) -> Iterator[Finding]:
         'replace or remove them',
         [f'{sample} ({sample.facts.error})' for sample in samples if sample.facts.error],
     )
+    yield Finding(
+        'dark',
+        'warning',
+        'images have more than 8 bits per channel and are nearly black when they are scaled to 8, with 65535 as white',
+        'if their values have another range, such as 0 to 255 or 4095, save them with 8 bits, or scaled to 65535',
+        [str(sample) for sample in samples if 'dark' in sample.facts.traits],
+    )
     for trait, (message, fix) in TRAITS.items():
         where = [str(sample) for sample in samples if trait in sample.facts.traits]
         yield Finding(trait, 'note', f'images {message}', fix, where)
@@ -330,7 +342,7 @@ def check_duplicates(samples: list[Sample]) -> Iterator[Finding]:
         by_digest.setdefault(sample.facts.digest, []).append(sample)
     copies = [group for group in by_digest.values() if len(group) > 1]
     across = [group for group in copies if _num_splits(group) > 1]
-    unclear = [group for group in copies if group not in across and any(one.target != group[0].target for one in group)]
+    unclear = [group for group in copies if group not in across and len({one.classes for one in group}) > 1]
     within = [group for group in copies if group not in across and group not in unclear]
     similar = [[samples[i], samples[j]] for i, j in find_near_duplicates([sample.facts for sample in samples])]
     yield Finding(

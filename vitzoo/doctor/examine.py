@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitzoo.data.class_map import ClassMapReader
 from vitzoo.data.dataset import SAMPLE, Images, Splits
+from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error
 from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
 from vitzoo.doctor.checks import FINDING_SEVERITIES, ExaminedSplit, Finding, check
 from vitzoo.doctor.facts import Facts, inspect_image
@@ -84,9 +85,7 @@ def open_splits(data_dir: str, multi_label: bool = False, options: DataOptions =
         files = reader.reader if isinstance(reader, ClassMapReader) else reader
         prefix, names = getattr(files, 'prefix', ''), files.archive.names if hasattr(files, 'archive') else []
         names = [name.removeprefix(prefix) for name in names if name.startswith(prefix) and name != prefix]
-        images = Images(reader)
-        is_whole = Path(images.root).is_dir() and Path(images.root) == Path(data_dir).expanduser()
-        splits.append(ExaminedSplit(split, images, names, '' if is_whole else f'{split}/'))
+        splits.append(ExaminedSplit(split, Images(reader), names, f'{split}/' if found.is_divided else ''))
     return splits
 
 
@@ -114,8 +113,8 @@ class _FactsDataset(Dataset):
     def __getitem__(self, index: int) -> Facts:
         try:
             file, _ = self.images.reader[index]
-        except OSError as error:
-            return Facts(error=str(error))
+        except DECODING_ERRORS as error:
+            return Facts(error=describe_decoding_error(error))
         return inspect_image(file)
 
 

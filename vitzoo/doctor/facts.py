@@ -17,6 +17,8 @@ _ORIENTATION = 0x0112
 _MAX_BITS, _MAX_DIFFERENCE, _MIN_CORRELATION = 3, 4.0, 0.99
 # images whose thumbnails have a lower standard deviation are too uniform to compare
 _MIN_CONTRAST = 4.0
+# 12 bits of 16 are at most a 16th of the range
+_MAX_DARK = 16
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Facts:
         error: Why it cannot be decoded; the other attributes then have their defaults.
         width: In pixels.
         height: In pixels.
-        traits: 'deep' (more than 8 bits per channel), 'cmyk', 'transparent', 'palette', 'rotated', 'animated'.
+        traits: 'deep' (more than 8 bits per channel), or 'dark' if it is also nearly black after its conversion to 8;
+            'cmyk', 'transparent', 'palette', 'rotated', 'animated'.
         digest: SHA-256 of size and decoded pixels, independent of the file format.
         difference_hash: 64 bits, whether each of 8 x 8 cells is brighter than its left neighbor.
         mirrored_hash: The same of the mirror image.
@@ -55,6 +58,8 @@ def inspect_image(file: BinaryIO | Image.Image) -> Facts:
             pixels = read_rgb(image)
     except DECODING_ERRORS as error:
         return Facts(error=describe_decoding_error(error))
+    if 'deep' in traits and np.asarray(pixels).max() <= _MAX_DARK:
+        traits[traits.index('deep')] = 'dark'
     grey = pixels.convert('L')
     # BOX averages over all pixels
     small = np.asarray(grey.resize((9, 8), Image.Resampling.BOX))
