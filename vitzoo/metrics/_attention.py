@@ -40,15 +40,15 @@ def attention_weights(
     attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None, *rope: Rope
 ) -> AttentionWeights | None:
     """Attention weights of a layer for its input x (B, N, C); None if its output is not a weighted mean of tokens."""
-    is_mixer = isinstance(attn, QKVMixer) and attn.token_weights and grid_size is not None
-    if not is_mixer and not isinstance(attn, Attention):
-        return None
-    # under autocast, tokens may have another precision than the weights
-    x = x.to(next(attn.parameters()).dtype)
-    if not is_mixer:
+    if isinstance(attn, QKVMixer | Attention):
+        # under autocast, tokens may have another precision than the weights
+        x = x.to(next(attn.parameters()).dtype)
+    if isinstance(attn, QKVMixer) and attn.token_weights and grid_size is not None:
+        q, k, v = attn.to_qkv(x, grid_size, *rope)
+        return AttentionWeights(lambda values: attn.mix(q, k, values, grid_size), v)
+    if isinstance(attn, Attention):
         return _timm_weights(attn, x)
-    q, k, v = attn.to_qkv(x, grid_size, *rope)
-    return AttentionWeights(lambda values: attn.mix(q, k, values, grid_size), v)
+    return None
 
 
 def _timm_weights(attn: Attention, x: Tensor) -> AttentionWeights:
