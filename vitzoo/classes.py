@@ -1,6 +1,7 @@
 """The classes of a model: their names, their number and the layers that predict them."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from timm.data import ImageNetInfo, infer_imagenet_subset
@@ -10,11 +11,14 @@ from vitzoo.errors import UserError
 
 
 def label_names(model: nn.Module) -> list[str]:
-    """Names of the classes that the model was trained on, in label order; empty if its config has none that fit."""
+    """Names of the classes that the model was trained on, in label order; empty if its config has none that fit.
+
+    Names of several classes have their numbers added.
+    """
     names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names') or []
     names = [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else list(names)
     # fewer are fine: training may have been given a larger num_classes than the dataset has
-    return names if len(names) <= model.num_classes else []
+    return _disambiguate(names, map(str, range(len(names)))) if len(names) <= model.num_classes else []
 
 
 def class_names(model: nn.Module) -> list[str]:
@@ -23,7 +27,13 @@ def class_names(model: nn.Module) -> list[str]:
     if not names and subset:
         descriptions: Any = ImageNetInfo(subset).label_descriptions(as_dict=True)
         names = _disambiguate(list(descriptions.values()), list(descriptions))
-    return names + [str(label) for label in range(len(names), model.num_classes)]
+    return number_rest(names, model.num_classes)
+
+
+def number_rest(names: list[str], num_classes: int) -> list[str]:
+    """Add names for the classes without one: their numbers, which no other class has for a name."""
+    rest = range(len(names), num_classes)
+    return names + [f'class {label}' if str(label) in names else str(label) for label in rest]
 
 
 def readable(class_names: list[str]) -> list[str]:
@@ -56,7 +66,7 @@ def head_names(model: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def _disambiguate(words: list[str], wnids: list[str]) -> list[str]:
+def _disambiguate(words: list[str], ids: Iterable[str]) -> list[str]:
     """Add the id to words that occur more than once, such as the bird and the machine called crane."""
     counts = Counter(words)
-    return [word if counts[word] == 1 else f'{word} ({wnid})' for word, wnid in zip(words, wnids, strict=True)]
+    return [word if counts[word] == 1 else f'{word} ({id_})' for word, id_ in zip(words, ids, strict=True)]

@@ -48,6 +48,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
     args = parse_args(argv)
     files = find_files(args.images)
     paths = _choose_paths(args.out, list(files))
+    _check_not_inputs(paths, list(files))
     for path in paths:
         check_output(path, ('.png',))
     name = find_model(args.model)
@@ -115,7 +116,8 @@ def explain_images(
             logits = model(images).float()
         check_logits(logits, model, images, files.__getitem__, name)
         shares = logits.sigmoid() if is_multi_label else logits.softmax(dim=1)
-        labels = shares.argmax(dim=1) if target is None else torch.full_like(shares[:, 0], target, dtype=torch.long)
+        labels = logits.argmax(dim=1)
+        labels = labels if target is None else torch.full_like(labels, target)
         heat, used = explain(model, images, method, labels)
         for i, (file, error) in enumerate(zip(files, errors)):
             if error:
@@ -146,6 +148,26 @@ def _choose_paths(folder: str, files: list[str]) -> list[str]:
         taken.add(name)
         paths.append(f'{folder}/{name}.png')
     return paths
+
+
+def _check_not_inputs(paths: list[str], files: list[str]) -> None:
+    """Raise UserError if a figure would overwrite an image, perhaps one that is explained later."""
+    images = {_identify(file): file for file in files}
+    for path, file in zip(paths, files):
+        found = _identify(path)
+        if found is not None and found in images:
+            raise UserError(
+                f"the figure of '{file}' would overwrite the image '{images[found]}'; give another folder as --out"
+            )
+
+
+def _identify(path: str) -> tuple[int, int] | None:
+    """Device and inode, which all paths of a file share, also on a disk that ignores case; None if there is no file."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _with_progress(records: Iterator[dict], total: int) -> Iterator[dict]:

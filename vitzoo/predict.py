@@ -28,6 +28,7 @@ from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import CommandParser, UserError, run_command
 from vitzoo.load import find_model, fit_data_config, load_model
+from vitzoo.metrics.accuracy import most_likely
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output, positive
 
@@ -104,8 +105,8 @@ def predict_images(
         images = images.to(device, non_blocking=True)
         logits = model(images).float()
         check_logits(logits, model, images, files.__getitem__, name)
-        top = (logits.sigmoid() if is_multi_label else logits.softmax(dim=1)).topk(top_k)
-        for file, error, *best in zip(files, errors, top.indices.tolist(), top.values.tolist()):
+        top, prob = most_likely(logits, top_k, is_multi_label)
+        for file, error, *best in zip(files, errors, top.tolist(), prob.tolist()):
             if error:
                 yield dict(file=file, error=error)
                 continue

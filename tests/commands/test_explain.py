@@ -116,6 +116,34 @@ def test_a_figure_whose_name_is_taken_by_a_folder_is_named_first(images, trained
     assert [path.name for path in tmp_path.iterdir()] == ['b.png']
 
 
+@pytest.mark.parametrize('names', [['a.png'], ['a.jpg', 'a.png'], ['b.jpg', 'more/b.png']], ids=' '.join)
+def test_a_figure_does_not_overwrite_an_image(images, trained, tmp_path, names):
+    (tmp_path / 'more').mkdir()
+    for name in names:
+        (tmp_path / name).write_bytes((images / 'a.png').read_bytes())
+    if 'more/b.png' in names:
+        (tmp_path / 'b.png').symlink_to(tmp_path / 'more' / 'b.png')
+    with pytest.raises(UserError, match=r"the figure of '.*' would overwrite the image '.*\.png'; give another folder"):
+        run(*(tmp_path / name for name in names), '--model', trained, '--out', tmp_path)
+    assert all((tmp_path / name).read_bytes() == (images / 'a.png').read_bytes() for name in names)
+
+
+def test_figures_are_written_again_beside_other_images(images, trained, tmp_path):
+    (tmp_path / 'a.jpg').write_bytes((images / 'b.jpg').read_bytes())
+    for _ in range(2):
+        assert run(tmp_path / 'a.jpg', images / 'b.jpg', '--model', trained, '--out', tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['a.jpg', 'a.png', 'b.png']
+
+
+def test_the_class_has_the_largest_logit_where_all_probabilities_are_1(images, trained):
+    model = load_model(str(trained))[0]
+    torch.nn.init.zeros_(model.head.weight)
+    model.head.bias.data = torch.tensor([18.0, 33, 25])
+    dataset = ImageFiles(find_files([str(images)]), eval_transform(resolve_data_config(model)))
+    records = list(explain_images(model, eval_loader(dataset, 2), 'gradient', is_multi_label=True))
+    assert [(record['label'], record['probability']) for record in records] == [(1, 1.0)] * 3
+
+
 def test_random_weights_have_nothing_to_explain(images, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(images), '--model', 'deit_ls_tiny', '--out', str(tmp_path)])

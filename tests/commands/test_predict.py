@@ -233,11 +233,20 @@ def test_a_file_name_that_is_not_text_can_be_written(images, trained, tmp_path):
     assert row['file'] == f'{tmp_path}/caf\ufffd.png'
 
 
-@pytest.mark.parametrize('label_names', (NAMES, {'1': 'green', '0': 'blue', '2': 'red'}), ids=('list', 'dict'))
-def test_classes_have_the_names_they_were_trained_by(tmp_path, label_names):
+@pytest.mark.parametrize(
+    ('label_names', 'expected'),
+    [
+        (NAMES, [*NAMES, '3', '4']),
+        ({'1': 'green', '0': 'blue', '2': 'red'}, [*NAMES, '3', '4']),
+        (['3', '4', '5'], ['3', '4', '5', 'class 3', 'class 4']),
+        (['crane', 'tench', 'crane'], ['crane (0)', 'tench', 'crane (2)', '3', '4']),
+    ],
+    ids=('list', 'dict', 'numbers', 'equal'),
+)
+def test_classes_have_the_names_they_were_trained_by_and_no_two_the_same(tmp_path, label_names, expected):
     save_model(tmp_path, 5, label_names)
     model = timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
-    assert class_names(model) == [*NAMES, '3', '4']
+    assert class_names(model) == expected
 
 
 def test_classes_without_names_have_numbers_and_imagenets_its_words():
@@ -257,6 +266,21 @@ def test_a_multi_label_model_gives_each_class_a_probability_of_its_own(images, t
     values = [float(row[key]) for key in PROBABILITIES]
     assert values == pytest.approx(expected.tolist(), abs=1e-5)
     assert abs(sum(values) - 1) > 0.1
+
+
+@pytest.mark.parametrize(
+    ('multi_label', 'logits', 'probabilities'),
+    [(True, [18.0, 33, 25], [1, 1, 1]), (False, [200.0, -2, 40], [1, 0, 0])],
+)
+def test_classes_of_equal_probability_are_ranked_by_their_logits(images, tmp_path, multi_label, logits, probabilities):
+    save_model(tmp_path / 'run', multi_label=multi_label)
+    model = timm.create_model(f'local-dir:{tmp_path}/run', pretrained=True)
+    torch.nn.init.zeros_(model.head.weight)
+    model.head.bias.data = torch.tensor(logits)
+    save_file(model.state_dict(), tmp_path / 'run' / 'model.safetensors')
+    (row,) = rows_of(tmp_path, images / '9.png', '--model', tmp_path / 'run')
+    assert [row[key] for key in LABELS] == [NAMES[label] for label in np.argsort(logits)[::-1]]
+    assert [float(row[key]) for key in PROBABILITIES] == probabilities
 
 
 def test_a_checkpoint_a_size_and_a_precision_are_taken(images, tmp_path):

@@ -127,10 +127,14 @@ def test_fog_is_thicker_at_the_end_and_elastic_is_far_at_first_and_local_later()
 
 @pytest.mark.parametrize('corruption', ['defocus_blur', 'motion_blur', 'snow'])
 @pytest.mark.parametrize('severity', (3, 5))
-def test_lengths_in_pixels_grow_with_the_image(corruption, severity):
-    """An image enlarged fourfold is changed as much as before."""
-    image = scene(56, 56)
-    large = np.asarray(Image.fromarray(image).resize((224, 224), Image.Resampling.BICUBIC))
+@pytest.mark.parametrize(('size', 'larger'), [(56, 224), (224, 448)])
+def test_lengths_in_pixels_grow_with_the_image(corruption, severity, size, larger):
+    """An enlarged image is changed as much as before."""
+    small = Image.fromarray(scene(56, 56))
+    image, large = (
+        np.asarray(small.resize((side, side), Image.Resampling.BICUBIC)) if side > 56 else np.asarray(small)
+        for side in (size, larger)
+    )
     assert 0.65 < change(large, corruption, severity) / change(image, corruption, severity) < 1.3
 
 
@@ -165,6 +169,19 @@ def test_defocus_blur_makes_a_point_a_disk():
     y, x = np.nonzero(disk)
     assert (y.min(), y.max(), x.min(), x.max()) == (97, 103, 117, 123)
     assert disk.sum() == 29
+
+
+@pytest.mark.parametrize('severity', SEVERITIES)
+def test_defocus_blur_makes_an_edge_as_wide_a_share_of_any_image(severity):
+    def edge_width(side: int) -> float:
+        image = np.zeros((side, side, 3), np.uint8)
+        image[:, side // 2 :] = 255
+        row = corrupt(image, 'defocus_blur', severity, 'a')[side // 2, :, 0]
+        start, end = np.interp([0.1 * 255, 0.9 * 255], row, np.arange(side))
+        return (end - start) / side
+
+    for side in (160, 288, 384, 448):
+        assert edge_width(side) == pytest.approx(edge_width(224), rel=0.1)
 
 
 def test_motion_blur_makes_a_point_a_line_that_fades_to_one_side():

@@ -13,6 +13,7 @@ from vitzoo.metrics._attention import attention_weights
 from vitzoo.metrics.explanation import explain, gradcam, gradient, rollout
 from vitzoo.models.deit import DeiT
 
+DISTILLED = 'deit_tiny_distilled_patch16_224'
 TIMM = ('test_resnet', 'test_efficientnet', 'test_vit', 'test_convnext')
 
 
@@ -36,6 +37,29 @@ def test_models_of_timm_have_maps(name, size):
     maps, used = explain(model, torch.randn(2, 3, *size))
     assert maps.shape == (2, *size) and maps.isfinite().all() and maps.max() == 1
     assert used == ('gradient' if 'vit' in name else 'gradcam')
+
+
+@pytest.mark.parametrize('method', ('auto', 'gradient', 'gradcam'))
+def test_a_class_token_that_is_appended_has_no_place_in_the_map(method):
+    torch.manual_seed(1)
+    model = timm.create_model('volo_d1_224', img_size=64, num_classes=5).eval()
+    maps, _ = explain(model, torch.randn(2, 3, 64, 64), method)
+    assert maps.shape == (2, 64, 64) and maps.isfinite().all() and maps.max() == 1
+
+
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+        ('coat_lite_tiny', 'cannot explain CoaT: it does not call its blocks serial_blocks1'),
+        ('crossvit_tiny_240', 'the tokens of CrossVit: blocks.0 does not return a single feature map'),
+        ('selecsls42', 'the tokens of SelecSls: .* does not return a single feature map'),
+    ],
+)
+@pytest.mark.parametrize('method', ('auto', 'gradient'))
+def test_a_model_without_a_single_row_of_blocks_is_named(name, message, method):
+    model = timm.create_model(name).eval()
+    with pytest.raises(UserError, match=message):
+        explain(model, torch.randn(1, *model.pretrained_cfg['input_size']), method)
 
 
 def test_a_map_of_a_pyramid_lies_on_its_last_grid_or_its_finest():
@@ -123,11 +147,17 @@ def test_gradients_are_the_effect_of_a_token_beyond_the_mean_token():
 
 
 @pytest.mark.parametrize(
-    'name', ('deit_softmax_tiny', 'deit_performer_tiny', 'aft_linear_tiny', 'vil_tiny', 'test_vit')
+    'name', ('deit_softmax_tiny', 'deit_performer_tiny', 'aft_linear_tiny', 'vil_tiny', 'test_vit', DISTILLED)
 )
 def test_rollout_is_the_row_of_the_product_of_all_weights(name):
-    model = build(name, depth=3) if name[:3] in ('dei', 'aft') else build(name) if 'vil' in name else None
-    model = model or timm.create_model(name, img_size=64).eval()
+    torch.manual_seed(0)
+    if name in ('test_vit', DISTILLED):
+        model = timm.create_model(name, img_size=64, depth=3).eval()
+        # the weights of untrained layers are almost even
+        for block in model.blocks:
+            nn.init.normal_(block.attn.qkv.weight)
+    else:
+        model = build(name) if 'vil' in name else build(name, depth=3)
     stage = model.stages[-1] if name == 'vil_tiny' else model
     x, calls = images(), []
     hooks = [block.attn.register_forward_pre_hook(lambda *call: calls.append(call)) for block in stage.blocks]
@@ -138,11 +168,23 @@ def test_rollout_is_the_row_of_the_product_of_all_weights(name):
             product = (attention_weights(attn, *args).dense().mean(dim=1) + torch.eye(len(product[-1]))) / 2 @ product
     for hook in hooks:
         hook.remove()
-    row = product[:, 0] if model.global_pool == 'token' else product.mean(dim=1)
+    # the prediction of a distilled model is the mean of those of two tokens
+    read = product[:, : 2 if name == DISTILLED else 1] if model.global_pool == 'token' else product
+    row = read.mean(dim=1)
     found = rollout(model, x)
     torch.testing.assert_close(found.flatten(1), row[:, model.num_prefix_tokens :])
     if not model.num_prefix_tokens:
         torch.testing.assert_close(found.sum(dim=(1, 2)), torch.ones(2))
+
+
+@pytest.mark.parametrize('name', ('deit_softmax_tiny', 'test_vit', DISTILLED))
+def test_the_map_of_a_rollout_in_bfloat16_is_that_in_float32(name):
+    torch.manual_seed(0)
+    model = build(name, depth=3) if 'softmax' in name else timm.create_model(name, img_size=64).eval()
+    expected, _ = explain(model, images(), 'rollout')
+    with torch.autocast('cpu', torch.bfloat16):
+        found, _ = explain(model, images(), 'rollout')
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize('name', ('deit_hydra_tiny', 'cvt_softmax_13', 'test_resnet'))

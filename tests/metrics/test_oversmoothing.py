@@ -119,6 +119,17 @@ def test_feature_maps_of_timm_models_are_tokens(name, size, stages, layout):
     assert [curve[stage] for stage in stages] == pytest.approx(expected, abs=1e-6)
 
 
+def test_tokens_of_hiera_are_in_the_order_of_their_grid():
+    torch.manual_seed(0)
+    model = timm.create_model('hiera_tiny_224', img_size=(64, 64), embed_dim=24, stages=(1, 2, 2, 2)).eval()
+    images = torch.randn(2, 3, 64, 64)
+    maps = model.forward_intermediates(images, intermediates_only=True)
+    found = token_statistics(model, images, ['high_frequency_energy'])
+    assert found['grids'] == [[16, 16], [8, 8], [4, 4], [2, 2]]
+    expected = [high_frequency_energy(tokens.movedim(1, -1)).mean().item() for tokens in maps]
+    assert found['high_frequency_energy']['mean'] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_model_without_blocks_says_so():
     with pytest.raises(UserError, match='cannot read the tokens of Flatten'):
         OversmoothingProbe(nn.Flatten())
@@ -364,7 +375,7 @@ def test_frequencies_need_a_grid():
         def forward(self, x):
             return self.drop(x.flatten(2).mT[:, :-3])
 
-    with pytest.raises(UserError, match='13 patch tokens .* do not lie on a grid'):
+    with pytest.raises(UserError, match='13 patch tokens of drop of Dropping do not lie on a grid'):
         token_statistics(Dropping(), torch.randn(1, 3, 4, 4), ['high_frequency_energy'])
     assert len(oversmoothing(Dropping(), torch.randn(1, 3, 4, 4))) == 1
 

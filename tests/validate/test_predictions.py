@@ -103,9 +103,18 @@ def test_the_logits_of_each_image_are_kept(data, trained, tmp_path):
     assert predictions.class_names == dict(enumerate(NAMES))
 
 
-def test_classes_beyond_those_of_the_data_are_numbered(data, tmp_path):
-    # as a training with a larger num_classes leaves them; one of the classes is called like the number of another
-    names = [*NAMES[:6], '7']
+@pytest.mark.parametrize(
+    ('names', 'expected'),
+    [
+        # as a training with a larger num_classes leaves them; one of the classes is called like the number of another
+        (['7'], ['7', 'class 7', '8', '9', '10', '11']),
+        # as in models of others
+        (['crane', 'paper', 'crane'], ['crane (6)', 'paper', 'crane (8)', '9', '10', '11']),
+    ],
+    ids=('numbers', 'equal'),
+)
+def test_classes_beyond_those_of_the_data_are_numbered(data, tmp_path, names, expected):
+    names = [*NAMES[:6], *names]
     torch.manual_seed(5)
     model = timm.create_model('deit_softmax_tiny', img_size=32, depth=1, num_classes=12)
     torch.nn.init.normal_(model.head.weight)
@@ -113,11 +122,22 @@ def test_classes_beyond_those_of_the_data_are_numbered(data, tmp_path):
     argv = [tmp_path / 'run', '--data-dir', data, '--workers', 0, '--errors', tmp_path / 'errors']
     for name in ('predictions.csv', 'predictions.npz'):
         validate([*map(str, argv), '--save-predictions', str(tmp_path / name)])
-    expected = dict(enumerate([*names, 'class 7', *map(str, range(8, 12))]))
+    expected = dict(enumerate([*NAMES[:6], *expected]))
     assert read_predictions(str(tmp_path / 'predictions.npz')).class_names == expected
     # only classes that occur
     assert read_predictions(str(tmp_path / 'predictions.csv')).class_names.items() <= expected.items()
     assert (tmp_path / 'errors').is_dir()
+
+
+def test_images_of_a_name_that_two_classes_have_are_refused(data, trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / 'run')
+    config = json.loads((run / 'config.json').read_text())
+    config['label_names'][0] = config['label_names'][6] = 'crane'
+    (run / 'config.json').write_text(json.dumps(config))
+    copied = shutil.copytree(data, tmp_path / 'data')
+    (copied / 'val' / 'class 0').rename(copied / 'val' / 'crane')
+    with pytest.raises(UserError, match=r"the class 'crane' of .* is not one of .*, did you mean crane \([06]\)"):
+        save(copied, run, tmp_path / 'predictions.csv')
 
 
 def test_several_labels_for_an_image(data, trained, tmp_path, capsys):

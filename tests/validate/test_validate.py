@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from vitzoo.data import eval_transform, resolve_data_config
 from vitzoo.errors import UserError
-from vitzoo.load import find_models, load_model, load_weights
+from vitzoo.load import find_models, fit_data_config, load_model, load_weights
 from vitzoo.metrics import token_statistics
 from vitzoo.validate import main
 from vitzoo.validate.error_analysis import FILES
@@ -302,6 +302,27 @@ def validate_in_two_processes(folder: Path, *argv) -> tuple[dict, str]:
     assert child.returncode == 0, child.stderr
     (record,) = json.loads((folder / 'two.json').read_text())
     return record, child.stdout
+
+
+@pytest.mark.parametrize(
+    ('batch_size', 'timed', 'title'), [(64, 8, 'batches of 64 (8 for images/s)'), (3, 3, 'batches of 3 ')]
+)
+def test_the_title_has_the_batch_size_of_the_speed(data, trained, capsys, monkeypatch, batch_size, timed, title):
+    sizes = []
+    monkeypatch.setattr(
+        'vitzoo.validate.evaluation.measure_throughput', lambda model, images: sizes.append(len(images))
+    )
+    validate_one(trained, '--data-dir', data, '--batch-size', batch_size, '--device', 'cpu')
+    assert sizes == [timed] and title in capsys.readouterr().out
+
+
+def test_images_have_the_size_and_crop_that_the_weights_were_trained_for():
+    model = timm.create_model('resnet18.a1_in1k')
+    assert (model.pretrained_cfg['test_input_size'], model.pretrained_cfg['test_crop_pct']) == ((3, 288, 288), 1)
+    config = fit_data_config('resnet18.a1_in1k', model)
+    assert (config['input_size'], config['crop_pct']) == ((3, 224, 224), 0.95)
+    config = fit_data_config('resnet18.a1_in1k', model, 288)
+    assert (config['input_size'], config['crop_pct']) == ((3, 288, 288), 0.95)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ results compare models on one's own images; they are not comparable to published
 import zlib
 from collections.abc import Callable
 from io import BytesIO
+from math import ceil
 from pathlib import Path
 
 import cv2
@@ -45,11 +46,13 @@ def impulse_noise(image: np.ndarray, severity: int, rng: np.random.Generator) ->
 def defocus_blur(image: np.ndarray, severity: int, rng: np.random.Generator) -> np.ndarray:
     """Out-of-focus blur: each point becomes a disk with a smoothed edge."""
     radius, alias_blur = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))[severity - 1]
-    extent, width = max(8, radius), 3 if radius <= 8 else 5
+    # the disk of a smaller image fits into the kernel of 224 pixels
+    enlarged = max(1, _scale(image))
+    extent, margin = ceil(max(8, radius) * enlarged), round((1 if radius <= 8 else 2) * enlarged)
     radius = radius * _scale(image)
     y, x = np.mgrid[-extent : extent + 1, -extent : extent + 1]
     disk = (x**2 + y**2 <= radius**2).astype(np.float32)
-    disk = cv2.GaussianBlur(disk / disk.sum(), (width, width), alias_blur)
+    disk = cv2.GaussianBlur(disk / disk.sum(), (2 * margin + 1,) * 2, alias_blur * enlarged)
     return _to_uint8(cv2.filter2D(_to_float(image), -1, disk))
 
 

@@ -40,6 +40,9 @@ def attention_weights(
     attn: nn.Module, x: Tensor, grid_size: tuple[int, int] | None = None, *rope: Rope
 ) -> AttentionWeights | None:
     """Attention weights of a layer for its input x (B, N, C); None if its output is not a weighted mean of tokens."""
+    if isinstance(attn, QKVMixer | Attention):
+        # under autocast, tokens may have another precision than the weights
+        x = x.to(next(attn.parameters()).dtype)
     if isinstance(attn, QKVMixer) and attn.token_weights and grid_size is not None:
         q, k, v = attn.to_qkv(x, grid_size, *rope)
         return AttentionWeights(lambda values: attn.mix(q, k, values, grid_size), v)

@@ -10,11 +10,15 @@ from vitzoo.models._block import Block
 
 
 class Tokens(NamedTuple):
-    """Tokens x (B, P + N, C), their number P of prefix tokens, and their grid (H, W) with H * W = N, or None."""
+    """Tokens x (B, P + N, C), their number P of prefix tokens, and their grid (H, W) with H * W = N, or None.
+
+    `source` names the block and the model of tokens without a grid.
+    """
 
     x: Tensor
     num_prefix_tokens: int
     grid_size: tuple[int, int] | None
+    source: str = ''
 
     @property
     def patches(self) -> Tensor:
@@ -24,7 +28,10 @@ class Tokens(NamedTuple):
     def to_map(self, values: Tensor) -> Tensor:
         """Values of the patch tokens (B, N, ...) -> (B, H, W, ...)."""
         if self.grid_size is None:
-            raise UserError(f'the {values.shape[1]} patch tokens of a block do not lie on a grid')
+            raise UserError(
+                f'the {values.shape[1]} patch tokens of {self.source} do not lie on a grid, which explanations and '
+                f'high_frequency_energy need'
+            )
         return values.unflatten(1, self.grid_size)
 
 
@@ -75,17 +82,17 @@ class TokenBlocks:
             return Tokens(x.flatten(1, 2), 0, (H, W))
         num_prefix_tokens = getattr(self.model, 'num_prefix_tokens', 0)
         grid_sizes = self._grid_sizes(self.features[name]['reduction'], image_size)
-        # CaiT and XCiT append the class token after these blocks
-        for count in dict.fromkeys((num_prefix_tokens, 0)):
+        # CaiT, XCiT and VOLO append the class token after these blocks, and VOLO does not count it
+        for count in dict.fromkeys((num_prefix_tokens, 0, int(hasattr(self.model, 'cls_token')))):
             for grid_size in grid_sizes:
                 if x.shape[1] == prod(grid_size) + count:
-                    return Tokens(x, count, grid_size)
+                    return Tokens(self._in_rows(name, x), count, grid_size)
         if num_prefix_tokens:
             raise UserError(
                 f'cannot tell the {num_prefix_tokens} prefix tokens of {type(self.model).__name__} from its patches: '
                 f'{name} returns {x.shape[1]} tokens for an image of {image_size[0]} x {image_size[1]} pixels'
             )
-        return Tokens(x, 0, None)
+        return Tokens(x, 0, None, f'{name} of {type(self.model).__name__}')
 
     def _grid_sizes(self, reduction: int, image_size: tuple[int, int]) -> list[tuple[int, int]]:
         """Possible grids of a feature map: that of the patch embedding, or else rounded up and rounded down."""
@@ -94,6 +101,11 @@ class TokenBlocks:
             return [tuple(patch_embed.dynamic_feat_size(image_size))]
         H, W = image_size
         return [(rounded(H / reduction), rounded(W / reduction)) for rounded in (ceil, floor)]
+
+    def _in_rows(self, name: str, x: Tensor) -> Tensor:
+        """Tokens in the order of the rows of their grid; those of Hiera are in the order of its windows."""
+        reroll: Any = getattr(self.model, 'reroll', None)
+        return x if reroll is None else reroll(x, int(name.rpartition('.')[2])).flatten(1, 2)
 
     def _channels_last(self, x: Tensor, num_chs: int) -> Tensor:
         # some models (VOLO) are NHWC inside without declaring it in output_fmt: trust the number of channels

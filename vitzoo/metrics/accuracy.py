@@ -122,14 +122,25 @@ def rank_classes(logits: Tensor, target: Tensor, keep_logits: bool = False) -> d
 
     For multi-label targets, label is a row of booleans and the logits are always kept.
     """
-    top = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
+    top, prob = most_likely(logits, 5, is_multi_label=target.ndim == 2)
     if target.ndim == 2:
         loss = binary_cross_entropy_with_logits(logits, target.float(), reduction='none').mean(dim=1)
-        prob, target, keep_logits = logits.sigmoid(), target > 0, True
+        target, keep_logits = target > 0, True
     else:
-        loss, prob = cross_entropy(logits, target, reduction='none'), logits.softmax(dim=1)
-    columns = dict(label=target, top=top, prob=prob.gather(1, top), loss=loss)
+        loss = cross_entropy(logits, target, reduction='none')
+    columns = dict(label=target, top=top, prob=prob, loss=loss)
     return {**columns, 'logits': logits} if keep_logits else columns
+
+
+def most_likely(logits: Tensor, k: int, is_multi_label: bool = False) -> tuple[Tensor, Tensor]:
+    """The k most likely classes (B, k), or all if there are fewer, and their probabilities.
+
+    Probabilities are a softmax over the classes, or a sigmoid of each. The order is that of the logits, because
+    probabilities of different logits may all be 1 or 0.
+    """
+    top = logits.topk(min(k, logits.shape[1]), dim=1).indices
+    prob = logits.sigmoid() if is_multi_label else logits.softmax(dim=1)
+    return top, prob.gather(1, top)
 
 
 def mark_hits(top: Tensor, label: Tensor) -> Tensor:

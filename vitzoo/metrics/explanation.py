@@ -1,7 +1,8 @@
 """Saliency maps of a classifier: attention rollout, gradient x input and Grad-CAM.
 
-rollout    attention flow into the class token, or into the mean of the tokens: its row of the product over the blocks
-           of the last stage of (A + I) / 2, with attention weights A averaged over heads. Independent of the class.
+rollout    attention flow into the class token, into the mean of the class and the distillation token of DeiT, which
+           its prediction averages, or into the mean of the patches: its row of the product over the blocks of the last
+           stage of (A + I) / 2, with attention weights A averaged over heads. Independent of the class.
            Abnar and Zuidema, https://arxiv.org/abs/2005.00928
 gradient   sum over blocks of |g . (x - mean of x)|, where x are the tokens that enter the mixer and g is the gradient
            of a class's logit, plus the same for the tokens that the head pools. To first order, the change of the
@@ -61,22 +62,26 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
     """Attention rollout through the blocks of the last stage: (B, C, H, W) -> (B, h, w).
 
     The values of an image, and those of its prefix tokens, which are left out, sum to 1. No N x N matrix is stored
-    unless the attention itself stores one. Raises UserError if a block of the last stage has no attention weights
-    between all its tokens.
+    unless the attention itself stores one. Under autocast, only the tokens have its precision, because maps are mostly
+    nearly even. Raises UserError if a block of the last stage has no attention weights between all its tokens.
     """
     layers, tokens = _last_stage(model, images)
     N, P = tokens.x.shape[1], tokens.num_prefix_tokens
     place = torch.arange(N, device=images.device)
-    is_pooled = place == 0 if getattr(model, 'global_pool', None) == 'token' else place >= P
-    row = (is_pooled.to(tokens.x) / is_pooled.sum()).expand(len(images), -1)
-    for attn, args in reversed(layers):
-        weights = attention_weights(attn, *args)
-        if weights is None or weights.values.shape[2] != N:
-            raise UserError(
-                f'cannot compute the rollout of {type(model).__name__}: {type(attn).__name__} in its last stage has no '
-                f'attention weights between all tokens; use gradient or gradcam'
-            )
-        row = (row + weights.pull_back(row)) / 2
+    # a distilled model has a head for each of two tokens
+    num_read = 2 if hasattr(model, 'head_dist') else 1
+    is_pooled = place < num_read if getattr(model, 'global_pool', None) == 'token' else place >= P
+    row = is_pooled.to(torch.promote_types(tokens.x.dtype, torch.float32)) / is_pooled.sum()
+    row = row.expand(len(images), -1)
+    with torch.autocast(images.device.type, enabled=False):
+        for attn, args in reversed(layers):
+            weights = attention_weights(attn, *args)
+            if weights is None or weights.values.shape[2] != N:
+                raise UserError(
+                    f'cannot compute the rollout of {type(model).__name__}: {type(attn).__name__} in its last stage'
+                    f' has no attention weights between all tokens; use gradient or gradcam'
+                )
+            row = (row + weights.pull_back(row)) / 2
     return tokens.to_map(row[:, P:])
 
 
@@ -111,13 +116,14 @@ def _last_stage(model: nn.Module, images: Tensor) -> tuple[list[tuple[nn.Module,
     calls: list[tuple[nn.Module, tuple]] = []
     last: dict[str, tuple] = {}
     hooks = [layer.register_forward_pre_hook(lambda layer, args: calls.append((layer, args))) for layer in layers]
-    hooks.append(blocks.modules[names[-1]].register_forward_hook(lambda block, *call: last.update(call=call)))
+    hooks.append(blocks.modules[names[-1]].register_forward_hook(lambda block, *call: last.update({names[-1]: call})))
     try:
         model(images)
     finally:
         for hook in hooks:
             hook.remove()
-    (args, output), (H, W) = last['call'], images.shape[2:]
+    _check_called(model, names[-1:], list(last))
+    (args, output), (H, W) = last[names[-1]], images.shape[2:]
     return calls, blocks.read(names[-1], args, output, (H, W))
 
 
@@ -150,14 +156,18 @@ def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[
     finally:
         for hook in hooks:
             hook.remove()
+    _check_called(model, blocks.names, [name for name, *_ in seen])
     seen.append((blocks.names[-1], seen[-1][1], features, model.num_features))
+    H, W = images.shape[2:]
+    # some models return several tensors, which have no single gradient
+    for name, args, x, num_chs in seen:
+        blocks.read(name, args, x, (H, W), num_chs)
     # clone, because the head may change the features in place
     logits = model.forward_head(features.clone())
     target = logits.argmax(dim=1) if target is None else target
     # logits do not depend on other images, so one backward pass of their sum serves the batch
     score = logits.gather(1, target[:, None]).sum()
     gradients = torch.autograd.grad(score, [x for _, _, x, _ in seen])
-    H, W = images.shape[2:]
 
     def read(t: Tensor, name: str, args: tuple, num_chs: int | None) -> Tokens:
         return blocks.read(name, args, t[:B].detach(), (H, W), num_chs)
@@ -166,3 +176,13 @@ def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[
         (read(x, name, args, num_chs), read(gradient, name, args, num_chs))
         for (name, args, x, num_chs), gradient in zip(seen, gradients)
     ]
+
+
+def _check_called(model: nn.Module, names: list[str], called: list[str]) -> None:
+    """Raise UserError if a model computed some of its blocks without calling them."""
+    missing = [name for name in names if name not in called]
+    if missing:
+        raise UserError(
+            f'cannot explain {type(model).__name__}: it does not call its blocks {", ".join(missing)}; if gradient '
+            f'checkpointing is on, turn it off by set_grad_checkpointing(False)'
+        )

@@ -1,6 +1,7 @@
 """Accuracies that conversions keep: of students beside those of their teacher and of the same mixers from scratch."""
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from statistics import fmean
 from typing import NamedTuple
@@ -95,22 +96,25 @@ def _layers(name: str) -> list[tuple[type, int]]:
     return [(type(mixer), mixer.num_heads) for mixer in model.modules() if isinstance(mixer, TokenMixer)]
 
 
-def _recorded(study: Study, row: Row, score: ResultColumn, seeds: list[int]) -> list[float | None]:
+def _recorded(
+    study: Study, row: Row, score: ResultColumn, seeds: list[int]
+) -> tuple[float | None, float | None, float | None]:
     """Accuracies before training, after matching and without attention, if all transfers measured them.
 
     Only on the inputs of the score.
     """
     cell = next(cell for cell in study.cells if (cell.way, cell.model) == (row.way, row.model))
     transfers = row.transfers if _has_inputs(cell, study.evaluations[score.evaluation]) else {}
-    by_stage: dict[str, dict[int, dict]] = {
-        stage: {seed: transfer.get(stage) or {} for seed, transfer in transfers.items()}
-        for stage in ('start', 'matched', 'controls')
-    }
-    zeros = {seed: controls.get('zero', {}) for seed, controls in by_stage['controls'].items()}
-    return [
-        _mean({seed: scores[score.key] for seed, scores in found.items() if score.key in scores}, seeds)
-        for found in (by_stage['start'], by_stage['matched'], zeros)
-    ]
+
+    def mean(find: Callable[[dict], dict | None]) -> float | None:
+        found = {seed: (find(transfer) or {}).get(score.key) for seed, transfer in transfers.items()}
+        return _mean({seed: value for seed, value in found.items() if value is not None}, seeds)
+
+    return (
+        mean(lambda transfer: transfer.get('start')),
+        mean(lambda transfer: transfer.get('matched')),
+        mean(lambda transfer: transfer.get('controls', {}).get('zero')),
+    )
 
 
 def _has_inputs(cell: StudyCell, evaluation: dict) -> bool:

@@ -67,8 +67,9 @@ class Transfer:
     @cached_property
     def retention(self) -> Retention:
         """Measures students on the validation images."""
-        share = dict(rank=self.accelerator.process_index, world=self.accelerator.num_processes)
-        load = partial(eval_loader, batch_size=self.options.batch_size, workers=self.options.workers, **share)
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        batch_size, workers = self.options.batch_size, self.options.workers
+        load = partial(eval_loader, batch_size=batch_size, workers=workers, rank=rank, world=world)
         bank = load(self.pictures.plain) if self.pictures.kind == 'knn' else None
         return Retention(self.teacher, load(self.pictures.val), self.pictures.kind, bank, self.accelerator)
 

@@ -13,7 +13,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
 from vitzoo.about import read_about
-from vitzoo.classes import label_names
+from vitzoo.classes import label_names, number_rest
 from vitzoo.data import Images, eval_transform, open_dataset
 from vitzoo.data.dataset import merge_options
 from vitzoo.data.options import NO_OPTIONS, DataOptions
@@ -99,7 +99,7 @@ def validate_model(
         gmacs = count_macs(model, data_config['input_size'][1:]) / 1e9
         with autocast(device, options.amp_dtype):
             scores = _evaluate(name, model, weights, data_config, probe, suite, options, accelerator)
-            speed = _measure_speed(model, data_config['input_size'], options.batch_size, accelerator)
+            speed = _measure_speed(model, data_config['input_size'], options.timed_batch_size, accelerator)
     with autocast(device, options.amp_dtype):
         # outside PeakMemory, because exact attention needs more memory than the model
         health = _measure_health(name, model, weights, data_config, options, accelerator) if options.health else None
@@ -119,11 +119,6 @@ def validate_model(
         health=health,
     )
     return record | scores
-
-
-def _number_class(label: int, class_to_idx: dict[str, int]) -> str:
-    """A name for a class without one: its number, which no other class has for a name."""
-    return f'class {label}' if str(label) in class_to_idx else str(label)
 
 
 def open_validation_data(
@@ -162,14 +157,14 @@ def open_validation_data(
     if class_names:
         class_to_idx = {name: i for i, name in enumerate(class_names)}
         try:
-            images = Images(dataset.reader, transform, class_to_idx)
+            Images(dataset.reader, transform, class_to_idx)
         except UserError as error:
             if data_dir != 'sample':
                 raise
             raise UserError(f'{error}; without --data-dir, a model is validated on the bundled sample') from error
         # after the check, so that no class of the data is taken for one that has only a number
-        rest = {_number_class(i, class_to_idx): i for i in range(len(class_names), model.num_classes)}
-        return Images(dataset.reader, transform, class_to_idx | rest) if rest else images
+        all_names = number_rest(class_names, model.num_classes)
+        return Images(dataset.reader, transform, {name: i for i, name in enumerate(all_names)})
     if len(dataset.class_names) != model.num_classes:
         raise UserError(
             f'the model has {model.num_classes} classes and {data_dir} has {len(dataset.class_names)}, which are not '
@@ -342,10 +337,8 @@ def _measure_health(
 def _measure_speed(
     model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator: 'Accelerator | None'
 ) -> Speed | None:
-    """Measure the throughput in the main process; on a CPU with at most 8 images per batch, to save time."""
-    device = next(model.parameters()).device
-    batch_size = min(batch_size, 8) if device.type == 'cpu' else batch_size
-    images = torch.randn(batch_size, *input_size, device=device)
+    """Measure the throughput in the main process."""
+    images = torch.randn(batch_size, *input_size, device=next(model.parameters()).device)
     if accelerator is None:
         return measure_throughput(model, images)
     # one process at a time: processes on one machine would slow each other down

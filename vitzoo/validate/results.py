@@ -201,13 +201,16 @@ def mean_or_none(values: Iterable[float | None]) -> float | None:
 
 
 def _format_title(options: EvalOptions, num_images: set[int | None]) -> str:
-    """Data, device, precision, batch size and the options of the cosine."""
+    """Data, device, precision, batch sizes and the options of the cosine."""
     device = torch.cuda.get_device_name(options.device) if options.device.type == 'cuda' else options.device.type
     data = f'the suite in {options.data_root}' if options.suite else 'no images'
     if num_images != {None}:
         counts = ' or '.join(f'{count:,}' for count in sorted(filter(None, num_images)))
         data = f'{counts} images of {options.data_dir or "ImageNet"}'
-    parts = [data, device, options.amp_dtype, f'batches of {options.batch_size}']
+    batches = f'batches of {options.batch_size}'
+    if options.timed_batch_size != options.batch_size:
+        batches += f' ({options.timed_batch_size} for images/s)'
+    parts = [data, device, options.amp_dtype, batches]
     world = int(os.environ.get('WORLD_SIZE', '1'))
     if world > 1:
         parts.append(f'{world} processes')
