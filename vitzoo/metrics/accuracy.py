@@ -129,7 +129,8 @@ def rank_classes(logits: Tensor, target: Tensor, keep_logits: bool = False) -> d
     else:
         loss, prob = cross_entropy(logits, target, reduction='none'), logits.softmax(dim=1)
     columns = dict(label=target, top=top, prob=prob.gather(1, top), loss=loss)
-    return {**columns, 'logits': logits} if keep_logits else columns
+    # a copy, because the next run of a CUDA graph overwrites its output
+    return {**columns, 'logits': logits.clone()} if keep_logits else columns
 
 
 def mark_hits(top: Tensor, label: Tensor) -> Tensor:
