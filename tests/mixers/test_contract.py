@@ -22,6 +22,7 @@ from helpers import (
 )
 from timm.models._manipulate import reinit_non_persistent_buffers
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitzoo import create_mixer, list_mixers, register_mixer
@@ -153,6 +154,27 @@ def test_an_empty_batch_has_no_gradient(name, kwargs, is_long, monkeypatch):
     assert x.grad.shape == x.shape
     assert all(p.grad is None or not p.grad.any() for p in mixer.parameters())
     assert all(buffer.isfinite().all() for buffer in mixer.buffers())
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1])
+@pytest.mark.parametrize('name, kwargs', CASES)
+@torch.no_grad()
+def test_fused_attention_has_as_many_heads_for_any_batch(name, kwargs, num_prefix_tokens, monkeypatch):
+    # of which a GPU takes 65,535, and as many samples
+    fused, shapes = F.scaled_dot_product_attention, []
+
+    def record(q: torch.Tensor, *args, **options) -> torch.Tensor:
+        shapes.append(q.shape)
+        return fused(q, *args, **options)
+
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', record)
+    mixer = build(name, num_prefix_tokens=num_prefix_tokens, **kwargs)
+    x = tokens(mixer)
+    mixer(x, GRID)
+    mixer(x.repeat(3, 1, 1), GRID)
+    of_batch, of_larger_batch = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
+    assert [shape[1] for shape in of_batch] == [shape[1] for shape in of_larger_batch]
+    assert all(shape[0] <= len(x) for shape in of_batch)
 
 
 @pytest.mark.parametrize('name, kwargs', CASES)
