@@ -24,6 +24,7 @@ from timm.models._manipulate import reinit_non_persistent_buffers
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from vitzoo import create_mixer, list_mixers, register_mixer
 from vitzoo.mixers import QKVMixer, TokenMixer, _recompute, _window, mixer_class
@@ -175,6 +176,28 @@ def test_fused_attention_has_as_many_heads_for_any_batch(name, kwargs, num_prefi
     of_batch, of_larger_batch = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
     assert [shape[1] for shape in of_batch] == [shape[1] for shape in of_larger_batch]
     assert all(shape[0] <= len(x) for shape in of_batch)
+
+
+class _Copies(TorchFunctionMode):
+    """The number of tensors made from numbers of Python, for which a GPU waits, and which no CUDA graph has."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_forward_pass_copies_no_numbers_to_the_device(name, kwargs, num_prefix_tokens):
+    mixer = build(name, num_prefix_tokens=num_prefix_tokens, **kwargs)
+    # on a CPU some mixers have another form
+    x = tokens(mixer).to('meta').requires_grad_()
+    mixer.to('meta')
+    with _Copies() as copies:
+        mixer(x, GRID)
+    assert copies.count == 0
 
 
 @pytest.mark.parametrize('name, kwargs', CASES)
