@@ -166,6 +166,30 @@ def test_the_kernel_of_aft_conv_is_precise_if_keys_or_weights_are_far_apart(expe
 
 
 @needs_kernels
+def test_the_kernel_of_aft_conv_keeps_its_precision_within_autocast(experimental, calls):
+    # three tiles of one sample
+    q, k, v, *others = aft_case((1, 17), 1, 1, 3)
+    args = [q[:1], k[:1], v[:1], *others]
+    expected = run(aft_conv, args, torch.float32, DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = run(aft_conv, args, torch.float32, DEVICE)
+    assert len(calls) == 2
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
+def test_torch_func_transforms_the_pytorch_form(case, experimental, calls):
+    op, naive, (*args, last) = CASES[case]
+    args = [a.to(DEVICE) for a in args]
+    expected = torch.func.grad(lambda q: naive(q, *args[1:], last).square().sum())(args[0])
+    q, *others = (a.float() for a in args)
+    found = torch.func.grad(lambda q: op(q, *others, last).square().sum())(q)
+    assert calls == []
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+@needs_kernels
 @pytest.mark.parametrize('case', [pytest.param('aft_conv_small_grid', marks=slow), 'performer_few'])
 def test_a_kernel_is_deterministic(case, experimental):
     op, _, args = CASES[case]

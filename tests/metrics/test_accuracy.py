@@ -84,6 +84,25 @@ def test_several_labels_are_scored_image_by_image(size, batch_size):
     assert scores['map'] == pytest.approx(100 * sum(by_hand) / len(by_hand), rel=1e-9)
 
 
+class _OneOutput(nn.Module):
+    """Writes all outputs to the same memory, as a CUDA graph does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.output = torch.empty(0)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.output.resize_(len(images), 7).copy_(self.model(images))
+
+
+def test_the_outputs_of_a_cuda_graph_are_scored_before_the_next_run_overwrites_them():
+    model, dataset = make_problem(10)
+    for data in (dataset, with_several_labels(dataset)):
+        expected, found = (evaluate(each, DataLoader(data, 5)) for each in (model, _OneOutput(model)))
+        assert found == expected
+
+
 def test_images_with_equal_scores_share_their_precision():
     dataset = TensorDataset(torch.tensor([[1.0], [1.0], [0.0], [0.0]]), torch.tensor([[1.0], [0.0], [0.0], [1.0]]))
     assert evaluate(nn.Identity(), DataLoader(dataset, 2))['map'] == 50

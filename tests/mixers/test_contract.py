@@ -22,11 +22,15 @@ from helpers import (
 )
 from timm.models._manipulate import reinit_non_persistent_buffers
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from vitzoo import create_mixer, list_mixers, register_mixer
 from vitzoo.mixers import QKVMixer, TokenMixer, _recompute, _window, mixer_class
 from vitzoo.mixers._chunked import chunk_attention
+from vitzoo.mixers._window import window_attention
+from vitzoo.mixers.performer import performer_attention
 
 CASES = [
     pytest.param(name, kwargs, id=f'{name}-{i}')
@@ -153,6 +157,68 @@ def test_an_empty_batch_has_no_gradient(name, kwargs, is_long, monkeypatch):
     assert x.grad.shape == x.shape
     assert all(p.grad is None or not p.grad.any() for p in mixer.parameters())
     assert all(buffer.isfinite().all() for buffer in mixer.buffers())
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1])
+@pytest.mark.parametrize('name, kwargs', CASES)
+@torch.no_grad()
+def test_fused_attention_has_as_many_heads_for_any_batch(name, kwargs, num_prefix_tokens, monkeypatch):
+    # of which a GPU takes 65,535, and as many samples
+    fused, shapes = F.scaled_dot_product_attention, []
+
+    def record(q: torch.Tensor, *args, **options) -> torch.Tensor:
+        shapes.append(q.shape)
+        return fused(q, *args, **options)
+
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', record)
+    mixer = build(name, num_prefix_tokens=num_prefix_tokens, **kwargs)
+    x = tokens(mixer)
+    mixer(x, GRID)
+    mixer(x.repeat(3, 1, 1), GRID)
+    of_batch, of_larger_batch = shapes[: len(shapes) // 2], shapes[len(shapes) // 2 :]
+    assert [shape[1] for shape in of_batch] == [shape[1] for shape in of_larger_batch]
+    assert all(shape[0] <= len(x) for shape in of_batch)
+
+
+class _Copies(TorchFunctionMode):
+    """The number of tensors made from numbers of Python, for which a GPU waits, and which no CUDA graph has."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 1])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_forward_pass_copies_no_numbers_to_the_device(name, kwargs, num_prefix_tokens):
+    mixer = build(name, num_prefix_tokens=num_prefix_tokens, **kwargs)
+    # on a CPU some mixers have another form
+    x = tokens(mixer).to('meta').requires_grad_()
+    mixer.to('meta')
+    with _Copies() as copies:
+        mixer(x, GRID)
+    assert copies.count == 0
+
+
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda q, k, v: chunk_attention(q[0], k[0], v[0], 0.5, torch.zeros(1, 16, 32))[0],
+        lambda q, k, v: performer_attention(q, k, v, torch.ones(6, 4), 0.5),
+        lambda q, k, v: window_attention(q, k, v, k[:, :, :3], v[:, :, :3], (4, 4), 2, 1, 0.5),
+    ],
+    ids=['chunks', 'features', 'windows'],
+)
+def test_a_function_with_a_gradient_of_its_own_computes_it_outside_of_autocast(function):
+    inputs = [torch.randn(2, 2, 16, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    inputs = [x.requires_grad_() for x in inputs]
+    out, found = function(*inputs), []
+    for is_enabled in (False, True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=is_enabled):
+            found.append(torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize('name, kwargs', CASES)

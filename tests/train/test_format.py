@@ -1,5 +1,7 @@
 """Weights in bfloat16, and the channels-last memory format: training, averaging, resuming and the exported model."""
 
+from contextlib import nullcontext
+from functools import partial
 from shlex import split
 from types import SimpleNamespace
 
@@ -13,9 +15,10 @@ from toys import read_metrics
 
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
+from vitzoo.train import opening
 from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.train.loop import train
-from vitzoo.train.model import compile_model, convert_format
+from vitzoo.train.model import check_cuda_graphs, compile_model, convert_format
 from vitzoo.train.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
@@ -145,3 +148,30 @@ def test_the_mode_of_the_compiler_is_passed_on(monkeypatch):
     monkeypatch.setattr(model, 'compile', lambda **options: given.update(options))
     compile_model(model, 'inductor', 'reduce-overhead')
     assert given == dict(backend='inductor', mode='reduce-overhead')
+
+
+@pytest.mark.parametrize(
+    ('mode', 'accum_steps', 'device', 'is_refused'),
+    [
+        ('reduce-overhead', 2, 'cuda', True),
+        ('max-autotune', 2, 'cuda', True),
+        ('max-autotune-no-cudagraphs', 2, 'cuda', False),
+        ('default', 2, 'cuda', False),
+        (None, 2, 'cuda', False),
+        ('reduce-overhead', 1, 'cuda', False),
+        ('reduce-overhead', 2, 'cpu', False),
+    ],
+)
+def test_gradients_are_not_accumulated_in_cuda_graphs(mode, accum_steps, device, is_refused):
+    recipe = make_recipe(dict(torchcompile='inductor', torchcompile_mode=mode, grad_accum_steps=accum_steps))
+    with pytest.raises(UserError, match='use max-autotune-no-cudagraphs') if is_refused else nullcontext():
+        check_cuda_graphs(recipe, torch.device(device))
+
+
+def test_a_run_that_would_accumulate_gradients_in_cuda_graphs_does_not_begin(images, tmp_path, monkeypatch):
+    on_a_gpu = partial(check_cuda_graphs, device=torch.device('cuda'))
+    monkeypatch.setattr(opening, 'check_cuda_graphs', lambda recipe, device: on_a_gpu(recipe))
+    options = ['--torchcompile', 'inductor', '--torchcompile-mode', 'reduce-overhead', '--grad-accum-steps', '2']
+    with pytest.raises(UserError, match='torchcompile_mode reduce-overhead uses CUDA graphs'):
+        train([*TINY, *options, '--epochs', '1', '--data-dir', images, '--output', str(tmp_path / 'run')])
+    assert not (tmp_path / 'run').exists()

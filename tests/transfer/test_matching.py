@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from itertools import islice
 from multiprocessing import active_children
 
 import pytest
@@ -261,6 +262,26 @@ def test_matching_learns_in_an_autocast_context_of_the_caller():
     with torch.autocast('cpu', torch.bfloat16):
         history = match_blocks(teacher, student, TRAIN, HELD_OUT, steps=6, eval_every=6, lr=1e-3)
     assert all(history[-1]['errors'][path] < 0.99 * error for path, error in history[0]['errors'].items())
+
+
+@pytest.mark.parametrize('stage', STAGES)
+def test_gradients_are_computed_outside_of_autocast(stage):
+    teacher = make_teacher()
+    student, within = make_student(teacher, 'linear'), set()
+    for parameter in student.parameters():
+        parameter.register_hook(lambda grad: within.add(torch.is_autocast_enabled('cpu')))
+    with torch.autocast('cpu', torch.bfloat16):
+        STAGES[stage](teacher, student, TRAIN, HELD_OUT, steps=1, **RATES[stage])
+    assert within == {False}
+
+
+def test_images_of_bytes_are_normalized_on_the_device():
+    images = [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * 4
+    seen = []
+    loader = train_loader(images, TrainBatches(len(images), 4), workers=0)
+    step_batches = StepBatches(loader, lambda images: seen.append(images) or images.float())
+    (found,) = islice(step_batches.from_step(0, torch.device('meta')), 1)
+    assert (seen[0].dtype, seen[0].device.type, found.device.type) == (torch.uint8, 'meta', 'meta')
 
 
 class WithoutFloat64(TorchDispatchMode):

@@ -409,7 +409,7 @@ def forward_op(
     q, v = contiguous_rows(q), contiguous_rows(v)
     out = empty_output(q)
     den = q.new_empty(q.shape[:3], dtype=torch.float32)
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
         k_max = k.amax(dim=(2, 3)).float()
         strides = *k.stride()[:3], *v.stride()[:3]
         outside, total = _sum_outside(k, v, k_max, _prefix_terms(k, v, k_max, sizes), sizes, is_keys=True)
@@ -439,7 +439,7 @@ def backward_op(
     dden = torch.empty_like(den)
     strides = *k.stride()[:3], *v.stride()[:3]
     blocks = sizes.tile_blocks()
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
         _dq_kernel[sizes.B * sizes.heads, sizes.chunks](
             q, do, out, den, dq, dnum, dden,
             *q.stride()[:3], sizes.heads, sizes.N, sizes.D, **sizes.chunk_blocks(),

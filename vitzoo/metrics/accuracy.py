@@ -129,7 +129,8 @@ def rank_classes(logits: Tensor, target: Tensor, keep_logits: bool = False) -> d
     else:
         loss = cross_entropy(logits, target, reduction='none')
     columns = dict(label=target, top=top, prob=prob, loss=loss)
-    return {**columns, 'logits': logits} if keep_logits else columns
+    # a copy, because the next run of a CUDA graph overwrites its output
+    return {**columns, 'logits': logits.clone()} if keep_logits else columns
 
 
 def most_likely(logits: Tensor, k: int, is_multi_label: bool = False) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._numerics import CACHED, LOG2_E, is_traced
+from ._numerics import CACHED, LOG2_E, is_traced, no_autocast
 from ._recompute import differentiable_gradients
 
 __all__ = ['chunk_attention', 'merge', 'softmax_with_lse']
@@ -111,20 +111,21 @@ class _ChunkAttention(torch.autograd.Function):
         for x in (dq, dk, dv):
             x[0] = 0
         k_pairs, v_pairs, m = _pairs(k), _pairs(v), q.shape[1]
-        for i, group in enumerate(_groups(q)):
-            own, before = (slice(group.start + j, min(group.stop, len(lse)) + j) for j in (1, 0))
-            p = _scores(q[own], k_pairs[group], ctx.scale, bias[group]).sub_(lse[group]).exp2_()
-            dp = (do[group] @ v_pairs[group].mT).to(p.dtype)
-            dropped = p
-            if ctx.dropout_p:
-                mask = masks[i] / (1 - ctx.dropout_p)
-                dp, dropped = dp.mul_(mask), p * mask
-            dropped = dropped.to(v.dtype)
-            torch.bmm(dropped[:, :, m:].mT, do[group], out=dv[own])
-            dv[before].baddbmm_(dropped[:, :, :m].mT, do[group])
-            delta = (do[group] * out[group]).sum(dim=-1, keepdim=True)
-            ds = dp.add_(LOG2_E * dlse[group] - delta).mul_(p.mul_(ctx.scale)).to(q.dtype)
-            torch.bmm(ds, k_pairs[group], out=dq[own])
-            torch.bmm(ds[:, :, m:].mT, q[own], out=dk[own])
-            dk[before].baddbmm_(ds[:, :, :m].mT, q[own])
+        with no_autocast(do):
+            for i, group in enumerate(_groups(q)):
+                own, before = (slice(group.start + j, min(group.stop, len(lse)) + j) for j in (1, 0))
+                p = _scores(q[own], k_pairs[group], ctx.scale, bias[group]).sub_(lse[group]).exp2_()
+                dp = (do[group] @ v_pairs[group].mT).to(p.dtype)
+                dropped = p
+                if ctx.dropout_p:
+                    mask = masks[i] / (1 - ctx.dropout_p)
+                    dp, dropped = dp.mul_(mask), p * mask
+                dropped = dropped.to(v.dtype)
+                torch.bmm(dropped[:, :, m:].mT, do[group], out=dv[own])
+                dv[before].baddbmm_(dropped[:, :, :m].mT, do[group])
+                delta = (do[group] * out[group]).sum(dim=-1, keepdim=True)
+                ds = dp.add_(LOG2_E * dlse[group] - delta).mul_(p.mul_(ctx.scale)).to(q.dtype)
+                torch.bmm(ds, k_pairs[group], out=dq[own])
+                torch.bmm(ds[:, :, m:].mT, q[own], out=dk[own])
+                dk[before].baddbmm_(ds[:, :, :m].mT, q[own])
         return dq, dk, dv, None, None, None

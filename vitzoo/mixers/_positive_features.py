@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._numerics import CACHED, dot_tokens, is_empty, is_traced
+from ._numerics import CACHED, dot_tokens, is_empty, is_traced, no_autocast
 from ._recompute import differentiable_gradients
 
 __all__ = ['FeatureMap', 'feature_attention', 'query_features']
@@ -143,28 +143,29 @@ class _FeatureAttention(torch.autograd.Function):
             return *differentiable_gradients(plain, (q, k, v), needed, do, (phi.weight,)), None
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         dweight = torch.zeros_like(phi.weight) if ctx.needs_input_grad[3] else None
-        for samples, token_slices in _blocks(q, phi.num_features):
-            context, k_sum, shift = contexts[samples], k_sums[samples], shifts[samples]
-            dcontext, dk_sum = torch.zeros_like(context), torch.zeros_like(k_sum)
-            for tokens in token_slices:
-                q_block = _read(q, samples, tokens, dtype)
-                features = query_features(q_block, shift, phi)
-                dnum = _read(do, samples, tokens, dtype) / den[samples, :, tokens]
-                dcontext += features.mT @ dnum
-                dfeatures = dnum @ context.mT
-                # -do . out / den, without a stored out
-                dden = (features * dfeatures).sum(dim=-1, keepdim=True).div_(den[samples, :, tokens]).neg_()
-                dk_sum += (features * dden).sum(dim=2, keepdim=True).mT
-                dfeatures.addcmul_(dden, k_sum.mT)
-                dq[samples, :, tokens], dlog = phi.grad_queries(dfeatures, features, q_block)
-                if dweight is not None:
-                    dweight += phi.grad_weight(dlog, q_block)
-            for tokens in token_slices:
-                k_block = _read(k, samples, tokens, dtype)
-                features = _key_features(k_block, shift, phi)
-                dv[samples, :, tokens] = features @ dcontext
-                dfeatures = (v[samples, :, tokens].to(dtype) @ dcontext.mT).add_(dk_sum.mT)
-                dk[samples, :, tokens], dlog = phi.grad_keys(dfeatures, features, k_block)
-                if dweight is not None:
-                    dweight += phi.grad_weight(dlog, k_block)
+        with no_autocast(do):
+            for samples, token_slices in _blocks(q, phi.num_features):
+                context, k_sum, shift = contexts[samples], k_sums[samples], shifts[samples]
+                dcontext, dk_sum = torch.zeros_like(context), torch.zeros_like(k_sum)
+                for tokens in token_slices:
+                    q_block = _read(q, samples, tokens, dtype)
+                    features = query_features(q_block, shift, phi)
+                    dnum = _read(do, samples, tokens, dtype) / den[samples, :, tokens]
+                    dcontext += features.mT @ dnum
+                    dfeatures = dnum @ context.mT
+                    # -do . out / den, without a stored out
+                    dden = (features * dfeatures).sum(dim=-1, keepdim=True).div_(den[samples, :, tokens]).neg_()
+                    dk_sum += (features * dden).sum(dim=2, keepdim=True).mT
+                    dfeatures.addcmul_(dden, k_sum.mT)
+                    dq[samples, :, tokens], dlog = phi.grad_queries(dfeatures, features, q_block)
+                    if dweight is not None:
+                        dweight += phi.grad_weight(dlog, q_block)
+                for tokens in token_slices:
+                    k_block = _read(k, samples, tokens, dtype)
+                    features = _key_features(k_block, shift, phi)
+                    dv[samples, :, tokens] = features @ dcontext
+                    dfeatures = (v[samples, :, tokens].to(dtype) @ dcontext.mT).add_(dk_sum.mT)
+                    dk[samples, :, tokens], dlog = phi.grad_keys(dfeatures, features, k_block)
+                    if dweight is not None:
+                        dweight += phi.grad_weight(dlog, k_block)
         return dq, dk, dv, dweight, None

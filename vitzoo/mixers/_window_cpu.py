@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._numerics import CACHED, LOG2_E, needs_gradient, pad
+from ._numerics import CACHED, LOG2_E, needs_gradient, no_autocast, pad
 from ._recompute import differentiable_gradients, is_stored
 
 __all__ = ['window_attention_cpu']
@@ -259,6 +259,7 @@ class _WindowAttention(torch.autograd.Function):
             tile_rows.write_queries(dq_map[block], row, ds @ k_tiles)
             tile_rows.add_to_keys(dk_map[block], dk_shared[block], row, ds.mT @ q_tiles)
 
-        for (block, row), p_or_lse in zip(tile_rows, kept):
-            backward_of_row(block, row, p_or_lse)
+        with no_autocast(do):
+            for (block, row), p_or_lse in zip(tile_rows, kept):
+                backward_of_row(block, row, p_or_lse)
         return dq, dk, dv, dk_shared, dv_shared, dbias, None, None, None

@@ -9,7 +9,9 @@ divide the sides of the grid. Prefix tokens are part of no agent, and are ordina
 of grid tokens are the sum of a 7 x 7 map for each agent and head, resampled to the grid, and of a value for each row
 and each column; prefix tokens have their own. The convolution is on the grid, padded with zeros. A constant added to
 all keys changes nothing. The official class for PVT can reduce keys and values by a strided convolution, which no
-published configuration that we read does, and which is left out. Agent Attention, https://arxiv.org/abs/2312.08874
+published configuration that we read does, and which is left out. On a GPU PyTorch's gradient of the averages is not
+deterministic, so `torch.use_deterministic_algorithms(True)` refuses it. Agent Attention,
+https://arxiv.org/abs/2312.08874
 """
 
 from typing import Any

@@ -14,6 +14,7 @@ section 3.2, https://arxiv.org/abs/2303.08810
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
@@ -66,26 +67,25 @@ def routed_window_attention(
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d)."""
     (B, heads), P = q.shape[:2], q.shape[2] - grid_size[0] * grid_size[1]
     sizes = -(-grid_size[0] // num_windows), -(-grid_size[1] // num_windows)
-    # heads first, because the mask is that of an image and a window
-    grid_q, grid_k, grid_v = (tile(x[:, :, P:].transpose(0, 1), grid_size, sizes) for x in (q, k, v))
+    grid_q, grid_k, grid_v = (tile(x[:, :, P:], grid_size, sizes) for x in (q, k, v))
     T, is_real = grid_q.shape[2], halo_mask(grid_size, sizes, (0, 0), q.device)  # (T, s)
     chosen = _route(grid_q, grid_k, is_real, min(topk, T))  # (B, T, k)
     num_keys = chosen.shape[2] * grid_k.shape[3]
     keys, values = (
-        take_rows(x, chosen.flatten(1).unsqueeze(0)).view(heads, B * T, num_keys, x.shape[-1]) for x in (grid_k, grid_v)
-    )  # (heads, B * T, k * s, d)
-    mask = is_real[chosen].flatten(2).flatten(0, 1)  # (B * T, k * s)
+        take_rows(x, chosen.flatten(1).unsqueeze(1)).view(B, heads * T, num_keys, x.shape[-1]) for x in (grid_k, grid_v)
+    )  # (B, heads * T, k * s, d)
     if P:
         keys, values = (
-            torch.cat([x.transpose(0, 1)[:, :, None, :P].expand(-1, -1, T, -1, -1).flatten(1, 2), grid], dim=2)
+            torch.cat([x[:, :, None, :P].expand(-1, -1, T, -1, -1).flatten(1, 2), grid], dim=2)
             for x, grid in ((k, keys), (v, values))
         )
-        mask = torch.cat([mask.new_ones(1, P).expand(mask.shape[0], -1), mask], dim=1)
     bias = None
     if any(size % side for size, side in zip(grid_size, sizes)):
-        bias = mask_bias(mask, q).unsqueeze(1).expand(-1, grid_q.shape[3], -1)
+        bias = F.pad(mask_bias(is_real[chosen].flatten(2), q), (P, 0))  # (B, T, P + k * s)
+        bias = bias.repeat(1, heads, 1).unsqueeze(2).expand(-1, -1, grid_q.shape[3], -1)
+    # windows are heads of their image: a GPU takes 65,535 images and as many heads, but a batch may have more windows
     out = softmax_attention(grid_q.flatten(1, 2), keys, values, scale, bias, dropout_p)
-    out = untile(out.unflatten(1, (B, T)).transpose(0, 1), grid_size, sizes)
+    out = untile(out.unflatten(1, (heads, T)), grid_size, sizes)
     if P:
         out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
     return out + lepe(v, grid_size).to(out.dtype)
@@ -95,13 +95,13 @@ def routed_window_attention(
 def _route(q: torch.Tensor, k: torch.Tensor, is_real: torch.Tensor, topk: int) -> torch.Tensor:
     """The `topk` windows of keys with the largest product of means for each window of queries, (B, T, topk).
 
-    Windows of queries and keys (heads, B, T, s, d), with padding where `is_real` (T, s) is false.
+    Windows of queries and keys (B, heads, T, s, d), with padding where `is_real` (T, s) is false.
     """
     with no_autocast(q):
         dtype = torch.promote_types(q.dtype, torch.float32)
         share = (is_real.to(dtype) / is_real.sum(dim=1, keepdim=True)).unsqueeze(2)  # (T, s, 1)
-        means = [(x.to(dtype).masked_fill(share == 0, 0) * share).sum(dim=3) for x in (q, k)]  # (heads, B, T, d)
-        q_mean, k_mean = (mean.permute(1, 2, 0, 3).flatten(2) for mean in means)
+        means = [(x.to(dtype).masked_fill(share == 0, 0) * share).sum(dim=3) for x in (q, k)]  # (B, heads, T, d)
+        q_mean, k_mean = (mean.transpose(1, 2).flatten(2) for mean in means)
         return (q_mean @ k_mean.mT).topk(topk, dim=2).indices
 
 

@@ -81,10 +81,9 @@ def bigbird_attention(
     num_elements = N * blocks.shape[2] * (2 * q.shape[3] + 3 * math.prod(fit_window(grid_size, block_size)))
     out = apply_to_heads(attend, (q, k, v, blocks.unsqueeze(0)), num_elements)
 
-    rows = _global_rows(P, grid_size, block_size, num_global_blocks)
-    if not rows:
+    rows = _global_rows(P, grid_size, block_size, num_global_blocks, q.device)
+    if not len(rows):
         return out
-    rows = torch.tensor(rows, device=q.device)
     global_out = softmax_attention(q.index_select(2, rows), k, v, scale, None, dropout_p)
     return F.pad(out, (0, 0, P, 0)).index_copy(2, rows, global_out.to(out.dtype))
 
@@ -145,13 +144,20 @@ def _gather(tiles: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(2, blocks.shape[1:]).flatten(3, 4)
 
 
-def _global_rows(P: int, grid_size: tuple[int, int], block_size: int, num_global_blocks: int) -> list[int]:
+def _global_rows(
+    P: int, grid_size: tuple[int, int], block_size: int, num_global_blocks: int, device: torch.device
+) -> torch.Tensor:
     """Indices of the global tokens: the prefix and the tokens of the first blocks."""
     (H, W), b = grid_size, block_size
-    columns = -(-W // b)
-    rows = min(H, -(-num_global_blocks // columns) * b)
-    tokens = [y * W + x for y in range(rows) for x in range(W) if y // b * columns + x // b < num_global_blocks]
-    return list(range(P)) + [P + token for token in tokens]
+    num_rows, num_blocks = divmod(num_global_blocks, -(-W // b))
+    # whole rows of blocks, and some blocks of the row below
+    top, bottom = (min(H, row * b) for row in (num_rows, num_rows + 1))
+    num_whole, width = P + top * W, num_blocks * b
+    row = torch.arange(num_whole + (bottom - top) * width, device=device)
+    if not width:
+        return row
+    # beyond the blocks of a row of tokens, the rest of it is left out
+    return row.add((row - num_whole).clamp_(min=0).div_(width, rounding_mode='floor'), alpha=W - width)
 
 
 def draw_blocks(

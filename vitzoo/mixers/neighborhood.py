@@ -133,7 +133,7 @@ def _tile_axis(
     """
     side = kernel_size // 2 + 1
     reach = min(side + kernel_size - 1, -(-size // dilation))
-    queries, keys, offsets, first_tile = [], [], [], [0]
+    queries, keys, offsets = [], [], []
     for group in range(min(dilation, size)):
         n = -(-(size - group) // dilation)
         start = torch.arange(0, n, side, device=device)
@@ -145,10 +145,13 @@ def _tile_axis(
         queries.append(group + dilation * own)
         keys.append(group + dilation * near.clamp(max=n - 1))
         offsets.append(torch.where(is_near, steps - own.unsqueeze(2) + kernel_size - 1, -1))
-        first_tile.append(first_tile[-1] + len(start))
     position = torch.arange(size, device=device)
-    in_group = position // dilation
-    tile = torch.tensor(first_tile, device=device)[position % dilation] + in_group // side
+    group, in_group = position % dilation, position // dilation
+    # the first groups may have a token more than the others, and a tile for it
+    num_tiles, num_less = (-(-n // side) for n in (-(-size // dilation), size // dilation))
+    tile = group * num_tiles + in_group // side
+    if num_less < num_tiles:
+        tile = tile - (group - size % dilation).clamp(min=0)
     return torch.cat(queries), torch.cat(keys), torch.cat(offsets), tile, in_group % side
 
 

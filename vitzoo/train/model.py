@@ -174,6 +174,27 @@ def compile_model(model: nn.Module, backend: str | None, mode: str | None = None
     model.compile(backend=backend, mode=mode)
 
 
+def check_cuda_graphs(recipe: Recipe, device: torch.device) -> None:
+    """Refuse to accumulate gradients in CUDA graphs, which some modes of the compiler use.
+
+    The gradients of a micro-batch are memory of the graph, and its next run overwrites them: some versions of torch
+    raise an error, others train with wrong gradients. https://github.com/pytorch/pytorch/issues/169545
+
+    Raises:
+        UserError: The recipe has such a mode and several micro-batches per step, and the device is a GPU.
+    """
+    if recipe.torchcompile_mode is None or recipe.grad_accum_steps == 1 or device.type != 'cuda':
+        return
+    # loads Triton
+    from torch._inductor import list_mode_options
+
+    if list_mode_options(recipe.torchcompile_mode).get('triton.cudagraphs'):
+        raise UserError(
+            f'torchcompile_mode {recipe.torchcompile_mode} uses CUDA graphs, which cannot accumulate gradients over'
+            f' {recipe.grad_accum_steps} grad_accum_steps; use max-autotune-no-cudagraphs'
+        )
+
+
 def build_ema(recipe: Recipe, model: nn.Module) -> ModelEmaV3 | None:
     """An exponential moving average of the model's weights, if the recipe has one."""
     if not recipe.model_ema:

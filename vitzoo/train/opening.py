@@ -32,6 +32,7 @@ from vitzoo.train.loss import build_loss, build_task
 from vitzoo.train.model import (
     build_ema,
     build_model,
+    check_cuda_graphs,
     compile_model,
     convert_format,
     has_initial_weights,
@@ -113,6 +114,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock, is_resume
         mixup = build_mixup(recipe, num_classes, data_config['input_size'][1:])
         loss = build_loss(recipe, mixup, train_set, num_classes)
         compile_model(raw_model, recipe.torchcompile, recipe.torchcompile_mode)
+        check_cuda_graphs(recipe, accelerator.device)
     full_model = FullModel(accelerator, raw_model)
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     with raise_together(accelerator):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitzoo.errors import DivergenceError
+from vitzoo.mixers import no_autocast
 from vitzoo.train.distill import NetworkLoss
 from vitzoo.transfer.attention import mixer_paths
 from vitzoo.transfer.descent import StepBatches, descend
@@ -87,7 +88,9 @@ def distil(
                 student(images)
                 with torch.no_grad():
                     teacher(images)
-                loss().backward()
+                error = loss()
+                with no_autocast(error):
+                    error.backward()
 
         groups, evaluate = parameter_groups(student, **rates), lambda: dict(output_error=error(student))
         settings = dict(steps=steps, eval_every=eval_every, accelerator=accelerator, **options)

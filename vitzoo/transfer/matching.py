@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo.mixers import no_autocast
 from vitzoo.models._mixer_paths import block_of, index_of
 from vitzoo.transfer.attention import Call, attention_output, images_of, mixer_paths, visit_attention
 from vitzoo.transfer.descent import StepBatches, descend
@@ -73,8 +74,11 @@ def match_blocks(
         def match(path: str, call: Call, output: Tensor) -> None:
             with torch.enable_grad():
                 found = attention_output(student, path, call)
-                if found.requires_grad:
-                    (F.mse_loss(found.float(), output.float()) / variance[path]).backward()
+                if not found.requires_grad:
+                    return
+                error = F.mse_loss(found.float(), output.float()) / variance[path]
+                with no_autocast(error):
+                    error.backward()
 
         with torch.no_grad(), visit_attention(teacher, paths, match):
             teacher.forward_features(images)

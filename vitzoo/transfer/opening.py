@@ -57,7 +57,7 @@ class Transfer:
     def train(self) -> StepBatches:
         """Batches of block matching."""
         loader = train_loader(self.images, self.batches(), self.options.workers)
-        return StepBatches(loader, Normalize(self.data_config))
+        return StepBatches(loader, Normalize(self.data_config).to(self.accelerator.device))
 
     def batches(self, accum: int = 1) -> TrainBatches:
         """The training batches of this process, each in `accum` micro-batches."""
