@@ -1,8 +1,8 @@
 """Runs mixers and models on a GPU that is not there, and lists faults that a CPU does not show.
 
-    python tools/pretend_gpu/check.py                       # every mixer, with its options and in every backbone: ten minutes
-    python tools/pretend_gpu/check.py --mixers swin ls      # some
-    python tools/pretend_gpu/check.py --quick               # each mixer once, and in one backbone: a minute
+    python tools/pretend_gpu/check.py                   # every mixer, its options, every backbone: ten minutes
+    python tools/pretend_gpu/check.py --mixers swin ls  # some
+    python tools/pretend_gpu/check.py --quick           # every mixer once, and in one backbone: a minute
 
 torch is started with a CUDA runtime of one device that computes nothing, and tensors have shapes, dtypes and a device,
 but no values. Under autocast, and in forward and backward passes as on a GPU, this shows
@@ -39,7 +39,7 @@ def main() -> None:
         env = os.environ | dict(LD_PRELOAD=str(library), PYTHONPATH=os.pathsep.join(paths))
         code = subprocess.run([sys.executable, '-W', 'ignore', FOLDER / 'run.py', *sys.argv[1:]], env=env).returncode
     if code < 0:
-        refuse(f'Python was ended by signal {-code}; this version of torch may need more of {FOLDER.name}/runtime.c')
+        refuse(f'run.py was ended by signal {-code}; if it crashed, torch needs a function that runtime.c lacks')
     sys.exit(code)
 
 
@@ -49,7 +49,7 @@ def compile_runtime(library: Path) -> None:
     torch_libraries = sorted((torch_folder / 'lib').glob('*.so'))
     headers = sorted(torch_folder.parent.glob('nvidia/**/cuda_runtime_api.h'))
     if not headers or torch_folder / 'lib' / 'libtorch_cuda.so' not in torch_libraries:
-        refuse('this torch was built without CUDA; install one from PyPI on Linux, which needs no GPU')
+        refuse('torch has no libtorch_cuda.so, or no cuda_runtime_api.h near it; install a build with CUDA from PyPI')
     # NVIDIA's package of CUDA 13 lacks a header that Triton has
     include = [headers[0].parent, torch_folder.parent / 'triton' / 'backends' / 'nvidia' / 'include']
     names = {name for path in torch_libraries for name in undefined_names(path) if re.match('cu(da)?[A-Z]', name)}
