@@ -19,16 +19,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from vitzoo.train.sharding import choose_layers
+
 _FULL = StateDictOptions(full_state_dict=True)
 # entries of timm's parameter groups that follow from the recipe; others, such as Prodigy's d, change during training
 _SETTINGS = ('weight_decay', 'max_lr_snapshot', 'momentum', 'eps', 'betas', 'beta1', 'betas_1d')
 
 
 class FullModel:
-    """The full form of a model that Accelerate may shard; create it before `accelerator.prepare`."""
+    """The full form of a model that Accelerate may shard; create it before `accelerator.prepare`.
+
+    Raises:
+        UserError: The model has no layers of a class that the launcher names for sharding.
+    """
 
     def __init__(self, accelerator: Accelerator, raw_model: nn.Module) -> None:
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
+        if self.is_sharded:
+            choose_layers(accelerator, raw_model)
         # FSDP shards in place, so copy before it does
         self.module = copy.deepcopy(raw_model) if self.is_sharded else raw_model
         self.raw_model = raw_model
