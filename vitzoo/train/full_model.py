@@ -62,10 +62,20 @@ class FullModel:
         return dict(state={index_of[name]: state for name, state in named['state'].items()}, param_groups=groups)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict) -> None:
-        """The inverse of `optimizer_state`, except that settings such as weight decay and betas stay the recipe's."""
+        """The inverse of `optimizer_state`, except that settings such as weight decay and betas stay the recipe's.
+
+        Raises:
+            ValueError: The state is of other groups of parameters.
+        """
+        before, now = len(state['param_groups']), len(optimizer.param_groups)
+        if before != now:
+            raise ValueError(
+                f'its optimizer has {before} instead of {now} groups of parameters, as earlier versions of vitzoo wrote it'
+                f' with weight_decay 0; start again with --overwrite, not --resume'
+            )
         groups = [
             dict(saved, **{name: group[name] for name in _SETTINGS if name in saved and name in group})
-            for saved, group in zip(state['param_groups'], optimizer.param_groups, strict=True)
+            for saved, group in zip(state['param_groups'], optimizer.param_groups)
         ]
         state = dict(state, param_groups=groups)
         if not self.is_sharded:
