@@ -70,8 +70,8 @@ class FullModel:
         before, now = len(state['param_groups']), len(optimizer.param_groups)
         if before != now:
             raise ValueError(
-                f'its optimizer has {before} instead of {now} groups of parameters, as earlier versions of vitzoo wrote it'
-                f' with weight_decay 0; start again with --overwrite, not --resume'
+                f'its optimizer has {before} instead of {now} groups of parameters, as earlier versions wrote it with'
+                f' weight_decay 0; start again with --overwrite, not --resume'
             )
         groups = [
             dict(saved, **{name: group[name] for name in _SETTINGS if name in saved and name in group})
