@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from toys import make_images, read_metrics
 
 from vitzoo.data import eval_loader, eval_transform, open_dataset, resolve_data_config
+from vitzoo.data.loader import TrainBatches
 from vitzoo.data.transforms import PIPELINES
 from vitzoo.errors import UserError
 from vitzoo.figures import draw_curves
@@ -224,6 +226,16 @@ def test_options_work_together(images, tmp_path, options):
     scores = train([*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '1', *options.split()])
     assert scores['n'] == 11
     assert np.isfinite(scores['loss'])
+
+
+@pytest.mark.parametrize(('options', 'skipped'), [('', 0), ('--batch-size 12', 4), ('--aug-repeats 3', 26)])
+def test_the_images_that_an_epoch_skips_are_counted(images, tmp_path, capsys, options, skipped):
+    arguments = [*TINY, *options.split(), '--data-dir', images, '--output', str(tmp_path), '--epochs', '1']
+    train(arguments)
+    assert re.findall(r'every epoch skips (\d+) images', capsys.readouterr().out) == [str(skipped)] * bool(skipped)
+    recipe = load_recipe(arguments)
+    batches = TrainBatches(40, recipe.batch_size, aug_repeats=recipe.aug_repeats)
+    assert len({index for batch in batches for index, _ in batch}) == 40 - skipped
 
 
 def test_a_checkpoint_has_averaged_statistics_and_the_counters_of_the_model(images, tmp_path):

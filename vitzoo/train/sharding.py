@@ -6,6 +6,15 @@ from torch import nn
 from vitzoo.errors import UserError
 from vitzoo.train.recipe import Recipe
 
+# timm's optimizers that train sharded weights as whole ones; the others stop, hang, or treat a shard as a whole matrix
+SHARDABLE = (
+    'adabelief', 'adadelta', 'adagrad', 'adam', 'adamax', 'adamc', 'adamw', 'adamwlegacy', 'adan', 'adanw',
+    'adopt', 'adoptc', 'adoptw', 'lamb', 'lambc', 'lambcd', 'lambcw', 'lambw', 'laprop', 'lapropc', 'larc', 'lars',
+    'lion', 'lionc', 'madgrad', 'madgradw', 'momentum', 'nadam', 'nadamc', 'nadamlegacy', 'nadamw', 'nesterov',
+    'nesterovw', 'nlarc', 'nlars', 'radabelief', 'radam', 'radamlegacy', 'radamw', 'rmsprop', 'rmsproptf',
+    'rmsproptfc', 'rmsproptfw', 'sgd', 'sgdc', 'sgdw',
+)  # fmt: skip
+
 
 def prepare_plugin(recipe: Recipe, accelerator: Accelerator) -> None:
     """Adjust what the launcher sets for FSDP.
@@ -17,6 +26,8 @@ def prepare_plugin(recipe: Recipe, accelerator: Accelerator) -> None:
         raise UserError('FSDP version 1 is not supported; launch with --use_fsdp --fsdp_version 2')
     if recipe.clip_grad and recipe.clip_mode == 'agc':
         raise UserError('clip_mode agc does not work with FSDP, which shards the rows that it compares; use norm')
+    if recipe.opt.lower() not in SHARDABLE:
+        raise UserError(f'opt {recipe.opt} does not work with FSDP; choose one of {", ".join(SHARDABLE)}')
     # all processes have the initial weights, and Accelerate cannot distribute those of the model itself and its buffers
     accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
 
