@@ -25,9 +25,11 @@ def prepare_plugin(recipe: Recipe, accelerator: Accelerator) -> None:
     if not accelerator.is_fsdp2:
         raise UserError('FSDP version 1 is not supported; launch with --use_fsdp --fsdp_version 2')
     if recipe.clip_grad and recipe.clip_mode == 'agc':
-        raise UserError('clip_mode agc does not work with FSDP, which shards the rows that it compares; use norm')
+        raise UserError('clip_mode agc does not work with FSDP, because it needs norms of whole weights; use norm')
     if recipe.opt.lower() not in SHARDABLE:
-        raise UserError(f'opt {recipe.opt} does not work with FSDP; choose one of {", ".join(SHARDABLE)}')
+        raise UserError(
+            f'opt {recipe.opt} does not work with FSDP; choose another opt, such as adamw, lamb, lion or sgd'
+        )
     # all processes have the initial weights, and Accelerate cannot distribute those of the model itself and its buffers
     accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
 
