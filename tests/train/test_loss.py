@@ -139,7 +139,7 @@ def test_a_mixed_image_with_several_labels_has_the_losses_of_its_parts(smoothing
         (dict(multi_label=True, bce_target_thresh=0.95), 10, True),
         (dict(bce_loss=True, bce_target_thresh=0, smoothing=0), 10, False),
         (dict(bce_loss=True, bce_target_thresh=1, smoothing=0), 10, True),
-        # which has no effect
+        # without effect here
         (dict(bce_target_thresh=0), 10, False),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Which layers FSDP shards, and what it refuses; tests of training with it are in test_distributed.py."""
+"""The layers that FSDP shards, and recipes that it refuses; tests of training with it are in test_distributed.py."""
 
 from copy import deepcopy
 from types import SimpleNamespace
@@ -71,7 +71,7 @@ def test_all_processes_keep_their_weights_until_they_are_sharded(monkeypatch):
     ('values', 'version', 'message'),
     [
         (dict(clip_mode='agc', clip_grad=0.01), 2, 'clip_mode agc does not work with FSDP'),
-        # which orthogonalizes each shard
+        # it would orthogonalize each shard
         (dict(opt='Muon'), 2, 'opt Muon does not work with FSDP; choose another opt, such as adamw'),
         ({}, 1, 'FSDP version 1 is not supported'),
     ],
@@ -103,7 +103,7 @@ def compare_sharded() -> None:
         start = timm.create_model('test_vit', img_size=32, num_classes=3)
         whole, sharded = deepcopy(start), fully_shard(deepcopy(start), mesh=init_device_mesh('cpu', (2,)))
         optimize(whole, opt)
-        # which must be possible for a checkpoint
+        # a checkpoint needs it
         get_optimizer_state_dict(sharded, optimize(sharded, opt), options=options)
         weights = get_model_state_dict(sharded, options=options)
         step = max((weight - start.state_dict()[name]).abs().max() for name, weight in whole.state_dict().items())

@@ -1,4 +1,4 @@
-"""What FSDP needs besides Accelerate: the layers of a model that it shards, and what it cannot train."""
+"""Settings of FSDP: the layers of a model that it shards, and the recipes that it cannot train."""
 
 from accelerate import Accelerator
 from torch import nn
@@ -17,10 +17,10 @@ SHARDABLE = (
 
 
 def prepare_plugin(recipe: Recipe, accelerator: Accelerator) -> None:
-    """Adjust what the launcher sets for FSDP.
+    """Adjust the settings that the launcher has for FSDP.
 
     Raises:
-        UserError: It is FSDP 1, or the recipe has what cannot be sharded.
+        UserError: It is FSDP 1, or the recipe cannot be trained with FSDP.
     """
     if not accelerator.is_fsdp2:
         raise UserError('FSDP version 1 is not supported; launch with --use_fsdp --fsdp_version 2')
