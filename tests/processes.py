@@ -9,11 +9,22 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 # for processes that hang: a busy machine may take minutes for what takes seconds
 TIMEOUT = 900
+# of the command for FSDP in docs/training.md
+FSDP_VARIABLES = dict(
+    FSDP_VERSION='2',
+    FSDP_AUTO_WRAP_POLICY='TRANSFORMER_BASED_WRAP',
+    FSDP_RESHARD_AFTER_FORWARD='true',
+    FSDP_OFFLOAD_PARAMS='false',
+    FSDP_MIN_NUM_PARAMS='100000000',
+    FSDP_USE_ORIG_PARAMS='true',
+    FSDP_SYNC_MODULE_STATES='true',
+    FSDP_CPU_RAM_EFFICIENT_LOADING='true',
+    FSDP_ACTIVATION_CHECKPOINTING='false',
+)
 
 
 class Outcome(NamedTuple):
@@ -127,18 +138,19 @@ def _run_process(variables: dict[str, str], output: str, target: Callable, args:
     target(*args)
 
 
-def shard_accelerators(module: ModuleType) -> None:
-    """Let the accelerators of a module shard models with FSDP 2, which Accelerate only starts on accelerators."""
-    from accelerate import FullyShardedDataParallelPlugin
+def shard_accelerators() -> None:
+    """Let training shard models as `accelerate launch --use_fsdp` would, which it does on accelerators only."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
-    create_accelerator = module.create_accelerator
+    from vitzoo.train import opening
 
-    def create_sharded(recipe):
-        accelerator = create_accelerator(recipe)
-        wrap = dict(auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block'])
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+    os.environ.update(FSDP_VARIABLES)
+
+    def create_sharded(**options) -> Accelerator:
+        accelerator = Accelerator(**options)
+        plugin = FullyShardedDataParallelPlugin()
         accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
         return accelerator
 
-    module.create_accelerator = create_sharded
+    opening.Accelerator = create_sharded

@@ -8,13 +8,15 @@ import timm
 import torch
 from processes import read_log, start_processes, train_and_log
 from safetensors.torch import load_file, save_file
+from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
 from vitzoo.train.checkpoint import list_checkpoints
-from vitzoo.train.model import synchronize_batch_norm
+from vitzoo.train.model import build_ema, synchronize_batch_norm
 from vitzoo.train.processes import share_statistics
+from vitzoo.train.recipe import make_recipe
 
 CVT = dict(depths=(1, 1, 1), embed_dims=(16, 16, 32), num_heads=(1, 2, 2), img_size=32)
 RUN = split('--model test_resnet --img-size 32 --workers 0 --batch-size 8 --lr 1e-3 --warmup-epochs 0 --epochs 1')
@@ -51,14 +53,46 @@ def test_statistics_are_averaged_over_the_processes_after_an_epoch(images, tmp_p
     first, second = (load_file(tmp_path / f'run-{rank}.safetensors') for rank in range(2))
     assert not all(torch.equal(first[name], second[name]) for name in first)
     (checkpoint,) = list_checkpoints(tmp_path / 'run' / 'checkpoints')
-    for file in ('model', 'ema'):
-        saved = statistics(load_file(checkpoint / f'{file}.safetensors'))
-        assert saved.keys() == first.keys()
-        for name, tensor in saved.items():
-            torch.testing.assert_close(tensor, (first[name] + second[name]) / 2)
+    saved = statistics(load_file(checkpoint / 'model.safetensors'))
+    assert saved.keys() == first.keys()
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, (first[name] + second[name]) / 2)
 
 
-@pytest.mark.parametrize('ema', [None, SimpleNamespace(module='averaged')], ids=['raw', 'ema'])
+def test_averaged_weights_have_averaged_statistics_and_copies_of_other_buffers():
+    torch.manual_seed(0)
+    model = timm.create_model('test_resnet')
+    # such as random features
+    model.register_buffer('projection', torch.randn(3))
+    averaged, reference = (
+        build_ema(make_recipe(dict(model_ema=True, model_ema_decay=0.9)), model),
+        ModelEmaV3(model, 0.9),
+    )
+    for step in (1, 2, 3):
+        model.train()(torch.randn(4, 3, 32, 32))
+        model.projection.normal_()
+        averaged.update(model, step=step)
+        reference.update(model, step=step)
+    found, expected = averaged.module.state_dict(), reference.module.state_dict()
+    names = statistics(found)
+    assert names and not any(torch.equal(found[name], model.state_dict()[name]) for name in names)
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name])
+    assert torch.equal(found['projection'], model.projection)
+    assert found['bn1.num_batches_tracked'] == 3
+
+
+def test_averaged_statistics_do_not_depend_on_an_interruption(images, tmp_path):
+    # those of the second process are not in a checkpoint
+    arguments = [*RUN, '--model-ema', '--model-ema-warmup', '--data-dir', images, '--checkpoint-every', '2']
+    outcome = start_processes(2, train_and_log, [*arguments, '--output', str(tmp_path / 'a')], str(tmp_path / 'log'))
+    assert outcome.codes == [0, 0], outcome.err
+    resume = ['--resume', str(tmp_path / 'a' / 'checkpoints' / 'step-00000004'), '--output', str(tmp_path / 'b')]
+    assert start_processes(2, train_and_log, resume, str(tmp_path / 'log')).codes == [0, 0]
+    a, b = (load_file(list_checkpoints(tmp_path / name / 'checkpoints')[-1] / 'ema.safetensors') for name in ('a', 'b'))
+    assert statistics(a) and all(torch.equal(a[name], b[name]) for name in a)
+
+
 @pytest.mark.parametrize(
     ('options', 'world_size', 'expected'),
     [
@@ -69,16 +103,15 @@ def test_statistics_are_averaged_over_the_processes_after_an_epoch(images, tmp_p
         (dict(), 1, None),
     ],
 )
-def test_statistics_are_shared_as_the_recipe_says(monkeypatch, ema, options, world_size, expected):
+def test_statistics_are_shared_as_the_recipe_says(monkeypatch, options, world_size, expected):
     calls = []
     monkeypatch.setattr(
         'vitzoo.train.processes.distribute_bn', lambda model, world, reduce: calls.append((model, reduce))
     )
     recipe, accelerator = SimpleNamespace(**dict(dist_bn='reduce', sync_bn=False) | options), SimpleNamespace()
     accelerator.num_processes = world_size
-    share_statistics(SimpleNamespace(recipe=recipe, accelerator=accelerator, raw_model='raw', ema=ema))
-    models = ['raw'] + ['averaged'] * (ema is not None)
-    assert calls == [(model, expected == 'reduce') for model in models if expected]
+    share_statistics(SimpleNamespace(recipe=recipe, accelerator=accelerator, raw_model='raw'))
+    assert calls == ([('raw', expected == 'reduce')] if expected else [])
 
 
 def accelerator_of(device: str, num_processes: int) -> SimpleNamespace:

@@ -18,6 +18,7 @@ from processes import free_port, read_log, shard_accelerators, start_processes, 
 from safetensors.torch import load_file, save_file
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from toys import read_metrics
 
@@ -169,14 +170,13 @@ def test_two_machines_launched_by_accelerate_give_the_numbers_of_one_process(ima
 
 def train_sharded(argv: list[str], log: str, event=None, at: int = -1) -> None:
     """Train with FSDP, which Accelerate only starts on accelerators."""
-    from vitzoo.train import loop as train_module
-
-    shard_accelerators(train_module)
+    shard_accelerators()
     train_and_log(argv, log, event, at)
 
 
 def kill_if_sharded(run) -> None:
     assert all(isinstance(parameter, DTensor) for parameter in run.raw_model.parameters())
+    assert all(isinstance(block, FSDPModule) for block in run.raw_model.blocks)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -6,6 +6,8 @@ from timm.data.mixup import mixup_target
 from timm.loss import create_classification_loss
 from torch.nn import functional as F
 
+from vitzoo.errors import UserError
+from vitzoo.train.batches import build_mixup
 from vitzoo.train.loss import BalancedLoss, build_loss, count_labels
 from vitzoo.train.recipe import make_recipe
 
@@ -91,6 +93,65 @@ def test_multi_label_losses_balance_positives_and_negatives_of_each_class():
     positive, negative = F.softplus(-logits) * target, F.softplus(logits) * (1 - target)
     expected = (positive * torch.tensor([1 / 3, 3, 1 / 3]) + negative).mean()
     torch.testing.assert_close(build_loss(recipe, None, images, 3)(logits, target), expected)
+
+
+# of 1,000 images, every second has the first label, and ten the second
+RARE = Labels([[0] * (i % 2) + [1] * (i < 10) for i in range(1000)])
+
+
+@pytest.mark.parametrize('mixing', [{}, dict(mixup=0.5)], ids=['unmixed', 'mixed'])
+@pytest.mark.parametrize('smoothing', [0.0, 0.1])
+def test_smoothed_negatives_of_rare_labels_stay_negative(smoothing, mixing):
+    recipe = make_recipe(dict(multi_label=True, balance='loss', smoothing=smoothing, **mixing))
+    mixup = build_mixup(recipe, 2, (8, 8))
+    loss = build_loss(recipe, mixup, RARE, 2).double()
+    for label in (0, 1):
+        target = torch.full((1, 2), float(label), dtype=torch.float64)
+        best = target * (1 - smoothing) + smoothing / 2
+        # the best prediction is the smoothed target itself
+        logits = best.clamp(1e-6, 1 - 1e-6).logit().requires_grad_()
+        given = mixup_target(target, 2, smoothing=smoothing, multi_label=True).double() if mixing else target
+        (gradient,) = torch.autograd.grad(loss(logits, given), logits)
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize('smoothing', [0.0, 0.1])
+def test_a_mixed_image_with_several_labels_has_the_losses_of_its_parts(smoothing):
+    recipe = make_recipe(dict(multi_label=True, balance='loss', smoothing=smoothing, mixup=0.5))
+    loss = build_loss(recipe, build_mixup(recipe, 2, (8, 8)), RARE, 2).double()
+    targets = torch.tensor([[1.0, 0], [0, 1]])
+    logits = torch.randn(1, 2, generator=torch.Generator().manual_seed(5)).double()
+    first, second, mixed = (
+        mixup_target(targets, 2, share, smoothing, multi_label=True)[:1].double() for share in (1.0, 0.0, 0.7)
+    )
+    torch.testing.assert_close(loss(logits, mixed), 0.7 * loss(logits, first) + 0.3 * loss(logits, second))
+
+
+@pytest.mark.parametrize(
+    ('values', 'num_classes', 'is_refused'),
+    [
+        (dict(bce_loss=True, bce_target_thresh=0.01), 10, True),
+        (dict(bce_loss=True, bce_target_thresh=0.011), 10, False),
+        (dict(bce_loss=True, bce_target_thresh=0.91), 10, True),
+        (dict(bce_loss=True, bce_target_thresh=0.9), 10, False),
+        (dict(multi_label=True, bce_target_thresh=0.05), 10, True),
+        (dict(multi_label=True, bce_target_thresh=0.06), 10, False),
+        (dict(multi_label=True, bce_target_thresh=0.95), 10, True),
+        (dict(bce_loss=True, bce_target_thresh=0, smoothing=0), 10, False),
+        (dict(bce_loss=True, bce_target_thresh=1, smoothing=0), 10, True),
+        # without effect here
+        (dict(bce_target_thresh=0), 10, False),
+    ],
+    ids=str,
+)
+def test_a_threshold_outside_the_smoothed_targets_is_refused(values, num_classes, is_refused):
+    recipe, images = make_recipe(values), Labels([[0], [1]] if 'multi_label' in values else [0, 1])
+    if not is_refused:
+        build_loss(recipe, None, images, num_classes)
+        return
+    result = 1 if recipe.bce_target_thresh < 0.5 else 0
+    with pytest.raises(UserError, match=f'bce_target_thresh .* makes all targets {result}'):
+        build_loss(recipe, None, images, num_classes)
 
 
 def test_multi_label_targets_are_smoothed_towards_a_half():

@@ -82,3 +82,11 @@ def test_the_box_of_cutmix_has_sides_in_the_range(mode):
 def test_a_range_without_whole_pixels_is_refused(minmax):
     with pytest.raises(UserError, match='cutmix_minmax .* has no whole number of pixels'):
         build_mixup(make_recipe(dict(cutmix_minmax=minmax)), 4, (32, 32))
+
+
+@pytest.mark.parametrize(('accum', 'is_mixed'), [(4, True), (8, False)])
+def test_parts_of_one_image_are_noted_as_not_mixed(images, tmp_path, mixed, capsys, accum, is_mixed):
+    options = ['--mixup', '0.8', '--epochs', '1', '--grad-accum-steps', str(accum)]
+    train([*TINY, *options, '--data-dir', images, '--output', str(tmp_path)])
+    assert mixed == [is_mixed] * 5 * accum
+    assert ('mixup and cutmix have no effect' in capsys.readouterr().out) != is_mixed

@@ -1,13 +1,16 @@
 """A run resumes with the model, data and fixed recipe keys that it began with; other keys may change."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from shlex import split
 
 import pytest
+import torch
 
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
+from vitzoo.train.checkpoint import _fingerprint, list_checkpoints
 from vitzoo.train.loop import train
 from vitzoo.train.recipe import CHANGES, FIELDS, FIXED, NEUTRAL, Recipe, read_recipe_file
 from vitzoo.train.resume import changed_keys
@@ -136,3 +139,28 @@ def test_a_key_that_may_change_takes_effect_and_is_recorded(images, tmp_path, mo
     else:
         assert {tuple(group['betas']) for group in groups} == {(0.8, 0.9)}
         assert {group['eps'] for group in groups} == {1e-5}
+
+
+@pytest.mark.parametrize('layer_decay', [[], ['--layer-decay', '0.5']], ids=['', 'layer_decay'])
+def test_weight_decay_may_change_to_and_from_zero(images, tmp_path, layer_decay):
+    arguments = [*TINY, *layer_decay, '--data-dir', images, '--output', str(tmp_path)]
+    train([*arguments, '--epochs', '1', '--weight-decay', '0'])
+    for epochs, weight_decay in (('2', '0.1'), ('3', '0')):
+        train(['--resume', str(tmp_path), '--epochs', epochs, '--weight-decay', weight_decay])
+        checkpoint = list_checkpoints(tmp_path / 'checkpoints')[-1]
+        groups = torch.load(checkpoint / 'optimizer.pt', weights_only=True)['param_groups']
+        assert {group['weight_decay'] for group in groups} == {0, float(weight_decay)}
+
+
+def test_an_optimizer_state_of_other_groups_is_a_user_error(finished):
+    # as earlier versions wrote it with weight_decay 0
+    checkpoint = list_checkpoints(finished / 'checkpoints')[-1]
+    state = torch.load(checkpoint / 'optimizer.pt', weights_only=True)
+    first, second = state['param_groups']
+    state['param_groups'] = [dict(first, params=first['params'] + second['params'])]
+    torch.save(state, checkpoint / 'optimizer.pt')
+    saved = json.loads((checkpoint / 'state.json').read_text())
+    saved['files']['optimizer.pt'] = _fingerprint(checkpoint / 'optimizer.pt')
+    (checkpoint / 'state.json').write_text(json.dumps(saved))
+    with pytest.raises(UserError, match='its optimizer has 1 instead of 2 groups.*start again with --overwrite'):
+        train(['--resume', str(finished), '--epochs', '2'])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from toys import make_images, read_metrics
 
 from vitzoo.data import eval_loader, eval_transform, open_dataset, resolve_data_config
+from vitzoo.data.loader import TrainBatches
 from vitzoo.data.transforms import PIPELINES
 from vitzoo.errors import UserError
 from vitzoo.figures import draw_curves
@@ -226,15 +228,24 @@ def test_options_work_together(images, tmp_path, options):
     assert np.isfinite(scores['loss'])
 
 
-def test_averaged_weights_have_the_buffers_of_the_model(images, tmp_path):
+@pytest.mark.parametrize(('options', 'skipped'), [('', 0), ('--batch-size 12', 4), ('--aug-repeats 3', 26)])
+def test_the_images_that_an_epoch_skips_are_counted(images, tmp_path, capsys, options, skipped):
+    arguments = [*TINY, *options.split(), '--data-dir', images, '--output', str(tmp_path), '--epochs', '1']
+    train(arguments)
+    assert re.findall(r'every epoch skips (\d+) images', capsys.readouterr().out) == [str(skipped)] * bool(skipped)
+    recipe = load_recipe(arguments)
+    batches = TrainBatches(40, recipe.batch_size, aug_repeats=recipe.aug_repeats)
+    assert len({index for batch in batches for index, _ in batch}) == 40 - skipped
+
+
+def test_a_checkpoint_has_averaged_statistics_and_the_counters_of_the_model(images, tmp_path):
     options = split('--model test_resnet --model-ema --epochs 1')
     train([*TINY, *options, '--data-dir', images, '--output', str(tmp_path)])
     (checkpoint,) = list_checkpoints(tmp_path / 'checkpoints')
     raw, ema = (load_file(checkpoint / name) for name in ('model.safetensors', 'ema.safetensors'))
-    buffers = [name for name in raw if 'running' in name or 'num_batches' in name]
-    assert buffers
-    assert all(torch.equal(raw[name], ema[name]) for name in buffers)
-    assert not all(torch.equal(raw[name], ema[name]) for name in raw)
+    counters = [name for name in raw if 'num_batches' in name]
+    assert counters and all(torch.equal(raw[name], ema[name]) for name in counters)
+    assert not any(torch.equal(raw[name], ema[name]) for name in raw if 'running' in name)
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,7 @@ def test_a_distilled_checkpoint_gets_new_heads_for_other_classes(images, tmp_pat
         ),
         ('--kd-model-name TEACHER --num-classes 5', 'has 3 outputs and the student 5'),
         ('--kd-model-name TEACHER --in-chans 1', 'takes images of 3 channels and the student of 1'),
+        ('--kd-model-name TEACHER --task-loss-weight 1.5', 'which is below 0; add --distill-loss-weight'),
         ('--log-with tensorbord', "unknown tracker 'tensorbord' in log_with, did you mean tensorboard"),
         ('--log-with dvclive', "log_with 'dvclive' needs its package: pip install dvclive"),
         ('--torchcompile inducktor', "torch.compile has no backend 'inducktor'"),

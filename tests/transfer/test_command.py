@@ -207,9 +207,7 @@ def transfer_in_processes(argv: list[str]) -> None:
 
 def transfer_sharded(argv: list[str]) -> None:
     """Transfer with FSDP, which Accelerate only starts on accelerators."""
-    from vitzoo.transfer import opening
-
-    shard_accelerators(opening)
+    shard_accelerators()
     main(argv)
 
 

@@ -181,7 +181,7 @@ def distillation_task(
 
     Raises:
         UserError: The teacher has no weights, other classes or another number of channels, cannot take the student's
-            images, or the student has no distillation token.
+            images, the student has no distillation token, or the weight of the distillation loss is below 0.
     """
     teacher, device = _load_teacher(recipe, class_names, data_config), accelerator.device
     task: Any = _create_task(recipe, model, Teacher(teacher, accelerator), loss, device)
@@ -204,6 +204,12 @@ def _create_task(
         device=device,
         verbose=False,
     )
+    task_weight, is_complement = recipe.task_loss_weight, recipe.distill_loss_weight is None
+    if is_complement and task_weight is not None and task_weight > 1 and recipe.kd_distill_type != 'transfer':
+        raise UserError(
+            f'task_loss_weight {task_weight:g} makes the weight of the distillation loss 1 - {task_weight:g}, which is'
+            f' below 0; add --distill-loss-weight'
+        )
     if recipe.kd_distill_type == 'logit':
         return LogitDistillationTask(**options)
     if recipe.kd_distill_type == 'hard':

@@ -19,16 +19,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from vitzoo.train.sharding import choose_layers
+
 _FULL = StateDictOptions(full_state_dict=True)
 # entries of timm's parameter groups that follow from the recipe; others, such as Prodigy's d, change during training
 _SETTINGS = ('weight_decay', 'max_lr_snapshot', 'momentum', 'eps', 'betas', 'beta1', 'betas_1d')
 
 
 class FullModel:
-    """The full form of a model that Accelerate may shard; create it before `accelerator.prepare`."""
+    """The full form of a model that Accelerate may shard; create it before `accelerator.prepare`.
+
+    Raises:
+        UserError: The model has no layers of a class that the launcher names for sharding.
+    """
 
     def __init__(self, accelerator: Accelerator, raw_model: nn.Module) -> None:
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
+        if self.is_sharded:
+            choose_layers(accelerator, raw_model)
         # FSDP shards in place, so copy before it does
         self.module = copy.deepcopy(raw_model) if self.is_sharded else raw_model
         self.raw_model = raw_model
@@ -54,10 +62,20 @@ class FullModel:
         return dict(state={index_of[name]: state for name, state in named['state'].items()}, param_groups=groups)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict) -> None:
-        """The inverse of `optimizer_state`, except that settings such as weight decay and betas stay the recipe's."""
+        """The inverse of `optimizer_state`, except that settings such as weight decay and betas stay the recipe's.
+
+        Raises:
+            ValueError: The state is of other groups of parameters.
+        """
+        before, now = len(state['param_groups']), len(optimizer.param_groups)
+        if before != now:
+            raise ValueError(
+                f'its optimizer has {before} instead of {now} groups of parameters, as earlier versions wrote it with'
+                f' weight_decay 0; start again with --overwrite, not --resume'
+            )
         groups = [
             dict(saved, **{name: group[name] for name in _SETTINGS if name in saved and name in group})
-            for saved, group in zip(state['param_groups'], optimizer.param_groups, strict=True)
+            for saved, group in zip(state['param_groups'], optimizer.param_groups)
         ]
         state = dict(state, param_groups=groups)
         if not self.is_sharded:

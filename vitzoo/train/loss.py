@@ -1,5 +1,6 @@
 """Builds the loss of a run from its recipe, and the task that computes it for a batch."""
 
+import math
 from typing import Any
 
 import torch
@@ -11,14 +12,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitzoo.data import Images
+from vitzoo.errors import UserError
 from vitzoo.train.distill import distillation_task
 from vitzoo.train.recipe import Recipe
 
 
 def build_loss(recipe: Recipe, mixup: Mixup | None, train_set: Images, num_classes: int) -> nn.Module:
-    """The timm loss for hard, soft or multi-label targets, or its class-balanced form."""
+    """The timm loss for hard, soft or multi-label targets, or its class-balanced form.
+
+    Raises:
+        UserError: With `bce_target_thresh`, all smoothed targets would be on the same side.
+    """
     kind = 'bce' if recipe.bce_loss or recipe.multi_label else 'ce'
     threshold = recipe.bce_target_thresh if kind == 'bce' else None
+    if threshold is not None:
+        _check_threshold(threshold, recipe.smoothing, 2 if recipe.multi_label else num_classes)
     options: dict[str, Any] = dict(smoothing=recipe.smoothing, bce_target_thresh=threshold)
     if recipe.balance == 'loss':
         counts = count_labels(train_set.targets, num_classes)
@@ -26,8 +34,26 @@ def build_loss(recipe: Recipe, mixup: Mixup | None, train_set: Images, num_class
             return BalancedLoss(counts, kind, **options)
         # positives against negatives of each class; the clamp keeps a label that all images have from weighing nothing
         counts = counts.clamp(max=len(train_set) - 1)
-        _, options['pos_weight'] = compute_class_weights(counts, len(train_set), 'neg_pos')
+        _, pos_weight = compute_class_weights(counts, len(train_set), 'neg_pos')
+        if threshold is None:
+            return BalancedLabelLoss(pos_weight, recipe.smoothing, is_smoothed=mixup is not None)
+        options['pos_weight'] = pos_weight
     return create_classification_loss(kind, multi_label=recipe.multi_label, soft_targets=mixup is not None, **options)
+
+
+def _check_threshold(threshold: float, smoothing: float, num_outcomes: int) -> None:
+    """Check that a threshold separates what an image is from what it is not, whose targets add up to 1."""
+    off = smoothing / num_outcomes
+    on = 1 - smoothing + off
+    # at an end, rounding would decide
+    is_high = threshold > on or math.isclose(threshold, on)
+    # without smoothing, 0 makes a label of every part of a mixed image
+    is_low = bool(smoothing) and (threshold < off or math.isclose(threshold, off))
+    if is_high or is_low:
+        raise UserError(
+            f'bce_target_thresh {threshold:g} makes all targets {int(is_low)}, because smoothing {smoothing:g}'
+            f' leaves them from {off:.4g} to {on:.4g}; choose a number between these'
+        )
 
 
 def build_task(
@@ -94,3 +120,33 @@ class BalancedLoss(nn.Module):
         # undo the smoothing, which would give every image a share in the rarest class
         share = (target - self.smoothing / logits.shape[1]) / (1 - self.smoothing)
         return (share @ self.weight * loss).mean()
+
+
+class BalancedLabelLoss(nn.Module):
+    """Binary cross-entropy of several labels per image, with the positives of each weighted against its negatives.
+
+    The weight is not applied to the share of positives that smoothing gives to negatives; otherwise the best prediction
+    for a negative of a rare label would be that it is positive. The loss of a mixed image is that of its parts,
+    averaged by their share.
+
+    Args:
+        pos_weight: (C,) weight of the positives of each label.
+        smoothing: Label smoothing, towards a half.
+        is_smoothed: Targets are smoothed already, as those of mixed images are.
+    """
+
+    pos_weight: Tensor
+
+    def __init__(self, pos_weight: Tensor, smoothing: float, is_smoothed: bool = False) -> None:
+        super().__init__()
+        self.register_buffer('pos_weight', pos_weight)
+        self.smoothing, self.is_smoothed = smoothing, is_smoothed
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Mean over images and labels; logits and target (B, C)."""
+        if self.is_smoothed:
+            target = (target - self.smoothing / 2) / (1 - self.smoothing)
+        positive = target * self.pos_weight
+        weight = positive + 1 - target
+        smoothed = positive / weight * (1 - self.smoothing) + self.smoothing / 2
+        return F.binary_cross_entropy_with_logits(logits, smoothed, weight)

@@ -13,6 +13,7 @@ from vitzoo.classes import head_names, label_names, num_classes_in
 from vitzoo.errors import UserError
 from vitzoo.load import create_model, find_model, fit_data_config, load_weights, swap_in
 from vitzoo.models._official import read_checkpoint, unwrap
+from vitzoo.train.average import AveragedModel
 from vitzoo.train.recipe import Recipe
 
 
@@ -199,12 +200,11 @@ def build_ema(recipe: Recipe, model: nn.Module) -> ModelEmaV3 | None:
     """An exponential moving average of the model's weights, if the recipe has one."""
     if not recipe.model_ema:
         return None
-    return ModelEmaV3(
+    return AveragedModel(
         model,
         recipe.model_ema_decay,
         use_warmup=recipe.model_ema_warmup,
         # small updates would be rounded to nothing in bfloat16
         dtype=torch.float32,
-        # buffers are copied: averages of BatchNorm counters or random projections are meaningless
         exclude_buffers=True,
     )

@@ -44,13 +44,14 @@ from vitzoo.train.progress import parse_trackers
 from vitzoo.train.recipe import Recipe
 from vitzoo.train.resume import find_run
 from vitzoo.train.run import Run
+from vitzoo.train.sharding import prepare_plugin
 
 
 def create_accelerator(recipe: Recipe) -> Accelerator:
     """Create the Accelerator, which joins the processes started by `accelerate launch`.
 
     Raises:
-        UserError: The precision or the kind of distributed training is not supported.
+        UserError: The precision or the kind of distributed training is not supported, also for this recipe.
     """
     trackers = parse_trackers(recipe.log_with)
     try:
@@ -69,8 +70,8 @@ def create_accelerator(recipe: Recipe) -> Accelerator:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise UserError(f'{kind.value} is not supported; launch with --multi_gpu, or with --use_fsdp --fsdp_version 2')
-    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UserError('FSDP version 1 is not supported; launch with --use_fsdp --fsdp_version 2')
+    if kind == DistributedType.FSDP:
+        prepare_plugin(recipe, accelerator)
     if accelerator.mixed_precision == 'fp16' and accelerator.device.type == 'cpu':
         # Accelerate would compute in float32
         raise UserError('amp_dtype float16 needs a GPU; on a CPU, use --amp-dtype bfloat16 or no --amp')
@@ -115,7 +116,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock, is_resume
         loss = build_loss(recipe, mixup, train_set, num_classes)
         compile_model(raw_model, recipe.torchcompile, recipe.torchcompile_mode)
         check_cuda_graphs(recipe, accelerator.device)
-    full_model = FullModel(accelerator, raw_model)
+        full_model = FullModel(accelerator, raw_model)
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     with raise_together(accelerator):
         task = build_task(recipe, model, loss, train_set.class_names, data_config, accelerator)

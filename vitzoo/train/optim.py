@@ -34,11 +34,12 @@ def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
     if recipe.opt_betas is not None:
         overrides['betas'] = tuple(recipe.opt_betas)
     try:
-        return create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             model,
             opt=recipe.opt,
             lr=lr,
-            weight_decay=recipe.weight_decay,
+            # without weight decay, timm makes one group instead of two, which cannot resume with it
+            weight_decay=recipe.weight_decay or 1.0,
             momentum=recipe.momentum,
             layer_decay=recipe.layer_decay,
             **overrides,
@@ -46,6 +47,10 @@ def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
     except (AssertionError, ImportError, ValueError) as error:
         # timm's way to ask for CUDA or a package, or an optimizer's to refuse a setting
         raise UserError(f'opt {recipe.opt} cannot be used here: {error}; choose another opt') from error
+    if not recipe.weight_decay:
+        for group in optimizer.param_groups:
+            group['weight_decay'] = 0.0
+    return optimizer
 
 
 def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) -> Scheduler:

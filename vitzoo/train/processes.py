@@ -29,13 +29,16 @@ def raise_together(accelerator: Accelerator) -> Iterator[None]:
 
 
 def share_statistics(run: Run) -> None:
-    """Give BatchNorm the same running statistics on all processes, as timm does after every epoch."""
+    """Give BatchNorm the same running statistics on all processes, as timm does after every epoch.
+
+    Not that of averaged weights, which averages the statistics of the first process in every step: those of the others
+    would be lost when a run resumes within an epoch.
+    """
     how, world_size = run.recipe.dist_bn, run.accelerator.num_processes
     # synchronized statistics are the same already
     if world_size == 1 or how == 'none' or run.recipe.sync_bn:
         return
-    for model in [run.raw_model] + ([] if run.ema is None else [run.ema.module]):
-        distribute_bn(model, world_size, reduce=how == 'reduce')
+    distribute_bn(run.raw_model, world_size, reduce=how == 'reduce')
 
 
 def share_buffers(run: Run, model: nn.Module) -> None:

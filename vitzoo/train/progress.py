@@ -1,5 +1,6 @@
 """Console output, metrics.csv, curves.png and trackers of a training run."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ def describe_run(run: Run) -> list[str]:
 def _notes(run: Run) -> list[str]:
     """Effects of the recipe that a user may not expect."""
     recipe, plan, notes = run.recipe, run.plan, []
-    dropped, grid = len(run.train_set) % plan.batch_size, smallest_grid(run)
+    grid = smallest_grid(run)
     if run.val_set.is_held_out:
         before, share = run.val_set.held_out_before, f'{100 * recipe.val_fraction:g} % of each class'
         held_out = f'{share} is held out'
@@ -59,8 +60,13 @@ def _notes(run: Run) -> list[str]:
     notes += [images.describe_left_out() for images in (run.train_set, run.val_set) if images.left_out]
     if plan.batch_size < recipe.batch_size:
         notes.append(f'batch_size {recipe.batch_size} is reduced to {plan.batch_size}: there are no more images')
-    if dropped and recipe.balance != 'sampler':
-        notes.append(f'the last, incomplete batch is dropped: every epoch skips {dropped} images, chosen at random')
+    if recipe.balance != 'sampler':
+        notes += _note_skipped(len(run.train_set), plan.steps_per_epoch * plan.batch_size, recipe.aug_repeats)
+    if plan.micro_batch_size == 1 and _mixes(recipe):
+        notes.append(
+            'mixup and cutmix have no effect, because each part of a batch is one image; increase batch_size, or reduce'
+            ' grad_accum_steps or the number of processes'
+        )
     if recipe.warmup_epochs >= recipe.epochs:
         notes.append(f'lr is never reached: warmup_epochs {recipe.warmup_epochs:g} of {recipe.epochs} epochs')
     notes += [f'{name} has no effect {why}' for name, why in unused_keys(recipe).items()]
@@ -75,18 +81,32 @@ def _notes(run: Run) -> list[str]:
     return notes
 
 
+def _note_skipped(num_images: int, length: int, repeats: int) -> list[str]:
+    """A note on the images that are not in an epoch of this length."""
+    skipped = num_images - math.ceil(length / repeats)
+    if not skipped:
+        return []
+    why = 'the last, incomplete batch is dropped' if repeats == 1 else f'each of the others is used {repeats} times'
+    return [f'{why}: every epoch skips {skipped} images, chosen at random']
+
+
+def _mixes(recipe: Recipe) -> bool:
+    return bool(recipe.mixup or recipe.cutmix or recipe.cutmix_minmax)
+
+
 def unused_keys(recipe: Recipe) -> dict[str, str]:
     """The keys of a recipe that are set but have no effect, each with the reason."""
     settings, defaults = asdict(recipe), asdict(Recipe())
-    has_mixing = recipe.mixup or recipe.cutmix or recipe.cutmix_minmax
+    has_both = recipe.mixup and (recipe.cutmix or recipe.cutmix_minmax)
     # in the order of precedence
     unused = {
         'with no_aug': (recipe.no_aug, _CROPS + _TIMM_AUGMENTATION + _ERASING + ('aug', 'albumentations', 'reprob')),
         'with aug: albumentations': (recipe.aug == 'albumentations', _TIMM_AUGMENTATION),
         'without aug: albumentations': (recipe.aug == 'timm', ('albumentations',)),
-        'with aa': (recipe.aa and '3a' not in recipe.aa, ('color_jitter_prob',)),
+        'with aa': (recipe.aa and '3a' not in recipe.aa, ('color_jitter', 'color_jitter_prob')),
         'without reprob': (not recipe.reprob, _ERASING),
-        'without mixup or cutmix': (not has_mixing, _MIXING),
+        'without mixup or cutmix': (not _mixes(recipe), _MIXING),
+        'without both mixup and cutmix': (not has_both, ('mixup_switch_prob',)),
         'with cutmix_minmax': (recipe.cutmix_minmax, ('cutmix',)),
         'without bce_loss': (not recipe.bce_loss and not recipe.multi_label, ('bce_target_thresh',)),
         'without kd_model_name': (not recipe.kd_model_name, _DISTILLATION),

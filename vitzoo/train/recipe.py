@@ -209,7 +209,7 @@ class Recipe:
     kd_temperature: float = _distillation(4.0, 'distillation temperature', low=0.01)
     kd_block_weight: float = _distillation(0.1, 'weight of the attention outputs (with transfer)', low=0)
     distill_loss_weight: float | None = _distillation(
-        None, 'weight of the distillation loss; by default 1, or 1 - task_loss_weight', low=0
+        None, 'weight of the distillation loss; by default 1, without transfer 1 - task_loss_weight if given', low=0
     )
     task_loss_weight: float | None = _distillation(
         None, 'weight of the classification loss; by default 1, with transfer 0', low=0
