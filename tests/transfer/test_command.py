@@ -424,13 +424,22 @@ def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monke
     assert made == [row['lr'] for row in read_results(tmp_path)['network_trials']]
 
 
-def test_a_trial_that_diverges_ends_the_search(teacher, images, tmp_path, monkeypatch):
+@pytest.mark.parametrize('what', ['loss', 'weights'])
+def test_a_trial_that_diverges_ends_the_search(what, teacher, images, tmp_path, monkeypatch):
     def train(*args, lr, **options):
         if lr > 2e-5:
             raise DivergenceError('the loss is nan')
         return train_network(*args, lr=lr, **options)
 
-    monkeypatch.setattr('vitzoo.transfer.command.train_network', train)
+    def break_last_step(run):
+        # so that no loss shows it
+        if run.plan.lr > 2e-5 and run.step == run.plan.steps - 1:
+            run.raw_model.norm.weight.grad.fill_(math.nan)
+
+    if what == 'loss':
+        monkeypatch.setattr('vitzoo.transfer.command.train_network', train)
+    else:
+        monkeypatch.setattr('vitzoo.train.step.clip_gradients', break_last_step)
     options = split('--mixer linear --no-random-control')
     transfer([teacher, *options, *QUICK, *TRIALS, '--data-dir', images, '--output', str(tmp_path)])
     results = read_results(tmp_path)
