@@ -23,6 +23,7 @@ from vitzoo.errors import DivergenceError, UserError, format_flag
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
+from vitzoo.train.divergence import divergence
 from vitzoo.transfer import main, network
 from vitzoo.transfer.command import transfer, try_rates
 from vitzoo.transfer.network import train_network
@@ -532,10 +533,21 @@ def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp
     assert (pictures.kind, pictures.about) == ('cosine', dict(class_map=dict(red='blue')))
 
 
-def test_the_student_of_a_multi_label_teacher_predicts_several_labels(images, tmp_path, quick_timing, capsys):
+def test_the_student_of_a_multi_label_teacher_predicts_several_labels(
+    images, tmp_path, quick_timing, capsys, monkeypatch
+):
+    compared = {}
+    for place in ('train.distill', 'transfer.outputs', 'transfer.probing', 'transfer.measures'):
+
+        def compare(logits, teacher_logits, multi_label=False, place=place):
+            compared.setdefault(place, set()).add(multi_label)
+            return divergence(logits, teacher_logits, multi_label)
+
+        monkeypatch.setattr(f'vitzoo.{place}.divergence', compare)
     name, data = save_multi_label_teacher(tmp_path / 'teacher'), write_label_tables(Path(images), tmp_path / 'data')
     command = [name, '--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', data]
-    transfer([*command, '--output', str(tmp_path / 'linear')])
+    transfer([*command, '--keep-softmax', '1', '--output', str(tmp_path / 'linear')])
+    assert len(compared) == 4 and all(values == {True} for values in compared.values())
     assert 'measured by the similarity of its features' in capsys.readouterr().out
     results = read_results(tmp_path / 'linear')
     assert (results['kind'], results['teacher']['score']) == ('cosine', pytest.approx(100))
