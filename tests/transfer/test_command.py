@@ -18,7 +18,8 @@ import torch
 from processes import shard_accelerators, start_processes
 from teachers import batches, save_teacher
 
-from vitzoo.data import DataOptions
+from vitzoo.data import DataOptions, open_dataset
+from vitzoo.data.held_out import write_held_out
 from vitzoo.errors import DivergenceError, UserError, format_flag
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
@@ -594,6 +595,24 @@ def write_label_tables(images: Path, root: Path) -> str:
             rows.append(f'{name},{"green;red" if label == "green" else label}')
         (root / part / 'labels.csv').write_text('\n'.join(rows))
     return str(root)
+
+
+@pytest.mark.parametrize('kind', ['none', 'other'])
+def test_a_student_knows_what_its_teacher_held_out(kind, images, tmp_path, quick_timing):
+    name, known, pool = save_teacher(tmp_path / 'teacher'), tmp_path / 'known', tmp_path / 'pool'
+    shutil.copytree(Path(images) / 'val', known)
+    val_set = open_dataset(str(known), 'val', val_fraction=0.3)
+    write_held_out(tmp_path / 'teacher' / 'held_out.csv', val_set.reader)
+    for number, file in enumerate(sorted(Path(images, 'train').rglob('*.jpg'))):
+        folder = pool / (file.parent.name if kind == 'other' else '')
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder / f'{number}.jpg')
+    options = ['--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', str(pool)]
+    transfer([name, *options, '--output', str(tmp_path / 'linear')])
+    expected = {str(known): len(val_set)} | ({str(pool): 9} if kind == 'other' else {})
+    for folder, number in expected.items():
+        (record,) = validate([str(tmp_path / 'linear'), '--data-dir', folder, '--workers', '0'])
+        assert record['n'] == number
 
 
 def test_images_without_classes_are_validated_on_their_val_split(images, tmp_path):

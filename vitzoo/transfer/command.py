@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitzoo.about import read_about
 from vitzoo.classes import label_names
 from vitzoo.data import Images
-from vitzoo.data.held_out import HELD_OUT, write_held_out
+from vitzoo.data.held_out import HELD_OUT, Subset, write_held_out
 from vitzoo.errors import DivergenceError, UserError, is_first_process
 from vitzoo.machine import describe_machine
 from vitzoo.metrics.oversmoothing import token_statistics
@@ -286,8 +287,9 @@ def export_student(task: Transfer, student: nn.Module, ledger: Ledger, verdict: 
     # `vitzoo validate` opens the data with the same options
     info |= pictures.about
     export_model(ledger.folder, student, label_names(task.teacher), task.data_config, info)
-    if isinstance(pictures.val, Images) and pictures.val.is_held_out:
-        write_held_out(ledger.folder / HELD_OUT, pictures.val.reader)
+    train, val = (images.reader if isinstance(images, Images) else None for images in (pictures.train, pictures.val))
+    before = read_about(task.name, task.weights, options.checkpoint).get('held_out')
+    write_held_out(ledger.folder / HELD_OUT, val if isinstance(val, Subset) else None, train, before)
     rows = [dict(stage=stage, **row) for stage in ('matching', 'network') for row in ledger.results[stage]]
     write_metrics(ledger.folder, [{name: value for name, value in row.items() if name != 'errors'} for row in rows])
     return verdict
