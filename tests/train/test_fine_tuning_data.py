@@ -161,7 +161,9 @@ def test_data_that_was_held_out_completely_is_refused(undivided_run, tmp_path):
 
 
 @pytest.mark.parametrize('is_other', ['data', 'weights', 'split'])
-def test_held_out_images_of_other_data_are_only_listed_and_those_of_other_weights_are_not(undivided_run, is_other, tmp_path):
+def test_held_out_images_of_other_data_are_only_listed_and_those_of_other_weights_are_not(
+    undivided_run, is_other, tmp_path
+):
     run, photos = undivided_run
     first_photos = photos
     options, model = [*TINY, '--epochs', '1', '--output', str(tmp_path / 'next')], run
