@@ -546,7 +546,7 @@ def test_a_model_has_the_settings_of_its_parent(tmp_path, capsys):
         ('deit_softmax_tiny', dict(pos_embed='rope', global_pool='avg'), dict(mixer='softmax'), 'deit_softmax_small'),
         ('deit_softmax_tiny', {}, dict(mixer='ls', window_size=2, rank=1, dual_norm=False), 'deit_ls_small'),
         ('vit_tiny_patch16_224', {}, dict(mixer='linear', center_keys=True, dwc='v'), 'deit_linear_tiny'),
-        ('vil_tiny', {}, dict(mixer='performer', num_features=8, proj_drop=0.1), 'vil_performer_tiny'),
+        ('cvt_13', {}, dict(mixer='performer', num_features=8, proj_drop=0.1), 'cvt_performer_13'),
         ('deit_ls_tiny', dict(mixer_kwargs={'window_size': 2, 'rank': 1}), None, 'deit_ls_small'),
         ('vil_tiny', dict(num_prefix_tokens=(0, 0, 0, 0), global_pool='avg'), None, 'vil_small'),
     ],
