@@ -618,7 +618,7 @@ def test_a_new_class_has_held_out_images_beside_those_of_an_earlier_training(tmp
 def test_what_two_trainings_held_out_is_found_in_the_data_of_each(tmp_path):
     first, second = tmp_path / 'first.csv', tmp_path / 'second.csv'
     data_dir = write('folder', tmp_path, UNDIVIDED)
-    # the same names with other pictures, and so many that the first list is a small part of both
+    # the same names with other pictures, ten times as many, so that the first list is a small part of both
     others = {f'{name[:-4]}-{number}.png' for name in UNDIVIDED for number in range(9)} | {*UNDIVIDED}
     other_dir = write('folder', tmp_path / 'other', {name: picture(name, 'other') for name in others})
     sets = [open_dataset(folder, 'val', val_fraction=0.2, seed=1) for folder in (data_dir, other_dir)]
