@@ -28,6 +28,15 @@ def make_student(teacher: nn.Module, mixer: str, blocks: list[int] | None = None
     return vitzoo.swap_mixer(deepcopy(teacher), mixer, blocks, **kwargs).eval()
 
 
+def divergence_of(logits: torch.Tensor, teacher_logits: torch.Tensor, multi_label: bool) -> torch.Tensor:
+    """KL divergence from the teacher's probabilities of classes, or of having each label and of not having it."""
+    if not multi_label:
+        p, q = teacher_logits.softmax(dim=1), logits.softmax(dim=1)
+        return (p * (p / q).log()).sum(dim=1).mean()
+    p, q = teacher_logits.sigmoid(), logits.sigmoid()
+    return (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(dim=1).mean()
+
+
 def batches(number: int = 2, batch_size: int = 4, size: int = 48, seed: int = 0) -> list[torch.Tensor]:
     """Random images."""
     generator = torch.Generator().manual_seed(seed)

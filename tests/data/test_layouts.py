@@ -633,6 +633,26 @@ def test_a_new_class_has_held_out_images_beside_those_of_an_earlier_training(tmp
     assert len(train_set) + len(val_set) == len(UNDIVIDED) + 11
 
 
+def test_what_two_trainings_held_out_is_found_in_the_data_of_each(tmp_path):
+    first, second = tmp_path / 'first.csv', tmp_path / 'second.csv'
+    data_dir = write('folder', tmp_path, UNDIVIDED)
+    # the same names with other pictures, ten times as many, so that the first list is a small part of both
+    others = {f'{name[:-4]}-{number}.png' for name in UNDIVIDED for number in range(9)} | {*UNDIVIDED}
+    other_dir = write('folder', tmp_path / 'other', {name: picture(name, 'other') for name in others})
+    sets = [open_dataset(folder, 'val', val_fraction=0.2, seed=1) for folder in (data_dir, other_dir)]
+    write_held_out(first, sets[0].reader)
+    write_held_out(second, sets[1].reader, before=first)
+    for folder, val_set in zip((data_dir, other_dir), sets):
+        assert listed_in(second, folder) == {val_set.filename(index) for index in range(len(val_set))}
+    # a third training that holds out nothing, and one that trains on what the first held out
+    third = tmp_path / 'third.csv'
+    write_held_out(third, None, before=second)
+    assert third.read_text() == second.read_text()
+    write_held_out(third, None, open_dataset(data_dir, 'train').reader, before=second)
+    assert listed_in(third, data_dir) == set(UNDIVIDED)
+    assert listed_in(third, other_dir) == listed_in(second, other_dir)
+
+
 @pytest.mark.parametrize('kind', WRITERS)
 def test_held_out_images_are_found_after_renaming(tmp_path, kind):
     data_dir = write('folder', tmp_path, UNDIVIDED)

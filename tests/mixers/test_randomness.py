@@ -161,6 +161,21 @@ def test_an_interrupted_run_continues_with_the_same_features(name):
         assert torch.equal(kept(resumed), kept(through)) == (step < 2 or step >= 4)
 
 
+@pytest.mark.parametrize('name', REDRAWING)
+@pytest.mark.parametrize('last_step', [None, 0, 1])
+def test_loaded_features_stay_until_the_step_is_set(name, last_step):
+    earlier, mixer, expected = (build(name, redraw_every=2, seed=3) for _ in range(3))
+    earlier.set_step(4)
+    if last_step is not None:
+        mixer.set_step(last_step)
+    mixer.load_state_dict(earlier.state_dict())
+    mixer.eval()(tokens(mixer), GRID)
+    assert torch.equal(kept(mixer), kept(earlier))
+    mixer.set_step(1)
+    expected.set_step(1)
+    assert torch.equal(kept(mixer), kept(expected))
+
+
 def redrawing_model(name):
     kwargs = {'num_features': 8, 'redraw_every': 2}
     return build_model(f'deit_{name}_tiny', mixer_kwargs=kwargs).train()

@@ -80,7 +80,9 @@ def official_layout(weights):
 
 def small(name, seed=0, **kwargs):
     torch.manual_seed(seed)
-    return timm.create_model(name, **{**SMALL[name.split('_')[0]], 'num_classes': 5, **kwargs}).eval()
+    return timm.create_model(
+        name, **{**SMALL.get(name.split('_')[0], SMALL['deit']), 'num_classes': 5, **kwargs}
+    ).eval()
 
 
 def folder_of(model, folder):
@@ -541,7 +543,10 @@ def test_a_model_has_the_settings_of_its_parent(tmp_path, capsys):
 @pytest.mark.parametrize(
     ('name', 'kwargs', 'swap', 'child'),
     [
-        ('deit_softmax_tiny', dict(pos_embed='rope', global_pool='avg'), 'softmax', 'deit_softmax_small'),
+        ('deit_softmax_tiny', dict(pos_embed='rope', global_pool='avg'), dict(mixer='softmax'), 'deit_softmax_small'),
+        ('deit_softmax_tiny', {}, dict(mixer='ls', window_size=2, rank=1, dual_norm=False), 'deit_ls_small'),
+        ('vit_tiny_patch16_224', {}, dict(mixer='linear', center_keys=True, dwc='v'), 'deit_linear_tiny'),
+        ('cvt_13', {}, dict(mixer='performer', num_features=8, proj_drop=0.1), 'cvt_performer_13'),
         ('deit_ls_tiny', dict(mixer_kwargs={'window_size': 2, 'rank': 1}), None, 'deit_ls_small'),
         ('vil_tiny', dict(num_prefix_tokens=(0, 0, 0, 0), global_pool='avg'), None, 'vil_small'),
     ],
@@ -549,7 +554,7 @@ def test_a_model_has_the_settings_of_its_parent(tmp_path, capsys):
 def test_settings_of_swapped_parents_and_of_the_same_mixer_are_kept_too(name, kwargs, swap, child, tmp_path):
     parent = small(name, **kwargs)
     if swap is not None:
-        vitzoo.swap_mixer(parent, swap)
+        vitzoo.swap_mixer(parent, **swap)
     convert(['--from', folder_of(parent, tmp_path / 'parent'), '--to', child, '--out', str(tmp_path / 'out')])
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(loaded(tmp_path / 'out')(x), parent.eval()(x), rtol=0, atol=0)
@@ -596,6 +601,28 @@ def test_settings_without_weights_that_differ_are_named(tmp_path, capsys):
     (line,) = re.findall(r'computed otherwise than in the parent: (.*)', capsys.readouterr().out)
     assert 'blocks.*.mlp.act (2): GELU, not QuickGELU' in line and 'blocks.*.norm1.eps (2)' in line
     assert 'blocks.*.attn.num_heads (2): 2, not 4' in line and 'global_pool: token, not avg' in line
+
+
+@pytest.mark.parametrize(
+    ('swaps', 'child', 'expected'),
+    [
+        (
+            [dict(mixer='linear', blocks=[0], center_keys=True)],
+            'deit_linear_tiny',
+            ["{'center_keys': True} of linear in"],
+        ),
+        ([dict(mixer='linear', center_keys=True)], 'deit_linear_tiny', []),
+        ([dict(mixer='linear', center_keys=True)], 'deit_ls_tiny', []),
+    ],
+)
+def test_arguments_of_swapped_mixers_that_are_lost_are_named(swaps, child, expected, tmp_path, capsys):
+    parent = small('deit_softmax_tiny')
+    for swap in swaps:
+        vitzoo.swap_mixer(parent, **swap)
+    convert(['--from', folder_of(parent, tmp_path / 'parent'), '--to', child, '--out', str(tmp_path / 'out')])
+    printed = capsys.readouterr().out
+    assert re.findall(r'mixer_kwargs: {}, not (.* in) block 0', printed) == expected
+    assert ('mixer_kwargs' in printed) == bool(expected)
 
 
 def test_an_official_checkpoint_can_be_the_parent(tmp_path):

@@ -346,12 +346,41 @@ class Adapter(nn.Module):
         self.base_layer = base_layer
 
 
+class LowRank(nn.Linear):
+    """A linear layer that adds another product, as some packages for fine-tuning do."""
+
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features)
+
+    def forward(self, x):
+        return super().forward(x) + x.sum()
+
+
 @pytest.mark.parametrize('layer', ['qkv', 'proj'])
-def test_a_wrapped_layer_is_named(layer):
+@pytest.mark.parametrize('wrap', [Adapter, LowRank])
+def test_a_wrapped_layer_is_named(layer, wrap):
     model = build()
-    setattr(model.blocks[1].attn, layer, Adapter(getattr(model.blocks[1].attn, layer)))
-    with pytest.raises(ValueError, match=f'of block 1: its {layer} is a Adapter; merge it into a linear layer first'):
+    setattr(model.blocks[1].attn, layer, wrap(getattr(model.blocks[1].attn, layer)))
+    name = rf'test_swap\.{wrap.__name__}'
+    with pytest.raises(ValueError, match=f'of block 1: its {layer} is a {name}; merge it into a linear layer first'):
         vitzoo.swap_mixer(model, 'ls')
+
+
+@pytest.mark.parametrize('is_swapped', [False, True])
+def test_a_quantized_weight_is_not_copied_as_its_numbers(is_swapped):
+    model = vitzoo.swap_mixer(build(), 'softmax') if is_swapped else build()
+    layer = model.blocks[1].attn.qkv
+    layer.weight = nn.Parameter((1000 * layer.weight).to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match='of block 1: the weight of its qkv is quantized to torch.int8; convert'):
+        vitzoo.swap_mixer(model, 'ls')
+
+
+@pytest.mark.parametrize('wrap, part', [(torch.compile, '_orig_mod'), (nn.DataParallel, 'module')])
+def test_a_model_in_a_wrapper_is_asked_for(wrap, part):
+    wrapped = wrap(build())
+    with pytest.raises(ValueError, match=rf'is around a model: swap the mixers of its \.{part}, and wrap that'):
+        vitzoo.swap_mixer(wrapped, 'ls')
+    vitzoo.swap_mixer(getattr(wrapped, part), 'ls')
 
 
 @pytest.mark.parametrize('mixer', ['ls', 'linformer', 'xca'])

@@ -161,8 +161,11 @@ def test_data_that_was_held_out_completely_is_refused(undivided_run, tmp_path):
 
 
 @pytest.mark.parametrize('is_other', ['data', 'weights', 'split'])
-def test_held_out_images_of_other_data_or_weights_are_not_taken_over(undivided_run, is_other, tmp_path):
+def test_held_out_images_of_other_data_are_only_listed_and_those_of_other_weights_are_not(
+    undivided_run, is_other, tmp_path
+):
     run, photos = undivided_run
+    first_photos = photos
     options, model = [*TINY, '--epochs', '1', '--output', str(tmp_path / 'next')], run
     if is_other == 'data':
         photos = make_images(tmp_path, others_red=5, others_green=5, others_blue=5) / 'others'
@@ -175,6 +178,9 @@ def test_held_out_images_of_other_data_or_weights_are_not_taken_over(undivided_r
     found = tmp_path / 'next' / 'held_out.csv'
     assert found.is_file() == (is_other != 'split')
     assert is_other == 'split' or held_out(tmp_path / 'next') != held_out(run)
+    # images that the first weights were not trained on, unless the second ones were
+    expected = dict(data=(3, 6), weights=(3, 3), split=(16, 16))[is_other]
+    assert tuple(validate_run(tmp_path / 'next', folder)['n'] for folder in (photos, first_photos)) == expected
 
 
 def test_other_datasets_are_validated_completely(undivided_run, tmp_path, capsys):

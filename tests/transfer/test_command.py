@@ -18,11 +18,13 @@ import torch
 from processes import shard_accelerators, start_processes
 from teachers import batches, save_teacher
 
-from vitzoo.data import DataOptions
+from vitzoo.data import DataOptions, open_dataset
+from vitzoo.data.held_out import write_held_out
 from vitzoo.errors import DivergenceError, UserError, format_flag
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
+from vitzoo.train.divergence import divergence
 from vitzoo.transfer import main, network
 from vitzoo.transfer.command import transfer, try_rates
 from vitzoo.transfer.network import train_network
@@ -422,13 +424,22 @@ def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monke
     assert made == [row['lr'] for row in read_results(tmp_path)['network_trials']]
 
 
-def test_a_trial_that_diverges_ends_the_search(teacher, images, tmp_path, monkeypatch):
+@pytest.mark.parametrize('what', ['loss', 'weights'])
+def test_a_trial_that_diverges_ends_the_search(what, teacher, images, tmp_path, monkeypatch):
     def train(*args, lr, **options):
         if lr > 2e-5:
             raise DivergenceError('the loss is nan')
         return train_network(*args, lr=lr, **options)
 
-    monkeypatch.setattr('vitzoo.transfer.command.train_network', train)
+    def break_last_step(run):
+        # so that no loss shows it
+        if run.plan.lr > 2e-5 and run.step == run.plan.steps - 1:
+            run.raw_model.norm.weight.grad.fill_(math.nan)
+
+    if what == 'loss':
+        monkeypatch.setattr('vitzoo.transfer.command.train_network', train)
+    else:
+        monkeypatch.setattr('vitzoo.train.step.clip_gradients', break_last_step)
     options = split('--mixer linear --no-random-control')
     transfer([teacher, *options, *QUICK, *TRIALS, '--data-dir', images, '--output', str(tmp_path)])
     results = read_results(tmp_path)
@@ -523,10 +534,21 @@ def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp
     assert (pictures.kind, pictures.about) == ('cosine', dict(class_map=dict(red='blue')))
 
 
-def test_the_student_of_a_multi_label_teacher_predicts_several_labels(images, tmp_path, quick_timing, capsys):
+def test_the_student_of_a_multi_label_teacher_predicts_several_labels(
+    images, tmp_path, quick_timing, capsys, monkeypatch
+):
+    compared = {}
+    for place in ('train.distill', 'transfer.outputs', 'transfer.probing', 'transfer.measures'):
+
+        def compare(logits, teacher_logits, multi_label=False, place=place):
+            compared.setdefault(place, set()).add(multi_label)
+            return divergence(logits, teacher_logits, multi_label)
+
+        monkeypatch.setattr(f'vitzoo.{place}.divergence', compare)
     name, data = save_multi_label_teacher(tmp_path / 'teacher'), write_label_tables(Path(images), tmp_path / 'data')
     command = [name, '--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', data]
-    transfer([*command, '--output', str(tmp_path / 'linear')])
+    transfer([*command, '--keep-softmax', '1', '--output', str(tmp_path / 'linear')])
+    assert len(compared) == 4 and all(values == {True} for values in compared.values())
     assert 'measured by the similarity of its features' in capsys.readouterr().out
     results = read_results(tmp_path / 'linear')
     assert (results['kind'], results['teacher']['score']) == ('cosine', pytest.approx(100))
@@ -573,6 +595,24 @@ def write_label_tables(images: Path, root: Path) -> str:
             rows.append(f'{name},{"green;red" if label == "green" else label}')
         (root / part / 'labels.csv').write_text('\n'.join(rows))
     return str(root)
+
+
+@pytest.mark.parametrize('kind', ['none', 'other'])
+def test_a_student_knows_what_its_teacher_held_out(kind, images, tmp_path, quick_timing):
+    name, known, pool = save_teacher(tmp_path / 'teacher'), tmp_path / 'known', tmp_path / 'pool'
+    shutil.copytree(Path(images) / 'val', known)
+    val_set = open_dataset(str(known), 'val', val_fraction=0.3)
+    write_held_out(tmp_path / 'teacher' / 'held_out.csv', val_set.reader)
+    for number, file in enumerate(sorted(Path(images, 'train').rglob('*.jpg'))):
+        folder = pool / (file.parent.name if kind == 'other' else '')
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder / f'{number}.jpg')
+    options = ['--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', str(pool)]
+    transfer([name, *options, '--output', str(tmp_path / 'linear')])
+    expected = {str(known): len(val_set)} | ({str(pool): 9} if kind == 'other' else {})
+    for folder, number in expected.items():
+        (record,) = validate([str(tmp_path / 'linear'), '--data-dir', folder, '--workers', '0'])
+        assert record['n'] == number
 
 
 def test_images_without_classes_are_validated_on_their_val_split(images, tmp_path):

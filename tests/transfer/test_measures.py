@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from processes import start_processes
-from teachers import make_teacher
+from teachers import batches, divergence_of, make_teacher
 from torch import distributed
 from torch.utils.data import Dataset
 
@@ -87,6 +87,22 @@ def test_the_zero_control_has_the_score_of_a_model_without_attention():
         assert retention.score(student) == retention.score(without)
     assert retention.teacher['agreement'] == 100
     assert retention.score(student) != retention.score(without)
+
+
+def test_a_multi_label_student_agrees_if_it_has_the_labels_of_its_teacher():
+    teacher = make_teacher()
+    (images,) = batches(1, batch_size=8)
+    loader = [(images, torch.zeros(8))]
+    shifted = make_teacher()
+    with torch.no_grad():
+        shifted.head.bias += 5
+    logits = [model(images).detach() for model in (shifted, teacher)]
+    scores = {several: Retention(teacher, loader, 'cosine', multi_label=several).score(shifted) for several in (0, 1)}
+    assert [scores[several]['agreement'] for several in (0, 1)] == [100, 0]
+    for several in (0, 1):
+        assert scores[several]['divergence'] == pytest.approx(
+            divergence_of(*logits, several).item(), rel=1e-4, abs=1e-5
+        )
 
 
 @pytest.mark.parametrize('cells', [2**26, 100])

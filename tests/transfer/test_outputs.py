@@ -4,23 +4,23 @@ from copy import deepcopy
 
 import pytest
 import torch
-from teachers import batches, make_teacher
+from teachers import batches, divergence_of, make_teacher
 
-from vitzoo.transfer.outputs import Outputs, compare, output_error
+from vitzoo.transfer.outputs import Outputs, compare, output_error, output_gap
 
 IMAGES = batches(2)
 
 
-def test_the_error_of_a_classifier_is_that_of_its_tokens_and_logits():
+@pytest.mark.parametrize('multi_label', [False, True])
+def test_the_error_of_a_classifier_is_that_of_its_tokens_and_logits(multi_label):
     tokens, logits = torch.randn(2, 4, 7, 24), torch.randn(2, 4, 5)
     (found, expected) = (Outputs(*pair) for pair in zip(tokens, logits))
     normalized = [
         (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() for x in tokens
     ]
-    p, q = (x.softmax(dim=1) for x in (logits[1], logits[0]))
-    divergence = (p * (p / q).log()).sum(dim=1).mean()
+    divergence = divergence_of(*logits, multi_label)
     error = (normalized[0] - normalized[1]).square().mean()
-    assert compare(found, expected).item() == pytest.approx((error + divergence).item(), rel=1e-5)
+    assert compare(found, expected, multi_label).item() == pytest.approx((error + divergence).item(), rel=1e-5)
     without = [Outputs(x, None) for x in tokens]
     assert compare(*without).item() == pytest.approx(error.item(), rel=1e-5)
 
@@ -38,6 +38,19 @@ def test_of_two_students_the_one_with_the_logits_of_the_teacher_is_better_than_t
     assert 0 < output_error(teacher, same_logits, IMAGES) < output_error(teacher, same_tokens, IMAGES)
 
 
-def test_equal_models_have_no_error():
+@pytest.mark.parametrize('multi_label', [False, True])
+def test_equal_models_have_no_error(multi_label):
     teacher = make_teacher()
-    assert output_error(teacher, deepcopy(teacher), IMAGES) == 0
+    same = deepcopy(teacher)
+    assert output_error(teacher, same, IMAGES, multi_label=multi_label) == 0
+    assert output_gap(teacher, same, IMAGES, multi_label=multi_label) == 0
+
+
+def test_a_constant_added_to_all_logits_changes_labels_but_no_class():
+    teacher = make_teacher()
+    shifted = deepcopy(teacher)
+    with torch.no_grad():
+        shifted.head.bias += 20
+    assert output_error(teacher, shifted, IMAGES) == pytest.approx(0, abs=1e-6)
+    assert output_error(teacher, shifted, IMAGES, multi_label=True) > 1
+    assert (output_gap(teacher, shifted, IMAGES), output_gap(teacher, shifted, IMAGES, multi_label=True)) == (0, 100)

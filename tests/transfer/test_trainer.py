@@ -5,7 +5,7 @@ from shlex import split
 import pytest
 import timm
 import torch
-from teachers import batches, make_student, make_teacher, save_teacher
+from teachers import batches, divergence_of, make_student, make_teacher, save_teacher
 from torch.nn import functional as F
 
 from vitzoo.errors import UserError
@@ -34,12 +34,13 @@ def network_loss(teacher, student, images, **options) -> torch.Tensor:
         return loss()
 
 
-def test_the_loss_of_the_network_is_that_of_its_formula():
+@pytest.mark.parametrize('multi_label', [False, True])
+def test_the_loss_of_the_network_is_that_of_its_formula(multi_label):
     teacher = make_teacher()
     student = make_student(teacher, 'linear')
     (images,) = batches(1)
     tokens, expected = (F.layer_norm(model.forward_features(images), (24,)) for model in (student, teacher))
-    p, q = (model(images).softmax(dim=1) for model in (teacher, student))
+    logits = [model(images) / 2 for model in (student, teacher)]
     outputs = {}
     for model in (student, teacher):
         found = outputs.setdefault(model, [])
@@ -49,8 +50,10 @@ def test_the_loss_of_the_network_is_that_of_its_formula():
     errors = [
         ((a - b).square().mean((1, 2)) / b.flatten(1).var(1)).mean() for a, b in zip(outputs[student], outputs[teacher])
     ]
-    formula = (tokens - expected).square().mean() + (p * (p / q).log()).sum(1).mean() + 0.5 * torch.stack(errors).mean()
-    torch.testing.assert_close(network_loss(teacher, student, images, block_weight=0.5), formula)
+    formula = (tokens - expected).square().mean() + 4 * divergence_of(*logits, multi_label)
+    formula = formula + 0.5 * torch.stack(errors).mean()
+    options = dict(block_weight=0.5, temperature=2.0, multi_label=multi_label)
+    torch.testing.assert_close(network_loss(teacher, student, images, **options), formula)
 
 
 def test_the_loss_does_not_depend_on_how_a_batch_is_divided():

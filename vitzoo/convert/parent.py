@@ -2,6 +2,7 @@
 
 import argparse
 from statistics import fmean
+from typing import cast
 
 from timm.layers import to_2tuple
 from torch import nn
@@ -11,12 +12,15 @@ from vitzoo.convert.official import load_official
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.load import accepted_arguments, build_on_meta, create_model, find_model, load_model, swap_in
-from vitzoo.mixers import TokenMixer
-from vitzoo.models._swap_models import SWAPPED_MODELS
+from vitzoo.mixers import TokenMixer, mixer_class
+from vitzoo.models._swap_models import SWAPPED_MODELS, SwappedModel
+from vitzoo.models._swap_record import describe_swaps
 from vitzoo.models.inherit import differing_settings, inherit_weights
 
 # of a model that inherits from another: its mixers, and what is set beside its parent's settings
 OWN_ARGUMENTS = {'mixer', 'mixer_kwargs', 'img_size', 'in_chans', 'num_classes', 'device', 'dtype'}
+# arguments of a mixer that are those of its model
+_OF_THE_MODEL = ('num_heads', 'qkv_bias')
 # a model that inherits less than this fraction was given the wrong parent
 LEAST_SHARE = 0.5
 
@@ -44,7 +48,7 @@ def start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
             'of the same backbone and size'
         )
     print(f'{args.to} from {args.parent} ({source})\n{inheritance}')
-    differing = differing_settings(model, parent)
+    differing = [*differing_settings(model, parent), *_differing_arguments(model, parent)]
     if differing:
         print(f'computed otherwise than in the parent: {"; ".join(differing)}')
     about = _describe_origin(args, source, inheritance.share)
@@ -63,7 +67,9 @@ def _settings_of(parent: nn.Module, name: str) -> dict:
         return {}
     given = getattr(parent, '_model_args', {})
     taken = accepted_arguments(cls) & accepted_arguments(type(model)) - OWN_ARGUMENTS
-    if _kinds_of_mixers(model) == _kinds_of_mixers(parent) and 'swap_mixer' not in given:
+    takes_arguments = 'mixer_kwargs' in accepted_arguments(type(model)) and not _swaps(model)
+    if takes_arguments and _kinds_of_mixers(model) == _kinds_of_mixers(parent):
+        given = given | _arguments_of_swaps(parent)
         taken.add('mixer_kwargs')
     settings = {key: value for key, value in given.items() if key in taken and not key.endswith('_rate')}
     usual = build_on_meta(given.get('base_model') or parent.pretrained_cfg['architecture'])
@@ -71,6 +77,44 @@ def _settings_of(parent: nn.Module, name: str) -> dict:
         # it is in the config of every folder
         del settings['global_pool']
     return settings
+
+
+def _arguments_of_swaps(parent: nn.Module) -> dict:
+    """`mixer_kwargs` of a model of which all blocks were swapped with the same arguments; none if they were not."""
+    if not _swaps(parent):
+        return {}
+    of_block: dict[int, dict] = {}
+    for swap in _swaps(parent):
+        of_block |= dict.fromkeys(swap['blocks'], _own_arguments(swap))
+    first, swapped = next(iter(of_block.values())), cast(SwappedModel, parent)
+    is_uniform = len(_kinds_of_mixers(parent)) == 1 and all(kwargs == first for kwargs in of_block.values())
+    if not is_uniform or len(of_block) < len(swapped.token_blocks()):
+        return {'mixer_kwargs': {}}
+    return {'mixer_kwargs': {key: value for key, value in first.items() if key not in _OF_THE_MODEL}}
+
+
+def _own_arguments(swap: dict) -> dict:
+    """The arguments of the mixers of a recorded swap, without dropout."""
+    return {key: value for key, value in swap.items() if key not in ('mixer', 'blocks', 'attn_drop', 'proj_drop')}
+
+
+def _differing_arguments(model: nn.Module, parent: nn.Module) -> list[str]:
+    """Arguments of swaps in the parent that the same mixer does not have in the model."""
+    kinds, own = _kinds_of_mixers(model), getattr(model, '_model_args', {}).get('mixer_kwargs') or {}
+    # a model with swaps of its own has no others
+    known = [_own_arguments(swap) for swap in _swaps(model)] or [own]
+    differing = []
+    for swap in _swaps(parent):
+        kwargs, mixers = _own_arguments(swap), swap['mixer']
+        name = mixers if isinstance(mixers, str) else mixers[0]
+        if kwargs not in known and mixer_class(name) in kinds:
+            differing.append(f'mixer_kwargs: {known[0]}, not {kwargs} of {describe_swaps([swap])}')
+    return differing
+
+
+def _swaps(model: nn.Module) -> list[dict]:
+    """The recorded swaps of a model."""
+    return getattr(model, '_model_args', {}).get('swap_mixer') or []
 
 
 def _kinds_of_mixers(model: nn.Module) -> set[type]:

@@ -1,8 +1,9 @@
 """Holding out images for validation from a dataset that has no validation split.
 
 The choice depends only on the seed and the file names, so it is the same in every process and on every machine. A run
-lists the images in <run>/held_out.csv (file, sha256), so that a later validation never uses training images, even if
-images were added since or the folder was moved.
+lists the images in <run>/held_out.csv (file, sha256, data), so that a later validation never uses training images, even
+if images were added since or the folder was moved. The list of a run that began with the weights of another, or of a
+student, also has the images that the earlier run held out, with another number under `data`.
 """
 
 import csv
@@ -74,53 +75,87 @@ def hold_out(reader: LabelledReader, split: str, fraction: float, seed: int, kno
     return Subset(reader, [index for index in range(len(reader)) if (index in held_out) == (split == 'val')])
 
 
-def write_held_out(path: Path, reader: LabelledReader) -> None:
-    """Write the names of a reader's images and the SHA-256 of their files, unless all were found by this list."""
-    listed_in = getattr(reader, 'listed_in', None)
+def write_held_out(
+    path: Path, val: LabelledReader | None, train: LabelledReader | None = None, before: Path | None = None
+) -> None:
+    """Write the names of images and the SHA-256 of their files, unless all were found by this list; no list if none.
+
+    Args:
+        val: The images that are held out; None if a split is used, or if images have no classes.
+        train: Those that are trained on. They are not held out any more if they have the names that are in `before`.
+        before: The list of the training that made the initial weights, which is continued.
+    """
+    listed_in = getattr(val, 'listed_in', None)
     if listed_in is not None and path.is_file() and path.resolve() == listed_in.resolve():
+        return
+    lists = [] if before is None else _read_lists(before)
+    known = {digest for rows in lists for _, digest in rows}
+    own = [] if val is None else [(val.filename(index), hash_file(val, index)) for index in range(len(val))]
+    trained = set() if train is None else _hash_named(train, {name for rows in lists for name, _ in rows})
+    lists = [[row for row in rows if row[1] not in trained] for rows in lists]
+    lists = [rows for rows in (*lists, [row for row in own if row[1] not in known]) if rows]
+    if not lists:
         return
     with (
         replace_file(path) as partial,
         partial.open('w', newline='', encoding='utf-8', errors='surrogateescape') as file,
     ):
         writer = csv.writer(file)
-        writer.writerow(['file', 'sha256'])
-        writer.writerows([reader.filename(index), hash_file(reader, index)] for index in range(len(reader)))
+        writer.writerow(['file', 'sha256', 'data'])
+        writer.writerows([*row, number] for number, rows in enumerate(lists, start=1) for row in rows)
 
 
 def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
     """Find the images of a reader that a file lists, by content if their names have changed; None in other data.
 
     Of several copies of an image, the one with the listed name is taken. Datasets may share a few images: it is other
-    data if it has less than 100 of the listed images and less than half of them, and less than 4 % of its own are
-    listed.
+    data if it has less than 100 of the images listed for one number of `data` and less than half of them, and less than
+    4 % of its own are listed.
 
     Raises:
         UserError: The file cannot be read.
     """
-    try:
-        with path.open(newline='', encoding='utf-8', errors='surrogateescape') as file:
-            listed = {row['file']: row['sha256'] for row in csv.DictReader(file)}
-    except (OSError, KeyError, csv.Error) as error:
-        raise UserError(f'cannot read {path}, the list of held-out images: {content_error(error)}') from error
-    # a part of the same data, such as some classes or a later split, has few of them, but they are many of its own
-    enough = min(100, len(listed) / 2, len(reader) / 25)
-    names, missing = reader.filenames(), Counter(listed.values())
-    found: list[int] = []
+    lists, names = _read_lists(path), reader.filenames()
+    listed = {name for rows in lists for name, _ in rows}
+    missing = [Counter(digest for _, digest in rows) for rows in lists]
+    found: list[list[int]] = [[] for _ in lists]
+    total = sum(map(len, lists))
     # images that kept their names first: if that is all of them, no other file is read
     for index in sorted(range(len(names)), key=lambda index: names[index] not in listed):
-        if len(found) == len(listed):
+        if sum(map(len, found)) == total:
             break
         digest = hash_file(reader, index)
-        if missing[digest]:
-            found.append(index)
-            missing[digest] -= 1
-    if not found or len(found) < enough:
+        number = next((number for number, counter in enumerate(missing) if counter[digest]), None)
+        if number is not None:
+            found[number].append(index)
+            missing[number][digest] -= 1
+    # a part of the same data, such as some classes or a later split, has few of them, but they are many of its own
+    enough = [min(100, len(rows) / 2, len(reader) / 25) for rows in lists]
+    chosen = [number for number, indices in enumerate(found) if indices and len(indices) >= enough[number]]
+    if not chosen:
         return None
-    subset = Subset(reader, sorted(found))
+    subset = Subset(reader, sorted(index for number in chosen for index in found[number]))
     subset.listed_in = path
-    subset.num_missing = len(listed) - len(found)
+    subset.num_missing = sum(len(lists[number]) - len(found[number]) for number in chosen)
     return subset
+
+
+def _read_lists(path: Path) -> list[list[tuple[str, str]]]:
+    """The names and hashes in a file of `write_held_out`, a list for each number of `data`."""
+    lists: dict[str | None, list[tuple[str, str]]] = defaultdict(list)
+    try:
+        with path.open(newline='', encoding='utf-8', errors='surrogateescape') as file:
+            for row in csv.DictReader(file):
+                # older lists have no such column
+                lists[row.get('data')].append((row['file'], row['sha256']))
+    except (OSError, KeyError, csv.Error) as error:
+        raise UserError(f'cannot read {path}, the list of held-out images: {content_error(error)}') from error
+    return [*lists.values()]
+
+
+def _hash_named(reader: LabelledReader, listed: set[str]) -> set[str]:
+    """The hashes of the images of a reader that have one of these names."""
+    return {hash_file(reader, index) for index, name in enumerate(reader.filenames()) if name in listed}
 
 
 def _single_labels(labels: list) -> list:

@@ -31,7 +31,8 @@ class RandomFeatureMixer(KernelMixer):
     Subclasses define how features are drawn and, by `buffer_name`, the name of the buffer. The features depend on
     `seed` and the layer and, with `redraw_every`, on the training step: `set_step` draws new ones every `redraw_every`
     optimizer steps. They depend on nothing else, so all processes, the forward passes of gradient checkpointing and
-    accumulation, and a resumed run agree without any further state.
+    accumulation, and a resumed run agree without any further state. Until `set_step` is called, features that were
+    loaded with the weights stay.
     """
 
     buffer_name = 'features'
@@ -56,7 +57,8 @@ class RandomFeatureMixer(KernelMixer):
         self.num_features = num_features
         self.seed = seed
         self.redraw_every = redraw_every
-        self.draw_index = 0
+        # of the last draw in `set_step`
+        self.drawn: tuple[int, torch.Tensor] | None = None
         features = self.draw_features(draw_generator(seed, self.layer))
         self.register_buffer(self.buffer_name, features.to(self.proj.weight))
 
@@ -73,8 +75,11 @@ class RandomFeatureMixer(KernelMixer):
 
     def set_step(self, step: int) -> None:
         super().set_step(step)
-        index = step // self.redraw_every if self.redraw_every else 0
-        if index != self.draw_index:
-            self.draw_index = index
-            # in place, so that a compiled model and its captured graphs see the new features
-            self.get_buffer(self.buffer_name).copy_(self.draw_features(draw_generator(self.seed, self.layer, index)))
+        if not self.redraw_every:
+            return
+        index = step // self.redraw_every
+        if self.drawn is None or self.drawn[0] != index:
+            self.drawn = index, self.draw_features(draw_generator(self.seed, self.layer, index))
+        # in every step, because weights of another step may have been loaded since the draw; and in place, so that a
+        # compiled model and its captured graphs see the new features
+        self.get_buffer(self.buffer_name).copy_(self.drawn[1])

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from vitzoo.mixers import QKVMixer, TokenMixer
+from vitzoo.mixers._qkv import LinearQKV
 
 __all__ = ['AttentionParts', 'Unsupported', 'take_apart']
 
@@ -118,17 +119,30 @@ def take_apart(attn: nn.Module, shared_bias: nn.Module | None = None) -> Attenti
     names = [name for name, _ in attn.named_parameters()]
     if any(map(is_parametrized, attn.modules())) or any(name.endswith(_COMPUTED) for name in names):
         raise Unsupported('its weights are parametrized or pruned; make them permanent first')
-    if isinstance(attn, TokenMixer):
-        return AttentionParts(attn, _norms(attn), _fuse_q_kv(_weights(attn)))
-    if type(attn) not in _READERS:
+    if not isinstance(attn, TokenMixer) and type(attn) not in _READERS:
         raise Unsupported(f'it has {type(attn).__name__}')
     for name in _LAYERS:
-        layer = getattr(attn, name, None)
-        if not isinstance(layer, (nn.Linear, type(None))):
-            raise Unsupported(f'its {name} is a {type(layer).__name__}; merge it into a linear layer first')
+        _check_layer(attn, name)
+    if isinstance(attn, TokenMixer):
+        return AttentionParts(attn, _norms(attn), _fuse_q_kv(_weights(attn)))
     parts = _READERS[type(attn)](attn)
     biases = [bias for bias in (_own_bias(attn), shared_bias) if bias is not None]
     return replace(parts, weights={**parts.weights, **_bias_weights(biases)}) if biases else parts
+
+
+def _check_layer(attn: nn.Module, name: str) -> None:
+    """Raise Unsupported if a layer is not linear, or computes another product than that with its weight."""
+    layer = getattr(attn, name, None)
+    # a mixer of another package may have any other layer
+    is_own = isinstance(attn, TokenMixer) and not isinstance(layer, nn.Linear)
+    if layer is None or is_own:
+        return
+    # quantized layers and those of low rank are also subclasses of linear ones
+    if type(layer) not in (nn.Linear, LinearQKV):
+        cls = type(layer)
+        raise Unsupported(f'its {name} is a {cls.__module__}.{cls.__qualname__}; merge it into a linear layer first')
+    if not layer.weight.is_floating_point():
+        raise Unsupported(f'the weight of its {name} is quantized to {layer.weight.dtype}; convert it to float32 first')
 
 
 def _attention(attn: Attention | AttentionRope | EvaAttention) -> AttentionParts:

@@ -36,6 +36,8 @@ _SIZES = {
 }
 # arguments of mixers that no other value suits
 _OF_THE_MODEL = ('dim', 'grid_size', 'num_prefix_tokens', 'layer', 'device', 'dtype')
+# where torch.compile, and wrappers such as that of DDP, have the model
+_WRAPPED = ('_orig_mod', 'module')
 _REASONS = {
     **dict.fromkeys(
         ('SwinTransformerV2', 'SwinTransformerV2Cr'), 'its attention compares directions with learned scales'
@@ -113,6 +115,12 @@ def _check_choice(mixer: Any, blocks: Any) -> None:
 def _family(model: nn.Module) -> type[SwappedModel]:
     """The class of the model after the swap; raises ValueError if it is not supported."""
     family = SWAPPED_MODELS.get(type(model), type(model))
+    wrapped = next((part for part in _WRAPPED if isinstance(getattr(model, part, None), nn.Module)), None)
+    if not issubclass(family, SwappedModel) and wrapped:
+        raise ValueError(
+            f'swap_mixer does not support {type(model).__name__}, which is around a model: swap the mixers of its'
+            f' .{wrapped}, and wrap that again.'
+        )
     if not issubclass(family, SwappedModel):
         raise ValueError(
             f'swap_mixer does not support {type(model).__name__}: {_reason(model)}. A model of about its size that it '

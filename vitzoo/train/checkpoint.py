@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vitzoo._save import unify_modes
-from vitzoo.errors import UserError, content_error
+from vitzoo.errors import DivergenceError, UserError, content_error
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.run_folder import FILE_ERRORS, write_on_main
@@ -28,10 +28,6 @@ from vitzoo.train.run_folder import FILE_ERRORS, write_on_main
 
 class DamagedCheckpoint(UserError):
     """A file of a checkpoint is missing or has changed since it was written."""
-
-
-class NonFiniteWeights(UserError):
-    """Training made a weight infinite or NaN."""
 
 
 def save_checkpoint(
@@ -46,8 +42,8 @@ def save_checkpoint(
     """Write a checkpoint of step `state['step']` to the locked run folder, and delete all but the last `keep`.
 
     Raises:
-        UserError: On every process, if a weight is not finite, or the main process could not write. Earlier checkpoints
-            are not touched.
+        DivergenceError: On every process, if a weight is not finite. Earlier checkpoints are not touched.
+        UserError: On every process, if the main process could not write; neither are they then.
     """
     folder = lock.folder / 'checkpoints'
     final = folder / f'step-{state["step"]:08d}'
@@ -178,13 +174,13 @@ def _check_finite(step: int, model: nn.Module, ema: nn.Module | None) -> None:
     for kind, module in {'weights': model, 'averaged weights': ema}.items():
         name = first_non_finite({} if module is None else module.state_dict())
         if name:
-            raise NonFiniteWeights(f'the {kind} {name} are not finite after step {step}')
+            raise DivergenceError(f'the {kind} {name} are not finite after step {step}')
 
 
 def _explain_failure(folder: Path, error: Exception) -> str:
     last = list_checkpoints(folder)
     intact = f'{last[-1]} is intact' if last else 'there is no earlier checkpoint'
-    if isinstance(error, NonFiniteWeights):
+    if isinstance(error, DivergenceError):
         again = 'continue from it with --resume' if last else 'start again'
         return f'{error}; {intact}; {again}, with half the lr, --clip-grad 1 or a longer warm-up'
     # torch's errors do not mention a full disk

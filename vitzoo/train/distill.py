@@ -18,6 +18,7 @@ from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.models._attention_hook import hook_attention
 from vitzoo.models._final_tokens import channels_last, normalize_tokens
 from vitzoo.models._mixer_paths import find_mixers
+from vitzoo.train.divergence import divergence
 from vitzoo.train.recipe import Recipe
 
 
@@ -60,17 +61,23 @@ class NetworkLoss:
 
     L_tokens is the mean squared error of the outputs, normalized to unit variance, and L_attention that of the
     attention outputs, each divided by the variance of the teacher's output for the image. All terms are means over
-    images, so they do not depend on how a batch is divided. A student without a head has no divergence. ViT-AdaLA,
-    stage 2, https://arxiv.org/abs/2603.16063, with the term of https://arxiv.org/abs/2410.10254.
+    images, so they do not depend on how a batch is divided. A student without a head has no divergence, and with
+    `multi_label` it is the sum of those of the labels (`vitzoo.train.divergence`). ViT-AdaLA, stage 2,
+    https://arxiv.org/abs/2603.16063, with the term of https://arxiv.org/abs/2410.10254.
 
     While the context is open, call the student and then the teacher on a batch, and the object for the loss.
     """
 
     def __init__(
-        self, student: nn.Module, teacher: nn.Module, block_weight: float = 0.1, temperature: float = 1.0
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        block_weight: float = 0.1,
+        temperature: float = 1.0,
+        multi_label: bool = False,
     ) -> None:
         self.student, self.teacher = unwrap_model(student), teacher
-        self.block_weight, self.temperature = block_weight, temperature
+        self.block_weight, self.temperature, self.multi_label = block_weight, temperature, multi_label
 
     def __enter__(self) -> 'NetworkLoss':
         paths = find_mixers(self.student)
@@ -86,7 +93,8 @@ class NetworkLoss:
         tokens = [normalize_tokens(record.tokens) for record in self.records]
         loss = F.mse_loss(tokens[0], tokens[1])
         if self.student.num_classes:
-            loss = loss + divergence(student.output, teacher.output, self.temperature)
+            logits = (record.output.float() / self.temperature for record in self.records)
+            loss = loss + self.temperature**2 * divergence(*logits, multi_label=self.multi_label)
         if student.attention:
             errors = [_relative_error(student.attention[name], teacher.attention[name]) for name in student.attention]
             loss = loss + self.block_weight * torch.stack(errors).mean()
@@ -98,20 +106,20 @@ class NetworkLoss:
 class TransferTask(LogitDistillationTask):
     """Distillation of a whole network into one with other mixers, by `NetworkLoss`.
 
-    Labels are used only if `task_loss_weight` is not 0.
+    Labels of images are used only if `task_loss_weight` is not 0. `multi_label` says that the teacher predicts several.
     """
 
     student_mean: Tensor
     student_std: Tensor
 
-    def __init__(self, *args: Any, block_weight: float = 0.1, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, block_weight: float = 0.1, multi_label: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.block_weight = block_weight
+        self.block_weight, self.multi_label = block_weight, multi_label
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         teacher_input = self.teacher.normalize_input(input, self.student_mean, self.student_std)
         with NetworkLoss(
-            self.trainable_module, self.teacher.model, self.block_weight, self.temperature
+            self.trainable_module, self.teacher.model, self.block_weight, self.temperature, self.multi_label
         ) as network_loss:
             logits = self.trainable_module(input)
             with torch.no_grad():
@@ -152,12 +160,6 @@ class _Record:
         self.tokens = channels_last(self.model, features)
         self.output = self.forward_head(features, *args, **kwargs)
         return self.output
-
-
-def divergence(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
-    """KL divergence of (B, num_classes) logits from the teacher's, averaged over images and scaled by temperature^2."""
-    student, teacher = ((x.float() / temperature).log_softmax(dim=1) for x in (logits, teacher_logits))
-    return temperature**2 * F.kl_div(student, teacher, reduction='batchmean', log_target=True)
 
 
 def _relative_error(output: Tensor, target: Tensor) -> Tensor:

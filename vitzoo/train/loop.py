@@ -11,7 +11,7 @@ from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.data.transforms import expand_pipeline
 from vitzoo.errors import UserError
 from vitzoo.train.evaluation import evaluate_epoch, evaluate_shared, export, export_best
-from vitzoo.train.opening import create_accelerator, set_up
+from vitzoo.train.opening import create_accelerator, find_list, set_up
 from vitzoo.train.processes import raise_together, share_statistics
 from vitzoo.train.progress import Display, describe_run, learning_rate, report_epoch, start_trackers
 from vitzoo.train.recipe import save_recipe
@@ -85,8 +85,8 @@ def open_folder(run: Run, is_new: bool) -> None:
         # the recipe of a finished run is the one that computed it
         if is_new or run.step < run.plan.steps or not path.is_file():
             save_recipe(run.recipe, path, lines)
-        if run.val_set.is_held_out:
-            write_held_out(run.folder / HELD_OUT, run.val_set.reader)
+        val = run.val_set.reader if run.val_set.is_held_out else None
+        write_held_out(run.folder / HELD_OUT, val, run.train_set.reader, find_list(run.recipe))
 
     # another process may still be looking for checkpoints in the folder
     run.accelerator.wait_for_everyone()

@@ -30,7 +30,7 @@ from vitzoo._files import replace_file
 from vitzoo._save import PARTIAL, save_model
 from vitzoo.about import is_trained_folder
 from vitzoo.data.held_out import HELD_OUT
-from vitzoo.errors import UserError
+from vitzoo.errors import DivergenceError, UserError
 from vitzoo.train.lock import FolderLock, FolderLocked, LostLock
 from vitzoo.train.recipe import Recipe
 
@@ -214,20 +214,23 @@ def write_on_main(
     Raises:
         UserError: On every process, if the main process could not write, or its lock was taken over; `explain` turns an
             error of `write` into the message.
+        DivergenceError: The same, if `write` raised one.
     """
-    message = None
+    failure = None
     if accelerator.is_main_process:
         try:
             lock.check()
             write()
         except LostLock as error:
-            message = str(error)
+            failure = UserError(str(error))
+        except DivergenceError as error:
+            failure = DivergenceError(explain(error))
         except FILE_ERRORS as error:
-            message = explain(error)
+            failure = UserError(explain(error))
     # this broadcast is also the barrier that keeps the others from looking for files that do not exist yet
-    (message,) = broadcast_object_list([message])
-    if message:
-        raise UserError(message)
+    (failure,) = broadcast_object_list([failure])
+    if failure is not None:
+        raise failure
 
 
 def write_metrics(folder: Path, history: list[dict]) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitzoo.about import read_about
 from vitzoo.classes import label_names
 from vitzoo.data import Images
-from vitzoo.data.held_out import HELD_OUT, write_held_out
+from vitzoo.data.held_out import HELD_OUT, Subset, write_held_out
 from vitzoo.errors import DivergenceError, UserError, is_first_process
 from vitzoo.machine import describe_machine
 from vitzoo.metrics.oversmoothing import token_statistics
@@ -29,7 +30,6 @@ from vitzoo.transfer.matching import match_blocks
 from vitzoo.transfer.network import load_best, train_network
 from vitzoo.transfer.opening import Transfer, open_transfer
 from vitzoo.transfer.options import parse_args
-from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.probing import probe
 from vitzoo.transfer.record import STATES, Ledger
 from vitzoo.transfer.stopping import Stopped, raise_on_sigterm
@@ -163,6 +163,7 @@ def keep(task: Transfer, student: nn.Module, ledger: Ledger) -> None:
                 accelerator=task.accelerator,
                 progress=add,
                 done=rounds,
+                multi_label=task.pictures.multi_label,
             )
         del ledger.results['rounds']
         return found
@@ -177,7 +178,7 @@ def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: Fol
     settings: dict[str, Any] = dict(steps=options.network_steps, log_with=options.recipe.log_with)
     settings |= dict(progress=ledger.write_time)
     if options.network_steps:
-        settings['start_error'] = error = ledger.once('network_start', lambda: _error(task, student))
+        settings['start_error'] = error = ledger.once('network_start', lambda: task.output_error(student))
         rates = ledger.once('network_rates', lambda: _find_rates(task, student, ledger, error))
         task.console.print(f'network        all parameters, learning rates {rates["lr"]:.2g} and {rates["new_lr"]:.2g}')
         settings |= rates
@@ -286,8 +287,9 @@ def export_student(task: Transfer, student: nn.Module, ledger: Ledger, verdict: 
     # `vitzoo validate` opens the data with the same options
     info |= pictures.about
     export_model(ledger.folder, student, label_names(task.teacher), task.data_config, info)
-    if isinstance(pictures.val, Images) and pictures.val.is_held_out:
-        write_held_out(ledger.folder / HELD_OUT, pictures.val.reader)
+    train, val = (images.reader if isinstance(images, Images) else None for images in (pictures.train, pictures.val))
+    before = read_about(task.name, task.weights, options.checkpoint).get('held_out')
+    write_held_out(ledger.folder / HELD_OUT, val if isinstance(val, Subset) else None, train, before)
     rows = [dict(stage=stage, **row) for stage in ('matching', 'network') for row in ledger.results[stage]]
     write_metrics(ledger.folder, [{name: value for name, value in row.items() if name != 'errors'} for row in rows])
     return verdict
@@ -334,13 +336,8 @@ def _probe(task: Transfer, mixer: str) -> list[dict]:
 
 def _measure_blocks(task: Transfer, student: nn.Module) -> list[dict]:
     with task.accelerator.autocast():
-        return [asdict(cost) for cost in probe(task.teacher, student, task.held_out[:2])]
-
-
-def _error(task: Transfer, student: nn.Module) -> float:
-    """Error of the student's outputs on the held-out images."""
-    with task.accelerator.autocast():
-        return output_error(task.teacher, student, task.held_out, task.accelerator)
+        costs = probe(task.teacher, student, task.held_out[:2], multi_label=task.pictures.multi_label)
+        return [asdict(cost) for cost in costs]
 
 
 def _common(task: Transfer, ledger: Ledger, stage: str, steps: int) -> dict:
@@ -356,6 +353,7 @@ def _common(task: Transfer, ledger: Ledger, stage: str, steps: int) -> dict:
         accelerator=task.accelerator,
         state_file=ledger.state_file(stage),
         progress=show,
+        multi_label=task.pictures.multi_label,
     )
 
 

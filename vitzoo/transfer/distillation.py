@@ -52,6 +52,7 @@ def distil(
     accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
+    multi_label: bool = False,
 ) -> list[dict]:
     """Train a student on its own inputs to give the teacher's outputs, in place, without labels.
 
@@ -73,6 +74,7 @@ def distil(
         accelerator: The `Accelerator` whose processes share the batches and the held-out images.
         state_file: Where the state is kept, so that the same call continues after an interruption.
         progress: Called with each row of the result.
+        multi_label: The models predict several labels per image.
 
     Returns:
         For each evaluation its `step`, `output_error` and whether it is the `best` so far.
@@ -84,7 +86,7 @@ def distil(
 
     def train(student: nn.Module, steps: int, eval_every: int, rates: dict[str, float], **options: Any) -> list[dict]:
         def backward(images: Tensor) -> None:
-            with NetworkLoss(student, teacher, block_weight, temperature) as loss:
+            with NetworkLoss(student, teacher, block_weight, temperature, multi_label) as loss:
                 student(images)
                 with torch.no_grad():
                     teacher(images)
@@ -98,7 +100,7 @@ def distil(
 
     def error(student: nn.Module) -> float:
         with nullcontext() if accelerator is None else accelerator.autocast():
-            return output_error(teacher, student, held_out, accelerator)
+            return output_error(teacher, student, held_out, accelerator, multi_label)
 
     def trial(lr: float, new_lr: float) -> float:
         count = trial_steps(steps)

@@ -6,6 +6,7 @@ blocks are often enough (JetViT).
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,7 @@ def keep_softmax(
     accelerator: 'Accelerator | None' = None,
     progress: Callable[[dict], None] | None = None,
     done: list[dict] | None = None,
+    multi_label: bool = False,
 ) -> list[dict]:
     """Give blocks of a student back to softmax attention, in place, the most useful first.
 
@@ -45,11 +47,12 @@ def keep_softmax(
         count: Number of blocks, or 'auto' to stop as soon as the gap is at most `tolerance`. One block at least keeps
             its mixer.
         tolerance: Percentage points.
-        gap: The loss of a student in percentage points; by default the share of images with another top class than
-            the teacher's, or without a head 100 times 1 - the cosine similarity of the final tokens.
+        gap: The loss of a student in percentage points; by default the share of images with another top class, or other
+            labels, than the teacher's, or without a head 100 times 1 - the cosine similarity of the final tokens.
         accelerator: The `Accelerator` whose processes share the images.
         progress: Called with each row of the result.
         done: The rows of a call that was interrupted, which continues.
+        multi_label: The models predict several labels per image.
 
     Returns:
         A row for the start and one for each block: `kept` (paths so far), `output_error` and `gap`.
@@ -61,15 +64,15 @@ def keep_softmax(
     limit = len(paths) - 1 if count == 'auto' else count
     if not isinstance(limit, int) or not 0 <= limit < len(paths):
         raise ValueError(f"keep_softmax takes 'auto' or 0 to {len(paths) - 1} of {len(paths)} blocks, not {count!r}.")
-    gap = gap or (lambda model: output_gap(teacher, model, loader, accelerator))
+    gap = gap or (lambda model: output_gap(teacher, model, loader, accelerator, multi_label))
+    error = partial(output_error, teacher, loader=loader, accelerator=accelerator, multi_label=multi_label)
     was_training = student.training
     student.eval()
     rows = list(done or [])
 
     def add_row(kept: list[str]) -> None:
         with blocks_of_teacher(student, teacher, kept) as hybrid:
-            error = output_error(teacher, hybrid, loader, accelerator)
-            rows.append(dict(kept=kept, output_error=error, gap=gap(hybrid)))
+            rows.append(dict(kept=kept, output_error=error(hybrid), gap=gap(hybrid)))
         if progress is not None:
             progress(rows[-1])
 
@@ -77,7 +80,7 @@ def keep_softmax(
         add_row([])
     while len(rows) <= limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
         kept = rows[-1]['kept']
-        add_row([*kept, _most_useful(teacher, student, loader, kept, paths, accelerator)])
+        add_row([*kept, _most_useful(teacher, student, error, kept, paths)])
     give_back(teacher, student, rows[-1]['kept'])
     student.train(was_training)
     return rows
@@ -99,19 +102,14 @@ def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
 
 
 def _most_useful(
-    teacher: nn.Module,
-    student: nn.Module,
-    loader: Iterable,
-    kept: list[str],
-    paths: list[str],
-    accelerator: 'Accelerator | None',
+    teacher: nn.Module, student: nn.Module, error: Callable[[nn.Module], float], kept: list[str], paths: list[str]
 ) -> str:
     """The block that leaves the smallest error if it is kept in addition."""
     errors = {}
     for path in paths:
         if path not in kept:
             with blocks_of_teacher(student, teacher, [*kept, path]) as hybrid:
-                errors[path] = output_error(teacher, hybrid, loader, accelerator)
+                errors[path] = error(hybrid)
     return min(errors, key=lambda path: errors[path])
 
 

@@ -40,6 +40,7 @@ def match_blocks(
     accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
+    multi_label: bool = False,
 ) -> list[dict]:
     """Match the attention outputs of a student's mixers with the teacher's, in place, without labels.
 
@@ -57,6 +58,7 @@ def match_blocks(
         accelerator: The `Accelerator` whose processes share the batches and the held-out images.
         state_file: Where the state is kept, so that the same call continues after an interruption.
         progress: Called with each row of the result.
+        multi_label: The models predict several labels per image.
 
     Returns:
         For each evaluation its `step`, `output_error` (that of `vitzoo.transfer.outputs.compare`), `errors` (by block,
@@ -88,7 +90,7 @@ def match_blocks(
         _parameter_groups(student, paths, lr, new_lr),
         loader,
         backward,
-        lambda: measure_errors(teacher, student, held_out, variance, accelerator),
+        lambda: measure_errors(teacher, student, held_out, variance, accelerator, multi_label),
         steps=steps,
         eval_every=eval_every,
         accelerator=accelerator,
@@ -162,6 +164,7 @@ def measure_errors(
     loader: Iterable,
     variance: dict[str, Tensor],
     accelerator: 'Accelerator | None' = None,
+    multi_label: bool = False,
 ) -> dict:
     """`errors` of the attention outputs, by block, and `output_error`, as in `match_blocks`."""
     device = next(student.parameters()).device
@@ -179,7 +182,7 @@ def measure_errors(
         images = images_of(batch).to(device)
         with visit_attention(teacher, variance, add):
             expected = Outputs.of(teacher, images)
-        sums[0] += len(images) * compare(Outputs.of(student, images), expected).to(sums.dtype)
+        sums[0] += len(images) * compare(Outputs.of(student, images), expected, multi_label).to(sums.dtype)
         num_images += len(images)
     output_error, *errors = (_reduce(sums, accelerator) / _reduce(num_images, accelerator)).tolist()
     return dict(output_error=output_error, errors=dict(zip(variance, errors)))

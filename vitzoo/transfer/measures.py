@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo.train.divergence import divergence, same_classes
 from vitzoo.train.processes import raise_together
 from vitzoo.transfer.outputs import has_head
 
@@ -38,6 +39,7 @@ class Retention:
         kind: As in `vitzoo.transfer.pictures.Pictures`.
         bank: Labelled batches that nearest neighbours and the linear probe learn from, for kind 'knn'.
         accelerator: Its processes share the batches; None if this one has all.
+        multi_label: The models predict several labels per image.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class Retention:
         kind: str,
         bank: Iterable | None = None,
         accelerator: 'Accelerator | None' = None,
+        multi_label: bool = False,
     ) -> None:
         self.val, self.kind, self.bank, self.accelerator = val, kind, bank, accelerator
+        self.multi_label = multi_label
         self.expected: tuple[Tensor, Tensor, Tensor] | None = None
         self.has_head = has_head(teacher)
         self.teacher = self.score(teacher)
@@ -59,8 +63,8 @@ class Retention:
 
         Returns:
             `cosine`: mean cosine similarity of the pooled features with the teacher's. With a head, `agreement`:
-            images with the teacher's top class, and `divergence` of the logits in nats. By kind, `top1`, or `knn` and
-            `linear_probe`.
+            images with the teacher's top class or labels, and `divergence` of the logits in nats. By kind, `top1`, or
+            `knn` and `linear_probe`.
         """
         was_training = model.training
         model.eval()
@@ -70,11 +74,8 @@ class Retention:
         features, logits, labels = found
         scores = dict(cosine=100 * F.cosine_similarity(features, self.expected[0]).mean().item())
         if self.has_head:
-            expected = self.expected[1]
-            scores['agreement'] = _percent(logits.argmax(dim=1) == expected.argmax(dim=1))
-            scores['divergence'] = F.kl_div(
-                logits.log_softmax(dim=1), expected.log_softmax(dim=1), reduction='batchmean', log_target=True
-            ).item()
+            scores['agreement'] = _percent(same_classes(logits, self.expected[1], self.multi_label))
+            scores['divergence'] = divergence(logits, self.expected[1], self.multi_label).item()
         if self.kind == 'top1':
             scores['top1'] = _percent(logits.argmax(dim=1) == labels)
         elif self.kind == 'knn':

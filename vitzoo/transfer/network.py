@@ -32,7 +32,6 @@ from vitzoo.train.stopping import StopSignal
 from vitzoo.transfer.descent import WarmupCosine
 from vitzoo.transfer.distillation import parameter_groups
 from vitzoo.transfer.opening import Transfer
-from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.pictures import IntervalBatches
 from vitzoo.transfer.stopping import Stopped
 
@@ -75,8 +74,7 @@ def train_network(
     """
     accelerator = task.accelerator
     if start_error is None:
-        with accelerator.autocast():
-            start_error = output_error(task.teacher, student, task.held_out, accelerator)
+        start_error = task.output_error(student)
     start = dict(output_error=start_error)
     history = []
     if steps:
@@ -148,7 +146,7 @@ def _open_run(
     batches = IntervalBatches(task.batches(plan.accum_steps), interval, steps)
 
     def measure(model: nn.Module) -> dict[str, float]:
-        error = output_error(task.teacher, model, task.held_out, accelerator)
+        error = task.output_error(model)
         if not math.isfinite(error):
             raise DivergenceError(
                 f'the error of the outputs is {error} after step {run.step} at learning rates of {lr:g} and'
@@ -196,6 +194,7 @@ def _distillation(task: Transfer, model: nn.Module) -> TransferTask:
         distill_loss_weight=1.0,
         task_loss_weight=float(task.options.labels),
         block_weight=task.options.block_weight,
+        multi_label=task.pictures.multi_label,
         device=device,
         verbose=False,
     )
@@ -208,7 +207,7 @@ def _distillation(task: Transfer, model: nn.Module) -> TransferTask:
 def _freeze_unused(task: Transfer, student: nn.Module) -> None:
     """Freeze parameters that the loss does not depend on, for whose gradients DDP would wait."""
     images = task.held_out[0][:1].to(task.accelerator.device)
-    with NetworkLoss(student, task.teacher, task.options.block_weight) as loss:
+    with NetworkLoss(student, task.teacher, task.options.block_weight, multi_label=task.pictures.multi_label) as loss:
         student(images)
         with torch.no_grad():
             task.teacher(images)

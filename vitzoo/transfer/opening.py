@@ -22,6 +22,7 @@ from vitzoo.train.run import Plan
 from vitzoo.transfer.descent import StepBatches
 from vitzoo.transfer.measures import Retention
 from vitzoo.transfer.options import TransferOptions
+from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.pictures import Chosen, Pictures, divide, held_out_batches, open_pictures
 from vitzoo.transfer.students import make_student, start_arguments
 
@@ -71,7 +72,13 @@ class Transfer:
         batch_size, workers = self.options.batch_size, self.options.workers
         load = partial(eval_loader, batch_size=batch_size, workers=workers, rank=rank, world=world)
         bank = load(self.pictures.plain) if self.pictures.kind == 'knn' else None
-        return Retention(self.teacher, load(self.pictures.val), self.pictures.kind, bank, self.accelerator)
+        settings: dict[str, Any] = dict(accelerator=self.accelerator, multi_label=self.pictures.multi_label)
+        return Retention(self.teacher, load(self.pictures.val), self.pictures.kind, bank, **settings)
+
+    def output_error(self, student: nn.Module) -> float:
+        """Error of a student's outputs on the held-out images, as in `vitzoo.transfer.outputs`."""
+        with self.accelerator.autocast():
+            return output_error(self.teacher, student, self.held_out, self.accelerator, self.pictures.multi_label)
 
     def score(self, model: nn.Module) -> dict[str, float]:
         """Scores of a model, as in `Retention.score`."""
@@ -125,7 +132,7 @@ def open_transfer(options: TransferOptions) -> Transfer:
         raise UserError(f'{name} cannot be a teacher: {problem}')
     data = options.data_dir, data_config, options.data_options, options.seed
     pictures = open_pictures(name, teacher, *data, weights=source, checkpoint=options.checkpoint)
-    if options.labels and pictures.about.get('multi_label'):
+    if options.labels and pictures.multi_label:
         raise UserError(f'--labels learns one class per image, but {name} predicts several labels; leave --labels out')
     if options.labels and pictures.kind != 'top1':
         raise UserError(f'--labels needs images of the classes of {name}, but {pictures.reason}; leave --labels out')

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitzoo.models._final_tokens import channels_last, normalize_tokens
+from vitzoo.train.divergence import divergence, same_classes
 from vitzoo.transfer.attention import images_of
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ class Outputs(NamedTuple):
         return cls(channels_last(model, features), model.forward_head(features) if has_head(model) else None)
 
 
-def compare(found: Outputs, expected: Outputs) -> Tensor:
-    """Mean squared error of the tokens, each normalized to unit variance, plus with a head the KL divergence in nats.
+def compare(found: Outputs, expected: Outputs, multi_label: bool = False) -> Tensor:
+    """Mean squared error of the tokens, each normalized to unit variance, plus with a head the `divergence` in nats.
 
     It is the loss of the network stage without the attention outputs. Tokens alone would not do for a classifier: its
     logits may get much better while tokens that the head does not read get worse.
@@ -38,13 +39,16 @@ def compare(found: Outputs, expected: Outputs) -> Tensor:
         return error
     # in float32, equal logits would have a divergence of about 1e-7
     dtype = widest_dtype(found.logits.device)
-    logits, target = (outputs.to(dtype).log_softmax(dim=1) for outputs in (found.logits, expected.logits))
-    return error + F.kl_div(logits, target, reduction='batchmean', log_target=True)
+    return error + divergence(found.logits.to(dtype), expected.logits.to(dtype), multi_label)
 
 
 @torch.no_grad()
 def output_error(
-    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
+    teacher: nn.Module,
+    student: nn.Module,
+    loader: Iterable,
+    accelerator: 'Accelerator | None' = None,
+    multi_label: bool = False,
 ) -> float:
     """Mean of `compare` over the images of a loader.
 
@@ -53,20 +57,24 @@ def output_error(
     """
 
     def measure(images: Tensor) -> Tensor:
-        return compare(Outputs.of(student, images), Outputs.of(teacher, images))
+        return compare(Outputs.of(student, images), Outputs.of(teacher, images), multi_label)
 
     return _mean(measure, loader, student, accelerator)
 
 
 @torch.no_grad()
 def output_gap(
-    teacher: nn.Module, student: nn.Module, loader: Iterable, accelerator: 'Accelerator | None' = None
+    teacher: nn.Module,
+    student: nn.Module,
+    loader: Iterable,
+    accelerator: 'Accelerator | None' = None,
+    multi_label: bool = False,
 ) -> float:
     """The gap of `keep_softmax` if it has no other, in percentage points."""
 
     def measure(images: Tensor) -> Tensor:
         if has_head(teacher):
-            wrong = student(images).argmax(dim=1) != teacher(images).argmax(dim=1)
+            wrong = ~same_classes(student(images), teacher(images), multi_label)
             return wrong.to(widest_dtype(wrong.device)).mean()
         found, expected = (Outputs.of(model, images).tokens for model in (student, teacher))
         return 1 - cosine_of_tokens(normalize_tokens(found), normalize_tokens(expected)).mean()

@@ -59,6 +59,11 @@ class Pictures:
     dropped: str = ''
 
     @property
+    def multi_label(self) -> bool:
+        """True if the teacher predicts several labels per image."""
+        return self.about.get('multi_label', False)
+
+    @property
     def note(self) -> str:
         """The options that are dropped, and the kind unless it is 'top1', with their reasons, for the user."""
         measure = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vitzoo.models._final_tokens import channels_last
 from vitzoo.models._mixer_paths import block_of, index_of
 from vitzoo.models.swap import swap_mixer, without_warnings
+from vitzoo.train.divergence import divergence
 from vitzoo.transfer.attention import Call, attention_output, blocks_of_teacher, images_of, mixer_paths, visit_attention
 from vitzoo.transfer.outputs import cosine_of_tokens, has_head
 
@@ -27,8 +27,8 @@ class BlockCost:
             attention ignores this shift and kernel mixers do not; `center_keys` removes it. nan for attention without
             keys. Linearizing Vision Transformer with Test-Time Training, https://arxiv.org/abs/2605.02772
         cosine: Mean cosine similarity of the final tokens with the teacher's, if only this block is replaced.
-        divergence: KL divergence of the logits from the teacher's in nats, if only this block is replaced; None for a
-            model without a head.
+        divergence: KL divergence of the logits from the teacher's in nats, if only this block is replaced, summed over
+            the labels of a multi-label model; None for a model without a head.
     """
 
     path: str
@@ -39,13 +39,14 @@ class BlockCost:
 
 
 @torch.no_grad()
-def probe(teacher: nn.Module, student: nn.Module, loader: Iterable) -> list[BlockCost]:
+def probe(teacher: nn.Module, student: nn.Module, loader: Iterable, *, multi_label: bool = False) -> list[BlockCost]:
     """Measure how much each mixer of a student differs from the attention that it replaces.
 
     Args:
         teacher: The model before `vitzoo.swap_mixer`, in evaluation mode.
         student: The model after it.
         loader: Batches (B, C, H, W), or tuples that begin with them; all are used.
+        multi_label: The models predict several labels per image.
 
     Raises:
         ValueError: The student has no mixers, or the loader no images.
@@ -71,29 +72,29 @@ def probe(teacher: nn.Module, student: nn.Module, loader: Iterable) -> list[Bloc
         for path in paths:
             others = [other for other in paths if block_of(other) != block_of(path)]
             with blocks_of_teacher(student, teacher, others) as hybrid:
-                sums[path][2:] += _compare_outputs(teacher, hybrid, features, images)
+                sums[path][2:] += _compare_outputs(teacher, hybrid, features, images, multi_label)
         num_images += len(images)
     student.train(was_training)
     if not num_images:
         raise ValueError('The loader has no images.')
     costs = []
     for path in paths:
-        error, shift, cosine, divergence = (sums[path] / num_images).tolist()
-        costs.append(BlockCost(path, error, shift, cosine, divergence if has_head(teacher) else None))
+        error, shift, cosine, change = (sums[path] / num_images).tolist()
+        costs.append(BlockCost(path, error, shift, cosine, change if has_head(teacher) else None))
     return costs
 
 
-def _compare_outputs(teacher: nn.Module, student: nn.Module, features: Tensor, images: Tensor) -> Tensor:
+def _compare_outputs(
+    teacher: nn.Module, student: nn.Module, features: Tensor, images: Tensor, multi_label: bool
+) -> Tensor:
     """Sums over images of the cosine similarity and of the divergence of the logits, (2,)."""
     found = student.forward_features(images)
     cosine = cosine_of_tokens(*(channels_last(teacher, x) for x in (found, features))).sum()
-    divergence = cosine.new_zeros(())
+    change = cosine.new_zeros(())
     if has_head(teacher):
         expected, logits = (model.forward_head(x).float() for model, x in ((teacher, features), (student, found)))
-        divergence = F.kl_div(
-            logits.log_softmax(dim=1), expected.log_softmax(dim=1), log_target=True, reduction='none'
-        ).sum()
-    return torch.stack([cosine, divergence]).cpu().double()
+        change = len(images) * divergence(logits, expected, multi_label)
+    return torch.stack([cosine, change]).cpu().double()
 
 
 def _with_softmax(teacher: nn.Module, student: nn.Module) -> nn.Module:
