@@ -50,7 +50,7 @@ def test_a_class_token_that_is_appended_has_no_place_in_the_map(method):
 @pytest.mark.parametrize(
     ('name', 'message'),
     [
-        ('coat_lite_tiny', 'cannot explain CoaT: it does not call its blocks serial_blocks1'),
+        ('coat_lite_tiny', 'cannot read the tokens of CoaT: it does not call its blocks serial_blocks1'),
         ('crossvit_tiny_240', 'the tokens of CrossVit: blocks.0 does not return a single feature map'),
         ('selecsls42', 'the tokens of SelecSls: .* does not return a single feature map'),
     ],

@@ -1,5 +1,6 @@
 """The blocks of a model and the tokens that enter and leave them, for the models of vitzoo and timm."""
 
+from collections.abc import Iterable
 from math import ceil, floor, prod
 from typing import Any, NamedTuple
 
@@ -93,6 +94,15 @@ class TokenBlocks:
                 f'{name} returns {x.shape[1]} tokens for an image of {image_size[0]} x {image_size[1]} pixels'
             )
         return Tokens(x, 0, None, f'{name} of {type(self.model).__name__}')
+
+    def check_called(self, missing: Iterable[str]) -> None:
+        """Raise UserError if the model has computed blocks without calling them."""
+        names = ', '.join(dict.fromkeys(missing))
+        if names:
+            raise UserError(
+                f'cannot read the tokens of {type(self.model).__name__}: it does not call its blocks {names}; if'
+                f' gradient checkpointing is on, turn it off by set_grad_checkpointing(False)'
+            )
 
     def _grid_sizes(self, reduction: int, image_size: tuple[int, int]) -> list[tuple[int, int]]:
         """Possible grids of a feature map: that of the patch embedding, or else rounded up and rounded down."""

@@ -122,7 +122,7 @@ def _last_stage(model: nn.Module, images: Tensor) -> tuple[list[tuple[nn.Module,
     finally:
         for hook in hooks:
             hook.remove()
-    _check_called(model, names[-1:], list(last))
+    blocks.check_called(name for name in names[-1:] if name not in last)
     (args, output), (H, W) = last[names[-1]], images.shape[2:]
     return calls, blocks.read(names[-1], args, output, (H, W))
 
@@ -156,7 +156,8 @@ def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[
     finally:
         for hook in hooks:
             hook.remove()
-    _check_called(model, blocks.names, [name for name, *_ in seen])
+    called = {name for name, *_ in seen}
+    blocks.check_called(name for name in blocks.names if name not in called)
     seen.append((blocks.names[-1], seen[-1][1], features, model.num_features))
     H, W = images.shape[2:]
     # some models return several tensors, which have no single gradient
@@ -176,13 +177,3 @@ def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[
         (read(x, name, args, num_chs), read(gradient, name, args, num_chs))
         for (name, args, x, num_chs), gradient in zip(seen, gradients)
     ]
-
-
-def _check_called(model: nn.Module, names: list[str], called: list[str]) -> None:
-    """Raise UserError if a model computed some of its blocks without calling them."""
-    missing = [name for name in names if name not in called]
-    if missing:
-        raise UserError(
-            f'cannot explain {type(model).__name__}: it does not call its blocks {", ".join(missing)}; if gradient '
-            f'checkpointing is on, turn it off by set_grad_checkpointing(False)'
-        )

@@ -245,12 +245,8 @@ class OversmoothingProbe:
             UserError: The model has computed blocks without calling them, as some of timm do with gradient
                 checkpointing.
         """
-        missing = dict.fromkeys(block for (_, block), values in self._values.items() if not values)
-        if missing and self._has_images:
-            raise UserError(
-                f'{type(self.model).__name__} did not call its blocks {", ".join(missing)}; turn gradient checkpointing'
-                f' off by set_grad_checkpointing(False)'
-            )
+        if self._has_images:
+            self.blocks.check_called(block for (_, block), values in self._values.items() if not values)
         self._has_images = False
         columns = [torch.cat(values) if values else torch.empty(0) for values in self._values.values()]
         self._values = {name: [] for name in self.names}
