@@ -93,8 +93,8 @@ class NetworkLoss:
         tokens = [normalize_tokens(record.tokens) for record in self.records]
         loss = F.mse_loss(tokens[0], tokens[1])
         if self.student.num_classes:
-            logits = (record.output.float() / self.temperature for record in self.records)
-            loss = loss + self.temperature**2 * divergence(*logits, multi_label=self.multi_label)
+            logits, expected = (record.output.float() / self.temperature for record in self.records)
+            loss = loss + self.temperature**2 * divergence(logits, expected, self.multi_label)
         if student.attention:
             errors = [_relative_error(student.attention[name], teacher.attention[name]) for name in student.attention]
             loss = loss + self.block_weight * torch.stack(errors).mean()
