@@ -61,6 +61,8 @@ def score_in_process(folder: str) -> None:
         Retention(make_teacher(), loader, 'top1', None, accelerator)
     results = dict(scores=all_scores(accelerator), error=str(error.value))
     Path(folder, f'{rank}.json').write_text(json.dumps(results))
+    # a thread of torch 2.6 may still need Python's lock, which destroying the group holds while it waits for the thread
+    accelerator.wait_for_everyone()
     distributed.destroy_process_group()
 
 
