@@ -14,7 +14,7 @@ from vitzoo.errors import UserError
 from vitzoo.load import accepted_arguments, build_on_meta, create_model, find_model, load_model, swap_in
 from vitzoo.mixers import TokenMixer, mixer_class
 from vitzoo.models._swap_models import SWAPPED_MODELS, SwappedModel
-from vitzoo.models._swap_record import describe_swaps
+from vitzoo.models._swap_record import describe_swaps, recorded_swaps
 from vitzoo.models.inherit import differing_settings, inherit_weights
 
 # of a model that inherits from another: its mixers, and what is set beside its parent's settings
@@ -67,7 +67,7 @@ def _settings_of(parent: nn.Module, name: str) -> dict:
         return {}
     given = getattr(parent, '_model_args', {})
     taken = accepted_arguments(cls) & accepted_arguments(type(model)) - OWN_ARGUMENTS
-    takes_arguments = 'mixer_kwargs' in accepted_arguments(type(model)) and not _swaps(model)
+    takes_arguments = 'mixer_kwargs' in accepted_arguments(type(model)) and not recorded_swaps(model)
     if takes_arguments and _kinds_of_mixers(model) == _kinds_of_mixers(parent):
         given = given | _arguments_of_swaps(parent)
         taken.add('mixer_kwargs')
@@ -81,10 +81,10 @@ def _settings_of(parent: nn.Module, name: str) -> dict:
 
 def _arguments_of_swaps(parent: nn.Module) -> dict:
     """`mixer_kwargs` of a model of which all blocks were swapped with the same arguments; none if they were not."""
-    if not _swaps(parent):
+    if not recorded_swaps(parent):
         return {}
     of_block: dict[int, dict] = {}
-    for swap in _swaps(parent):
+    for swap in recorded_swaps(parent):
         of_block |= dict.fromkeys(swap['blocks'], _own_arguments(swap))
     first, swapped = next(iter(of_block.values())), cast(SwappedModel, parent)
     is_uniform = len(_kinds_of_mixers(parent)) == 1 and all(kwargs == first for kwargs in of_block.values())
@@ -102,19 +102,14 @@ def _differing_arguments(model: nn.Module, parent: nn.Module) -> list[str]:
     """Arguments of swaps in the parent that the same mixer does not have in the model."""
     kinds, own = _kinds_of_mixers(model), getattr(model, '_model_args', {}).get('mixer_kwargs') or {}
     # a model with swaps of its own has no others
-    known = [_own_arguments(swap) for swap in _swaps(model)] or [own]
+    known = [_own_arguments(swap) for swap in recorded_swaps(model)] or [own]
     differing = []
-    for swap in _swaps(parent):
+    for swap in recorded_swaps(parent):
         kwargs, mixers = _own_arguments(swap), swap['mixer']
         name = mixers if isinstance(mixers, str) else mixers[0]
         if kwargs not in known and mixer_class(name) in kinds:
             differing.append(f'mixer_kwargs: {known[0]}, not {kwargs} of {describe_swaps([swap])}')
     return differing
-
-
-def _swaps(model: nn.Module) -> list[dict]:
-    """The recorded swaps of a model."""
-    return getattr(model, '_model_args', {}).get('swap_mixer') or []
 
 
 def _kinds_of_mixers(model: nn.Module) -> set[type]:

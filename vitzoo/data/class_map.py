@@ -3,7 +3,6 @@
 import json
 import pickle
 from collections import Counter
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,8 @@ class ClassMapReader(LabelledReader):
         self.class_map, self.class_names = class_map, list(dict.fromkeys(class_map.values()))
         label_of = {name: label for label, name in enumerate(self.class_names)}
         label_of |= {name: label_of[new_name] for name, new_name in class_map.items()}
-        labels = reader.labels
-        present = set(chain.from_iterable(labels) if self.is_multi_label else labels)
-        names = {i: name for i, name in enumerate(reader.class_names) if i in present}
+        labels, used = reader.labels, reader.used_labels()
+        names = {i: name for i, name in enumerate(reader.class_names) if i in used}
         if label_of.keys().isdisjoint(names.values()) and all(map(str.isdecimal, names.values())):
             new = {i: int(name) for i, name in names.items() if int(name) < len(self.class_names)}
         else:

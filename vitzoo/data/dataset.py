@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 
 from timm.data import MultiLabelTarget
@@ -403,8 +402,7 @@ def _read_labelled(archive: Archive, prefix: str, multi_label: bool | None) -> A
 
 
 def _with_images(names: list[str], reader: LabelledReader) -> list[str]:
-    labels = set(chain.from_iterable(reader.labels) if reader.is_multi_label else reader.labels)
-    used = {reader.class_names[label] for label in labels}
+    used = {reader.class_names[label] for label in reader.used_labels()}
     return [name for name in names if name in used]
 
 

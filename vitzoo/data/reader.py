@@ -1,5 +1,6 @@
 """The interface of the readers, which are timm's with labels and names of classes."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,7 @@ class LabelledReader(Reader):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         raise NotImplementedError
+
+    def used_labels(self) -> set[int]:
+        """The labels that images have; the data may list others."""
+        return set(chain.from_iterable(self.labels) if self.is_multi_label else self.labels)

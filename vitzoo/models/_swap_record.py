@@ -5,10 +5,18 @@ from typing import Any
 
 from timm.models._input import get_model_input_config, get_model_traits, update_model_args, update_model_input_size
 
-__all__ = ['ARCHITECTURE', 'check_mixer_kwargs', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 'parse_swaps']
+__all__ = [
+    *('ARCHITECTURE', 'check_mixer_kwargs', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 'parse_swaps'),
+    'recorded_swaps',
+]
 
 # the entrypoint of swapped.py, which is the architecture in the config of every swapped model
 ARCHITECTURE = 'vitzoo_swapped'
+
+
+def recorded_swaps(model: Any) -> list[dict[str, Any]]:
+    """The arguments of each call of `swap_mixer` that made a model, in order; empty if none did."""
+    return getattr(model, '_model_args', {}).get('swap_mixer', [])
 
 
 def name_entrypoint(model: Any) -> None:

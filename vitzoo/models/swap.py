@@ -20,7 +20,7 @@ from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
 from ._swap_attention import AttentionParts, Unsupported, take_apart
 from ._swap_blocks import SWAPPED_BLOCKS, SwappedTimmBlock
 from ._swap_models import SWAPPED_MODELS, SwappedModel
-from ._swap_record import name_entrypoint
+from ._swap_record import name_entrypoint, recorded_swaps
 from .inherit import Inheritance, inherit_weights, summarize_names
 
 __all__ = ['swap_mixer']
@@ -94,7 +94,7 @@ def swap_mixer(
         for name in dict.fromkeys(names.values()):
             _warn_of_losses(model, name, [i for i in names if names[i] == name])
     # recorded in an exported config, whose architecture repeats the swaps
-    swaps = getattr(model, '_model_args', {}).get('swap_mixer', [])
+    swaps = recorded_swaps(model)
     recorded = mixer if isinstance(mixer, str) else list(names.values())
     update_model_args(model, swap_mixer=[*swaps, {'mixer': recorded, 'blocks': list(names), **mixer_kwargs}])
     name_entrypoint(model)

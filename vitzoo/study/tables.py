@@ -60,9 +60,10 @@ def format_ways(study: Study, rows: list[Row]) -> list[str]:
     """A heading, the tables and the Pareto fronts of each way, in Markdown."""
     parts = []
     for way in by_way(rows):
-        table, *kept = (_to_markdown(*grid) for grid in _grids(study, way, rows))
+        grids = [*_grids(study, way, rows)]
+        table, *kept = (_to_markdown(headings, lines) for headings, lines, _ in grids)
         parts += [f'### {way[0].way}\n\n{table}', *format_fronts(study, way, rows), *kept]
-        parts += _retention_notes(study, way, rows)
+        parts += [note for *_, notes in grids for note in notes]
     return parts
 
 
@@ -70,23 +71,23 @@ def format_latex(study: Study, rows: list[Row]) -> str:
     """The tabulars of each way, with the rules of the package booktabs."""
     parts = []
     for way in by_way(rows):
-        for headings, lines in _grids(study, way, rows):
+        for headings, lines, notes in _grids(study, way, rows):
             first, *others = (' & '.join(map(_to_latex, line)) + r' \\' for line in (headings, *lines))
             columns = ''.join('l' if heading in _TEXTS else 'r' for heading in headings)
             body = '\n'.join([r'\toprule', first, r'\midrule', *others, r'\bottomrule'])
             parts.append(f'% {way[0].way}\n\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}')
-        parts += [f'% {note}' for note in _retention_notes(study, way, rows)]
+            parts += [f'% {note}' for note in notes]
     notes = [f'{count_finished(study)}.', *format_notes(study, rows)]
     return '\n\n'.join([*parts, *(f'% {note}' for note in notes)])
 
 
-def _grids(study: Study, way: list[Row], rows: list[Row]) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Headings and lines of a way's table and, if it converts models, of what they keep."""
+def _grids(study: Study, way: list[Row], rows: list[Row]) -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
+    """Headings, lines and notes of a way's table and, if it converts models, of the accuracies that they keep."""
     headings, lines = make_grid(study, way, rows)
-    yield headings, [[cell.text for cell in line] for line in lines]
+    yield headings, [[cell.text for cell in line] for line in lines], []
     found = find_kept(study, way, rows)
     if found:
-        yield [*_RETENTION], [_retention_line(kept) for kept in found]
+        yield [*_RETENTION], [_retention_line(kept) for kept in found], _retention_notes(found)
 
 
 def _retention_line(kept: KeptAccuracy) -> list[str]:
@@ -96,9 +97,9 @@ def _retention_line(kept: KeptAccuracy) -> list[str]:
     return [kept.mixer, student, share, scratch if kept.is_alike else f'{scratch}*', *others]
 
 
-def _retention_notes(study: Study, way: list[Row], rows: list[Row]) -> list[str]:
-    """The meaning of the marks of a way's table of what conversions keep."""
-    if all(kept.is_alike for kept in find_kept(study, way, rows)):
+def _retention_notes(found: list[KeptAccuracy]) -> list[str]:
+    """The meaning of the marks of `_retention_line`."""
+    if all(kept.is_alike for kept in found):
         return []
     return [
         '"*" marks models that have the mixer in other blocks, or with other numbers of heads, than the converted one.'

@@ -14,6 +14,7 @@ from timm.models._input import update_model_args
 from torch import nn
 
 from vitzoo.models._mixer_paths import block_of, index_of
+from vitzoo.models._swap_record import recorded_swaps
 from vitzoo.transfer.attention import blocks_of_teacher, lost_shared_bias, mixer_paths, put
 from vitzoo.transfer.outputs import output_error, output_gap
 
@@ -116,7 +117,7 @@ def _most_useful(
 def _forget_swaps(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
     """Remove blocks from the record of the student's own swaps, so that a saved model is built again without them."""
     indices = {index_of(student, path) for path in paths}
-    old, swaps = (getattr(model, '_model_args', {}).get('swap_mixer', []) for model in (teacher, student))
+    old, swaps = recorded_swaps(teacher), recorded_swaps(student)
     own = [_without_blocks(swap, indices) for swap in swaps[len(old) :]]
     update_model_args(student, swap_mixer=[*old, *(swap for swap in own if swap['blocks'])])
     for index in indices:
