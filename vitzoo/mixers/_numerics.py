@@ -8,7 +8,7 @@ from timm.layers import is_exporting
 from torch.nn import functional as F
 
 __all__ = [
-    'CACHED', 'LOG2_E', 'at_least', 'dot_tokens', 'is_compiled', 'is_empty', 'is_traced', 'is_transformed',
+    'CACHED', 'LOG2_E', 'UNIT_SILU', 'at_least', 'dot_tokens', 'is_compiled', 'is_empty', 'is_traced', 'is_transformed',
     'mask_bias', 'needs_gradient', 'no_autocast', 'pad', 'sum_products',
 ]  # fmt: skip
 
@@ -16,6 +16,8 @@ __all__ = [
 LOG2_E = math.log2(math.e)
 # float32 elements that fit in one core's L2 cache
 CACHED = 2**18
+# silu(UNIT_SILU) = 1
+UNIT_SILU = 1.2784645
 
 
 def no_autocast(x: torch.Tensor) -> AbstractContextManager:

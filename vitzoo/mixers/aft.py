@@ -294,6 +294,8 @@ class _FactoredBias(QKVMixer):
     grid_bound = True
     # exp(k) weighs the values and q gates them; they are never multiplied
     has_rope = False
+    # of the factors u of the bias, one of two is enough
+    added_terms = ('u_query',)
 
     def __init__(
         self,

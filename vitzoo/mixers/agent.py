@@ -134,6 +134,8 @@ class Agent(KernelMixer):
     attn_weights = True
     ignores_mean_key = True
     grid_bound = True
+    start_arguments = {}
+    added_terms = ('bias_q.', 'bias_k.', 'conv.')
     op = staticmethod(agent_attention)
     op_naive = staticmethod(agent_naive)
 

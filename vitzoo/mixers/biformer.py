@@ -113,6 +113,7 @@ class BiFormer(QKVMixer):
     """
 
     attn_weights = True
+    added_terms = ('lepe.',)
     op = staticmethod(routed_window_attention)
     op_naive = staticmethod(routed_window_naive)
 

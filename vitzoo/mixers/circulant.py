@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.types import Device
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ._numerics import is_empty
+from ._numerics import UNIT_SILU, is_empty
 from .base import QKVMixer, no_autocast, register_mixer
 from .fourier import fft_flops
 from .softmax import softmax_attention, softmax_naive
@@ -89,6 +89,7 @@ class Circulant(QKVMixer):
     """Circulant attention of every channel, times a gate of the token."""
 
     has_rope = False
+    gate_bias = UNIT_SILU
     op = staticmethod(circulant_attention)
     op_naive = staticmethod(circulant_naive)
 

@@ -108,6 +108,8 @@ class Focused(KeyPositionMixer):
     binds the layer to its grid.
     """
 
+    start_arguments = {'center_keys': True}
+    added_terms = ('conv.',)
     op = staticmethod(focused_attention)
     op_naive = staticmethod(focused_naive)
 

@@ -98,6 +98,7 @@ class InLine(KernelMixer):
     """
 
     ignores_mean_key = True
+    start_arguments = {'dwc': 'v', 'residual': False}
     op = staticmethod(inline_attention)
     op_naive = staticmethod(inline_naive)
 

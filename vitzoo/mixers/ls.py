@@ -130,6 +130,7 @@ class LongShort(QKVMixer):
 
     attn_weights = True
     has_rel_bias = True
+    start_arguments = {'dual_norm': False}
     op = staticmethod(long_short_attention)
     op_naive = staticmethod(long_short_naive)
 
@@ -164,6 +165,11 @@ class LongShort(QKVMixer):
             row_stride = window_size + 2 * self.halo if rel_bias == 'nvidia' else None
             window = (window_size, window_size)
             self.rel_bias = OffsetBias(num_heads, window, halo=self.halo, row_stride=row_stride, **dd)
+
+    def implied_arguments(self) -> dict[str, Any]:
+        if self.rel_bias is None:
+            return {'rel_bias': 'none'}
+        return {'rel_bias': 'table' if self.rel_bias.row_stride is None else 'nvidia'}
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
         q, k, v = self.to_qkv(x, grid_size, rope)

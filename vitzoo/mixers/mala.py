@@ -127,6 +127,9 @@ class MALA(KernelMixer):
     """
 
     has_own_rope = True
+    start_arguments = {'center_keys': True, 'gate': False, 'rope': False}
+    added_terms = ('conv.',)
+    gate_bias = 1.0
     op = staticmethod(mala_attention)
     op_naive = staticmethod(mala_naive)
 

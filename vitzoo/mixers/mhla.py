@@ -202,6 +202,8 @@ class MHLA(KernelMixer):
     keys over all heads, as the official class can; `conv_size` is the side of the convolution, or 0 for none.
     """
 
+    start_arguments = {'center_keys': True}
+    added_terms = ('conv.',)
     op = staticmethod(mhla_attention)
     op_naive = staticmethod(mhla_naive)
 

@@ -182,6 +182,8 @@ class Nystrom(QKVMixer):
 
     approximates_softmax = True
     token_weights = True
+    start_arguments = {'conv_kernel_size': 33}
+    added_terms = ('conv.',)
     op = staticmethod(nystrom_attention)
     op_naive = staticmethod(nystrom_naive)
 

@@ -160,6 +160,7 @@ class RFA(RandomFeatureMixer):
 
     directions: torch.Tensor
     buffer_name = 'directions'
+    gate_bias = 1.0
     op = staticmethod(rfa)
     op_naive = staticmethod(rfa_naive)
 

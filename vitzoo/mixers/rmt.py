@@ -141,6 +141,8 @@ class RMT(QKVMixer):
     log_gamma: torch.Tensor
     attn_weights = True
     has_own_rope = True
+    start_arguments = {'rope': False}
+    added_terms = ('lepe.',)
     op = staticmethod(manhattan_attention)
     op_naive = staticmethod(manhattan_naive)
 
