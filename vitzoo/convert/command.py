@@ -18,7 +18,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import find_model
-from vitzoo.mixers import TokenMixer
+from vitzoo.mixers.base import named_mixers
 from vitzoo.options import check_output, keyword
 
 
@@ -126,7 +126,7 @@ def _check_forward(model: nn.Module, data_config: dict) -> None:
 
 def _implied_arguments(model: nn.Module) -> dict:
     """The arguments of the mixers that the model's name may only imply, written out."""
-    first = next((module for module in model.modules() if isinstance(module, TokenMixer)), None)
+    first = next((mixer for _, mixer in named_mixers(model)), None)
     model_args = getattr(model, '_model_args', {})
     if 'swap_mixer' in model_args:
         # the config of a swapped model has the arguments of its mixers

@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Real
 from operator import index as as_int
 from types import NoneType, UnionType
@@ -35,6 +35,7 @@ __all__ = [
     'create_mixer',
     'list_mixers',
     'mixer_class',
+    'named_mixers',
     'no_autocast',
     'register_mixer',
     'set_step',
@@ -133,9 +134,13 @@ _CHECKS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 
 def set_step(model: nn.Module, step: int) -> None:
     """Set the index of the next optimizer step, counted from 0, in every mixer; call before its first forward pass."""
-    for module in model.modules():
-        if isinstance(module, TokenMixer):
-            module.set_step(step)
+    for _, mixer in named_mixers(model):
+        mixer.set_step(step)
+
+
+def named_mixers(model: nn.Module) -> Iterator[tuple[str, 'TokenMixer']]:
+    """Paths and modules of all mixers of a model, in order."""
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, TokenMixer))
 
 
 class TokenMixer(nn.Module):

@@ -20,7 +20,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vitzoo.mixers import TokenMixer
+from vitzoo.mixers.base import named_mixers
 
 __all__ = ['Inheritance', 'differing_settings', 'inherit_weights', 'summarize_names']
 
@@ -140,21 +140,24 @@ def _settings(path: str, module: nn.Module) -> dict[str, Any]:
 def _from_other_names(model: nn.Module, parent: dict[str, Tensor]) -> dict[str, tuple[Tensor, list[str]]]:
     """Tensors that mixers take from tensors of other names in the parent, and those names."""
     found = {}
-    for path, mixer in model.named_modules():
-        if isinstance(mixer, TokenMixer):
-            prefix = f'{path}.' if path else ''
-            own = {name.removeprefix(prefix): tensor for name, tensor in parent.items() if name.startswith(prefix)}
-            for name, (tensor, sources) in mixer.inherit_from(own).items():
-                found[prefix + name] = tensor, [prefix + source for source in sources]
+    for path, mixer in named_mixers(model):
+        prefix, part = _part_of(parent, path)
+        for name, (tensor, sources) in mixer.inherit_from(part).items():
+            found[prefix + name] = tensor, [prefix + source for source in sources]
     return found
+
+
+def _part_of(state_dict: dict[str, Tensor], path: str) -> tuple[str, dict[str, Tensor]]:
+    """The prefix of the names of a module's tensors, and these tensors by their names without it."""
+    prefix = f'{path}.' if path else ''
+    return prefix, {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
 
 
 def _fit(model: nn.Module, name: str, parent: dict[str, Tensor]) -> tuple[Tensor, int] | None:
     """A tensor of another shape fitted to the model, and the number of values inherited; None if it cannot be."""
     path, _, leaf = name.rpartition('.')
     owner = model.get_submodule(path)
-    prefix = f'{path}.' if path else ''
-    siblings = {key.removeprefix(prefix): tensor for key, tensor in parent.items() if key.startswith(prefix)}
+    _, siblings = _part_of(parent, path)
     if hasattr(owner, 'fit_from'):
         return owner.fit_from(leaf, siblings)
     if isinstance(owner, VisionTransformer) and leaf == 'pos_embed':
