@@ -78,23 +78,22 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
     """
     own = model.state_dict()
     buffers = {name for name, _ in model.named_buffers()}
-    inherited, fitted, num_fitted, num_inherited = {}, [], {}, 0
+    inherited, copied = {}, set()
+    # values of each tensor of the parent that are inherited
+    num_used: Counter[str] = Counter()
     for name in parent.keys() & own.keys():
-        fit = (parent[name], own[name].numel()) if parent[name].shape == own[name].shape else _fit(model, name, parent)
+        is_same = parent[name].shape == own[name].shape
+        fit = (parent[name], own[name].numel()) if is_same else _fit(model, name, parent)
         if fit is None:
             continue
-        inherited[name], num_values = fit
-        if name not in buffers:
-            num_inherited += num_values
-        if parent[name].shape != own[name].shape:
-            fitted.append(name)
-            num_fitted[name] = num_values
-    num_used = Counter({name: parent[name].numel() if name not in fitted else num_fitted[name] for name in inherited})
+        inherited[name], num_used[name] = fit
+        if is_same:
+            copied.add(name)
+    num_inherited = sum(num_values for name, num_values in num_used.items() if name not in buffers)
     same_name = set(inherited)
     for name, (tensor, sources) in _from_other_names(model, parent).items():
         if name in own and name not in inherited and own[name].shape == tensor.shape:
             inherited[name] = tensor
-            fitted.append(name)
             # a copy of a tensor that is inherited anyway does not count
             if same_name.isdisjoint(sources):
                 num_inherited += tensor.numel()
@@ -104,8 +103,8 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
     model.load_state_dict({**own, **inherited})
     num_parent = sum(tensor.numel() for name, tensor in parent.items() if name not in buffers)
     return Inheritance(
-        copied=[name for name in own if name in inherited and name not in fitted],
-        fitted=[name for name in own if name in fitted],
+        copied=[name for name in own if name in copied],
+        fitted=[name for name in own if name in inherited and name not in copied],
         initialized=[name for name in own if name not in inherited],
         dropped=[name for name in parent if name not in num_used],
         lost=[name for name, tensor in parent.items() if num_used[name] < tensor.numel()],
