@@ -2,7 +2,7 @@
 
 import torch
 
-from ._numerics import no_autocast
+from ._numerics import no_autocast, wide_dtype
 
 __all__ = ['rotate_pairs']
 
@@ -13,7 +13,7 @@ def rotate_pairs(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     Computed in float32 or wider. RoFormer, https://arxiv.org/abs/2104.09864
     """
     with no_autocast(x):
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = wide_dtype(x)
         cos, sin = angle.to(dtype).cos(), angle.to(dtype).sin()
         even, odd = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2).to(x.dtype)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._numerics import mask_bias
+from ._numerics import mask_bias, wide_dtype
 from ._window import halo_mask, take_rows, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -98,7 +98,7 @@ def _route(q: torch.Tensor, k: torch.Tensor, is_real: torch.Tensor, topk: int) -
     Windows of queries and keys (B, heads, T, s, d), with padding where `is_real` (T, s) is false.
     """
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         share = (is_real.to(dtype) / is_real.sum(dim=1, keepdim=True)).unsqueeze(2)  # (T, s, 1)
         means = [(x.to(dtype).masked_fill(share == 0, 0) * share).sum(dim=3) for x in (q, k)]  # (B, heads, T, d)
         q_mean, k_mean = (mean.transpose(1, 2).flatten(2) for mean in means)

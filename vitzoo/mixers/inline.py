@@ -20,7 +20,7 @@ from torch.types import Device
 
 from ._grid_conv import convolve_samples
 from ._kernel import KernelMixer
-from ._numerics import sum_products
+from ._numerics import sum_products, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -76,7 +76,7 @@ def _attend(
     scale: float,
 ) -> torch.Tensor:
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k, v_wide, N = q.to(dtype), k.to(dtype), v.to(dtype), q.shape[2]
         mean = v_wide.mean(dim=2, keepdim=True)
         # scores of keys without their mean sum to 0

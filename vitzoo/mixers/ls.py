@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.types import Device
 
+from ._numerics import wide_dtype
 from ._qkv import split_heads, split_prefix
 from ._rel_bias import OffsetBias
 from ._rope import Rope
@@ -95,7 +96,7 @@ def long_short_attention(
     k_shared, v_shared = k_prefix, v_prefix
     if dynamic_proj is not None:
         proj = split_heads(dynamic_proj(x[:, P:]), q.shape[1])  # (B, heads, H*W, r)
-        proj = proj.softmax(dim=2, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype).mT
+        proj = proj.softmax(dim=2, dtype=wide_dtype(x)).to(v.dtype).mT
         k_shared = torch.cat([_norm_tokens(norm_landmarks, proj @ k_grid), k_prefix], dim=2)
         v_shared = torch.cat([_norm_tokens(norm_landmarks, proj @ v_grid), v_prefix], dim=2)
     grid = window_attention(

@@ -22,7 +22,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel import KernelMixer
-from ._numerics import LOG2_E, dot_tokens, sum_products
+from ._numerics import LOG2_E, dot_tokens, sum_products, wide_dtype
 from ._qkv import split_heads
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
@@ -87,7 +87,7 @@ def _attend(
 ) -> torch.Tensor:
     """The weighted sums, in float32 or wider."""
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k, v_wide = _phi(q.to(dtype)), _phi(k.to(dtype)), v.to(dtype)
         gamma = dot_tokens(q, scale * k.sum(dim=2, keepdim=True))  # (B, heads, N, 1)
         mean = v_wide.mean(dim=2, keepdim=True)

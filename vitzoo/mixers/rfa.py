@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._numerics import wide_dtype
 from ._random import RandomFeatureMixer
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
@@ -79,7 +80,7 @@ def rfa(
     # angles and features of queries and keys, their units, values and sums
     num_elements = q.shape[2] * (6 * directions.shape[1] + 4 * q.shape[3])
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         directions = (sigma.unsqueeze(1).to(dtype) * directions.to(dtype)).unsqueeze(0)
     tensors = (q, k, v, directions) if gate is None else (q, k, v, directions, gate)
     return recompute_heads(partial(_attend, floor=floor), tensors, num_elements)
@@ -212,7 +213,7 @@ class RFA(RandomFeatureMixer):
         """Adds `normalisers_at_floor`, the share of queries whose normalizer is at its lower bound."""
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
-            dtype = torch.promote_types(q.dtype, torch.float32)
+            dtype = wide_dtype(q)
             directions = self.sigma.unsqueeze(1).to(dtype) * self.directions.to(dtype)
             q, k = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
             at_floor = q @ k.sum(dim=2).unsqueeze(-1) <= (_EPS * k.shape[2] if self.floor is None else self.floor)

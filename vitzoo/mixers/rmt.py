@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
+from ._numerics import wide_dtype
 from ._rotary import rotate_pairs
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention
@@ -116,7 +117,7 @@ def _distances(place: torch.Tensor) -> torch.Tensor:
 
 def _decayed_softmax(scores: torch.Tensor, decay: torch.Tensor, in_weights: bool, dropout_p: float) -> torch.Tensor:
     """softmax(scores + decay), or softmax(scores) * exp(decay), in the dtype of the scores."""
-    dtype = torch.promote_types(scores.dtype, torch.float32)
+    dtype = wide_dtype(scores)
     decay = decay.to(dtype)
     weights = (scores.to(dtype) + (0 if in_weights else decay)).softmax(dim=-1)
     return F.dropout(weights * decay.exp() if in_weights else weights, dropout_p).to(scores.dtype)
@@ -124,7 +125,7 @@ def _decayed_softmax(scores: torch.Tensor, decay: torch.Tensor, in_weights: bool
 
 def _rotate(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs of channels of x (B, heads, N, d) by angles that grow with the position (N,)."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = wide_dtype(x)
     speed = 10000 ** -torch.linspace(0, 1, x.shape[-1] // 2, dtype=dtype, device=x.device)
     return rotate_pairs(x, position[:, None] * speed)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ._numerics import mask_bias
+from ._numerics import mask_bias, wide_dtype
 from ._qkv import split_prefix
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -83,7 +83,7 @@ def sparse_attention(
     ]
     sizes = [part.shape[-1] for part in scores]
     scores = torch.cat(scores, dim=-1)
-    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    attn = scores.softmax(dim=-1, dtype=wide_dtype(scores)).to(v.dtype)
     prefix, near, far = F.dropout(attn, dropout_p).split(sizes, dim=-1)
     out = (
         prefix @ v_prefix.unsqueeze(2)
