@@ -21,7 +21,7 @@ from ._grid_conv import GridConv, grid_conv_naive
 from ._numerics import mask_bias, wide_dtype
 from ._window import halo_mask, take_rows, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
-from .softmax import softmax_attention, softmax_naive
+from .softmax import prepend_global_tokens, softmax_attention, softmax_naive
 
 __all__ = ['BiFormer', 'routed_window_attention', 'routed_window_naive']
 
@@ -86,8 +86,7 @@ def routed_window_attention(
     # windows are heads of their image: a GPU takes 65,535 images and as many heads, but a batch may have more windows
     out = softmax_attention(grid_q.flatten(1, 2), keys, values, scale, bias, dropout_p)
     out = untile(out.unflatten(1, (heads, T)), grid_size, sizes)
-    if P:
-        out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
+    out = prepend_global_tokens(out, q, k, v, scale, dropout_p)
     return out + lepe(v, grid_size).to(out.dtype)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from ._numerics import wide_dtype
 from .base import QKVMixer, no_autocast, register_mixer
-from .softmax import softmax_attention, softmax_naive
+from .softmax import prepend_global_tokens, softmax_naive
 
 __all__ = ['Monarch', 'monarch_attention', 'monarch_naive']
 
@@ -76,9 +76,7 @@ def monarch_attention(
         values = (right @ rows_v).transpose(2, 3)
         out = left @ values + weights[..., :P] @ wide_v[:, :, None, :P]
         out = out.transpose(2, 3).flatten(2, 3).to(v.dtype)
-    if P == 0:
-        return out
-    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale), out], dim=2)
+    return prepend_global_tokens(out, q, k, v, scale)
 
 
 @register_mixer('monarch')

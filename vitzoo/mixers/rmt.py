@@ -22,7 +22,7 @@ from ._grid_conv import GridConv, grid_conv_naive
 from ._numerics import wide_dtype
 from ._rotary import rotate_pairs
 from .base import QKVMixer, register_mixer
-from .softmax import softmax_attention
+from .softmax import prepend_global_tokens
 
 __all__ = ['RMT', 'manhattan_attention', 'manhattan_naive']
 
@@ -106,8 +106,7 @@ def manhattan_attention(
     out = weights @ torch.cat([v_prefix, grid_v], dim=-2)
     if decomposed:
         out = out.transpose(2, 3).flatten(2, 3)
-    if P:
-        out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
+    out = prepend_global_tokens(out, q, k, v, scale, dropout_p)
     return out + lepe(v, grid_size).to(out.dtype)
 
 
