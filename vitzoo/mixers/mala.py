@@ -25,6 +25,7 @@ from ._kernel import KernelMixer
 from ._numerics import LOG2_E, dot_tokens, sum_products, wide_dtype
 from ._qkv import split_heads
 from ._recompute import recompute_heads
+from ._rope import rotate_pairs
 from .base import no_autocast, register_mixer
 
 __all__ = ['MALA', 'mala_attention', 'mala_naive']
@@ -111,9 +112,7 @@ def _rotate(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     frequencies = _BASE ** -torch.linspace(0, 1, d // 4, device=x.device, dtype=x.dtype)
     by_row, by_column = (torch.arange(n, device=x.device, dtype=x.dtype)[:, None] * frequencies for n in grid_size)
     angles = torch.cat([by_row[:, None].expand(-1, W, -1), by_column.expand(H, -1, -1)], dim=-1).flatten(0, 1)
-    even, odd = x[:, :, P:].unflatten(-1, (-1, 2)).unbind(-1)  # (B, heads, H*W, d / 2)
-    cos, sin = angles.cos(), angles.sin()
-    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+    rotated = rotate_pairs(x[:, :, P:], angles)
     return torch.cat([x[:, :, :P], rotated], dim=2) if P else rotated
 
 

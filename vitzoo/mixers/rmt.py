@@ -20,7 +20,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._numerics import wide_dtype
-from ._rotary import rotate_pairs
+from ._rope import rotate_pairs
 from .base import QKVMixer, register_mixer
 from .softmax import prepend_global_tokens
 

@@ -23,7 +23,7 @@ from torch.types import Device
 from ._grid_conv import convolve_samples, near_tokens
 from ._numerics import sum_products, wide_dtype
 from ._recompute import recompute_heads
-from ._rotary import rotate_pairs
+from ._rope import rotate_pairs
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['TTT', 'train_and_apply', 'train_and_apply_naive']
