@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._numerics import CACHED, is_traced, no_autocast, wide_dtype
-from ._recompute import differentiable_gradients
+from ._recompute import differentiable_gradients, heads_at_once, slice_heads
 
 __all__ = ['TEMPERATURE', 'gated_scan']
 
@@ -167,14 +167,7 @@ def _grad_part(
 def _parts(q: Tensor) -> list[tuple[slice, slice]]:
     """Slices of samples and of heads."""
     B, heads, N, d = q.shape
-    # a GPU is fastest with all heads at once
-    size = max(1, 2 * CACHED // (N * d)) if q.device.type == 'cpu' else B * heads
-    samples, heads_at_once = max(1, size // heads), min(size, heads)
-    return [
-        (slice(i, i + samples), slice(j, j + heads_at_once))
-        for i in range(0, B, samples)
-        for j in range(0, heads, heads_at_once)
-    ]
+    return slice_heads(B, heads, heads_at_once(q, 2 * CACHED, N * d))
 
 
 def _to_chunks(x: Tensor, chunk: int) -> Tensor:
