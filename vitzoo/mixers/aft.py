@@ -53,9 +53,14 @@ def aft_simple_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def aft_local_naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u_query: torch.Tensor,
+    u_key: torch.Tensor,
+    grid_size: tuple[int, int],
+    window_size: int,
+) -> torch.Tensor:
     """AFT-full with its bias set to 0 between grid tokens outside the window; arguments as `aft_local`."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
     y, x = (place.flatten() for place in torch.meshgrid(*map(torch.arange, grid_size), indexing='ij'))
@@ -115,9 +120,14 @@ def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 
 def aft_local(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u_query: torch.Tensor,
+    u_key: torch.Tensor,
+    grid_size: tuple[int, int],
+    window_size: int,
+) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d) and factors (P + H*W, rank) of the bias -> (B, heads, P + H*W, d)."""
     P, d = q.shape[2] - grid_size[0] * grid_size[1], q.shape[3]
     size, halo = _tile_and_halo(grid_size, window_size)

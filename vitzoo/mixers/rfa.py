@@ -46,9 +46,14 @@ _CHUNK = 64
 
 
 def rfa_naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None, floor: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    directions: torch.Tensor,
+    sigma: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    floor: float | None = None,
+) -> torch.Tensor:
     """The N x N attention matrix, with the product of gates for each pair; arguments as `rfa`."""
     N, W = q.shape[2], sigma.unsqueeze(1) * directions
 
@@ -69,9 +74,14 @@ def rfa_naive(
 
 
 def rfa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None, floor: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    directions: torch.Tensor,
+    sigma: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    floor: float | None = None,
+) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider.
 
     `directions` (heads, m, d) times `sigma` (heads, d) is W; `gate` (B, heads, H*W) are the logits of g for the last
@@ -87,9 +97,14 @@ def rfa(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    directions: torch.Tensor, gate: torch.Tensor | None = None, *, floor: float | None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    directions: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    *,
+    floor: float | None,
+) -> torch.Tensor:
     with no_autocast(q):
         dtype = directions.dtype
         q_features, k_features = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
