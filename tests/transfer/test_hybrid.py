@@ -10,7 +10,7 @@ from teachers import batches, divergence_of, make_student, make_teacher
 from timm.models.vision_transformer import Block
 
 from vitzoo.mixers import create_mixer, mixer_class
-from vitzoo.mixers._kernel import KernelMixer
+from vitzoo.mixers._kernel_mixer import KernelMixer
 from vitzoo.transfer import keep_softmax, probe, zero_attention
 from vitzoo.transfer.attention import only_part, parts_of
 from vitzoo.transfer.outputs import output_error

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.types import Device
 
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._rope import Rope
 
 __all__ = ['RandomFeatureMixer', 'draw_generator']

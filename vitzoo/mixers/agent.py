@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._numerics import wide_dtype
 from .base import register_mixer
 from .softmax import softmax_attention, softmax_naive

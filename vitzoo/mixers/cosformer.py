@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._numerics import wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._numerics import dot_tokens, sum_products, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer

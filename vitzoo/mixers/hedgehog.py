@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._numerics import at_least, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer

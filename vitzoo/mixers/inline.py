@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import convolve_samples
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._numerics import sum_products, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer

@@ -21,7 +21,7 @@ from torch import nn
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._numerics import LOG2_E, dot_tokens, sum_products, wide_dtype
 from ._qkv import split_heads
 from ._recompute import recompute_heads

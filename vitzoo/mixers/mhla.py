@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._numerics import pad, wide_dtype
 from ._recompute import recompute_heads
 from ._window import untile

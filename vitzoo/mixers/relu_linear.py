@@ -18,7 +18,7 @@ from torch import nn
 from torch.types import Device
 
 from ._grid_conv import GridConv
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._numerics import at_least, dot_tokens, sum_products, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
