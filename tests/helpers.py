@@ -15,6 +15,7 @@ from torch import nn
 
 import vitzoo
 from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
+from vitzoo.mixers._op_calls import recorded_calls
 from vitzoo.models._block import Block
 
 # mixers: DIM channels, HEADS heads, on a rectangular grid
@@ -154,15 +155,8 @@ def qkv(N: int, d: int = 8, std: float = 1.0, seed: int = 0) -> list[torch.Tenso
 
 def recorded_call(mixer: TokenMixer, x: torch.Tensor) -> tuple:
     """The arguments with which the mixer calls its op on `x`."""
-    calls = []
-
-    def recorder(*args):
-        calls.append(args)
-        return type(mixer).op(*args)
-
-    mixer.op = recorder
-    mixer(x, mixer.grid_size)
-    del mixer.op
+    with recorded_calls(mixer) as calls:
+        mixer(x, mixer.grid_size)
     return calls[0]
 
 

@@ -23,6 +23,7 @@ from vitzoo.about import find_shipped, is_trained_folder, read_about
 from vitzoo.errors import CommandParser, run_command
 from vitzoo.load import create_model, find_models
 from vitzoo.mixers import TokenMixer, list_mixers, mixer_class
+from vitzoo.mixers.base import named_mixers
 from vitzoo.options import read_yaml
 
 __all__ = ['Paper', 'cite', 'find_papers', 'read_papers']
@@ -76,7 +77,7 @@ def find_papers(name: str) -> Iterator[tuple[str, str]]:
         model = create_model(name, pretrained=False)
     yield _paper_of_backbone(model), f'backbone of {name}'
     mixers = {mixer_class(mixer): mixer for mixer in list_mixers()}
-    for cls in dict.fromkeys(type(module) for module in model.modules() if isinstance(module, TokenMixer)):
+    for cls in dict.fromkeys(type(mixer) for _, mixer in named_mixers(model)):
         yield _paper_of_mixer(cls), f'mixer {mixers.get(cls, cls.__name__)} of {name}'
     if is_trained_folder(name):
         yield from _papers_of_run(Path(name), name)

@@ -12,7 +12,7 @@ from vitzoo.explain import explain
 from vitzoo.metrics import health
 from vitzoo.metrics._attention import attention_weights
 from vitzoo.mixers import mixer_class
-from vitzoo.mixers._kernel import KernelMixer
+from vitzoo.mixers._kernel_mixer import KernelMixer
 from vitzoo.mixers._rope import Rope
 
 NAMES = [name for name in vitzoo.list_mixers() if issubclass(mixer_class(name), KernelMixer)]

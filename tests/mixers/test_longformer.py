@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import DIM, GRID, build, tokens
 
-from vitzoo.mixers._random_shift import draw_neighbour
+from vitzoo.mixers._random_shift import draw_neighbor
 from vitzoo.mixers.longformer import longformer_attention
 from vitzoo.mixers.softmax import softmax_naive
 
@@ -50,7 +50,7 @@ def test_random_shift_attends_the_window_and_the_drawn_neighbour():
     row, column = torch.arange(56) // 8 // 3, torch.arange(56) % 8 // 3
     down, right = row - row[:, None], column - column[:, None]
     for neighbour in (0, 1, 2, 3, 5, 6, 7, 8):
-        reach = longformer_reach((7, 8), 3, neighbour=torch.tensor(neighbour))
+        reach = longformer_reach((7, 8), 3, neighbor=torch.tensor(neighbour))
         there = (down == neighbour // 3 - 1) & (right == neighbour % 3 - 1)
         assert torch.equal(reach, there | (down == 0) & (right == 0))
         seen |= reach
@@ -59,7 +59,7 @@ def test_random_shift_attends_the_window_and_the_drawn_neighbour():
 
 def test_all_neighbours_are_equally_likely():
     torch.manual_seed(0)
-    counts = torch.stack([draw_neighbour(torch.device('cpu')) for _ in range(1600)]).bincount(minlength=9)
+    counts = torch.stack([draw_neighbor(torch.device('cpu')) for _ in range(1600)]).bincount(minlength=9)
     neighbours = counts[[0, 1, 2, 3, 5, 6, 7, 8]]
     assert neighbours.sum() == 1600
     # binomial with a mean of 200 and a standard deviation of 13

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import vitzoo
 from vitzoo.mixers import mixer_class
-from vitzoo.mixers._kernel import KernelMixer
+from vitzoo.mixers._kernel_mixer import KernelMixer
 from vitzoo.mixers._numerics import at_least
 from vitzoo.mixers.flowformer import flow_attention
 from vitzoo.mixers.hedgehog import hedgehog_attention

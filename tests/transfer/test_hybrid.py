@@ -10,12 +10,11 @@ from teachers import batches, divergence_of, make_student, make_teacher
 from timm.models.vision_transformer import Block
 
 from vitzoo.mixers import create_mixer, mixer_class
-from vitzoo.mixers._kernel import KernelMixer
+from vitzoo.mixers._kernel_mixer import KernelMixer
 from vitzoo.transfer import keep_softmax, probe, zero_attention
 from vitzoo.transfer.attention import only_part, parts_of
 from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.students import make_student as make_student_to_train
-from vitzoo.transfer.students import start_arguments
 
 IMAGES = batches(2)
 
@@ -198,7 +197,7 @@ def test_a_mixer_starts_without_its_convolution_and_gate(mixer):
     student = make_student_to_train('teacher', teacher, mixer, {}, 0)
     accepted = inspect.signature(mixer_class(mixer)).parameters
     without = next({name: value} for name, value in NO_CONVOLUTION.items() if name in {**accepted, 'dwc': None})
-    arguments = start_arguments(mixer) | without
+    arguments = mixer_class(mixer).start_arguments | without
     bare = make_student(teacher, mixer, **arguments)
     bare.load_state_dict(student.state_dict(), strict=False)
     torch.testing.assert_close(student(IMAGES[0]), bare(IMAGES[0]))

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from vitzoo.data import eval_loader
 from vitzoo.errors import UserError
 from vitzoo.transfer import measures, zero_attention
-from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
+from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbors
 from vitzoo.transfer.students import make_student
 
 # six batches for the processes, or one for all of them
@@ -115,5 +115,5 @@ def test_neighbours_and_probe_find_separate_clusters(cells, monkeypatch):
     centers = 5 * torch.randn(3, 6, generator=generator)
     labels = torch.arange(30) % 3
     bank, queries = (centers[labels] + torch.randn(30, 6, generator=generator) for _ in range(2))
-    assert torch.equal(nearest_neighbours(bank, labels, queries), labels)
+    assert torch.equal(nearest_neighbors(bank, labels, queries), labels)
     assert torch.equal(linear_probe(bank, labels, queries), labels)

@@ -18,7 +18,6 @@ Examples:
 import argparse
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +32,8 @@ from vitzoo.bench.models import model_call
 from vitzoo.errors import CommandParser, UserError, did_you_mean
 from vitzoo.machine import describe_machine, format_machine
 from vitzoo.metrics.macs import count_call_macs
-from vitzoo.mixers import TokenMixer, create_mixer, list_mixers
+from vitzoo.mixers import create_mixer, list_mixers
+from vitzoo.mixers._op_calls import recorded_calls
 
 _TOKENS = (196, 1024, 4096)
 PEER_MODEL_PASSES = ('forward', 'training step')
@@ -165,22 +165,9 @@ def op_error(name: str) -> float:
     """The largest difference between a mixer's op and its naive form, in float64 on a small grid."""
     torch.manual_seed(0)
     mixer = create_mixer(name, 24, 3, grid_size=_OP_GRID, dtype=torch.float64).eval()
-    args = _recorded_call(mixer, torch.randn(2, _OP_GRID[0] * _OP_GRID[1], 24, dtype=torch.float64))
-    return (mixer.op(*args) - mixer.op_naive(*args)).abs().max().item()
-
-
-def _recorded_call(mixer: TokenMixer, x: torch.Tensor) -> tuple:
-    """The arguments that a mixer passes to its op."""
-    calls = []
-
-    def recorder(*args: Any) -> torch.Tensor:
-        calls.append(args)
-        return type(mixer).op(*args)
-
-    mixer.op = recorder
-    mixer(x, _OP_GRID)
-    del mixer.op
-    return calls[0]
+    with recorded_calls(mixer) as calls:
+        mixer(torch.randn(2, _OP_GRID[0] * _OP_GRID[1], 24, dtype=torch.float64), _OP_GRID)
+    return (mixer.op(*calls[0]) - mixer.op_naive(*calls[0])).abs().max().item()
 
 
 def pair_rows(pair: Pair, shape: Shape, times: dict[str, list[float]], limits: dict, common: dict) -> list[dict]:

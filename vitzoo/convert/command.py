@@ -18,8 +18,7 @@ from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import find_model
-from vitzoo.mixers import TokenMixer
-from vitzoo.mixers.ls import LongShort
+from vitzoo.mixers.base import named_mixers
 from vitzoo.options import check_output, keyword
 
 
@@ -55,7 +54,7 @@ def convert(argv: list[str] | None = None) -> None:
     save_model(
         folder,
         model,
-        model_args=_bias_index(model),
+        model_args=_implied_arguments(model),
         data_config=data_config,
         model_config=about,
     )
@@ -125,18 +124,14 @@ def _check_forward(model: nn.Module, data_config: dict) -> None:
         raise UserError('the weights are damaged: the logits of a random image are not finite')
 
 
-def _bias_index(model: nn.Module) -> dict:
-    """The `rel_bias` argument of a long-short model, written out because its name may only imply it."""
-    first = next((module for module in model.modules() if isinstance(module, TokenMixer)), None)
+def _implied_arguments(model: nn.Module) -> dict:
+    """The arguments of the mixers that the model's name may only imply, written out."""
+    first = next((mixer for _, mixer in named_mixers(model)), None)
     model_args = getattr(model, '_model_args', {})
     if 'swap_mixer' in model_args:
         # the config of a swapped model has the arguments of its mixers
         return {}
     given = model_args.get('mixer_kwargs') or {}
     # a sequence is exported as given; a dict applies to the mixer of the first stage
-    if not isinstance(first, LongShort) or not isinstance(given, dict):
-        return {}
-    index = 'none'
-    if first.rel_bias is not None:
-        index = 'table' if first.rel_bias.row_stride is None else 'nvidia'
-    return {'mixer_kwargs': {**given, 'rel_bias': index}}
+    implied = first.implied_arguments() if first is not None and isinstance(given, dict) else {}
+    return {'mixer_kwargs': {**given, **implied}} if implied else {}

@@ -12,7 +12,8 @@ from vitzoo.convert.official import load_official
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.load import accepted_arguments, build_on_meta, create_model, find_model, load_model, swap_in
-from vitzoo.mixers import TokenMixer, mixer_class
+from vitzoo.mixers import mixer_class
+from vitzoo.mixers.base import named_mixers
 from vitzoo.models._swap_models import SWAPPED_MODELS, SwappedModel
 from vitzoo.models._swap_record import describe_swaps, recorded_swaps
 from vitzoo.models.inherit import differing_settings, inherit_weights
@@ -113,7 +114,7 @@ def _differing_arguments(model: nn.Module, parent: nn.Module) -> list[str]:
 
 
 def _kinds_of_mixers(model: nn.Module) -> set[type]:
-    return {type(module) for module in model.modules() if isinstance(module, TokenMixer)}
+    return {type(mixer) for _, mixer in named_mixers(model)}
 
 
 def swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from vitzoo.errors import UserError
 from vitzoo.mixers import TokenMixer
+from vitzoo.mixers.base import named_mixers
 from vitzoo.models._meta import meta_copy
 
 # ops that need no formula, in addition to those that torch tags as views or point-wise (some activations lack the
@@ -132,9 +133,8 @@ def run_and_count(model: nn.Module, *args: Any) -> tuple[int, set[str]]:
     """Run a model on any device, and return its MACs and the names of the operations without a formula."""
     watcher, counter = _OpWatcher(), FlopCounterMode(display=False)
     hooks = []
-    for mixer in model.modules():
-        if isinstance(mixer, TokenMixer):
-            hooks += [mixer.register_forward_pre_hook(watcher.enter), mixer.register_forward_hook(watcher.leave)]
+    for _, mixer in named_mixers(model):
+        hooks += [mixer.register_forward_pre_hook(watcher.enter), mixer.register_forward_hook(watcher.leave)]
     try:
         # the watcher is the outer mode, so that it sees the parts of composite ops
         with sdpa_kernel(SDPBackend.MATH), watcher, counter:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._numerics import CACHED, LOG2_E, is_traced, no_autocast
+from ._numerics import CACHED, LOG2_E, is_traced, no_autocast, wide_dtype
 from ._recompute import differentiable_gradients
 
 __all__ = ['chunk_attention', 'merge', 'softmax_with_lse']
@@ -63,7 +63,7 @@ def merge(outs: Tensor, lse: Tensor, dim: int) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor) -> Tensor:
     scores = (LOG2_E * scale * q) @ k.mT
-    return scores.to(torch.promote_types(scores.dtype, torch.float32)).add_(bias)
+    return scores.to(wide_dtype(scores)).add_(bias)
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class _ChunkAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, dropout_p: float
     ) -> tuple[Tensor, Tensor]:
-        (G, m, _), dtype = q.shape, torch.promote_types(q.dtype, torch.float32)
+        (G, m, _), dtype = q.shape, wide_dtype(q)
         out, lse = v.new_empty(G - 1, m, v.shape[-1]), q.new_empty(G - 1, m, 1, dtype=dtype)
         k_pairs, v_pairs, masks = _pairs(k), _pairs(v), []
         for group in _groups(q):

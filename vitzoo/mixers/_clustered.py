@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._numerics import CACHED, is_traced, no_autocast
+from ._numerics import CACHED, is_traced, no_autocast, wide_dtype
 from ._recompute import differentiable_gradients
 
 __all__ = ['cluster_attention']
@@ -60,7 +60,7 @@ def _plain(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """`cluster_attention` of M heads, q (M, N, d), as a composition of differentiable functions."""
-    dtype, (rows_q, rows_k) = _wide(q), _rows(in_q, in_k, q)
+    dtype, (rows_q, rows_k) = wide_dtype(q), _rows(in_q, in_k, q)
     scores = (_take(q, rows_q) @ _take(k, rows_k).mT).to(dtype)
     always = (q * k).sum(dim=-1, keepdim=True).masked_fill(_finds_itself(in_q, in_k, q), float('-inf'))
     # onnxruntime cannot run products of no keys
@@ -86,10 +86,6 @@ def _plain(
     routed = (weights @ _take(v, rows_k)).to(dtype).flatten(0, 1)
     out = out.flatten(0, 1).scatter_add(0, rows.unsqueeze(1).expand_as(routed), routed)
     return (out / normalizer.unsqueeze(1)).to(v.dtype).view(v.shape)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _rows(in_q: Tensor, in_k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +132,7 @@ class _ClusterAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Tensor) -> Tensor:
         q, _, v, _, _, in_q, in_k = args
-        out, lse = torch.empty_like(v), q.new_empty(*q.shape[:2], 1, dtype=_wide(q))
+        out, lse = torch.empty_like(v), q.new_empty(*q.shape[:2], 1, dtype=wide_dtype(q))
         stored = any(ctx.needs_input_grad) and in_q.shape[1] * in_q.shape[2] * in_k.shape[2] <= _STORED_HEAD
         kept: list[Tensor] = []
         for block in _blocks(q):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ._numerics import is_compiled, is_empty, needs_gradient, no_autocast
+from ._numerics import is_compiled, is_empty, needs_gradient, no_autocast, wide_dtype
 
 __all__ = ['depthwise_conv']
 
@@ -66,7 +66,7 @@ class _DepthwiseConv(torch.autograd.Function):
 
 def _grad_weight(image: torch.Tensor, grad: torch.Tensor, size: int) -> torch.Tensor:
     """The gradient of filters (C, 1, size, size), in float32 or wider."""
-    (B, _, H, W), dtype = image.shape, torch.promote_types(image.dtype, torch.float32)
+    (B, _, H, W), dtype = image.shape, wide_dtype(image)
     step = max(1, _COPIED // (B * H * W))
     parts = []
     for x, g in zip(image.split(step, dim=1), grad.split(step, dim=1)):

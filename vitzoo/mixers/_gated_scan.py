@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._numerics import CACHED, is_traced, no_autocast
-from ._recompute import differentiable_gradients
+from ._numerics import CACHED, is_traced, no_autocast, wide_dtype
+from ._recompute import differentiable_gradients, heads_at_once, slice_heads
 
 __all__ = ['TEMPERATURE', 'gated_scan']
 
@@ -46,7 +46,7 @@ def gated_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tenso
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tensor, scale: float) -> Tensor:
     """`gated_scan` as a composition of differentiable functions, of which autograd keeps every result."""
-    q, k, v, decay, decay_back = (x.to(_wide(q)) for x in (q, k, v, decay, decay_back))
+    q, k, v, decay, decay_back = (x.to(wide_dtype(q)) for x in (q, k, v, decay, decay_back))
     q = scale * q
     # the result of logsigmoid is contiguous, which the compiler only expects of a contiguous argument
     log_a, log_a_back = (F.logsigmoid(x.contiguous()) / TEMPERATURE for x in (decay, decay_back))
@@ -93,7 +93,7 @@ class _GatedScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tensor, scale: float) -> Tensor:
         # (B, N, heads, d) in memory, so that merging the heads is free
-        out = torch.empty_like(q.transpose(1, 2), dtype=_wide(q), memory_format=torch.contiguous_format).transpose(1, 2)
+        out = q.new_empty(q.transpose(1, 2).shape, dtype=wide_dtype(q)).transpose(1, 2)
         kept: list[Tensor | None] = []
         for part in _parts(q):
             both = _decays_in_range(decay[part], decay_back[part])
@@ -164,27 +164,16 @@ def _grad_part(
     grads[2].copy_(_to_tokens(dv, grads[2]))
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _parts(q: Tensor) -> list[tuple[slice, slice]]:
     """Slices of samples and of heads."""
     B, heads, N, d = q.shape
-    # a GPU is fastest with all heads at once
-    size = max(1, 2 * CACHED // (N * d)) if q.device.type == 'cpu' else B * heads
-    samples, heads_at_once = max(1, size // heads), min(size, heads)
-    return [
-        (slice(i, i + samples), slice(j, j + heads_at_once))
-        for i in range(0, B, samples)
-        for j in range(0, heads, heads_at_once)
-    ]
+    return slice_heads(B, heads, heads_at_once(q, 2 * CACHED, N * d))
 
 
 def _to_chunks(x: Tensor, chunk: int) -> Tensor:
     """(B, heads, N, d) -> a copy in chunks, the last one padded with zeros, (chunks, chunk, d)."""
     B, heads, N, d = x.shape
-    chunks = x.new_empty(B, heads, -(-N // chunk) * chunk, d, dtype=_wide(x))
+    chunks = x.new_empty(B, heads, -(-N // chunk) * chunk, d, dtype=wide_dtype(x))
     chunks[:, :, :N] = x
     if chunks.shape[2] > N:
         chunks[:, :, N:] = 0

@@ -7,7 +7,7 @@ from torch import nn
 from torch.types import Device
 
 from ._grid import resample_rows
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 
 __all__ = ['KeyPositionMixer']
 

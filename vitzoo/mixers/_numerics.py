@@ -8,20 +8,27 @@ from timm.layers import is_exporting
 from torch.nn import functional as F
 
 __all__ = [
-    'CACHED', 'LOG2_E', 'at_least', 'dot_tokens', 'is_compiled', 'is_empty', 'is_traced', 'is_transformed',
-    'mask_bias', 'needs_gradient', 'no_autocast', 'pad', 'sum_products',
+    'CACHED', 'LOG2_E', 'UNIT_SILU', 'at_least', 'dot_tokens', 'is_compiled', 'is_empty', 'is_traced', 'is_transformed',
+    'mask_bias', 'needs_gradient', 'no_autocast', 'pad', 'sum_products', 'wide_dtype',
 ]  # fmt: skip
 
 # exponentials are to base 2, which PyTorch computes several times faster on a CPU
 LOG2_E = math.log2(math.e)
 # float32 elements that fit in one core's L2 cache
 CACHED = 2**18
+# silu(UNIT_SILU) = 1
+UNIT_SILU = 1.2784645
 
 
 def no_autocast(x: torch.Tensor) -> AbstractContextManager:
     """Disable autocast on the device of `x`, so that operations keep the dtype of their inputs."""
     # the meta device has no autocast and raises
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """Float32, or the dtype of `x` if that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def is_traced() -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._numerics import CACHED, dot_tokens, is_empty, is_traced, no_autocast
+from ._numerics import CACHED, dot_tokens, is_empty, is_traced, no_autocast, wide_dtype
 from ._recompute import differentiable_gradients
 
 __all__ = ['FeatureMap', 'feature_attention', 'query_features']
@@ -61,7 +61,7 @@ def feature_attention(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap) -> Tenso
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap) -> Tensor:
     """`feature_attention` as a composition of differentiable functions."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = wide_dtype(q)
     context, k_sum, shift = _sum_keys([(k.to(dtype), v.to(dtype))], phi)
     features = query_features(q.to(dtype), shift, phi)
     return (features @ context / (features @ k_sum)).to(v.dtype)
@@ -116,7 +116,7 @@ def _read(x: Tensor, samples: slice, tokens: slice, dtype: torch.dtype) -> Tenso
 class _FeatureAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, phi: FeatureMap) -> Tensor:
-        (B, heads, N, _), dtype = q.shape, torch.promote_types(q.dtype, torch.float32)
+        (B, heads, N, _), dtype = q.shape, wide_dtype(q)
         # (B, N, heads, d) in memory, so that merging the heads is free
         out = v.new_empty(B, N, heads, v.shape[-1]).transpose(1, 2)
         den = v.new_empty(B, heads, N, 1, dtype=dtype)

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ._numerics import is_compiled, is_empty
 
-__all__ = ['apply_to_heads', 'differentiable_gradients', 'is_stored', 'recompute_heads']
+__all__ = [
+    'apply_to_heads', 'differentiable_gradients', 'heads_at_once', 'is_stored', 'recompute_heads', 'slice_heads',
+]  # fmt: skip
 
 # intermediate results of up to 64 MB in float32 are stored
 _STORED = 2**24
@@ -47,14 +49,14 @@ def recompute_heads(
     """
     if is_stored(tensors[0].shape[1] * num_elements) or dropout_p or is_compiled() or is_empty(tensors[0]):
         return function(*tensors)
-    return _RecomputedHeads.apply(function, _heads_at_once(tensors[0], _GROUP, num_elements), *tensors)
+    return _RecomputedHeads.apply(function, heads_at_once(tensors[0], _GROUP, num_elements), *tensors)
 
 
 class _RecomputedHeads(torch.autograd.Function):
     @staticmethod
     def forward(function: Callable[..., Tensor], size: int, *tensors: Tensor) -> Tensor:
         B, heads = tensors[0].shape[:2]
-        first, *others = _groups(B, heads, size)
+        first, *others = slice_heads(B, heads, size)
         part = function(*(_cut(x, first) for x in tensors))
         # (B, N, heads, d) in memory, so that merging the heads is free
         out = part.new_empty(B, part.shape[2], heads, *part.shape[3:]).transpose(1, 2)
@@ -100,12 +102,12 @@ class _RecomputedHeads(torch.autograd.Function):
                     target = _cut(total, group)
                     target.add_(part) if shared else target.copy_(part)
 
-        for group in _groups(B, heads, ctx.size):
+        for group in slice_heads(B, heads, ctx.size):
             backward_of_group(group)
         return None, None, *grads
 
 
-def _groups(B: int, heads: int, size: int) -> list[tuple[slice, slice]]:
+def slice_heads(B: int, heads: int, size: int) -> list[tuple[slice, slice]]:
     """Slices of samples and heads, `size` heads in all."""
     num_samples, num_heads = max(1, size // heads), min(size, heads)
     samples = [slice(start, start + num_samples) for start in range(0, B, num_samples)]
@@ -165,7 +167,7 @@ def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
     # asked first, because a comparison of the batch size would limit that of an exported model
     if is_compiled() or B * heads * num_elements <= _STORED:
         return function(*tensors)
-    size = _heads_at_once(tensors[0], _STORED, num_elements)
+    size = heads_at_once(tensors[0], _STORED, num_elements)
     outs = []
     # splitting, unlike slicing, has a backward pass that is linear in the number of parts
     for samples in zip(*(x.expand(B, *x.shape[1:]).split(max(1, size // heads)) for x in tensors)):
@@ -174,7 +176,7 @@ def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...],
     return _join(outs, dim=0)
 
 
-def _heads_at_once(x: Tensor, limit: int, num_elements: int) -> int:
+def heads_at_once(x: Tensor, limit: int, num_elements: int) -> int:
     """The number of heads of x (B, heads, ...) whose intermediate results have at most `limit` elements, at least 1."""
     # a GPU is fastest with all heads at once
     return max(1, limit // num_elements) if x.device.type == 'cpu' else x.shape[0] * x.shape[1]

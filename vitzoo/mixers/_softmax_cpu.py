@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ._numerics import CACHED, is_traced, needs_gradient
+from ._numerics import CACHED, is_traced, needs_gradient, wide_dtype
 
 __all__ = ['is_faster_than_fused', 'scaled_scores', 'softmax_attention_cpu']
 
@@ -37,9 +37,9 @@ def softmax_attention_cpu(
     B, heads, N, M = *q.shape[:3], k.shape[2]
     # (B, N, heads, d) in memory, so that merging the heads is free
     out = v.new_empty(B, N, heads, v.shape[-1]).transpose(1, 2)
-    k = _centre_keys(k, scale)
+    k = _center_keys(k, scale)
     bias = None if bias is None else bias.expand(B, heads, N, M)
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = wide_dtype(q)
     for block in _blocks(B, heads, N, M):
         scores = q[block] @ k[block[:2]].mT
         if bias is not None:
@@ -52,14 +52,14 @@ def softmax_attention_cpu(
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """Scores (B, heads, N, M) of the queries, in half precision less a number for each query."""
     if k.dtype in _HALF:
-        return q @ _centre_keys(k, scale).mT
+        return q @ _center_keys(k, scale).mT
     # the copy of the shorter sequence is smaller
     return (scale * q) @ k.mT if q.shape[2] <= k.shape[2] else q @ (scale * k).mT
 
 
-def _centre_keys(k: torch.Tensor, scale: float) -> torch.Tensor:
+def _center_keys(k: torch.Tensor, scale: float) -> torch.Tensor:
     """Keys (B, heads, M, d) less their mean, times `scale`, rounded once."""
-    wide = k.to(torch.promote_types(k.dtype, torch.float32))
+    wide = k.to(wide_dtype(k))
     # gradients of scores sum to zero over the keys, so the mean has none
     return ((wide - wide.detach().mean(dim=2, keepdim=True)) * scale).to(k.dtype)
 

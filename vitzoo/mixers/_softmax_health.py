@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from ._numerics import no_autocast
+from ._numerics import no_autocast, wide_dtype
 
 __all__ = ['SoftmaxHealth']
 
@@ -33,7 +33,7 @@ class SoftmaxHealth:
             raise ValueError(f'{type(self).__name__} with these settings does not approximate softmax attention.')
         out = self.mix(q, k, v, grid_size)
         with no_autocast(q):
-            dtype = torch.promote_types(q.dtype, torch.float32)
+            dtype = wide_dtype(q)
             target = self.softmax_target(q.to(dtype), k.to(dtype), v.to(dtype)).flatten(1)
             error = torch.linalg.vector_norm(out.to(dtype).flatten(1) - target, dim=1)
             return {'softmax_error': error / torch.linalg.vector_norm(target, dim=1)}

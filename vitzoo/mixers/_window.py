@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from vitzoo.kernels import use_kernel
 
-from ._numerics import is_compiled, mask_bias, pad
+from ._numerics import is_compiled, mask_bias, pad, wide_dtype
 from ._window_cpu import window_attention_cpu
 
 __all__ = [
@@ -213,7 +213,7 @@ def attend_tiles(
         if bias_shared is not None:
             scores_shared = scores_shared + bias_shared[:, None, None]
         scores = torch.cat([scores_shared, scores], dim=-1)
-    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    attn = scores.softmax(dim=-1, dtype=wide_dtype(scores)).to(v.dtype)
     attn = F.dropout(attn, dropout_p)
     out = attn[..., S:] @ v
     return out + (attn[..., :S].flatten(2, 3) @ v_shared).unflatten(2, (T, -1)) if S else out

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._numerics import CACHED, LOG2_E, needs_gradient, no_autocast, pad
+from ._numerics import CACHED, LOG2_E, needs_gradient, no_autocast, pad, wide_dtype
 from ._recompute import differentiable_gradients, is_stored
 
 __all__ = ['window_attention_cpu']
@@ -167,7 +167,7 @@ def _scores(
 ) -> Tensor:
     """Scores to base 2 of a row of tiles, (b, heads, tiles, s, M + S), in float32 or wider."""
     scores = (LOG2_E * scale * q) @ k.mT
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores.to(wide_dtype(scores))
     if bias is not None:
         scores.add_(tile_rows.read_bias(bias[block[1]], row).unsqueeze(1), alpha=LOG2_E)
     return tile_rows.mask_padding_(scores, row)

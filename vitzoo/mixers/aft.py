@@ -25,7 +25,7 @@ from torch.types import Device
 from vitzoo.kernels import use_kernel
 
 from ._depthwise_conv import depthwise_conv
-from ._numerics import LOG2_E, is_compiled, is_traced, needs_gradient
+from ._numerics import LOG2_E, is_compiled, is_traced, needs_gradient, wide_dtype
 from ._recompute import apply_to_heads, recompute_heads
 from ._window import fit_halo, fit_window, halo_mask, tile, tile_with_halo, untile
 from .base import QKVMixer, no_autocast, register_mixer
@@ -53,9 +53,14 @@ def aft_simple_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def aft_local_naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u_query: torch.Tensor,
+    u_key: torch.Tensor,
+    grid_size: tuple[int, int],
+    window_size: int,
+) -> torch.Tensor:
     """AFT-full with its bias set to 0 between grid tokens outside the window; arguments as `aft_local`."""
     P = q.shape[2] - grid_size[0] * grid_size[1]
     y, x = (place.flatten() for place in torch.meshgrid(*map(torch.arange, grid_size), indexing='ij'))
@@ -84,7 +89,7 @@ def aft_full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tens
     """q, v (B, heads, N, d), k (B, heads, N, d or 1), bias (N, N) or (heads, N, N) -> (B, heads, N, d)."""
     with no_autocast(q):
         # a factor per row cancels in the ratio and keeps exp in range
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        dtype = wide_dtype(v)
         weights = _exp(bias.to(dtype), dim=-1)
         if bias.ndim == 3:
             return _gated_ratio(q, _weighted_sum(weights, _terms(k, v)))
@@ -109,20 +114,25 @@ def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
             weights = _key_weights(k, v, dim=1)
             mean = (weights * v.to(weights.dtype)).sum(dim=1) / weights.sum(dim=1)
         else:
-            weights = k.softmax(dim=1, dtype=torch.promote_types(v.dtype, torch.float32))
+            weights = k.softmax(dim=1, dtype=wide_dtype(v))
             mean = (weights * v.to(weights.dtype)).sum(dim=1)
         return q.sigmoid() * mean.unsqueeze(2).to(q.dtype)
 
 
 def aft_local(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    u_query: torch.Tensor, u_key: torch.Tensor, grid_size: tuple[int, int], window_size: int,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    u_query: torch.Tensor,
+    u_key: torch.Tensor,
+    grid_size: tuple[int, int],
+    window_size: int,
+) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d) and factors (P + H*W, rank) of the bias -> (B, heads, P + H*W, d)."""
     P, d = q.shape[2] - grid_size[0] * grid_size[1], q.shape[3]
     size, halo = _tile_and_halo(grid_size, window_size)
     with no_autocast(q):
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        dtype = wide_dtype(v)
         u_query, u_key = u_query.to(dtype), u_key.to(dtype)
         window = _window_bias(u_query[P:], u_key[P:], grid_size, window_size)  # (T, s, M)
         to_prefix = u_query[P:] @ u_key[:P].T  # (H*W, P)
@@ -212,7 +222,7 @@ def _key_weights(k: torch.Tensor, v: torch.Tensor, dim: int = 2) -> torch.Tensor
     Keys are shifted by their maximum over the tokens, per sample, head and channel; the factor cancels in the ratio.
     The tokens are in dimension `dim`.
     """
-    return _exp(k.to(torch.promote_types(v.dtype, torch.float32)), dim)
+    return _exp(k.to(wide_dtype(v)), dim)
 
 
 def _exp(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -294,6 +304,8 @@ class _FactoredBias(QKVMixer):
     grid_bound = True
     # exp(k) weighs the values and q gates them; they are never multiplied
     has_rope = False
+    # of the factors u of the bias, one of two is enough
+    added_terms = ('u_query',)
 
     def __init__(
         self,

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
+from ._numerics import wide_dtype
 from .base import register_mixer
 from .softmax import softmax_attention, softmax_naive
 
@@ -108,7 +109,7 @@ class _AgentBias(nn.Module):
         self.prefix = table(num_prefix_tokens) if num_prefix_tokens else None
 
     def forward(self) -> torch.Tensor:
-        dtype = torch.promote_types(self.map.dtype, torch.float32)
+        dtype = wide_dtype(self.map)
         bias = F.interpolate(self.map.to(dtype), size=self.grid_size, mode='bilinear')
         bias = (bias + self.rows.unsqueeze(-1) + self.columns.unsqueeze(-2)).flatten(2).to(self.map.dtype)
         return bias if self.prefix is None else torch.cat([self.prefix, bias], dim=-1)
@@ -134,6 +135,8 @@ class Agent(KernelMixer):
     attn_weights = True
     ignores_mean_key = True
     grid_bound = True
+    start_arguments = {}
+    added_terms = ('bias_q.', 'bias_k.', 'conv.')
     op = staticmethod(agent_attention)
     op_naive = staticmethod(agent_naive)
 

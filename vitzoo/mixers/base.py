@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Real
 from operator import index as as_int
 from types import NoneType, UnionType
@@ -35,6 +35,7 @@ __all__ = [
     'create_mixer',
     'list_mixers',
     'mixer_class',
+    'named_mixers',
     'no_autocast',
     'register_mixer',
     'set_step',
@@ -133,9 +134,13 @@ _CHECKS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 
 def set_step(model: nn.Module, step: int) -> None:
     """Set the index of the next optimizer step, counted from 0, in every mixer; call before its first forward pass."""
-    for module in model.modules():
-        if isinstance(module, TokenMixer):
-            module.set_step(step)
+    for _, mixer in named_mixers(model):
+        mixer.set_step(step)
+
+
+def named_mixers(model: nn.Module) -> Iterator[tuple[str, 'TokenMixer']]:
+    """Paths and modules of all mixers of a model, in order."""
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, TokenMixer))
 
 
 class TokenMixer(nn.Module):
@@ -158,6 +163,13 @@ class TokenMixer(nn.Module):
     * `approximates_softmax`: approximates softmax attention over all tokens, so that `QKVMixer.health` can compare;
     * `parts`: names of the parts that it consists of; while `part` is one of them, the others are left out.
 
+    Three more say how a transfer starts from the weights of trained attention:
+
+    * `start_arguments`: its arguments, without norms, gates and rotations that would change the inherited queries, keys
+      and values, or the output, from the first step on;
+    * `added_terms`: prefixes of the names of parameters whose effect is added to scores or outputs, which start at 0;
+    * `gate_bias`: the bias with which a linear layer `gate`, if it has one, starts open; its weights start at 0.
+
     Backbones build every mixer with the same keywords: those of this class and `qkv_bias`, `proj_drop`, `device` and
     `dtype`, which a subclass takes itself. `layer` is the index of the mixer among all mixers of its model. Random
     values that a mixer keeps depend only on its `seed` and `layer`: they differ between layers, and are the same each
@@ -178,6 +190,9 @@ class TokenMixer(nn.Module):
     approximates_softmax = False
     parts: tuple[str, ...] = ()
     part: str | None = None
+    start_arguments: dict[str, Any] = {}
+    added_terms: tuple[str, ...] = ('rel_bias.',)
+    gate_bias: float | None = None
 
     op: Callable[..., torch.Tensor]
     op_naive: Callable[..., torch.Tensor]
@@ -243,6 +258,10 @@ class TokenMixer(nn.Module):
         Returns tensors and the names in `parent` that they come from, by name in this mixer. Parameters of the same
         name and shape are inherited without it. None by default.
         """
+        return {}
+
+    def implied_arguments(self) -> dict[str, Any]:
+        """Arguments that the name of a model may only imply, for the config of its weights. None by default."""
         return {}
 
     def check_grid(self, grid_size: tuple[int, int]) -> None:

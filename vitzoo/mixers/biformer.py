@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._numerics import mask_bias
+from ._numerics import mask_bias, wide_dtype
 from ._window import halo_mask, take_rows, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
-from .softmax import softmax_attention, softmax_naive
+from .softmax import prepend_global_tokens, softmax_attention, softmax_naive
 
 __all__ = ['BiFormer', 'routed_window_attention', 'routed_window_naive']
 
@@ -86,8 +86,7 @@ def routed_window_attention(
     # windows are heads of their image: a GPU takes 65,535 images and as many heads, but a batch may have more windows
     out = softmax_attention(grid_q.flatten(1, 2), keys, values, scale, bias, dropout_p)
     out = untile(out.unflatten(1, (heads, T)), grid_size, sizes)
-    if P:
-        out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
+    out = prepend_global_tokens(out, q, k, v, scale, dropout_p)
     return out + lepe(v, grid_size).to(out.dtype)
 
 
@@ -98,7 +97,7 @@ def _route(q: torch.Tensor, k: torch.Tensor, is_real: torch.Tensor, topk: int) -
     Windows of queries and keys (B, heads, T, s, d), with padding where `is_real` (T, s) is false.
     """
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         share = (is_real.to(dtype) / is_real.sum(dim=1, keepdim=True)).unsqueeze(2)  # (T, s, 1)
         means = [(x.to(dtype).masked_fill(share == 0, 0) * share).sum(dim=3) for x in (q, k)]  # (B, heads, T, d)
         q_mean, k_mean = (mean.transpose(1, 2).flatten(2) for mean in means)
@@ -113,6 +112,7 @@ class BiFormer(QKVMixer):
     """
 
     attn_weights = True
+    added_terms = ('lepe.',)
     op = staticmethod(routed_window_attention)
     op_naive = staticmethod(routed_window_naive)
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.types import Device
 
-from ._numerics import mask_bias
+from ._numerics import mask_bias, wide_dtype
 from ._recompute import apply_to_heads
 from ._window import fit_window, halo_mask, take_rows, tile, untile
 from .base import QKVMixer, register_mixer
@@ -109,7 +109,7 @@ def _attend_blocks(
     scores_prefix = q_tiles @ k[:, :, None, :P].mT
     # in place, because the scores are the largest tensor
     scores = torch.cat([scores_prefix, scores.add_(mask_bias(mask, scores))], dim=-1)
-    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    attn = scores.softmax(dim=-1, dtype=wide_dtype(scores)).to(v.dtype)
     prefix, attn = F.dropout(attn, dropout_p).split([P, scores.shape[-1] - P], dim=-1)
     out = attn @ _gather(tile(v[:, :, P:], grid_size, window), blocks) + prefix @ v[:, :, None, :P]
     return untile(out, grid_size, window)

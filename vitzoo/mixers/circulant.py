@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.types import Device
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ._numerics import is_empty
+from ._numerics import UNIT_SILU, is_empty, wide_dtype
 from .base import QKVMixer, no_autocast, register_mixer
 from .fourier import fft_flops
 from .softmax import softmax_attention, softmax_naive
@@ -53,7 +53,7 @@ def circulant_attention(
         # a transform refuses it
         return v * gate
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         spectra = [torch.fft.rfft2(_to_image(x[:, :, P:].to(dtype), grid_size)) for x in (q, k, v)]
         scores = torch.fft.irfft2(_correlate(spectra[0], spectra[1]), s=grid_size) / num_grid**0.5
         weights = scores.flatten(3).softmax(dim=-1).unflatten(3, grid_size)
@@ -89,6 +89,7 @@ class Circulant(QKVMixer):
     """Circulant attention of every channel, times a gate of the token."""
 
     has_rope = False
+    gate_bias = UNIT_SILU
     op = staticmethod(circulant_attention)
     op_naive = staticmethod(circulant_naive)
 

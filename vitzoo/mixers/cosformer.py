@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
+from ._numerics import wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -43,7 +44,7 @@ def cosformer_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k = q.to(dtype).relu(), k.to(dtype).relu()
         # the normalizer is one more channel
         values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)

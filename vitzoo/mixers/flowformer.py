@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ._kernel import KernelMixer
-from ._numerics import dot_tokens, sum_products
+from ._kernel_mixer import KernelMixer
+from ._numerics import dot_tokens, sum_products, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -50,7 +50,7 @@ def flow_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clamp: boo
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, clamp: bool) -> torch.Tensor:
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k = q.to(dtype).sigmoid(), k.to(dtype).sigmoid()
         incoming, outgoing = _flow(q, k.sum(dim=2)), _flow(k, q.sum(dim=2))
         sinks = _flow(q, (k * outgoing.reciprocal()).sum(dim=2))

@@ -21,7 +21,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
-from ._numerics import dot_tokens, sum_products
+from ._numerics import dot_tokens, sum_products, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -77,7 +77,7 @@ def focused_attention(
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, divisor: torch.Tensor, power: float) -> torch.Tensor:
     """The weighted sums (B, 1, heads, N, d), in float32 or wider, for arguments with the same dimension of 1."""
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k, v, width = q.squeeze(1), k.squeeze(1), v.squeeze(1), F.softplus(divisor[0, 0].to(dtype))
         (q, q_scale), (k, k_scale) = (_focus(x.to(dtype), width, power) for x in (q, k))
         k = k * k_scale
@@ -108,6 +108,8 @@ class Focused(KeyPositionMixer):
     binds the layer to its grid.
     """
 
+    start_arguments = {'center_keys': True}
+    added_terms = ('conv.',)
     op = staticmethod(focused_attention)
     op_naive = staticmethod(focused_naive)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ._numerics import is_empty
+from ._numerics import is_empty, wide_dtype
 from .base import ParameterFreeMixer, no_autocast, register_mixer
 
 __all__ = ['Fourier', 'fft_flops', 'fourier', 'fourier_naive']
@@ -50,7 +50,7 @@ def fourier(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         # a transform refuses it
         return x
     with no_autocast(x):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(wide_dtype(x))
         prefix, grid = wide.split([x.shape[1] - num_grid, num_grid], dim=1)
         image = torch.fft.fftn(grid.unflatten(1, grid_size), dim=(1, 2, 3), norm='ortho').real
         image = image.flatten(1, 2).to(x.dtype)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._gated_scan import TEMPERATURE, gated_scan
+from ._numerics import UNIT_SILU
 from ._qkv import split_heads
 from ._rope import Rope
 from ._wide_layers import WideLayerNorm
@@ -92,6 +93,7 @@ def gated_linear_attention(
 class GatedLinear(QKVMixer):
     """Gated linear attention in both directions of the raster, with decay factors from `rank` numbers per token."""
 
+    gate_bias = UNIT_SILU
     op = staticmethod(gated_linear_attention)
     op_naive = staticmethod(gated_linear_naive)
 

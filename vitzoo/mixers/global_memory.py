@@ -26,9 +26,14 @@ __all__ = ['GlobalMemory', 'global_memory_attention', 'global_memory_naive']
 
 
 def global_memory_naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    num_own: int, num_global: int, scale: float, dropout_p: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    num_own: int,
+    num_global: int,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
     """Softmax attention of all tokens under a dense N x N mask; arguments as `global_memory_attention`."""
     N = q.shape[2]
     is_global = torch.arange(N, device=q.device) < num_global
@@ -40,9 +45,14 @@ def global_memory_naive(
 
 
 def global_memory_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    num_own: int, num_global: int, scale: float, dropout_p: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    num_own: int,
+    num_global: int,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
     """q, k, v (B, heads, num_own + P + H*W, d) -> (B, heads, P + H*W, d).
 
     The layer's own memory tokens come first; `num_global` is num_own + P.

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
-from ._kernel import KernelMixer
-from ._numerics import at_least
+from ._kernel_mixer import KernelMixer
+from ._numerics import at_least, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -55,7 +55,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_map: torch.Tensor, k_map: torch.Tensor
 ) -> torch.Tensor:
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k = _features(q.to(dtype), q_map.to(dtype)), _features(k.to(dtype), k_map.to(dtype))
         # the normalizer is one more channel
         values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)

@@ -10,7 +10,7 @@ https://arxiv.org/abs/2209.07484
 
 import torch
 
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import convolve_samples
-from ._kernel import KernelMixer
-from ._numerics import sum_products
+from ._kernel_mixer import KernelMixer
+from ._numerics import sum_products, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -76,7 +76,7 @@ def _attend(
     scale: float,
 ) -> torch.Tensor:
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k, v_wide, N = q.to(dtype), k.to(dtype), v.to(dtype), q.shape[2]
         mean = v_wide.mean(dim=2, keepdim=True)
         # scores of keys without their mean sum to 0
@@ -98,6 +98,7 @@ class InLine(KernelMixer):
     """
 
     ignores_mean_key = True
+    start_arguments = {'dwc': 'v', 'residual': False}
     op = staticmethod(inline_attention)
     op_naive = staticmethod(inline_naive)
 

@@ -10,7 +10,7 @@ Transformers are RNNs, section 3.2, https://arxiv.org/abs/2006.16236
 import torch
 from torch.nn import functional as F
 
-from ._kernel import KernelMixer
+from ._kernel_mixer import KernelMixer
 from ._numerics import LOG2_E
 from ._positive_features import feature_attention
 from .base import no_autocast, register_mixer

@@ -28,9 +28,14 @@ __all__ = ['Linformer', 'linformer_attention', 'linformer_naive']
 
 
 def linformer_naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    proj_k: torch.Tensor | None, proj_v: torch.Tensor | None, scale: float, dropout_p: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    proj_k: torch.Tensor | None,
+    proj_v: torch.Tensor | None,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
     """The sums over tokens written out; arguments as `linformer_attention`."""
     if proj_k is not None and proj_v is not None:
         k = (proj_k.unsqueeze(-1) * k.unsqueeze(3)).sum(dim=2)  # (B, heads, r, d)
@@ -39,9 +44,14 @@ def linformer_naive(
 
 
 def linformer_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    proj_k: torch.Tensor | None, proj_v: torch.Tensor | None, scale: float, dropout_p: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    proj_k: torch.Tensor | None,
+    proj_v: torch.Tensor | None,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
     """q, k, v (B, heads, N, d) and projections (heads or 1, N, r) -> (B, heads, N, d).
 
     Without projections, k and v (B, heads, r, d) are the sums.

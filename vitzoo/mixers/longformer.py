@@ -19,7 +19,7 @@ from torch import nn
 from torch.types import Device
 
 from ._qkv import split_heads, split_prefix, split_qkv
-from ._random_shift import draw_neighbour, shifted_attention
+from ._random_shift import draw_neighbor, shifted_attention
 from ._rel_bias import OffsetBias, PrefixBias
 from ._rope import Rope
 from ._window import window_attention
@@ -41,7 +41,7 @@ def longformer_naive(
     bias_keys: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     exact: bool = False,
-    neighbour: torch.Tensor | None = None,
+    neighbor: torch.Tensor | None = None,
     q_global: torch.Tensor | None = None,
     k_global: torch.Tensor | None = None,
     v_global: torch.Tensor | None = None,
@@ -55,10 +55,10 @@ def longformer_naive(
     down, right = (place // w - (place // w).unsqueeze(1) for place in (y, x))
     if exact:
         near = torch.maximum((y - y.unsqueeze(1)).abs(), (x - x.unsqueeze(1)).abs()) <= w
-    elif neighbour is None:
+    elif neighbor is None:
         near = torch.maximum(down.abs(), right.abs()) <= 1
     else:
-        near = (down == 0) & (right == 0) | (down == neighbour // 3 - 1) & (right == neighbour % 3 - 1)
+        near = (down == 0) & (right == 0) | (down == neighbor // 3 - 1) & (right == neighbor % 3 - 1)
     i, j = near.nonzero(as_tuple=True)
     dense = q.new_full((q.shape[1], H * W, P + H * W), float('-inf'))
     dense[:, :, :P] = 0 if bias_keys is None else bias_keys.unsqueeze(1)
@@ -86,7 +86,7 @@ def longformer_attention(
     bias_keys: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     exact: bool = False,
-    neighbour: torch.Tensor | None = None,
+    neighbor: torch.Tensor | None = None,
     q_global: torch.Tensor | None = None,
     k_global: torch.Tensor | None = None,
     v_global: torch.Tensor | None = None,
@@ -94,14 +94,14 @@ def longformer_attention(
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d).
 
     `bias` (heads, w*w, 9*w*w) is between tokens of neighbouring chunks, `bias_queries` (heads, P, P + H*W) of prefix
-    queries on all keys, `bias_keys` (heads, P) of grid queries on prefix keys. `neighbour` is the result of
-    `draw_neighbour`. Prefix tokens use `q_global` (B, heads, P, d), `k_global` and `v_global` if given.
+    queries on all keys, `bias_keys` (heads, P) of grid queries on prefix keys. `neighbor` is the result of
+    `draw_neighbor`. Prefix tokens use `q_global` (B, heads, P, d), `k_global` and `v_global` if given.
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
     local = q_grid, k_grid, v_grid, k_prefix, v_prefix, grid_size, window_size
-    if neighbour is not None:
-        grid = shifted_attention(*local, neighbour, scale, bias, bias_keys, dropout_p)
+    if neighbor is not None:
+        grid = shifted_attention(*local, neighbor, scale, bias, bias_keys, dropout_p)
     else:
         bias = _within(bias, window_size, q) if exact else bias
         grid = window_attention(*local, window_size, scale, bias, bias_keys, dropout_p)
@@ -197,10 +197,10 @@ class Longformer(QKVMixer):
         if self.prefix_bias is not None:
             bias_queries = self.prefix_bias.queries(grid_size[0] * grid_size[1])
             bias_keys = self.prefix_bias.keys()
-        neighbour = draw_neighbour(q.device) if self.training and self.random_shift else None
+        neighbor = draw_neighbor(q.device) if self.training and self.random_shift else None
         return self.op(
             q, k, v, grid_size, self.window_size, self.scale, bias, bias_queries, bias_keys, self.dropout_p,
-            self.exact, neighbour, *global_qkv,
+            self.exact, neighbor, *global_qkv,
         )  # fmt: skip
 
     def to_global_qkv(self, x: torch.Tensor, rope: Rope | None = None) -> tuple[torch.Tensor, ...]:

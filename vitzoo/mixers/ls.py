@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.types import Device
 
+from ._numerics import wide_dtype
 from ._qkv import split_heads, split_prefix
 from ._rel_bias import OffsetBias
 from ._rope import Rope
@@ -95,7 +96,7 @@ def long_short_attention(
     k_shared, v_shared = k_prefix, v_prefix
     if dynamic_proj is not None:
         proj = split_heads(dynamic_proj(x[:, P:]), q.shape[1])  # (B, heads, H*W, r)
-        proj = proj.softmax(dim=2, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype).mT
+        proj = proj.softmax(dim=2, dtype=wide_dtype(x)).to(v.dtype).mT
         k_shared = torch.cat([_norm_tokens(norm_landmarks, proj @ k_grid), k_prefix], dim=2)
         v_shared = torch.cat([_norm_tokens(norm_landmarks, proj @ v_grid), v_prefix], dim=2)
     grid = window_attention(
@@ -130,6 +131,7 @@ class LongShort(QKVMixer):
 
     attn_weights = True
     has_rel_bias = True
+    start_arguments = {'dual_norm': False}
     op = staticmethod(long_short_attention)
     op_naive = staticmethod(long_short_naive)
 
@@ -164,6 +166,11 @@ class LongShort(QKVMixer):
             row_stride = window_size + 2 * self.halo if rel_bias == 'nvidia' else None
             window = (window_size, window_size)
             self.rel_bias = OffsetBias(num_heads, window, halo=self.halo, row_stride=row_stride, **dd)
+
+    def implied_arguments(self) -> dict[str, Any]:
+        if self.rel_bias is None:
+            return {'rel_bias': 'none'}
+        return {'rel_bias': 'table' if self.rel_bias.row_stride is None else 'nvidia'}
 
     def forward(self, x: torch.Tensor, grid_size: tuple[int, int], rope: Rope | None = None) -> torch.Tensor:
         q, k, v = self.to_qkv(x, grid_size, rope)

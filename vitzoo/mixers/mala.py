@@ -21,10 +21,11 @@ from torch import nn
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._kernel import KernelMixer
-from ._numerics import LOG2_E, dot_tokens, sum_products
+from ._kernel_mixer import KernelMixer
+from ._numerics import LOG2_E, dot_tokens, sum_products, wide_dtype
 from ._qkv import split_heads
 from ._recompute import recompute_heads
+from ._rope import rotate_pairs
 from .base import no_autocast, register_mixer
 
 __all__ = ['MALA', 'mala_attention', 'mala_naive']
@@ -87,7 +88,7 @@ def _attend(
 ) -> torch.Tensor:
     """The weighted sums, in float32 or wider."""
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k, v_wide = _phi(q.to(dtype)), _phi(k.to(dtype)), v.to(dtype)
         gamma = dot_tokens(q, scale * k.sum(dim=2, keepdim=True))  # (B, heads, N, 1)
         mean = v_wide.mean(dim=2, keepdim=True)
@@ -111,9 +112,7 @@ def _rotate(x: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
     frequencies = _BASE ** -torch.linspace(0, 1, d // 4, device=x.device, dtype=x.dtype)
     by_row, by_column = (torch.arange(n, device=x.device, dtype=x.dtype)[:, None] * frequencies for n in grid_size)
     angles = torch.cat([by_row[:, None].expand(-1, W, -1), by_column.expand(H, -1, -1)], dim=-1).flatten(0, 1)
-    even, odd = x[:, :, P:].unflatten(-1, (-1, 2)).unbind(-1)  # (B, heads, H*W, d / 2)
-    cos, sin = angles.cos(), angles.sin()
-    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+    rotated = rotate_pairs(x[:, :, P:], angles)
     return torch.cat([x[:, :, :P], rotated], dim=2) if P else rotated
 
 
@@ -127,6 +126,9 @@ class MALA(KernelMixer):
     """
 
     has_own_rope = True
+    start_arguments = {'center_keys': True, 'gate': False, 'rope': False}
+    added_terms = ('conv.',)
+    gate_bias = 1.0
     op = staticmethod(mala_attention)
     op_naive = staticmethod(mala_naive)
 

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._kernel import KernelMixer
-from ._numerics import pad
+from ._kernel_mixer import KernelMixer
+from ._numerics import pad, wide_dtype
 from ._recompute import recompute_heads
 from ._window import untile
 from .base import no_autocast, register_mixer
@@ -123,7 +123,7 @@ def _attend(
 ) -> torch.Tensor:
     """The weighted means, in float32 or wider, for `mixing` (1, 1, M, M)."""
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k = q.to(dtype).relu() + _EPS, k.to(dtype).relu() + _EPS
         # the normalizer is one more channel
         values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)
@@ -187,7 +187,7 @@ class _AllHeadsRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with no_autocast(x):
-            dtype = torch.promote_types(x.dtype, torch.float32)
+            dtype = wide_dtype(x)
             x = x.to(dtype)
             mean = x.square().mean(dim=(1, 3), keepdim=True)
             return x * (mean + torch.finfo(torch.float32).eps).rsqrt() * self.weight.to(dtype)
@@ -202,6 +202,8 @@ class MHLA(KernelMixer):
     keys over all heads, as the official class can; `conv_size` is the side of the convolution, or 0 for none.
     """
 
+    start_arguments = {'center_keys': True}
+    added_terms = ('conv.',)
     op = staticmethod(mhla_attention)
     op_naive = staticmethod(mhla_naive)
 

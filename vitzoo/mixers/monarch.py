@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from ._numerics import wide_dtype
 from .base import QKVMixer, no_autocast, register_mixer
-from .softmax import softmax_attention, softmax_naive
+from .softmax import prepend_global_tokens, softmax_naive
 
 __all__ = ['Monarch', 'monarch_attention', 'monarch_naive']
 
@@ -56,7 +57,7 @@ def monarch_attention(
     """q, k, v (B, heads, P + H*W, d) -> (B, heads, P + H*W, d); the weights are computed in float32 or wider."""
     (H, W), P = grid_size, q.shape[2] - grid_size[0] * grid_size[1]
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         wide_q, wide_k, wide_v = (x.to(dtype) for x in (scale * q, k, v))
         columns = wide_q[:, :, P:].unflatten(2, grid_size).transpose(2, 3)  # (B, heads, x, y, d)
         rows_k, rows_v = (x[:, :, P:].unflatten(2, grid_size) for x in (wide_k, wide_v))  # (B, heads, y', x', d)
@@ -75,9 +76,7 @@ def monarch_attention(
         values = (right @ rows_v).transpose(2, 3)
         out = left @ values + weights[..., :P] @ wide_v[:, :, None, :P]
         out = out.transpose(2, 3).flatten(2, 3).to(v.dtype)
-    if P == 0:
-        return out
-    return torch.cat([softmax_attention(q[:, :, :P], k, v, scale), out], dim=2)
+    return prepend_global_tokens(out, q, k, v, scale)
 
 
 @register_mixer('monarch')

@@ -191,6 +191,7 @@ class Neighborhood(QKVMixer):
     attn_weights = True
     token_weights = True
     has_rel_bias = True
+    added_terms = ('rpb',)
     op = staticmethod(neighborhood_attention)
     op_naive = staticmethod(neighborhood_naive)
 

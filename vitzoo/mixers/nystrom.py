@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._numerics import wide_dtype
 from ._wide_layers import WideConv2d
 from .base import QKVMixer, no_autocast, register_mixer
 from .softmax import softmax_attention
@@ -159,7 +160,7 @@ def nystrom_attention(
     `conv` is a depthwise convolution over the tokens, with heads as channels.
     """
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k, v_wide = q.to(dtype), k.to(dtype), v.to(dtype)
         q_land, k_land = (_landmark_means(x, num_landmarks, grid_size) for x in (q, k))
         middle = (scale * q_land @ k_land.mT).softmax(dim=-1)
@@ -182,6 +183,8 @@ class Nystrom(QKVMixer):
 
     approximates_softmax = True
     token_weights = True
+    start_arguments = {'conv_kernel_size': 33}
+    added_terms = ('conv.',)
     op = staticmethod(nystrom_attention)
     op_naive = staticmethod(nystrom_naive)
 
@@ -244,7 +247,7 @@ class Nystrom(QKVMixer):
         """Adds `pinv_residual`, |A Z A - A| / |A| of the landmarks' matrix A and its inverse Z, averaged over heads."""
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
-            dtype = torch.promote_types(q.dtype, torch.float32)
+            dtype = wide_dtype(q)
             on_grid = grid_size if self.on_grid else None
             q_land, k_land = (_landmark_means(x.to(dtype), self.num_landmarks, on_grid) for x in (q, k))
             a = (self.scale * q_land @ k_land.mT).softmax(dim=-1)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from vitzoo.kernels import use_kernel
 
-from ._numerics import LOG2_E
+from ._numerics import LOG2_E, wide_dtype
 from ._positive_features import feature_attention, query_features
 from ._random import RandomFeatureMixer
 from .base import no_autocast, register_mixer
@@ -93,7 +93,7 @@ def performer_attention(
         if kernels.fits(q, k, v, features):
             return kernels.favor_attention_triton(q, k, v, features, scale)
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         features = features.to(dtype)
         if kernel == 'softmax' and not eps:
             return feature_attention(q, k, v, _SoftmaxFeatures(features, scale))
@@ -206,7 +206,7 @@ class Performer(RandomFeatureMixer):
         """
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
-            dtype = torch.promote_types(q.dtype, torch.float32)
+            dtype = wide_dtype(q)
             q, k, phi = q.to(dtype), k.to(dtype), _SoftmaxFeatures(self.features.to(dtype), self.scale)
             if self.eps:
                 q_features, _ = _softmax_features_with_eps(q, k, phi.weight.T, self.scale, self.eps)

@@ -21,7 +21,7 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._key_positions import KeyPositionMixer
-from ._numerics import at_least
+from ._numerics import at_least, wide_dtype
 from ._qkv import split_heads
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
@@ -79,7 +79,7 @@ def pola_attention(
     Features and sums are in float32 or wider; the last H*W tokens are the grid.
     """
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         p, log_divisor = 1 + alpha * power.to(dtype).sigmoid(), F.softplus(divisor.to(dtype)).log2()
     # the powers, in three forms, of queries and keys; sums
     num_elements = 10 * q.shape[2] * q.shape[3]
@@ -128,6 +128,10 @@ class PolaFormer(KeyPositionMixer):
     position to the keys, which binds the layer to its grid. Raises ValueError if the width of a head is odd.
     """
 
+    # centered keys were less exact on a trained model
+    start_arguments = {'center_keys': False, 'gate': False}
+    added_terms = ('conv.',)
+    gate_bias = 1.0
     op = staticmethod(pola_attention)
     op_naive = staticmethod(pola_naive)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ._numerics import wide_dtype
 from .base import ParameterFreeMixer, no_autocast, register_mixer
 
 __all__ = ['Pool', 'pool', 'pool_naive']
@@ -34,7 +35,7 @@ def pool(x: torch.Tensor, grid_size: tuple[int, int], pool_size: int) -> torch.T
     """Tokens (B, P + H*W, C) -> the same shape, in float32 or wider."""
     num_grid = grid_size[0] * grid_size[1]
     with no_autocast(x):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(wide_dtype(x))
         prefix, grid = wide.split([x.shape[1] - num_grid, num_grid], dim=1)
         image = grid.mT.unflatten(2, grid_size)  # (B, C, H, W)
         if image.is_cuda:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._chunked import chunk_attention, merge, softmax_with_lse
-from ._numerics import LOG2_E, is_empty, is_traced, mask_bias
+from ._numerics import LOG2_E, is_empty, is_traced, mask_bias, wide_dtype
 from ._random import draw_generator
 from ._recompute import recompute_heads
 from .base import QKVMixer, no_autocast, register_mixer
@@ -43,7 +43,7 @@ def lsh_buckets(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     """Tokens (B, heads, N, d) and rotations (rounds, d, b/2) -> their buckets in 0 ... b - 1, (B, heads, rounds, N)."""
     if rotations.shape[-1] == 0:
         return x.new_zeros(*x.shape[:2], len(rotations), x.shape[2], dtype=torch.long)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = wide_dtype(x)
     with torch.no_grad(), no_autocast(x):
         rotated = x.to(dtype) @ rotations.to(dtype).transpose(0, 1).flatten(1)
         rotated = rotated.unflatten(-1, (len(rotations), -1)).transpose(2, 3)
@@ -122,7 +122,7 @@ def _attend(
     dropout_p: float,
 ) -> torch.Tensor:
     """The outputs, from the buckets of grid tokens (B, heads, rounds, H*W); NaN where `broken` (B, heads, 1, 1)."""
-    P, dtype = num_prefix_tokens, torch.promote_types(q.dtype, torch.float32)
+    P, dtype = num_prefix_tokens, wide_dtype(q)
     if broken is not None:
         q, v = q.masked_fill(broken, 0), v.masked_fill(broken, 0)
     k = _keys(q)
@@ -143,7 +143,7 @@ def _attend(
 
 def _keys(q: torch.Tensor) -> torch.Tensor:
     """Queries at the length sqrt(d)."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = wide_dtype(q)
     return F.normalize(q.to(dtype), dim=-1).mul(q.shape[-1] ** 0.5).to(q.dtype)
 
 
@@ -172,7 +172,7 @@ def _hashed_rounds(
     m = min(chunk_size, q.shape[2])
     with torch.no_grad():
         order, place, codes = _sort(buckets, m)
-        bias = _pair_bias(codes.to(torch.promote_types(q.dtype, torch.float32)), m)
+        bias = _pair_bias(codes.to(wide_dtype(q)), m)
         (B, heads, rounds, N), missing = order.shape, -order.shape[3] % m
         first = torch.arange(B * heads * rounds, device=q.device).view(B, heads, rounds, 1)
         # index of the token at each place, without and with rounds; padding has index 0, whose values are masked

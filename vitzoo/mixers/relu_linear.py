@@ -18,8 +18,8 @@ from torch import nn
 from torch.types import Device
 
 from ._grid_conv import GridConv
-from ._kernel import KernelMixer
-from ._numerics import at_least, dot_tokens, sum_products
+from ._kernel_mixer import KernelMixer
+from ._numerics import at_least, dot_tokens, sum_products, wide_dtype
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
 
@@ -42,7 +42,7 @@ def relu_linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k = q.to(dtype).relu(), k.to(dtype).relu()
         context = sum_products(k, v.to(dtype))  # (B, heads, d, d)
         # the exporter to ONNX leaves out the addition of so small a number, and a token without features has a sum of 0

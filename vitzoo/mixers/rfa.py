@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
+from ._numerics import wide_dtype
 from ._random import RandomFeatureMixer
 from ._recompute import recompute_heads
 from .base import no_autocast, register_mixer
@@ -45,9 +46,14 @@ _CHUNK = 64
 
 
 def rfa_naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None, floor: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    directions: torch.Tensor,
+    sigma: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    floor: float | None = None,
+) -> torch.Tensor:
     """The N x N attention matrix, with the product of gates for each pair; arguments as `rfa`."""
     N, W = q.shape[2], sigma.unsqueeze(1) * directions
 
@@ -68,9 +74,14 @@ def rfa_naive(
 
 
 def rfa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    directions: torch.Tensor, sigma: torch.Tensor, gate: torch.Tensor | None = None, floor: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    directions: torch.Tensor,
+    sigma: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    floor: float | None = None,
+) -> torch.Tensor:
     """q, k, v (B, heads, N, d) -> (B, heads, N, d), in float32 or wider.
 
     `directions` (heads, m, d) times `sigma` (heads, d) is W; `gate` (B, heads, H*W) are the logits of g for the last
@@ -79,16 +90,21 @@ def rfa(
     # angles and features of queries and keys, their units, values and sums
     num_elements = q.shape[2] * (6 * directions.shape[1] + 4 * q.shape[3])
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         directions = (sigma.unsqueeze(1).to(dtype) * directions.to(dtype)).unsqueeze(0)
     tensors = (q, k, v, directions) if gate is None else (q, k, v, directions, gate)
     return recompute_heads(partial(_attend, floor=floor), tensors, num_elements)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    directions: torch.Tensor, gate: torch.Tensor | None = None, *, floor: float | None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    directions: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    *,
+    floor: float | None,
+) -> torch.Tensor:
     with no_autocast(q):
         dtype = directions.dtype
         q_features, k_features = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
@@ -160,6 +176,7 @@ class RFA(RandomFeatureMixer):
 
     directions: torch.Tensor
     buffer_name = 'directions'
+    gate_bias = 1.0
     op = staticmethod(rfa)
     op_naive = staticmethod(rfa_naive)
 
@@ -211,7 +228,7 @@ class RFA(RandomFeatureMixer):
         """Adds `normalisers_at_floor`, the share of queries whose normalizer is at its lower bound."""
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
-            dtype = torch.promote_types(q.dtype, torch.float32)
+            dtype = wide_dtype(q)
             directions = self.sigma.unsqueeze(1).to(dtype) * self.directions.to(dtype)
             q, k = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
             at_floor = q @ k.sum(dim=2).unsqueeze(-1) <= (_EPS * k.shape[2] if self.floor is None else self.floor)

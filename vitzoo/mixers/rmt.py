@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._rotary import rotate_pairs
+from ._numerics import wide_dtype
+from ._rope import rotate_pairs
 from .base import QKVMixer, register_mixer
-from .softmax import softmax_attention
+from .softmax import prepend_global_tokens
 
 __all__ = ['RMT', 'manhattan_attention', 'manhattan_naive']
 
@@ -105,8 +106,7 @@ def manhattan_attention(
     out = weights @ torch.cat([v_prefix, grid_v], dim=-2)
     if decomposed:
         out = out.transpose(2, 3).flatten(2, 3)
-    if P:
-        out = torch.cat([softmax_attention(q[:, :, :P], k, v, scale, None, dropout_p), out], dim=2)
+    out = prepend_global_tokens(out, q, k, v, scale, dropout_p)
     return out + lepe(v, grid_size).to(out.dtype)
 
 
@@ -116,7 +116,7 @@ def _distances(place: torch.Tensor) -> torch.Tensor:
 
 def _decayed_softmax(scores: torch.Tensor, decay: torch.Tensor, in_weights: bool, dropout_p: float) -> torch.Tensor:
     """softmax(scores + decay), or softmax(scores) * exp(decay), in the dtype of the scores."""
-    dtype = torch.promote_types(scores.dtype, torch.float32)
+    dtype = wide_dtype(scores)
     decay = decay.to(dtype)
     weights = (scores.to(dtype) + (0 if in_weights else decay)).softmax(dim=-1)
     return F.dropout(weights * decay.exp() if in_weights else weights, dropout_p).to(scores.dtype)
@@ -124,7 +124,7 @@ def _decayed_softmax(scores: torch.Tensor, decay: torch.Tensor, in_weights: bool
 
 def _rotate(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs of channels of x (B, heads, N, d) by angles that grow with the position (N,)."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = wide_dtype(x)
     speed = 10000 ** -torch.linspace(0, 1, x.shape[-1] // 2, dtype=dtype, device=x.device)
     return rotate_pairs(x, position[:, None] * speed)
 
@@ -141,6 +141,8 @@ class RMT(QKVMixer):
     log_gamma: torch.Tensor
     attn_weights = True
     has_own_rope = True
+    start_arguments = {'rope': False}
+    added_terms = ('lepe.',)
     op = staticmethod(manhattan_attention)
     op_naive = staticmethod(manhattan_naive)
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._clustered import cluster_attention
-from ._numerics import LOG2_E, is_transformed
+from ._numerics import LOG2_E, is_transformed, wide_dtype
 from ._qkv import split_prefix
 from ._random import draw_generator
 from .base import QKVMixer, no_autocast, register_mixer
@@ -40,7 +40,7 @@ def cluster_members(x: torch.Tensor, centroids: torch.Tensor, cluster_size: int)
 
 def _similarity(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Cosines between centroids and tokens, (B, heads, c, N), float32 or wider."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x.to(wide_dtype(x))
     with torch.no_grad(), no_autocast(x):
         # fewer numbers are divided than by normalizing the tokens
         return (F.normalize(centroids.to(x.dtype), dim=-1) @ x.mT).div_(_norm(x).mT)
@@ -52,7 +52,7 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 
 def _of_nearest(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Sum and count of the unit tokens that are nearest to each centroid, (B, heads, c, d + 1), float32 or wider."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x.to(wide_dtype(x))
     # argmax is several times as slow
     nearest = _similarity(x, centroids).max(dim=2).indices  # (B, heads, N)
     member = F.one_hot(nearest, centroids.shape[1]).to(x.dtype)

@@ -26,9 +26,15 @@ __all__ = ['InducedSet', 'set_attention', 'set_naive']
 
 
 def set_naive(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    inducing: torch.Tensor, fc: nn.Linear, kv: nn.Linear, scale: float, dropout_p: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inducing: torch.Tensor,
+    fc: nn.Linear,
+    kv: nn.Linear,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
     """The formula line by line; arguments as `set_attention`."""
     (B, heads, _, d), m = q.shape, inducing.shape[0]
 
@@ -44,9 +50,15 @@ def set_naive(
 
 
 def set_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    inducing: torch.Tensor, fc: nn.Linear, kv: nn.Linear, scale: float, dropout_p: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inducing: torch.Tensor,
+    fc: nn.Linear,
+    kv: nn.Linear,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
     """q, k, v (B, heads, N, d), inducing points (m, heads * d) and the layers W, and K with V -> (B, heads, N, d)."""
     heads, dim = q.shape[1], inducing.shape[1]
     points = split_heads(inducing.unsqueeze(0), heads).expand(q.shape[0], -1, -1, -1).to(k.dtype)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ._numerics import mask_bias
+from ._numerics import mask_bias, wide_dtype
 from ._qkv import split_prefix
 from ._window import fit_window, halo_mask, tile, untile
 from .base import QKVMixer, no_autocast, register_mixer
@@ -150,7 +150,7 @@ def block_sort(
     scale: float,
 ) -> torch.Tensor:
     """S of the formula, (B, heads, T, T), float32 or wider: row i weights the blocks sorted to block i."""
-    dtype = torch.promote_types(q_tiles.dtype, torch.float32)
+    dtype = wide_dtype(q_tiles)
     with no_autocast(q_tiles):
         share = inside.to(dtype).unsqueeze(1)  # (T, 1, b*b)
         share = share / share.sum(dim=-1, keepdim=True)
@@ -222,6 +222,6 @@ class Sinkhorn(QKVMixer):
     def gumbel_noise(self, q: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         """Standard Gumbel noise for the logits of each sample and head, (B, heads, T, T), float32 or wider."""
         T = -(-grid_size[0] // self.block_size) * -(-grid_size[1] // self.block_size)
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         exponential = torch.empty(*q.shape[:2], T, T, device=q.device, dtype=dtype).exponential_()
         return -exponential.clamp(min=torch.finfo(dtype).tiny).log()

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
-from ._numerics import pad
+from ._numerics import pad, wide_dtype
 from ._wide_layers import WideConv2d, WideLayerNorm
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -80,7 +80,7 @@ def gaussian_attention(
     """
     P = q.shape[2] - grid_size[0] * grid_size[1]
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         wide = v.to(dtype)
         q = q.to(dtype) * scale**0.5
         points = _landmarks(q[:, :, P:], landmarks, norm, grid_size)

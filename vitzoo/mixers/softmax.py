@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
-from ._numerics import is_transformed, needs_gradient
+from ._numerics import is_transformed, needs_gradient, wide_dtype
 from ._rel_bias import DecomposedBias, OffsetBias, PrefixBias
 from ._softmax_cpu import is_faster_than_fused, scaled_scores, softmax_attention_cpu
 from .base import QKVMixer, register_mixer
@@ -78,7 +78,7 @@ def softmax_attention(
     if bias is not None:
         scores = scores + bias
     scores = _mix_heads(scores, proj_l)
-    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    attn = scores.softmax(dim=-1, dtype=wide_dtype(scores)).to(v.dtype)
     attn = _mix_heads(attn, proj_w)
     return F.dropout(attn, dropout_p) @ v
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ._numerics import mask_bias
+from ._numerics import mask_bias, wide_dtype
 from ._qkv import split_prefix
 from .base import QKVMixer, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -69,11 +69,11 @@ def sparse_attention(
     (q_prefix, q_grid), (k_prefix, k_grid), (v_prefix, v_grid) = (split_prefix(x, P) for x in (q, k, v))
     q_blocks, k_blocks, v_blocks = (_blocks(x, l) for x in (scale * q_grid, k_grid, v_grid))  # (B, heads, T, l, d)
     # the neighbourhood is the token's block, or a band that extends into the blocks before and after it
-    num_neighbours = int(pattern == 'strided' and stride is not None)
+    num_neighbors = int(pattern == 'strided' and stride is not None)
     score_far, far_values = (_column_scores, _column_values) if pattern == 'strided' else (_last_scores, _last_values)
     c = min(num_summaries, l)
-    near_mask, far_mask = _masks(N, l, num_neighbours, pattern, c, q.device)
-    near_scores = q_blocks @ _with_neighbours(k_blocks, num_neighbours).mT
+    near_mask, far_mask = _masks(N, l, num_neighbors, pattern, c, q.device)
+    near_scores = q_blocks @ _with_neighbors(k_blocks, num_neighbors).mT
     far_scores = score_far(q_blocks, k_blocks, c)
     # in place, because the scores are the largest tensors
     scores = [
@@ -83,12 +83,10 @@ def sparse_attention(
     ]
     sizes = [part.shape[-1] for part in scores]
     scores = torch.cat(scores, dim=-1)
-    attn = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    attn = scores.softmax(dim=-1, dtype=wide_dtype(scores)).to(v.dtype)
     prefix, near, far = F.dropout(attn, dropout_p).split(sizes, dim=-1)
     out = (
-        prefix @ v_prefix.unsqueeze(2)
-        + near @ _with_neighbours(v_blocks, num_neighbours)
-        + far_values(far, v_blocks, c)
+        prefix @ v_prefix.unsqueeze(2) + near @ _with_neighbors(v_blocks, num_neighbors) + far_values(far, v_blocks, c)
     )
     out = out.flatten(2, 3)[:, :, :N]
     if P == 0:
@@ -101,7 +99,7 @@ def _blocks(x: torch.Tensor, l: int) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[2] % l)).unflatten(2, (-1, l))
 
 
-def _with_neighbours(blocks: torch.Tensor, n: int) -> torch.Tensor:
+def _with_neighbors(blocks: torch.Tensor, n: int) -> torch.Tensor:
     """(B, heads, T, l, d) -> each block with `n` blocks before and after it, (B, heads, T, (1 + 2n) * l, d)."""
     blocks = F.pad(blocks, (0, 0, 0, 0, n, n)).unfold(2, 1 + 2 * n, 1)  # (B, heads, T, l, d, 1 + 2n)
     return blocks.permute(0, 1, 2, 5, 3, 4).flatten(3, 4)
@@ -128,12 +126,12 @@ def _last_values(attn: torch.Tensor, v_blocks: torch.Tensor, c: int) -> torch.Te
 
 
 def _masks(
-    N: int, l: int, num_neighbours: int, pattern: str, c: int, device: torch.device
+    N: int, l: int, num_neighbors: int, pattern: str, c: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks, (T, l, keys) each, of the near keys and of the far keys that are not near already."""
     index = torch.arange(-(-N // l) * l, device=device).unflatten(0, (-1, l))  # (T, l)
     block, query = index[:, :1, None] // l, index.unsqueeze(2)
-    near = (block - num_neighbours) * l + torch.arange((1 + 2 * num_neighbours) * l, device=device)
+    near = (block - num_neighbors) * l + torch.arange((1 + 2 * num_neighbors) * l, device=device)
     far = index.T if pattern == 'strided' else index[:, -c:].reshape(1, -1)
     # far keys in the token's block are near already; in the next blocks the same position is outside the band
     return (near >= 0) & (near < N) & ((near - query).abs() < l), (far < N) & (far // l != block)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
-from ._numerics import pad
+from ._numerics import pad, wide_dtype
 from ._qkv import norm_heads, split_heads, split_qkv
 from .base import TokenMixer, no_autocast, register_mixer
 from .softmax import softmax_attention, softmax_naive
@@ -103,7 +103,7 @@ class _TokenNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, N, C) -> (B, N, C)."""
         with no_autocast(x):
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = x.to(wide_dtype(x))
             return F.layer_norm(wide.mT, (x.shape[1],)).mT.to(x.dtype)
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid import resample_rows
+from ._numerics import wide_dtype
 from ._qkv import split_heads, split_qkv
 from .base import TokenMixer, register_mixer
 
@@ -58,7 +59,7 @@ def synthesizer_naive(x: torch.Tensor, v: torch.Tensor, scores: '_Scores', dropo
 def synthesizer(x: torch.Tensor, v: torch.Tensor, scores: '_Scores', dropout_p: float = 0.0) -> torch.Tensor:
     """Tokens x (B, N, dim), values v (B, heads, N, d) and the module of a variant's scores -> (B, heads, N, d)."""
     s = scores(x)
-    attn = s.softmax(dim=-1, dtype=torch.promote_types(s.dtype, torch.float32)).to(v.dtype)
+    attn = s.softmax(dim=-1, dtype=wide_dtype(s)).to(v.dtype)
     return F.dropout(attn, dropout_p) @ v
 
 

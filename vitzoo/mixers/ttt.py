@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import convolve_samples, near_tokens
-from ._numerics import sum_products
+from ._numerics import sum_products, wide_dtype
 from ._recompute import recompute_heads
-from ._rotary import rotate_pairs
+from ._rope import rotate_pairs
 from .base import QKVMixer, no_autocast, register_mixer
 
 __all__ = ['TTT', 'train_and_apply', 'train_and_apply_naive']
@@ -88,7 +88,7 @@ def train_and_apply(
     num_grid = grid_size[0] * grid_size[1]
     P, out_dtype = q.shape[2] - num_grid, v.dtype
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q_conv, k_conv, v_conv, w1, w2, w3 = (x.to(dtype) for x in (q_conv, k_conv, v_conv, w1, w2, w3))
         # two layers of keys and of queries, and the derivatives of the former
         tensors, num_elements = (q, k, v, w1.unsqueeze(0), w2.unsqueeze(0)), 10 * q.shape[2] * q.shape[3]
@@ -178,7 +178,7 @@ class TTT(QKVMixer):
         """Rotate half of the pairs of the channels of all heads by the row of a token, the other half by its column."""
         token = torch.arange(grid_size[0] * grid_size[1], device=x.device)
         num_pairs = self.dim // 4
-        steps = torch.arange(num_pairs, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+        steps = torch.arange(num_pairs, device=x.device, dtype=wide_dtype(x))
         speed = 10000 ** -(steps / num_pairs)
         angle = torch.cat([place[:, None] * speed for place in (token // grid_size[1], token % grid_size[1])], dim=1)
         angle = angle.unflatten(1, (self.num_heads, -1)).transpose(0, 1)  # (heads, H*W, d / 2)

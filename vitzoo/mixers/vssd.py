@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ._grid_conv import GridConv
+from ._numerics import wide_dtype
 from ._qkv import split_heads
 from ._recompute import recompute_heads
 from ._wide_layers import WideLayerNorm
@@ -59,7 +60,7 @@ def state_space_duality(
     Computed in float32 or wider, as the sum grows with the number of tokens.
     """
     with no_autocast(v):
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        dtype = wide_dtype(v)
         key, query, dt, log_a, skip = (x.to(dtype) for x in (key, query, dt, log_a, skip))
         step = (F.softplus(dt) * log_a.exp()[:, None]).unsqueeze(3)
         tensors = v, key.unsqueeze(1), query.unsqueeze(1), step, skip[:, None, None].unsqueeze(0)

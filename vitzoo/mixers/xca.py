@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.types import Device
 
-from ._numerics import sum_products
+from ._numerics import sum_products, wide_dtype
 from ._recompute import recompute_heads
 from .base import QKVMixer, no_autocast, register_mixer
 
@@ -53,7 +53,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, temperature: torch.Tensor, dropout_p: float
 ) -> torch.Tensor:
     with no_autocast(q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         q, k = _unit(q.to(dtype)), _unit(k.to(dtype))
         attn = (temperature.to(dtype) * sum_products(q, k)).softmax(dim=-1)  # (B, heads, d, d)
         attn = F.dropout(attn, dropout_p)

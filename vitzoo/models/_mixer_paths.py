@@ -4,17 +4,17 @@ import re
 
 from torch import nn
 
-from vitzoo.mixers import TokenMixer
+from vitzoo.mixers.base import named_mixers
 
 from ._swap_models import SwappedModel
 
-__all__ = ['block_of', 'find_mixers', 'index_of']
+__all__ = ['block_of', 'swapped_paths', 'index_of']
 
 
-def find_mixers(student: nn.Module) -> list[str]:
+def swapped_paths(student: nn.Module) -> list[str]:
     """Paths of the mixers of a student, those that `swap_mixer` put into it, such as `blocks.0.attn`, in order."""
     if not isinstance(student, SwappedModel):
-        return [path for path, module in student.named_modules() if isinstance(module, TokenMixer)]
+        return [path for path, _ in named_mixers(student)]
     # a teacher may have mixers, too, in blocks that its student keeps
     reports = getattr(student, 'inheritance', None)
     return [path for path in student.mixers() if reports is None or index_of(student, path) in reports]

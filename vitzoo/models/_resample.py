@@ -14,7 +14,7 @@ from timm.models._input import get_model_traits
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vitzoo.mixers import TokenMixer
+from vitzoo.mixers.base import named_mixers
 
 from ._meta import meta_copy
 from ._pyramid import Pyramid
@@ -96,7 +96,7 @@ def resample_checkpoint(
     Raises:
         ValueError: The image size is not known, and the weights fit with several grids.
     """
-    if not isinstance(model, (Pyramid, VisionTransformer)) and not (_mixers(model) and is_resizable(model)):
+    if not isinstance(model, (Pyramid, VisionTransformer)) and not (any(named_mixers(model)) and is_resizable(model)):
         return state_dict
     if img_size is None and _fits(_shapes(model, _img_size(model)), state_dict):
         for size in _declared_sizes(model):
@@ -162,15 +162,11 @@ def _has_patches(model: nn.Module) -> bool:
 
 def _bound_names(model: nn.Module) -> list[str]:
     """Names of the tensors that may depend on the image size: those of mixers, and positions."""
-    mixers = [f'{path}.{name}' for path, mixer in _mixers(model) for name in mixer.state_dict()]
+    mixers = [f'{path}.{name}' for path, mixer in named_mixers(model) for name in mixer.state_dict()]
     positions = {'pos_embed', 'relative_position_bias_table', 'rel_pos_h', 'rel_pos_w'}
     return list(
         dict.fromkeys(mixers + [name for name in model.state_dict() if positions.intersection(name.split('.'))])
     )
-
-
-def _mixers(model: nn.Module) -> list[tuple[str, TokenMixer]]:
-    return [(path, module) for path, module in model.named_modules() if isinstance(module, TokenMixer)]
 
 
 def _shapes(model: nn.Module, img_size: tuple[int, int]) -> dict[str, torch.Size]:

@@ -307,25 +307,6 @@ class SwappedTwins(SwappedModel, Twins):
         update_model_input_size(self, to_2tuple(img_size))
 
 
-def _embedded_grid(patch_embed: Any) -> tuple[int, int]:
-    """The grid of the patches of an image, of which those at the border may be padded."""
-    if patch_embed.dynamic_img_pad:
-        return patch_embed.dynamic_feat_size(patch_embed.img_size)
-    return tuple(patch_embed.grid_size)
-
-
-def _like(old: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:
-    """A parameter in the place of another."""
-    return nn.Parameter(tensor.contiguous(), requires_grad=old.requires_grad)
-
-
-def _stage_grid(name: str, img_size: tuple[int, int], rounded: Callable[[float], int]) -> tuple[int, int]:
-    """The grid of a block's stage; the name of the block has the index of the stage in second place."""
-    reduction = 4 * 2 ** int(name.split('.')[1])
-    H, W = (rounded(size / reduction) for size in img_size)
-    return H, W
-
-
 class SwappedDeiT(SwappedModel, DeiT):
     """A DeiT that `swap_mixer` changed."""
 
@@ -376,3 +357,22 @@ SWAPPED_MODELS = {
     CvT: SwappedCvT,
     ViL: SwappedViL,
 }
+
+
+def _embedded_grid(patch_embed: Any) -> tuple[int, int]:
+    """The grid of the patches of an image, of which those at the border may be padded."""
+    if patch_embed.dynamic_img_pad:
+        return patch_embed.dynamic_feat_size(patch_embed.img_size)
+    return tuple(patch_embed.grid_size)
+
+
+def _like(old: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:
+    """A parameter in the place of another."""
+    return nn.Parameter(tensor.contiguous(), requires_grad=old.requires_grad)
+
+
+def _stage_grid(name: str, img_size: tuple[int, int], rounded: Callable[[float], int]) -> tuple[int, int]:
+    """The grid of a block's stage; the name of the block has the index of the stage in second place."""
+    reduction = 4 * 2 ** int(name.split('.')[1])
+    H, W = (rounded(size / reduction) for size in img_size)
+    return H, W

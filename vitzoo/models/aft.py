@@ -6,14 +6,11 @@ An Attention Free Transformer, section 5.3, https://arxiv.org/abs/2105.14103
 
 from typing import Any
 
-import torch
-
 from vitzoo.mixers import mixer_class
 
 from ._register import cfg, register_variants, swapped
 from .deit import SIZES as DEIT_SIZES
-from .deit import DeiT
-from .deit import checkpoint_filter_fn as deit_checkpoint_filter_fn
+from .deit import DeiT, checkpoint_filter_fn
 
 __all__ = ['AFT', 'checkpoint_filter_fn']
 
@@ -36,11 +33,6 @@ class AFT(DeiT):
         super().__init__(
             img_size, mixer=mixer, class_token=class_token, pos_embed=pos_embed, global_pool=global_pool, **kwargs
         )
-
-
-def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: AFT) -> dict[str, torch.Tensor]:
-    """Unwrap checkpoints, and resample positions to the model's grid."""
-    return deit_checkpoint_filter_fn(state_dict, model)
 
 
 SIZES = {size: DEIT_SIZES[size] for size in ('nano', 'tiny', 'small')}

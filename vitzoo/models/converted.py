@@ -21,8 +21,8 @@ __all__ = ['register_converted']
 default_cfgs: dict = {}
 
 
-def register_converted() -> list[str]:
-    """Register an entrypoint for each name of a shipped model whose mixers were swapped; returns the names."""
+def register_converted() -> None:
+    """Register an entrypoint for each name of a shipped model whose mixers were swapped."""
     swaps = shipped_swaps()
     names = list(dict.fromkeys(full_name.partition('.')[0] for full_name in swaps))
     default_cfgs.update(generate_default_cfgs({**shipped_configs(names)}))
@@ -30,7 +30,6 @@ def register_converted() -> list[str]:
         entrypoint = _entrypoint(name, {key: args for key, args in swaps.items() if key.partition('.')[0] == name})
         setattr(sys.modules[__name__], name, entrypoint)
         register_model(entrypoint)
-    return names
 
 
 def _entrypoint(name: str, swaps: dict[str, dict]) -> Callable[..., nn.Module]:

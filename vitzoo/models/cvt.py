@@ -208,32 +208,49 @@ VARIANTS = {
 
 
 def _cfg(name: str, **kwargs: Any) -> dict:
-    args = VARIANTS[name]
+    args = VARIANTS[name.partition('.')[0]]
     size, is_fixed = args.get('img_size', 224), mixer_class(args.get('mixer', 'softmax')).grid_bound
-    return cfg(first_conv='stages.0.embed.proj', input_size=(3, size, size), fixed_input_size=is_fixed, **kwargs)
-
-
-def _weights(hub_id: str, img_size: int = 224) -> dict:
-    """Microsoft's weights on the Hugging Face Hub; at 384 they are evaluated on whole images resized to a square."""
-    at_384 = dict(input_size=(3, 384, 384), crop_pct=1.0, crop_mode='squash') if img_size == 384 else {}
     return cfg(
-        first_conv='stages.0.embed.proj',
-        hf_hub_id=hub_id,
-        license='mit',
-        origin_url='https://github.com/microsoft/CvT',
-        paper_ids='arXiv:2103.15808',
-        **at_384,
+        **{
+            'first_conv': 'stages.0.embed.proj',
+            'input_size': (3, size, size),
+            'fixed_input_size': is_fixed,
+            **kwargs,
+        }
     )
 
 
+def _microsoft(hub_id: str, **kwargs: Any) -> dict:
+    return dict(
+        hf_hub_id=f'microsoft/{hub_id}',
+        license='mit',
+        origin_url='https://github.com/microsoft/CvT',
+        paper_ids='arXiv:2103.15808',
+        **kwargs,
+    )
+
+
+def _microsoft_384(hub_id: str) -> dict:
+    """Evaluated on whole images resized to a square."""
+    return _microsoft(hub_id, input_size=(3, 384, 384), crop_pct=1.0, crop_mode='squash')
+
+
 WEIGHTS = {
-    'cvt_13.msft_in1k': _weights('microsoft/cvt-13'),
-    'cvt_13.msft_in1k_384': _weights('microsoft/cvt-13-384', 384),
-    'cvt_13.msft_in22k_ft_in1k_384': _weights('microsoft/cvt-13-384-22k', 384),
-    'cvt_21.msft_in1k': _weights('microsoft/cvt-21'),
-    'cvt_21.msft_in1k_384': _weights('microsoft/cvt-21-384', 384),
-    'cvt_21.msft_in22k_ft_in1k_384': _weights('microsoft/cvt-21-384-22k', 384),
-    'cvt_w24.msft_in22k_ft_in1k_384': _weights('microsoft/cvt-w24-384-22k', 384),
+    'cvt_13.msft_in1k': _microsoft('cvt-13'),
+    'cvt_13.msft_in1k_384': _microsoft_384('cvt-13-384'),
+    'cvt_13.msft_in22k_ft_in1k_384': _microsoft_384('cvt-13-384-22k'),
+    'cvt_21.msft_in1k': _microsoft('cvt-21'),
+    'cvt_21.msft_in1k_384': _microsoft_384('cvt-21-384'),
+    'cvt_21.msft_in22k_ft_in1k_384': _microsoft_384('cvt-21-384-22k'),
+    'cvt_w24.msft_in22k_ft_in1k_384': _microsoft_384('cvt-w24-384-22k'),
 }
 
-register_variants(__name__, CvT, VARIANTS, _cfg, WEIGHTS, filter_fn=checkpoint_filter_fn, out_indices=(0, 1, 2))
+register_variants(
+    __name__,
+    CvT,
+    VARIANTS,
+    _cfg,
+    {name: _cfg(name, **kwargs) for name, kwargs in WEIGHTS.items()},
+    filter_fn=checkpoint_filter_fn,
+    out_indices=(0, 1, 2),
+)

@@ -204,6 +204,18 @@ class DeiT(VisionTransformer):
         """The arguments of a block next to the tokens: the grid and, if used, rotary positions."""
         return (grid_size,) if self.rope is None else (grid_size, Rope(self.rope.get_embed(list(grid_size))))
 
+    # without attn_mask, because mixers have no masks
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x, grid_size = self.embed(x)
+        positions = self.positions(grid_size)
+        for block in self.blocks:
+            x = recompute_block(block, x, *positions) if self.grad_checkpointing else block(x, *positions)
+        return self.norm(x)
+
+    # without attn_mask, because mixers have no masks
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.forward_head(self.forward_features(x))
+
     @staticmethod
     def _check_mixer(mixer: str, mixer_kwargs: dict | None) -> None:
         for argument, value in dict(mixer=mixer, mixer_kwargs=mixer_kwargs).items():
@@ -223,18 +235,6 @@ class DeiT(VisionTransformer):
             )
         if pos_embed == 'rope' and head_dim % 4:
             raise ValueError(f"pos_embed='rope' needs heads whose width is a multiple of 4, not {head_dim}.")
-
-    # without masks, as before
-    def forward_features(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        x, grid_size = self.embed(x)
-        positions = self.positions(grid_size)
-        for block in self.blocks:
-            x = recompute_block(block, x, *positions) if self.grad_checkpointing else block(x, *positions)
-        return self.norm(x)
-
-    # without masks, as before
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return self.forward_head(self.forward_features(x))
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: DeiT) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vitzoo.mixers import TokenMixer
+from vitzoo.mixers.base import named_mixers
 
 __all__ = ['Inheritance', 'differing_settings', 'inherit_weights', 'summarize_names']
 
@@ -78,23 +78,22 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
     """
     own = model.state_dict()
     buffers = {name for name, _ in model.named_buffers()}
-    inherited, fitted, num_fitted, num_inherited = {}, [], {}, 0
+    inherited, copied = {}, set()
+    # values of each tensor of the parent that are inherited
+    num_used: Counter[str] = Counter()
     for name in parent.keys() & own.keys():
-        fit = (parent[name], own[name].numel()) if parent[name].shape == own[name].shape else _fit(model, name, parent)
+        is_same = parent[name].shape == own[name].shape
+        fit = (parent[name], own[name].numel()) if is_same else _fit(model, name, parent)
         if fit is None:
             continue
-        inherited[name], num_values = fit
-        if name not in buffers:
-            num_inherited += num_values
-        if parent[name].shape != own[name].shape:
-            fitted.append(name)
-            num_fitted[name] = num_values
-    num_used = Counter({name: parent[name].numel() if name not in fitted else num_fitted[name] for name in inherited})
+        inherited[name], num_used[name] = fit
+        if is_same:
+            copied.add(name)
+    num_inherited = sum(num_values for name, num_values in num_used.items() if name not in buffers)
     same_name = set(inherited)
     for name, (tensor, sources) in _from_other_names(model, parent).items():
         if name in own and name not in inherited and own[name].shape == tensor.shape:
             inherited[name] = tensor
-            fitted.append(name)
             # a copy of a tensor that is inherited anyway does not count
             if same_name.isdisjoint(sources):
                 num_inherited += tensor.numel()
@@ -104,8 +103,8 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
     model.load_state_dict({**own, **inherited})
     num_parent = sum(tensor.numel() for name, tensor in parent.items() if name not in buffers)
     return Inheritance(
-        copied=[name for name in own if name in inherited and name not in fitted],
-        fitted=[name for name in own if name in fitted],
+        copied=[name for name in own if name in copied],
+        fitted=[name for name in own if name in inherited and name not in copied],
         initialized=[name for name in own if name not in inherited],
         dropped=[name for name in parent if name not in num_used],
         lost=[name for name, tensor in parent.items() if num_used[name] < tensor.numel()],
@@ -140,21 +139,24 @@ def _settings(path: str, module: nn.Module) -> dict[str, Any]:
 def _from_other_names(model: nn.Module, parent: dict[str, Tensor]) -> dict[str, tuple[Tensor, list[str]]]:
     """Tensors that mixers take from tensors of other names in the parent, and those names."""
     found = {}
-    for path, mixer in model.named_modules():
-        if isinstance(mixer, TokenMixer):
-            prefix = f'{path}.' if path else ''
-            own = {name.removeprefix(prefix): tensor for name, tensor in parent.items() if name.startswith(prefix)}
-            for name, (tensor, sources) in mixer.inherit_from(own).items():
-                found[prefix + name] = tensor, [prefix + source for source in sources]
+    for path, mixer in named_mixers(model):
+        prefix, part = _part_of(parent, path)
+        for name, (tensor, sources) in mixer.inherit_from(part).items():
+            found[prefix + name] = tensor, [prefix + source for source in sources]
     return found
+
+
+def _part_of(state_dict: dict[str, Tensor], path: str) -> tuple[str, dict[str, Tensor]]:
+    """The prefix of the names of a module's tensors, and these tensors by their names without it."""
+    prefix = f'{path}.' if path else ''
+    return prefix, {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
 
 
 def _fit(model: nn.Module, name: str, parent: dict[str, Tensor]) -> tuple[Tensor, int] | None:
     """A tensor of another shape fitted to the model, and the number of values inherited; None if it cannot be."""
     path, _, leaf = name.rpartition('.')
     owner = model.get_submodule(path)
-    prefix = f'{path}.' if path else ''
-    siblings = {key.removeprefix(prefix): tensor for key, tensor in parent.items() if key.startswith(prefix)}
+    _, siblings = _part_of(parent, path)
     if hasattr(owner, 'fit_from'):
         return owner.fit_from(leaf, siblings)
     if isinstance(owner, VisionTransformer) and leaf == 'pos_embed':

@@ -10,7 +10,8 @@ import timm
 import torch
 
 from vitzoo.data.options import DATA_OPTIONS
-from vitzoo.mixers import TokenMixer, mixer_class
+from vitzoo.mixers import mixer_class
+from vitzoo.mixers.base import named_mixers
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import ResultColumn, Row, score_column, sides
 
@@ -93,7 +94,7 @@ def _layers(name: str) -> list[tuple[type, int]]:
         # those on its options come up where it is trained
         warnings.simplefilter('ignore')
         model = timm.create_model(name)
-    return [(type(mixer), mixer.num_heads) for mixer in model.modules() if isinstance(mixer, TokenMixer)]
+    return [(type(mixer), mixer.num_heads) for _, mixer in named_mixers(model)]
 
 
 def _recorded(

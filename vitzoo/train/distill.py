@@ -17,7 +17,7 @@ from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.models._attention_hook import hook_attention
 from vitzoo.models._final_tokens import channels_last, normalize_tokens
-from vitzoo.models._mixer_paths import find_mixers
+from vitzoo.models._mixer_paths import swapped_paths
 from vitzoo.train.divergence import divergence
 from vitzoo.train.recipe import Recipe
 
@@ -80,7 +80,7 @@ class NetworkLoss:
         self.block_weight, self.temperature, self.multi_label = block_weight, temperature, multi_label
 
     def __enter__(self) -> 'NetworkLoss':
-        paths = find_mixers(self.student)
+        paths = swapped_paths(self.student)
         self.records = [_Record(model, paths if self.block_weight else []) for model in (self.student, self.teacher)]
         return self
 
@@ -231,7 +231,7 @@ def _transfer_task(recipe: Recipe, options: dict) -> TransferTask:
     """The task of `vitzoo transfer`; without weights in the recipe, labels are not used."""
     student, teacher = unwrap_model(options['student_model']), options['teacher_model'].model
     modules = dict(teacher.named_modules())
-    paths = find_mixers(student)
+    paths = swapped_paths(student)
     missing = next((path for path in paths if path not in modules), None)
     of_student, of_teacher = (_shapes_outside(paths, model) for model in (student, teacher))
     other = next((name for name, shape in of_teacher.items() if of_student.get(name) != shape), None)

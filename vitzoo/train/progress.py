@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeE
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.metrics.speed import peak_process_megabytes
-from vitzoo.mixers import TokenMixer
+from vitzoo.mixers.base import named_mixers
 from vitzoo.train.recipe import FIELDS, NOT_SAVED, Recipe
 from vitzoo.train.run import Run
 from vitzoo.train.run_folder import write_metrics, write_on_main
@@ -123,7 +123,7 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
 
 def smallest_grid(run: Run) -> tuple[int, int] | None:
     """The smallest token grid of vitzoo's mixers or timm's patch embedding, None if the model has neither."""
-    grids = [module.grid_size for module in run.raw_model.modules() if isinstance(module, TokenMixer)]
+    grids = [mixer.grid_size for _, mixer in named_mixers(run.raw_model)]
     patches = getattr(getattr(run.raw_model, 'patch_embed', None), 'grid_size', None)
     return min(grids or ([patches] if patches else []), key=min, default=None)
 

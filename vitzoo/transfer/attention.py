@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from vitzoo.models._attention_hook import Handle, hook_attention
-from vitzoo.models._mixer_paths import block_of, find_mixers
+from vitzoo.models._mixer_paths import block_of, swapped_paths
 
 # positional and keyword arguments of a block
 Call = tuple[tuple, dict]
 
 
 def mixer_paths(student: nn.Module) -> list[str]:
-    """Paths of the mixers of a student, as `find_mixers` gives them.
+    """Paths of the mixers of a student, as `swapped_paths` gives them.
 
     Raises:
         ValueError: There are none.
     """
-    paths = find_mixers(student)
+    paths = swapped_paths(student)
     if not paths:
         raise ValueError(f'{type(student).__name__} has no token mixers; apply vitzoo.swap_mixer to it first.')
     return paths

@@ -16,7 +16,7 @@ from vitzoo.transfer.outputs import has_head
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_NEIGHBOURS = 10
+_NEIGHBORS = 10
 # of the linear probe, relative to the variance of the features
 _RIDGE = 1e-2
 # similarities in memory at a time, 0.5 GB
@@ -81,13 +81,13 @@ class Retention:
         elif self.kind == 'knn':
             assert self.bank is not None
             bank, _, bank_labels = _collect(model, self.bank, False, self.accelerator)
-            scores['knn'] = _percent(nearest_neighbours(bank, bank_labels, features) == labels)
+            scores['knn'] = _percent(nearest_neighbors(bank, bank_labels, features) == labels)
             scores['linear_probe'] = _percent(linear_probe(bank, bank_labels, features) == labels)
         model.train(was_training)
         return dict(score=scores[self.kind], **scores)
 
 
-def nearest_neighbours(bank: Tensor, labels: Tensor, queries: Tensor, count: int = _NEIGHBOURS) -> Tensor:
+def nearest_neighbors(bank: Tensor, labels: Tensor, queries: Tensor, count: int = _NEIGHBORS) -> Tensor:
     """Classes by a vote of the nearest features, weighted by cosine similarity: (M, C), (M,), (N, C) -> (N,)."""
     # autocast would compute a product of float32 in half precision
     bank, queries = (F.normalize(x.double(), dim=1) for x in (bank, queries))

@@ -15,6 +15,7 @@ from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
 from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.metrics.finite import find_non_finite
+from vitzoo.mixers import mixer_class
 from vitzoo.models.swap import without_warnings
 from vitzoo.train.batches import plan_batches
 from vitzoo.train.opening import create_accelerator
@@ -24,7 +25,7 @@ from vitzoo.transfer.measures import Retention
 from vitzoo.transfer.options import TransferOptions
 from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.pictures import Chosen, Pictures, divide, held_out_batches, open_pictures
-from vitzoo.transfer.students import make_student, start_arguments
+from vitzoo.transfer.students import make_student
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Transfer:
 
     def arguments(self, mixer: str) -> dict:
         """Arguments of a mixer, with those that it starts with unless the user gave others."""
-        return {**start_arguments(mixer), **self.options.mixer_kwargs.get(mixer, {})}
+        return {**mixer_class(mixer).start_arguments, **self.options.mixer_kwargs.get(mixer, {})}
 
     def student(self, mixer: str) -> nn.Module:
         """A new student; only for the first of a mixer, the weights that it loses are named."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitzoo.mixers._op_calls import recorded_calls
 from vitzoo.models._final_tokens import channels_last
 from vitzoo.models._mixer_paths import block_of, index_of
 from vitzoo.models.swap import swap_mixer, without_warnings
@@ -107,16 +108,8 @@ def _with_softmax(teacher: nn.Module, student: nn.Module) -> nn.Module:
 def _shift_ratios(reference: nn.Module, path: str, call: Call) -> Tensor:
     """|mean key| / mean |key| of each image, averaged over heads: (B,)."""
     mixer: Any = reference.get_submodule(path)
-    keys = []
-
-    def record(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
-        keys.append(k.float())
-        return type(mixer).op(q, k, *rest)
-
-    mixer.op = record
-    try:
+    with recorded_calls(mixer) as calls:
         attention_output(reference, path, call)
-    finally:
-        del mixer.op
-    (k,) = keys
+    ((_, k, *_),) = calls
+    k = k.float()
     return (k.mean(dim=2).norm(dim=-1) / k.norm(dim=-1).mean(dim=2)).mean(dim=1)

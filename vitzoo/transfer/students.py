@@ -1,6 +1,5 @@
 """Students: copies of a teacher whose attention is replaced by mixers that start from its weights."""
 
-import inspect
 from collections.abc import Iterable
 from copy import deepcopy
 
@@ -9,48 +8,9 @@ from torch import nn
 
 from vitzoo.errors import UserError
 from vitzoo.mixers import mixer_class
-from vitzoo.mixers._kernel import KernelMixer
-from vitzoo.mixers._random import RandomFeatureMixer
-from vitzoo.mixers.nystrom import Nystrom
 from vitzoo.models.swap import swap_mixer
 from vitzoo.transfer.attention import mixer_paths
 from vitzoo.transfer.matching import new_parameters
-
-# options that would change the inherited queries, keys and values, or the output, from the first step on
-_LEFT_OUT = {
-    'inline': dict(residual=False),
-    'ls': dict(dual_norm=False),
-    'mala': dict(gate=False, rope=False),
-    'polaformer': dict(gate=False, center_keys=False),
-    'rmt': dict(rope=False),
-}
-# terms that are added to the output, and start at 0
-_ADDED_TERMS = {'nystrom': dict(conv_kernel_size=33)}
-# parameters whose effect is added to scores or outputs; of the factors u of a bias, one of two is enough
-_ADDED = ('bias_q.', 'bias_k.', 'lepe.', 'rel_bias.', 'rpb', 'u_query')
-# silu(_OPEN) = 1
-_OPEN = 1.2784645
-
-
-def start_arguments(mixer: str) -> dict:
-    """Arguments with which a mixer starts as its window or kernel attention of inherited queries, keys and values.
-
-    Without new norms, gates and rotations; kernel mixers with centered keys if they depend on a constant in the keys,
-    which softmax attention ignores; these and nystrom with a convolution of the values, which adds nothing at first.
-    The estimates of random features are unbiased with any constant, and were less exact with centered keys on a trained
-    model (`vitzoo transfer --probe-only`), as was polaformer.
-
-    Raises:
-        ValueError: There is no such mixer.
-    """
-    cls = mixer_class(mixer)
-    arguments: dict = dict(_ADDED_TERMS.get(mixer, {}))
-    if issubclass(cls, KernelMixer):
-        if not cls.ignores_mean_key and not issubclass(cls, RandomFeatureMixer):
-            arguments['center_keys'] = True
-        if 'conv_size' not in inspect.signature(cls).parameters:
-            arguments['dwc'] = 'v'
-    return {**arguments, **_LEFT_OUT.get(mixer, {})}
 
 
 def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, seed: int) -> nn.Module:
@@ -58,7 +18,7 @@ def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, 
 
     Args:
         name: Name of the teacher in errors.
-        mixer_kwargs: Arguments of the mixer; they override those of `start_arguments`.
+        mixer_kwargs: Arguments of the mixer; they override its `start_arguments`.
         seed: Of the parameters that are not inherited.
 
     Raises:
@@ -66,7 +26,7 @@ def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, 
     """
     torch.manual_seed(seed)
     try:
-        student = swap_mixer(deepcopy(teacher), mixer, **{**start_arguments(mixer), **mixer_kwargs})
+        student = swap_mixer(deepcopy(teacher), mixer, **{**mixer_class(mixer).start_arguments, **mixer_kwargs})
     except (TypeError, ValueError) as error:
         raise UserError(f'cannot replace the attention of {name} by {mixer}: {error}') from error
     if getattr(student, 'rope', None) is not None and not (mixer_class(mixer).has_rope or student.has_pos_embed()):
@@ -74,22 +34,21 @@ def make_student(name: str, teacher: nn.Module, mixer: str, mixer_kwargs: dict, 
             f'{mixer} does not compare queries with keys, so {name} would lose its rotary positions and have no'
             f' others; choose a mixer that does, such as ls or linear'
         )
-    _silence(student)
+    _start_added_terms(student)
     return student.eval()
 
 
 @torch.no_grad()
-def _silence(student: nn.Module) -> None:
-    """Let new biases of positions and local terms start at 0, and new gates at 1."""
+def _start_added_terms(student: nn.Module) -> None:
+    """Let new biases of positions and local terms start at 0, and new gates open."""
     paths = mixer_paths(student)
     new = {id(parameter) for parameter in new_parameters(student, paths)}
     for path in paths:
         mixer = student.get_submodule(path)
-        # other mixers convolve what they weight, and their gates have a silu
-        names, gate = ((*_ADDED, 'conv.'), 1.0) if isinstance(mixer, (KernelMixer, Nystrom)) else (_ADDED, _OPEN)
+        names = mixer.added_terms if mixer.gate_bias is None else (*mixer.added_terms, 'gate.')
         for name, parameter in mixer.named_parameters():
-            if id(parameter) in new and name.startswith((*names, 'gate.')):
-                parameter.fill_(gate if name == 'gate.bias' else 0)
+            if id(parameter) in new and name.startswith(names):
+                parameter.fill_(mixer.gate_bias if name == 'gate.bias' else 0)
 
 
 def randomize(student: nn.Module, seed: int) -> nn.Module:

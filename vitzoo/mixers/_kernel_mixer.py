@@ -26,6 +26,8 @@ class KernelMixer(QKVMixer):
     """
 
     ignores_mean_key = False
+    # softmax attention ignores a constant in the keys, on which most kernels depend
+    start_arguments: dict[str, Any] = {'center_keys': True, 'dwc': 'v'}
 
     def __init__(
         self,
