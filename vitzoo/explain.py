@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from vitzoo.about import read_about
 from vitzoo.classes import check_classifier, class_names, readable
 from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.transforms import unnormalize
@@ -52,18 +51,17 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
     for path in paths:
         check_output(path, ('.png',))
     name = find_model(args.model)
-    model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
-    if weights == 'random weights':
-        raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a trained model')
-    check_classifier(name, model)
-    model, names = model.to(args.device), class_names(model)
+    loaded = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
+    loaded.require_weights()
+    check_classifier(name, loaded.model)
+    model, names = loaded.model.to(args.device), class_names(loaded.model)
     target = None if args.target is None else _find_class(args.target, names)
     titles, unreadable = readable(names), []
     with autocast(args.device, args.amp_dtype):
         data_config = fit_data_config(name, model, args.img_size)
         dataset = ImageFiles(files, eval_transform(data_config))
         loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
-        is_multi_label = read_about(name, weights, args.checkpoint).get('multi_label', False)
+        is_multi_label = loaded.about.get('multi_label', False)
         records = explain_images(model, loader, args.method, target, is_multi_label, name)
         for path, record in zip(paths, _with_progress(records, len(files))):
             if 'error' in record:

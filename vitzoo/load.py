@@ -4,9 +4,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import vitzoo
 from vitzoo._arguments import constructor_arguments
-from vitzoo.about import fit_config, is_trained_folder, read_img_size
+from vitzoo.about import fit_config, is_trained_folder, read_about, read_img_size
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -26,6 +27,42 @@ from vitzoo.models._resample import resample_checkpoint
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps
 
 SOURCES = ('local-dir:', 'hf-hub:')
+Weights = Literal['checkpoint', 'trained', 'published', 'random weights']
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model of `load_model` and where its weights come from.
+
+    Attributes:
+        name: The name that it was loaded by, from `find_models`.
+        model: In eval mode.
+        weights: Origin of its weights.
+        checkpoint: Their file, if it was given.
+    """
+
+    name: str
+    model: nn.Module
+    weights: Weights
+    checkpoint: str | None = None
+
+    @property
+    def about(self) -> dict:
+        """Facts about its data, as in `read_about`."""
+        return read_about(self.name, self.weights, self.checkpoint)
+
+    @property
+    def license(self) -> str | None:
+        """The licence of its weights, None if it is not known."""
+        # that of a trained model is of the published weights that it began with, or chosen by `vitzoo push`
+        return self.model.pretrained_cfg.get('license') if self.weights in ('published', 'trained') else None
+
+    def require_weights(self) -> None:
+        """Raise UserError if the weights are random."""
+        if self.weights == 'random weights':
+            raise UserError(
+                f'there are no weights of {self.name}; pass a --checkpoint, or the folder of a trained model'
+            )
 
 
 def find_models(patterns: Iterable[str]) -> list[str]:
@@ -85,7 +122,7 @@ def load_model(
     checkpoint: str | None = None,
     pretrained: bool = True,
     model_kwargs: dict | None = None,
-) -> tuple[nn.Module, str]:
+) -> LoadedModel:
     """Create a model with the weights of a checkpoint, else of its folder, else published ones, else random ones.
 
     Args:
@@ -96,22 +133,19 @@ def load_model(
         pretrained: Whether to download published weights.
         model_kwargs: Model arguments chosen by the user; they override the others.
 
-    Returns:
-        The model in eval mode and the origin of its weights: 'checkpoint', 'trained', 'published' or 'random weights'.
-
     Raises:
         UserError: The model does not support the image size, or the weights do not fit or cannot be read or fetched.
     """
-    source = 'random weights'
+    weights: Weights = 'random weights'
     if is_trained_folder(name):
-        source = 'trained'
+        weights = 'trained'
     elif name.startswith(SOURCES) or timm.is_model_pretrained(name):
-        source = 'published' if pretrained else source
+        weights = 'published' if pretrained else weights
     if checkpoint is not None:
-        source = 'checkpoint'
+        weights = 'checkpoint'
     elif num_classes is not None:
-        source = 'random weights'
-    pretrained = source in ('trained', 'published')
+        weights = 'random weights'
+    pretrained = weights in ('trained', 'published')
     model = create_model(
         name, img_size=img_size, model_kwargs=model_kwargs, num_classes=num_classes, pretrained=pretrained
     )
@@ -119,7 +153,7 @@ def load_model(
         load_weights(model, checkpoint)
     if checkpoint is not None or num_classes is not None:
         fit_config(name, model, checkpoint)
-    return model.eval(), source
+    return LoadedModel(name, model.eval(), weights, checkpoint)
 
 
 def create_model(

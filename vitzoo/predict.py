@@ -22,11 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from vitzoo._files import replace_file
-from vitzoo.about import read_about
 from vitzoo.classes import check_classifier, class_names, readable
 from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles, find_files
-from vitzoo.errors import CommandParser, UserError, run_command
+from vitzoo.errors import CommandParser, run_command
 from vitzoo.load import find_model, fit_data_config, load_model
 from vitzoo.metrics.accuracy import most_likely
 from vitzoo.metrics.finite import check_logits
@@ -49,18 +48,17 @@ def predict(argv: list[str] | None = None) -> list[str]:
         check_output(args.out, ('.csv', '.json'))
     files = find_files(args.images)
     name = find_model(args.model)
-    model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
-    if weights == 'random weights':
-        raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a trained model')
-    check_classifier(name, model)
-    model = model.to(args.device)
+    loaded = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
+    loaded.require_weights()
+    check_classifier(name, loaded.model)
+    model = loaded.model.to(args.device)
     with autocast(args.device, args.amp_dtype):
         dataset = ImageFiles(files, eval_transform(fit_data_config(name, model, args.img_size)))
         # for a single batch, starting workers costs more than it saves
         loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
         top_k = min(args.top_k, model.num_classes)
         unreadable: list[str] = []
-        is_multi_label = read_about(name, weights, args.checkpoint).get('multi_label', False)
+        is_multi_label = loaded.about.get('multi_label', False)
         records = predict_images(model, loader, top_k, is_multi_label, name)
         records = _report_unreadable(records, len(files), unreadable)
         if args.out is None and sys.stdout.isatty():

@@ -37,8 +37,8 @@ def test_a_folder_with_another_number_of_classes_has_no_names_of_them(tmp_path):
     save_for_hf(model, str(tmp_path), model_config=dict(label_names=['a', 'b', 'c']), safe_serialization=True)
     file = str(tmp_path / 'model.safetensors')
     for options in [{}, dict(num_classes=3), dict(checkpoint=file), dict(num_classes=3, checkpoint=file)]:
-        assert class_names(load_model(str(tmp_path), **options)[0]) == ['a', 'b', 'c']
-    assert class_names(load_model(str(tmp_path), num_classes=4)[0]) == ['0', '1', '2', '3']
+        assert class_names(load_model(str(tmp_path), **options).model) == ['a', 'b', 'c']
+    assert class_names(load_model(str(tmp_path), num_classes=4).model) == ['0', '1', '2', '3']
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def data(tmp_path_factory) -> Path:
 def trained(data, tmp_path_factory) -> Path:
     """A classifier by the mean features of each class, which corruptions confuse."""
     folder = save_classifier(tmp_path_factory.mktemp('runs') / 'deit')
-    model, _ = load_model(str(folder))
+    model = load_model(str(folder)).model
     images = open_dataset(str(data), 'val', eval_transform(fit_data_config(str(folder), model)))
     with torch.no_grad():
         features = model.forward_head(model.forward_features(torch.stack([image for image, _ in images])), True)
@@ -153,7 +153,7 @@ def test_scores_of_anything_else_are_computed_again(data, trained, tmp_path, cha
     )
 
     def open_scores(options: EvalOptions) -> UnfinishedScores:
-        model, _ = load_model(str(run), img_size=options.img_size)
+        model = load_model(str(run), img_size=options.img_size).model
         config = fit_data_config(str(run), model, options.img_size)
         return UnfinishedScores(str(run), model, open_dataset(str(images), 'val'), config, options)
 

@@ -171,7 +171,7 @@ def _evaluate_weights(run: str, weights: dict[str, Tensor], options: EvalOptions
 
 def _upload(args: argparse.Namespace, folder: Path, card: dict) -> None:
     """Upload the model of a folder by timm's own function, with the card also if the repository has another."""
-    model, _ = load_model(str(folder))
+    model = load_model(str(folder)).model
     stored = load_file(folder / WEIGHTS)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in stored:

@@ -85,22 +85,19 @@ def _validate(name: str, options: EvalOptions, suite: Sequence[Found], with_erro
 
 def describe_model(name: str, options: EvalOptions) -> dict:
     """Origin, scaling, and saliency maps of a few images if the data has one label per image."""
-    model, weights = load_model(
+    loaded = load_model(
         name,
         img_size=options.img_size,
         num_classes=options.num_classes,
         checkpoint=options.checkpoint,
         pretrained=options.pretrained,
     )
-    config = resolve_data_config(model, options.img_size)
+    model, config = loaded.model, resolve_data_config(loaded.model, options.img_size)
     about = find_origin(name)
     # other weights were not made by the commands of the folder
-    about |= read_transfer(name) if weights == 'trained' else dict(commands=[])
+    about |= read_transfer(name) if loaded.weights == 'trained' else dict(commands=[])
     if options.has_data and not options.ignore_labels:
-        transform = eval_transform(config)
-        images = open_validation_data(
-            options.data, model, transform, name, options.data_options, weights, options.checkpoint
-        )
+        images = open_validation_data(options.data, loaded, eval_transform(config), options.data_options)
         if not images.is_multi_label:
             about['explanations'] = explain_some(model.to(options.device), images, config)
     return about | dict(scaling=dict(gmacs=measure_scaling(name, model, config['input_size'][1])))

@@ -12,7 +12,6 @@ import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
-from vitzoo.about import read_about
 from vitzoo.classes import label_names, number_rest
 from vitzoo.data import Images, eval_transform, open_dataset
 from vitzoo.data.dataset import merge_options
@@ -20,7 +19,7 @@ from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
-from vitzoo.load import find_models, fit_data_config, load_model
+from vitzoo.load import LoadedModel, find_models, fit_data_config, load_model
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarize
 from vitzoo.metrics.speed import PeakMemory, Speed, measure_throughput
 from vitzoo.options import autocast
@@ -84,29 +83,27 @@ def validate_model(
     """
     device = options.device if accelerator is None else accelerator.device
     with PeakMemory(device) as memory:
-        model, weights = load_model(
+        loaded = load_model(
             name,
             img_size=options.img_size,
             num_classes=options.num_classes,
             checkpoint=options.checkpoint,
             pretrained=options.pretrained,
         )
-        model = model.to(device)
+        model = loaded.model.to(device)
         with autocast(device, options.amp_dtype):
             data_config = fit_data_config(name, model, options.img_size)
             probe = _create_probe(model, data_config['input_size'], options)
         # before the evaluation, because it fails if an operation has no formula
         gmacs = count_macs(model, data_config['input_size'][1:]) / 1e9
         with autocast(device, options.amp_dtype):
-            scores = _evaluate(name, model, weights, data_config, probe, suite, options, accelerator)
+            scores = _evaluate(loaded, data_config, probe, suite, options, accelerator)
             speed = _measure_speed(model, data_config['input_size'], options.timed_batch_size, accelerator)
     with autocast(device, options.amp_dtype):
         # outside PeakMemory, because exact attention needs more memory than the model
-        health = _measure_health(name, model, weights, data_config, options, accelerator) if options.health else None
+        health = _measure_health(loaded, data_config, options, accelerator) if options.health else None
     height, width = data_config['input_size'][1:]
-    # that of a trained model is of the published weights that it began with, or chosen by `vitzoo push`
-    terms = model.pretrained_cfg.get('license') if weights in ('published', 'trained') else None
-    record = dict(model=name, weights=weights, license=terms)
+    record: dict[str, Any] = dict(model=name, weights=loaded.weights, license=loaded.license)
     record |= dict.fromkeys((*ACCURACY_KEYS, 'oversmoothing', 'token_statistics'))
     record |= dict(
         params=sum(parameter.numel() for parameter in model.parameters()),
@@ -122,19 +119,12 @@ def validate_model(
 
 
 def open_validation_data(
-    data_dir: str,
-    model: nn.Module,
-    transform: Callable | None = None,
-    run: str | None = None,
-    options: DataOptions = NO_OPTIONS,
-    weights: str = 'published',
-    checkpoint: str | None = None,
+    data_dir: str, loaded: LoadedModel, transform: Callable | None = None, options: DataOptions = NO_OPTIONS
 ) -> Images:
     """Open the validation split, with the model's class indices as labels.
 
-    If `run` is a training run that held out images of this dataset, these are the validation split. Its data options
-    are used if `options` does not have others. It is a folder, or a name, with `weights` and `checkpoint` as in
-    `read_about`.
+    If the run that trained the model held out images of this dataset, these are the validation split. Its data options
+    are used if `options` does not have others.
 
     Classes are matched by name if the model knows its class names: those it was trained on, or ImageNet's WordNet ids,
     of which the data may have a subset. Otherwise the class folders in natural order are the classes.
@@ -142,9 +132,10 @@ def open_validation_data(
     Raises:
         UserError: The classes of the data are not the model's.
     """
+    model = loaded.model
     if not model.num_classes:
-        raise UserError(f'{run or "the model"} has no classifier to be scored; use --ignore-labels')
-    about = {} if run is None else read_about(run, weights, checkpoint)
+        raise UserError(f'{loaded.name} has no classifier to be scored; use --ignore-labels')
+    about = loaded.about
     settings = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
     options = merge_options(options, about, data_dir)
     dataset = open_dataset(data_dir, 'val', transform, options=options, **settings)
@@ -198,9 +189,7 @@ def _validate_predictions(path: str, options: EvalOptions) -> dict:
 
 
 def _evaluate(
-    name: str,
-    model: nn.Module,
-    weights: str,
+    loaded: LoadedModel,
     data_config: dict,
     probe: OversmoothingProbe | None,
     suite: Sequence[Found],
@@ -208,13 +197,14 @@ def _evaluate(
     accelerator: 'Accelerator | None',
 ) -> dict:
     """Evaluate a model on --data-dir, with --corrupt under corruptions, and on the suite."""
+    name, model = loaded.name, loaded.model
     if suite:
         check_imagenet_classes(name, model)
     if options.corrupt:
         check_corruptible(name, data_config)
     scores = {}
     if options.has_data:
-        images = _open_images(name, model, weights, eval_transform(data_config), options)
+        images = _open_images(loaded, eval_transform(data_config), options)
         columns = _score(name, model, images, probe, options, accelerator)
         scores = {key: value for key, value in summarize(columns).items() if not key.startswith('correct')}
         if options.ignore_labels:
@@ -235,13 +225,11 @@ def _evaluate(
     return scores
 
 
-def _open_images(name: str, model: nn.Module, weights: str, transform: Callable, options: EvalOptions) -> Any:
+def _open_images(loaded: LoadedModel, transform: Callable, options: EvalOptions) -> Any:
     """Open the validation images, or with --ignore-labels all images."""
     if options.ignore_labels:
         return UnlabelledImages(find_files([options.data]), transform)
-    images = open_validation_data(
-        options.data, model, transform, name, options.data_options, weights, options.checkpoint
-    )
+    images = open_validation_data(options.data, loaded, transform, options.data_options)
     if images.is_multi_label and (options.save_predictions or '').lower().endswith('.csv'):
         raise UserError(f'{options.data_dir} has several labels per image: save the predictions as .npz')
     if images.is_multi_label and options.errors:
@@ -310,14 +298,10 @@ def _create_probe(
 
 
 def _measure_health(
-    name: str,
-    model: nn.Module,
-    weights: str,
-    data_config: dict,
-    options: EvalOptions,
-    accelerator: 'Accelerator | None',
+    loaded: LoadedModel, data_config: dict, options: EvalOptions, accelerator: 'Accelerator | None'
 ) -> dict[str, dict[str, float]] | None:
     """Compare the mixers that approximate softmax attention with it, on the validation data."""
+    name, model = loaded.name, loaded.model
     try:
         probe = HealthProbe(model)
     except UserError as error:
@@ -327,10 +311,7 @@ def _measure_health(
         # one image, so that the probe knows its columns even in a process without a share of the data
         model(torch.zeros(1, *data_config['input_size'], device=next(model.parameters()).device))
     probe.per_image()
-    transform = eval_transform(data_config)
-    images = open_validation_data(
-        options.data, model, transform, name, options.data_options, weights, options.checkpoint
-    )
+    images = open_validation_data(options.data, loaded, eval_transform(data_config), options.data_options)
     return probe.report(summarize(_score(name, model, images, probe, options, accelerator))[probe.key])
 
 
