@@ -32,7 +32,7 @@ from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.record import Ledger
 from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 

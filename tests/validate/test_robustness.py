@@ -23,7 +23,7 @@ from vitzoo.data.variants.imagenet9 import CLASS_NAMES
 from vitzoo.errors import UserError
 from vitzoo.metrics.robustness import ALEXNET_ERRORS, corruption_errors, score_allowed, summarize_allowed
 from vitzoo.validate import main
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.results import write_results
 from vitzoo.validate.robustness import evaluate_suite

@@ -19,7 +19,7 @@ from vitzoo.errors import UserError
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report import make_report
 from vitzoo.validate import robustness
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.unfinished import UnfinishedScores
 

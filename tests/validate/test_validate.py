@@ -24,8 +24,9 @@ from vitzoo.errors import UserError
 from vitzoo.load import LoadedModel, find_models, fit_data_config, load_model, load_weights
 from vitzoo.metrics import token_statistics
 from vitzoo.validate import main
+from vitzoo.validate.command import validate
+from vitzoo.validate.data import open_validation_data
 from vitzoo.validate.error_analysis import FILES
-from vitzoo.validate.evaluation import open_validation_data, validate
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.results import RECORD_KEYS, print_records, print_robustness, write_results
 from vitzoo.validate.scoring import score_dataset

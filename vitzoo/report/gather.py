@@ -32,8 +32,9 @@ from vitzoo.options import read_yaml, to_words
 from vitzoo.report.transfers import read_transfer
 from vitzoo.transfer.origin import find_command, transfer_recipe
 from vitzoo.transfer.record import RECORD
+from vitzoo.validate.data import open_validation_data
 from vitzoo.validate.error_analysis import count_confusions
-from vitzoo.validate.evaluation import open_validation_data, validate_model
+from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions, check_single_model
 from vitzoo.validate.predictions import Predictions, read_predictions
 from vitzoo.validate.robustness import open_suite

@@ -25,7 +25,7 @@ from vitzoo.errors import NoClassesError, UserError, format_flag
 from vitzoo.load import LoadedModel
 from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.transfer.outputs import has_head
-from vitzoo.validate.evaluation import open_validation_data
+from vitzoo.validate.data import open_validation_data
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

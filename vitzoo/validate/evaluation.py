@@ -1,6 +1,5 @@
 """Evaluation of models: accuracy, size, speed, oversmoothing and health, as one record per model."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -9,68 +8,32 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
-from vitzoo.classes import label_names, number_rest
-from vitzoo.data import Images, eval_transform, open_dataset
-from vitzoo.data.dataset import merge_options
-from vitzoo.data.options import NO_OPTIONS, DataOptions
+from vitzoo.data import Images, eval_transform
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
-from vitzoo.load import LoadedModel, find_models, fit_data_config, load_model
+from vitzoo.load import LoadedModel, fit_data_config, load_model
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarize
 from vitzoo.metrics.speed import PeakMemory, Speed, measure_throughput
 from vitzoo.options import autocast
-from vitzoo.validate.error_analysis import open_predicted, write_error_analysis
-from vitzoo.validate.options import EvalOptions, check_outputs, check_single_model, parse_args
-from vitzoo.validate.predictions import Predictions, read_predictions, write_predictions
-from vitzoo.validate.results import RECORD_KEYS, print_calibration, print_results, write_results
+from vitzoo.validate.data import open_validation_data
+from vitzoo.validate.error_analysis import write_error_analysis
+from vitzoo.validate.options import EvalOptions
+from vitzoo.validate.predictions import Predictions, write_predictions
 from vitzoo.validate.robustness import (
     check_corruptible,
     check_imagenet_classes,
     evaluate_corruptions,
     evaluate_suite,
-    open_suite,
 )
 from vitzoo.validate.scoring import score_dataset
-from vitzoo.validate.unfinished import remove_unfinished
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 ACCURACY_KEYS = ('top1', 'top5', 'loss', 'n', 'map', 'labelled')
-
-
-def validate(argv: list[str] | None = None) -> list[dict]:
-    """Validate the models named on the command line, and return one record per model.
-
-    Raises:
-        UserError: A model, a file, a folder or a size is invalid.
-    """
-    options = parse_args(argv)
-    names = find_models(options.models)
-    check_single_model(options, names)
-    check_outputs(options)
-    if options.from_predictions:
-        return [_validate_predictions(options.from_predictions, options)]
-    accelerator = _create_accelerator()
-    is_main = accelerator is None or accelerator.is_main_process
-    suite = open_suite(options.data_root, options.allow_partial, is_main) if options.suite and options.data_root else []
-    records = []
-    try:
-        for name in names:
-            records.append(validate_model(name, options, accelerator, suite))
-            if is_main and options.results_file:
-                write_results(options.results_file, records)
-        if is_main:
-            remove_unfinished(options, names)
-    finally:
-        # print what we have even if a later model fails or the user interrupts
-        if is_main and records:
-            print_results(records, options)
-    return records
 
 
 def validate_model(
@@ -116,76 +79,6 @@ def validate_model(
         health=health,
     )
     return record | scores
-
-
-def open_validation_data(
-    data_dir: str, loaded: LoadedModel, transform: Callable | None = None, options: DataOptions = NO_OPTIONS
-) -> Images:
-    """Open the validation split, with the model's class indices as labels.
-
-    If the run that trained the model held out images of this dataset, these are the validation split. Its data options
-    are used if `options` does not have others.
-
-    Classes are matched by name if the model knows its class names: those it was trained on, or ImageNet's WordNet ids,
-    of which the data may have a subset. Otherwise the class folders in natural order are the classes.
-
-    Raises:
-        UserError: The classes of the data are not the model's.
-    """
-    model = loaded.model
-    if not model.num_classes:
-        raise UserError(f'{loaded.name} has no classifier to be scored; use --ignore-labels')
-    about = loaded.about
-    settings = {key: about[key] for key in ('multi_label', 'held_out') if key in about}
-    options = merge_options(options, about, data_dir)
-    dataset = open_dataset(data_dir, 'val', transform, options=options, **settings)
-    class_names = label_names(model)
-    if not class_names:
-        subset = infer_imagenet_subset(model)
-        class_names = ImageNetInfo(subset).label_names() if subset else []
-        if not set(dataset.class_names) <= set(class_names):
-            class_names = []
-    if class_names:
-        class_to_idx = {name: i for i, name in enumerate(class_names)}
-        try:
-            Images(dataset.reader, transform, class_to_idx)
-        except UserError as error:
-            if data_dir != 'sample':
-                raise
-            raise UserError(f'{error}; without --data-dir, a model is validated on the bundled sample') from error
-        # after the check, so that no class of the data is taken for one that has only a number
-        all_names = number_rest(class_names, model.num_classes)
-        return Images(dataset.reader, transform, {name: i for i, name in enumerate(all_names)})
-    if len(dataset.class_names) != model.num_classes:
-        raise UserError(
-            f'the model has {model.num_classes} classes and {data_dir} has {len(dataset.class_names)}, which are not '
-            f"ImageNet's WordNet ids ({', '.join(dataset.class_names[:3])}, …); validate a model trained on these "
-            'classes: the folder of its run, or --num-classes with --checkpoint'
-        )
-    return dataset
-
-
-def _validate_predictions(path: str, options: EvalOptions) -> dict:
-    """Compute the record of a file of predictions: accuracies and error analysis only."""
-    predictions = read_predictions(path)
-    summary = summarize(predictions.columns)
-    record: dict[str, Any] = dict.fromkeys(RECORD_KEYS) | {key: summary.get(key) for key in ACCURACY_KEYS}
-    record |= dict(model=path, weights='predictions')
-    if options.errors:
-        load_image = (
-            None
-            if options.data_dir is None
-            else open_predicted(options.data_dir, predictions.files, options.data_options)
-        )
-        record |= write_error_analysis(options.errors, predictions, load_image)
-    if options.results_file:
-        write_results(options.results_file, [record])
-    scores = f'top-1 {record["top1"]:.2f} %, top-5 {record["top5"]:.2f} %, loss {record["loss"]:.3f}'
-    if record['map'] is not None:
-        scores += f', mAP {record["map"]:.2f} %'
-    print(f'{path}: {scores}, {record["n"]:,} images')
-    print_calibration(record, options)
-    return record
 
 
 def _evaluate(
@@ -327,13 +220,3 @@ def _measure_speed(
     speed = measure_throughput(model, images) if accelerator.is_main_process else None
     accelerator.wait_for_everyone()
     return speed
-
-
-def _create_accelerator() -> 'Accelerator | None':
-    """The `Accelerator` of processes started by `accelerate launch` or torchrun; None for a single process."""
-    if int(os.environ.get('WORLD_SIZE', '1')) == 1:
-        return None
-    from accelerate import Accelerator
-
-    # without cpu=True, Accelerate does not connect the processes of a machine without a GPU
-    return Accelerator(cpu=not torch.accelerator.is_available())
