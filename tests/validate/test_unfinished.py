@@ -21,6 +21,7 @@ from vitzoo.report import make_report
 from vitzoo.validate import robustness
 from vitzoo.validate.command import validate
 from vitzoo.validate.options import EvalOptions
+from vitzoo.validate.scoring import Evaluation
 from vitzoo.validate.unfinished import UnfinishedScores
 
 CONDITIONS = [(name, severity) for name in ('gaussian_noise', 'pixelate') for severity in range(1, 6)]
@@ -153,9 +154,9 @@ def test_scores_of_anything_else_are_computed_again(data, trained, tmp_path, cha
     )
 
     def open_scores(options: EvalOptions) -> UnfinishedScores:
-        model = load_model(str(run), img_size=options.img_size).model
-        config = fit_data_config(str(run), model, options.img_size)
-        return UnfinishedScores(str(run), model, open_dataset(str(images), 'val'), config, options)
+        loaded = load_model(str(run), img_size=options.img_size)
+        config = fit_data_config(str(run), loaded.model, options.img_size)
+        return UnfinishedScores(Evaluation(loaded, config, options), open_dataset(str(images), 'val'))
 
     open_scores(options).add(('fog', 3), 4, 10)
     CHANGES.get(change, lambda run, data: None)(run, images)

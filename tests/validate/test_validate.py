@@ -29,7 +29,7 @@ from vitzoo.validate.data import open_validation_data
 from vitzoo.validate.error_analysis import FILES
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.results import RECORD_KEYS, print_records, print_robustness, write_results
-from vitzoo.validate.scoring import score_dataset
+from vitzoo.validate.scoring import Evaluation, score_dataset
 
 ROOT = Path(__file__).parents[2]
 PHOTOGRAPHS = ROOT.parent / 'shared' / 'data' / 'imagenet1k_sample.tar'
@@ -162,7 +162,8 @@ def test_brackets_in_a_name_are_no_markup_of_the_progress_bar(monkeypatch):
     monkeypatch.setenv('FORCE_COLOR', '1')
     model, images = torch.nn.Flatten(), [(torch.zeros(3, 2, 2), 0)]
     options = EvalOptions(device=torch.device('cpu'), amp_dtype='float32', batch_size=1, workers=0)
-    score_dataset('m[/b]', model, images, lambda logits, label: dict(label=label), options)
+    evaluation = Evaluation(LoadedModel('m', model, 'trained'), {}, options)
+    score_dataset('m[/b]', evaluation, images, lambda logits, label: dict(label=label))
 
 
 def test_untrained_weights_are_called_random(data, capsys):

@@ -1,7 +1,7 @@
 """Evaluation of models: accuracy, size, speed, oversmoothing and health, as one record per model."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
@@ -14,7 +14,7 @@ from vitzoo.data import Images, eval_transform
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
-from vitzoo.load import LoadedModel, fit_data_config, load_model
+from vitzoo.load import fit_data_config, load_model
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarize
 from vitzoo.metrics.speed import PeakMemory, Speed, measure_throughput
 from vitzoo.options import autocast
@@ -28,7 +28,7 @@ from vitzoo.validate.robustness import (
     evaluate_corruptions,
     evaluate_suite,
 )
-from vitzoo.validate.scoring import score_dataset
+from vitzoo.validate.scoring import Evaluation, score_dataset
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,14 +57,15 @@ def validate_model(
         with autocast(device, options.amp_dtype):
             data_config = fit_data_config(name, model, options.img_size)
             probe = _create_probe(model, data_config['input_size'], options)
+        evaluation = Evaluation(loaded, data_config, options, accelerator)
         # before the evaluation, because it fails if an operation has no formula
         gmacs = count_macs(model, data_config['input_size'][1:]) / 1e9
         with autocast(device, options.amp_dtype):
-            scores = _evaluate(loaded, data_config, probe, suite, options, accelerator)
-            speed = _measure_speed(model, data_config['input_size'], options.timed_batch_size, accelerator)
+            scores = _evaluate(evaluation, probe, suite)
+            speed = _measure_speed(evaluation)
     with autocast(device, options.amp_dtype):
         # outside PeakMemory, because exact attention needs more memory than the model
-        health = _measure_health(loaded, data_config, options, accelerator) if options.health else None
+        health = _measure_health(evaluation) if options.health else None
     height, width = data_config['input_size'][1:]
     record: dict[str, Any] = dict(model=name, weights=loaded.weights, license=loaded.license)
     record |= dict.fromkeys((*ACCURACY_KEYS, 'oversmoothing', 'token_statistics'))
@@ -81,24 +82,17 @@ def validate_model(
     return record | scores
 
 
-def _evaluate(
-    loaded: LoadedModel,
-    data_config: dict,
-    probe: OversmoothingProbe | None,
-    suite: Sequence[Found],
-    options: EvalOptions,
-    accelerator: 'Accelerator | None',
-) -> dict:
+def _evaluate(evaluation: Evaluation, probe: OversmoothingProbe | None, suite: Sequence[Found]) -> dict:
     """Evaluate a model on --data-dir, with --corrupt under corruptions, and on the suite."""
-    name, model = loaded.name, loaded.model
+    options = evaluation.options
     if suite:
-        check_imagenet_classes(name, model)
+        check_imagenet_classes(evaluation.name, evaluation.model)
     if options.corrupt:
-        check_corruptible(name, data_config)
+        check_corruptible(evaluation.name, evaluation.data_config)
     scores = {}
     if options.has_data:
-        images = _open_images(loaded, eval_transform(data_config), options)
-        columns = _score(name, model, images, probe, options, accelerator)
+        images = _open_images(evaluation)
+        columns = _score(evaluation, images, probe)
         scores = {key: value for key, value in summarize(columns).items() if not key.startswith('correct')}
         if options.ignore_labels:
             scores = dict(n=scores['n'])
@@ -107,22 +101,23 @@ def _evaluate(
         if probe is not None:
             scores['token_statistics'] = probe.describe(columns[probe.key])
             scores[probe.key] = scores['token_statistics']['cosine']['mean']
-        if accelerator is None or accelerator.is_main_process:
+        if evaluation.is_main:
             scores |= _write_predictions(images, columns, options)
         if options.corrupt:
             images.transform = None
-            scores |= evaluate_corruptions(name, model, images, scores['top1'], data_config, options, accelerator)
+            scores |= evaluate_corruptions(evaluation, images, scores['top1'])
     if suite:
-        columns = evaluate_suite(name, model, suite, data_config, options, accelerator)
+        columns = evaluate_suite(evaluation, suite)
         scores = {key: columns.get(f'imagenet_{key}') for key in ('top1', 'top5', 'n')} | scores | columns
     return scores
 
 
-def _open_images(loaded: LoadedModel, transform: Callable, options: EvalOptions) -> Any:
+def _open_images(evaluation: Evaluation) -> Any:
     """Open the validation images, or with --ignore-labels all images."""
+    options, transform = evaluation.options, eval_transform(evaluation.data_config)
     if options.ignore_labels:
         return UnlabelledImages(find_files([options.data]), transform)
-    images = open_validation_data(options.data, loaded, transform, options.data_options)
+    images = open_validation_data(options.data, evaluation.loaded, transform, options.data_options)
     if images.is_multi_label and (options.save_predictions or '').lower().endswith('.csv'):
         raise UserError(f'{options.data_dir} has several labels per image: save the predictions as .npz')
     if images.is_multi_label and options.errors:
@@ -130,27 +125,21 @@ def _open_images(loaded: LoadedModel, transform: Callable, options: EvalOptions)
     return images
 
 
-def _score(
-    name: str,
-    model: nn.Module,
-    images: Any,
-    probe: OversmoothingProbe | HealthProbe | None,
-    options: EvalOptions,
-    accelerator: 'Accelerator | None',
-) -> dict[str, Tensor]:
+def _score(evaluation: Evaluation, images: Any, probe: OversmoothingProbe | HealthProbe | None) -> dict[str, Tensor]:
     """Score the validation images, with the probe if there is one."""
-    if getattr(images, 'is_held_out', False) and (accelerator is None or accelerator.is_main_process):
+    options = evaluation.options
+    if getattr(images, 'is_held_out', False) and evaluation.is_main:
         missing = f', without {images.num_missing} that have gone or changed' if images.num_missing else ''
         print(
-            f'vitzoo: evaluating the {len(images)} images of {options.data_dir} that {name} held out for'
+            f'vitzoo: evaluating the {len(images)} images of {options.data_dir} that {evaluation.name} held out for'
             f' validation{missing}',
             file=sys.stderr,
         )
-    if getattr(images, 'left_out', []) and (accelerator is None or accelerator.is_main_process):
+    if getattr(images, 'left_out', []) and evaluation.is_main:
         print(f'vitzoo: {images.describe_left_out()}', file=sys.stderr)
     score = partial(rank_classes, keep_logits=(options.save_predictions or '').lower().endswith('.npz'))
     with probe or nullcontext():
-        return score_dataset(name, model, images, score, options, accelerator, probe)
+        return score_dataset(evaluation.name, evaluation, images, score, probe)
 
 
 def _write_predictions(images: Images, columns: dict[str, Tensor], options: EvalOptions) -> dict:
@@ -190,29 +179,27 @@ def _create_probe(
     return probe
 
 
-def _measure_health(
-    loaded: LoadedModel, data_config: dict, options: EvalOptions, accelerator: 'Accelerator | None'
-) -> dict[str, dict[str, float]] | None:
+def _measure_health(evaluation: Evaluation) -> dict[str, dict[str, float]] | None:
     """Compare the mixers that approximate softmax attention with it, on the validation data."""
-    name, model = loaded.name, loaded.model
+    model, data_config, options = evaluation.model, evaluation.data_config, evaluation.options
     try:
         probe = HealthProbe(model)
     except UserError as error:
-        print(f'vitzoo: {name}: {error}', file=sys.stderr)
+        print(f'vitzoo: {evaluation.name}: {error}', file=sys.stderr)
         return None
     with torch.no_grad(), probe:
         # one image, so that the probe knows its columns even in a process without a share of the data
         model(torch.zeros(1, *data_config['input_size'], device=next(model.parameters()).device))
     probe.per_image()
-    images = open_validation_data(options.data, loaded, eval_transform(data_config), options.data_options)
-    return probe.report(summarize(_score(name, model, images, probe, options, accelerator))[probe.key])
+    images = open_validation_data(options.data, evaluation.loaded, eval_transform(data_config), options.data_options)
+    return probe.report(summarize(_score(evaluation, images, probe))[probe.key])
 
 
-def _measure_speed(
-    model: nn.Module, input_size: tuple[int, int, int], batch_size: int, accelerator: 'Accelerator | None'
-) -> Speed | None:
+def _measure_speed(evaluation: Evaluation) -> Speed | None:
     """Measure the throughput in the main process."""
-    images = torch.randn(batch_size, *input_size, device=next(model.parameters()).device)
+    model, accelerator = evaluation.model, evaluation.accelerator
+    shape = evaluation.options.timed_batch_size, *evaluation.data_config['input_size']
+    images = torch.randn(shape, device=next(model.parameters()).device)
     if accelerator is None:
         return measure_throughput(model, images)
     # one process at a time: processes on one machine would slow each other down
