@@ -16,8 +16,10 @@ from vitzoo.bench._results import append_rows
 from vitzoo.errors import UserError
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.oversmoothing import MEASURES, Measure
-from vitzoo.report import main, make_report, read_records
+from vitzoo.report import main
 from vitzoo.report.charts import Point, frontier
+from vitzoo.report.command import make_report
+from vitzoo.report.files import read_records
 from vitzoo.report.gather import describe_model, find_origin, measure_scaling
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.page import render

@@ -11,7 +11,7 @@ from timm.models import save_for_hf
 
 import vitzoo
 from vitzoo.errors import UserError
-from vitzoo.report import make_report
+from vitzoo.report.command import make_report
 from vitzoo.train.loop import train
 from vitzoo.train.model import build_model
 from vitzoo.train.recipe import FIXED_KEYS, make_recipe

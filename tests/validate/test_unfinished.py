@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from vitzoo.data import eval_transform, open_dataset
 from vitzoo.errors import UserError
 from vitzoo.load import fit_data_config, load_model
-from vitzoo.report import make_report
+from vitzoo.report.command import make_report
 from vitzoo.validate import robustness
 from vitzoo.validate.command import validate
 from vitzoo.validate.options import EvalOptions

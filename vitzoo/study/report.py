@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from vitzoo._files import replace_file
-from vitzoo.report import DATA, PAGE, make_folder, write_records
+from vitzoo.report.files import DATA, PAGE, make_folder, write_records
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import Row, group_records, has_more, read_cell

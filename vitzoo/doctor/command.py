@@ -1,4 +1,4 @@
-"""Examining a dataset: decode all images, run the checks, print the findings and write them to a file."""
+"""The command line of `vitzoo doctor`: decode all images, run the checks, and print and write the findings."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ _MAX_NAMES = 4
 _BATCH_SIZE = 16
 
 
-def run(argv: list[str] | None = None) -> None:
+def examine_and_exit(argv: list[str] | None = None) -> None:
     """Examine a dataset and exit with code 1 if there are errors."""
     if any(finding.severity == 'error' for finding in examine(argv)):
         raise SystemExit(1)
