@@ -3,7 +3,6 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -186,20 +185,15 @@ def create_model(
             accepted |= {'base_model', 'swap_mixer'}
         if img_size is not None and 'img_size' not in accepted:
             return create_model(name, model_kwargs=model_kwargs, **kwargs)
-        unknown = [key for key, value in {**kwargs, **chosen}.items() if value is not None and key not in accepted]
-        if unknown:
-            hint = did_you_mean(unknown[0], accepted)
-            raise UserError(f"{name} has no argument '{unknown[0]}'{hint or f': {error}'}") from error
-        if not model_kwargs:
+        problem = _explain_unknown(name, {**kwargs, **chosen}, accepted, error)
+        if not problem and not model_kwargs:
             raise
-        raise UserError(_cannot_be_made(name, chosen, error)) from error
+        raise UserError(problem or _explain_failure(name, chosen, error)) from error
     except (AssertionError, RuntimeError, ValueError, ZeroDivisionError) as error:
-        summary, *problems = str(error).split('\n\t')
-        if summary.startswith('Error(s) in loading state_dict'):
-            raise UserError(_describe_misfit(name, chosen, problems)) from error
-        if not chosen and not is_trained_folder(name) and name != ARCHITECTURE:
+        problem = _explain_misfit(name, chosen, error)
+        if not problem and not chosen and not is_trained_folder(name) and name != ARCHITECTURE:
             raise
-        raise UserError(_cannot_be_made(name, chosen, error)) from error
+        raise UserError(problem or _explain_failure(name, chosen, error)) from error
     except KeyError as error:
         if error.args != ('architecture',):
             raise
@@ -281,14 +275,16 @@ def load_weights(model: nn.Module, path: str) -> None:
         resampled = resample_checkpoint(state_dict, model, read_img_size(path))
     except ValueError as error:
         raise UserError(f'the checkpoint {path} is ambiguous: {error}') from error
-    misfit = _load_if_fits(model, resampled)
+    misfit, failure = _load_if_fits(model, resampled), None
     convert = find_filter(model)
     if misfit and convert is not None:
         # given the weights of another model, a converter may fail in any way: then they do not fit
-        with suppress(Exception):
+        try:
             misfit = _load_if_fits(model, convert(state_dict, model)) and misfit
+        except Exception as error:
+            misfit, failure = f'{misfit}; converting it from the official layout fails with {error!r}', error
     if misfit:
-        raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}')
+        raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}') from failure
 
 
 def find_filter(model: nn.Module) -> Callable[..., dict] | None:
@@ -329,16 +325,32 @@ def _expand(pattern: str) -> list[str]:
     return [pattern]
 
 
-def _cannot_be_made(name: str, chosen: dict, error: Exception) -> str:
-    arguments = ', '.join(f'{key}={value}' for key, value in chosen.items())
-    return f'{name} cannot be made{" with " if chosen else ""}{arguments}: {error}'
+def _explain_unknown(name: str, given: dict, accepted: set[str], error: Exception) -> str:
+    """One sentence about the first argument that the model does not have, empty if it has all."""
+    unknown = [key for key, value in given.items() if value is not None and key not in accepted]
+    if not unknown:
+        return ''
+    hint = did_you_mean(unknown[0], accepted)
+    return f"{name} has no argument '{unknown[0]}'{hint or f': {error}'}"
 
 
-def _describe_misfit(name: str, chosen: dict, problems: list[str]) -> str:
-    """One sentence for the error of load_state_dict, whose message has a line for each problem."""
-    arguments = f' made with {", ".join(f"{key}={value}" for key, value in chosen.items())}' if chosen else ''
+def _explain_misfit(name: str, chosen: dict, error: Exception) -> str:
+    """One sentence for the error of load_state_dict, whose message has a line for each problem; empty for others."""
+    summary, *problems = str(error).split('\n\t')
+    if not summary.startswith('Error(s) in loading state_dict'):
+        return ''
+    made = f' made{_with_arguments(chosen)}' if chosen else ''
     others = f', and {len(problems) - 1} more' if len(problems) > 1 else ''
-    return f'the weights of {name} do not fit the model{arguments}: {problems[0].rstrip(". ")}{others}'
+    return f'the weights of {name} do not fit the model{made}: {problems[0].rstrip(". ")}{others}'
+
+
+def _explain_failure(name: str, chosen: dict, error: Exception) -> str:
+    return f'{name} cannot be made{_with_arguments(chosen)}: {error}'
+
+
+def _with_arguments(chosen: dict) -> str:
+    arguments = ', '.join(f'{key}={value}' for key, value in chosen.items())
+    return f' with {arguments}' if chosen else ''
 
 
 @torch.no_grad()

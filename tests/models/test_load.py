@@ -5,11 +5,12 @@ import json
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 from vitzoo.classes import class_names
 from vitzoo.errors import UserError
-from vitzoo.load import create_model, find_model, load_model
+from vitzoo.load import create_model, find_model, load_model, load_weights
 
 
 @pytest.mark.parametrize('img_size', [48, [48, 32]])
@@ -104,3 +105,11 @@ def test_weights_that_cannot_be_fetched_are_reported(monkeypatch):
     monkeypatch.setattr('vitzoo.models._register.download_url_to_file', no_answer)
     with pytest.raises(UserError, match=r'cannot fetch the weights of vil_tiny .*no answer.*as a checkpoint file'):
         create_model('vil_tiny', pretrained=True, cache_dir='/nonexistent')
+
+
+def test_a_checkpoint_that_cannot_be_converted_names_the_reason(tmp_path, monkeypatch):
+    file = tmp_path / 'model.safetensors'
+    save_file({'other': torch.zeros(1)}, file)
+    monkeypatch.setattr('vitzoo.load.find_filter', lambda model: lambda state_dict, model: state_dict['absent'])
+    with pytest.raises(UserError, match=r"1 unexpected \(other\); converting .* fails with KeyError\('absent'\)"):
+        load_weights(timm.create_model('test_vit'), str(file))
