@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
 from vitzoo.doctor.checks import FINDING_SEVERITIES, ExaminedSplit, Finding, check
 from vitzoo.doctor.facts import Facts, inspect_image
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.options import add_data_options, check_output, natural, positive
+from vitzoo.options import add_data_options, add_workers, check_output, positive
 
 _COLORS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan'}
 _MAX_NAMES = 4
@@ -68,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--multi-label', action='store_true', help='read labels.csv (columns file, labels) instead of class folders')
     add_data_options(parser)
     add('--img-size', type=positive, default=224, metavar='N', help='image size for training (default: 224)')
-    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='worker processes')
+    add_workers(parser)
     add('--json', metavar='FILE', help='write all findings with all file names, .json')
     return parser.parse_args(argv)
 

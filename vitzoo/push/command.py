@@ -20,7 +20,7 @@ from vitzoo.about import is_trained_folder, read_about
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import check_source, load_model
-from vitzoo.options import default_device, natural
+from vitzoo.options import add_workers, default_device
 from vitzoo.push.card import make_card, read_facts
 from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, describe_precision, halve, read_json, write_folder
 from vitzoo.validate.evaluation import validate_model
@@ -75,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="licence of the weights, which depends on their images: 'apache-2.0', or in words")  # fmt: skip
     add('--half', action='store_true', help='matrices in half precision, if that keeps the accuracies to the image')
     add('--data-dir', metavar='DIR', help='the data of the run, if it has been moved')
-    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='data loading processes')
+    add_workers(parser)
     add('--private', action='store_true', help='create a private repository on the hub')
     args = parser.parse_args(argv)
     if not args.to.startswith(HUB):

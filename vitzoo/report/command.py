@@ -1,17 +1,16 @@
 """The command line of `vitzoo report`."""
 
 import argparse
-import os
 import shlex
 import sys
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vitzoo.report
 from vitzoo.errors import CommandParser, UserError, format_flag
-from vitzoo.report.files import DATA, PAGE, make_folder, read_records, write_report
+from vitzoo.options import num_processes
+from vitzoo.report.files import DATA, PAGE, format_now, make_folder, read_records, write_report
 
 if TYPE_CHECKING:
     from vitzoo.validate.options import EvalOptions
@@ -31,8 +30,7 @@ def make_report(argv: list[str] | None = None) -> Path:
     records = [record for path in args.results for record in read_records(path)]
     timings = _read_timings(args.benchmarks, records, options) if args.benchmarks else []
     folder = make_folder(Path(args.out))
-    now = datetime.now(timezone.utc)
-    report = dict(title=args.title, made=f'{now.day} {now:%B %Y, %H:%M} UTC', records=records)
+    report = dict(title=args.title, made=format_now(), records=records)
     report |= dict(command=shlex.join(['vitzoo', 'report', *argv]))
     if options is not None:
         from vitzoo.report.gather import gather
@@ -99,7 +97,7 @@ def _parse_eval_options(parser: argparse.ArgumentParser, rest: list[str]) -> 'Ev
     for name in _OTHER_OUTPUTS:
         if getattr(options, name):
             parser.error(f'{format_flag(name)} is for `vitzoo validate`; a report writes its numbers to {DATA}')
-    if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+    if num_processes() > 1:
         raise UserError(
             'a report is made in one process: run `accelerate launch validate.py … --results-file FILE.json`, '
             'then run `vitzoo report --results FILE.json`'

@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime, timezone
 from pathlib import Path
 
 from vitzoo._files import printable, replace_file
@@ -56,6 +57,12 @@ def make_folder(folder: Path) -> Path:
     if not os.access(folder, os.W_OK):
         raise UserError(f"cannot write to the report's folder '{folder}'")
     return folder
+
+
+def format_now() -> str:
+    """The time at which a report is made."""
+    now = datetime.now(timezone.utc)
+    return f'{now.day} {now:%B %Y, %H:%M} UTC'
 
 
 def write_report(folder: Path, report: dict) -> None:

@@ -1,7 +1,6 @@
 """Evaluates models for a report: their records, with the machine, errors, scaling and saliency maps."""
 
 import json
-import os
 import shlex
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from vitzoo.data.transforms import unnormalize
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_model
-from vitzoo.machine import describe_machine
+from vitzoo.machine import describe_place
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain
@@ -61,17 +60,7 @@ def gather(options: EvalOptions) -> Iterator[dict]:
         about = describe_model(name, options)
         record = _validate(name, options, suite, with_errors='explanations' in about)
         # after the evaluation, which ends with the timing: the load is an average of the last minute
-        yield record | about | describe_place(options) | dict(data=options.data_dir)
-
-
-def describe_place(options: EvalOptions) -> dict:
-    """Machine, precision and versions, and for a CPU its load and number of cores."""
-    machine = describe_machine(options.device)
-    threads = f'{machine["threads"]} thread{"s" if machine["threads"] > 1 else ""}'
-    where = machine['gpu'] or f'{machine["cpu"]}, {threads}'
-    versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
-    cores = None if machine['gpu'] else os.cpu_count()
-    return dict(measured_on=f'{where}, {options.amp_dtype}; {versions}', load=machine['load'], cores=cores)
+        yield record | about | describe_place(options.device, options.amp_dtype) | dict(data=options.data_dir)
 
 
 def _validate(name: str, options: EvalOptions, suite: Sequence[Found], with_errors: bool) -> dict:

@@ -1,12 +1,12 @@
 """The command `vitzoo validate`: evaluates the models, and writes and prints their records."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vitzoo.load import find_models
 from vitzoo.metrics import summarize
+from vitzoo.options import num_processes
 from vitzoo.validate.error_analysis import open_predicted, write_error_analysis
 from vitzoo.validate.evaluation import ACCURACY_KEYS, validate_model
 from vitzoo.validate.options import EvalOptions, check_outputs, check_single_model, parse_args
@@ -74,7 +74,7 @@ def _validate_predictions(path: str, options: EvalOptions) -> dict:
 
 def _create_accelerator() -> 'Accelerator | None':
     """The `Accelerator` of processes started by `accelerate launch` or torchrun; None for a single process."""
-    if int(os.environ.get('WORLD_SIZE', '1')) == 1:
+    if num_processes() == 1:
         return None
     from accelerate import Accelerator
 
