@@ -21,7 +21,7 @@ from vitzoo.data import eval_loader, eval_transform, open_dataset, resolve_data_
 from vitzoo.data.loader import TrainBatches
 from vitzoo.data.transforms import PIPELINES
 from vitzoo.errors import UserError
-from vitzoo.figures import draw_curves
+from vitzoo.figures import draw_history
 from vitzoo.load import load_model
 from vitzoo.metrics import evaluate
 from vitzoo.train import loop as train_module
@@ -79,7 +79,7 @@ def test_a_run_learns_and_prints_the_accuracy_of_the_exported_model(images, tmp_
 
 
 def test_a_run_writes_weights_recipe_metrics_and_curves(images, tmp_path, monkeypatch):
-    monkeypatch.setattr('vitzoo.figures.draw_curves', draw_curves)
+    monkeypatch.setattr('vitzoo.figures.draw_history', draw_history)
     train([*TINY, *AUGMENTED, '--data-dir', images, '--output', str(tmp_path / 'a'), '--epochs', '2'])
     assert {path.name for path in (tmp_path / 'a').iterdir()} == {
         'best', 'checkpoints', 'config.json', 'curves.png', 'metrics.csv', 'model.safetensors', 'recipe.yaml'

@@ -91,9 +91,9 @@ def print_results(records: list[dict], options: EvalOptions) -> None:
     print_calibration(records[0], options)
     if options.plot:
         # lazy: importing matplotlib takes a second
-        from vitzoo.figures import plot_curves
+        from vitzoo.figures import draw_token_statistics
 
-        plot_curves(options.plot, records)
+        draw_token_statistics(options.plot, records)
 
 
 def print_calibration(record: dict, options: EvalOptions) -> None:
