@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('--data-dir', metavar='DIR', help='images in class folders (default: generated JPEGs of 500 x 375)')

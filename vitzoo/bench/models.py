@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench models', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('models', nargs='+', metavar='MODEL', help='timm name, or a quoted wildcard')

@@ -58,7 +58,7 @@ def examine(argv: list[str] | None = None) -> list[Finding]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser(
         'vitzoo doctor', description='Examine all images of a dataset, and report problems and how to fix them.'
     )

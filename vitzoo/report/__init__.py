@@ -1,4 +1,4 @@
-"""`vitzoo report`: evaluates models and writes the results as one self-contained HTML page.
+"""`vitzoo report`: evaluate models and write the results as one self-contained HTML page.
 
 Examples:
     vitzoo report runs/cvt_13 runs/cvt_ls_13 --out report
