@@ -134,7 +134,7 @@ def _run_process(variables: dict[str, str], output: str, target: Callable, args:
     torch.set_num_threads(1)
     os.environ.update(variables)
     # plotting takes longer than training
-    vitzoo.figures.draw_curves = lambda folder, history: (folder / 'curves.png').touch()
+    vitzoo.figures.draw_history = lambda folder, history: (folder / 'curves.png').touch()
     target(*args)
 
 

@@ -93,7 +93,7 @@ LAYERS = [
     ['data', 'metrics'],
     ['about', 'classes', 'figures', 'machine'],
     ['load'],
-    ['doctor', 'export', 'train', 'validate'],
+    ['classifier', 'doctor', 'export', 'train', 'validate'],
     ['bench', 'cite', 'convert', 'explain', 'list', 'predict'],
     ['transfer'],
     ['report'],

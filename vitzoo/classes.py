@@ -7,8 +7,6 @@ from typing import Any
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
-from vitzoo.errors import UserError
-
 
 def label_names(model: nn.Module) -> list[str]:
     """Names of the classes that the model was trained on, in label order; empty if its config has none that fit.
@@ -42,16 +40,6 @@ def readable(class_names: list[str]) -> list[str]:
     if not set(class_names) <= set(info.label_names()):
         return class_names
     return _disambiguate([info.label_name_to_description(name).partition(',')[0] for name in class_names], class_names)
-
-
-def check_classifier(name: str, model: Any) -> None:
-    """Check that a model has classes to predict.
-
-    Raises:
-        UserError: It was made without a classifier.
-    """
-    if model.num_classes < 1:
-        raise UserError(f'{name} has no classifier, so it predicts no classes; give a model that was trained on some')
 
 
 def num_classes_in(model: nn.Module, weights: dict[str, Tensor]) -> int | None:

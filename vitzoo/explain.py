@@ -11,7 +11,6 @@ and the exit code is 1.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from vitzoo.about import read_about
-from vitzoo.classes import check_classifier, class_names, readable
-from vitzoo.data import eval_loader, eval_transform
+from vitzoo.classes import class_names, readable
+from vitzoo.classifier import load_classifier, open_images, skip_unreadable
 from vitzoo.data.transforms import unnormalize
-from vitzoo.data.unlabelled import ImageFiles, find_files
+from vitzoo.data.unlabelled import find_files
 from vitzoo.errors import CommandParser, UserError, did_you_mean, run_command
-from vitzoo.load import find_model, fit_data_config, load_model
+from vitzoo.load import fit_data_config
 from vitzoo.metrics.explanation import METHODS, explain
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output
@@ -51,27 +49,20 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
     _check_not_inputs(paths, list(files))
     for path in paths:
         check_output(path, ('.png',))
-    name = find_model(args.model)
-    model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
-    if weights == 'random weights':
-        raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a trained model')
-    check_classifier(name, model)
-    model, names = model.to(args.device), class_names(model)
+    loaded = load_classifier(args)
+    name, model, names = loaded.name, loaded.model, class_names(loaded.model)
     target = None if args.target is None else _find_class(args.target, names)
-    titles, unreadable = readable(names), []
+    titles = readable(names)
+    unreadable: list[str] = []
     with autocast(args.device, args.amp_dtype):
         data_config = fit_data_config(name, model, args.img_size)
-        dataset = ImageFiles(files, eval_transform(data_config))
-        loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
-        is_multi_label = read_about(name, weights, args.checkpoint).get('multi_label', False)
+        loader = open_images(files, data_config, args)
+        is_multi_label = loaded.about.get('multi_label', False)
         records = explain_images(model, loader, args.method, target, is_multi_label, name)
-        for path, record in zip(paths, _with_progress(records, len(files))):
-            if 'error' in record:
-                print(f'vitzoo: cannot read {record["file"]}: {record["error"]}', file=sys.stderr)
-                unreadable.append(record['file'])
-                continue
+        records = (dict(path=path, **record) for path, record in zip(paths, records))
+        for record in skip_unreadable(records, len(files), unreadable, 'explaining'):
             title = f'{titles[record["label"]]} ({100 * record["probability"]:.0f} %), {record["method"]}'
-            draw_explanation(path, unnormalize(record['image'], data_config), record['heat'], title)
+            draw_explanation(record['path'], unnormalize(record['image'], data_config), record['heat'], title)
     return unreadable
 
 
@@ -168,14 +159,6 @@ def _identify(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _with_progress(records: Iterator[dict], total: int) -> Iterator[dict]:
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    yield from track(records, 'explaining', total, console=console, disable=not console.is_terminal)
 
 
 def _explain_and_exit(argv: list[str] | None) -> None:

@@ -27,7 +27,7 @@ def literal(text: str) -> str:
     return text.replace('$', r'\$')
 
 
-def plot_curves(path: str, records: list[dict]) -> None:
+def draw_token_statistics(path: str, records: list[dict]) -> None:
     """Draw the token statistics after each block, with all models in one figure and one panel per measure.
 
     The x axis is relative depth if the depths differ. Bands are one standard deviation over the images, and large dots
@@ -165,7 +165,7 @@ def draw_explanation(path: str, image: Tensor, heat: Tensor, title: str) -> None
     figure.savefig(path, dpi=150)
 
 
-def draw_curves(folder: Path, history: list[dict]) -> None:
+def draw_history(folder: Path, history: list[dict]) -> None:
     """Draw loss, score and learning rate to curves.png in `folder`, per epoch, or of a transfer per step."""
     panels = {
         'loss': dict(train_loss='training', eval_loss='validation', ema_eval_loss='validation, averaged weights'),

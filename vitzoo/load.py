@@ -3,10 +3,10 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import vitzoo
 from vitzoo._arguments import constructor_arguments
-from vitzoo.about import fit_config, is_trained_folder, read_img_size
+from vitzoo.about import fit_config, is_trained_folder, read_about, read_img_size
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -26,6 +26,42 @@ from vitzoo.models._resample import resample_checkpoint
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps
 
 SOURCES = ('local-dir:', 'hf-hub:')
+Weights = Literal['checkpoint', 'trained', 'published', 'random weights']
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model of `load_model` and where its weights come from.
+
+    Attributes:
+        name: The name that it was loaded by, from `find_models`.
+        model: In eval mode.
+        weights: Origin of its weights.
+        checkpoint: Their file, if it was given.
+    """
+
+    name: str
+    model: nn.Module
+    weights: Weights
+    checkpoint: str | None = None
+
+    @property
+    def about(self) -> dict:
+        """Facts about its data, as in `read_about`."""
+        return read_about(self.name, self.weights, self.checkpoint)
+
+    @property
+    def license(self) -> str | None:
+        """The licence of its weights, None if it is not known."""
+        # that of a trained model is of the published weights that it began with, or chosen by `vitzoo push`
+        return self.model.pretrained_cfg.get('license') if self.weights in ('published', 'trained') else None
+
+    def require_weights(self) -> None:
+        """Raise UserError if the weights are random."""
+        if self.weights == 'random weights':
+            raise UserError(
+                f'there are no weights of {self.name}; pass a --checkpoint, or the folder of a trained model'
+            )
 
 
 def find_models(patterns: Iterable[str]) -> list[str]:
@@ -85,7 +121,7 @@ def load_model(
     checkpoint: str | None = None,
     pretrained: bool = True,
     model_kwargs: dict | None = None,
-) -> tuple[nn.Module, str]:
+) -> LoadedModel:
     """Create a model with the weights of a checkpoint, else of its folder, else published ones, else random ones.
 
     Args:
@@ -96,22 +132,19 @@ def load_model(
         pretrained: Whether to download published weights.
         model_kwargs: Model arguments chosen by the user; they override the others.
 
-    Returns:
-        The model in eval mode and the origin of its weights: 'checkpoint', 'trained', 'published' or 'random weights'.
-
     Raises:
         UserError: The model does not support the image size, or the weights do not fit or cannot be read or fetched.
     """
-    source = 'random weights'
+    weights: Weights = 'random weights'
     if is_trained_folder(name):
-        source = 'trained'
+        weights = 'trained'
     elif name.startswith(SOURCES) or timm.is_model_pretrained(name):
-        source = 'published' if pretrained else source
+        weights = 'published' if pretrained else weights
     if checkpoint is not None:
-        source = 'checkpoint'
+        weights = 'checkpoint'
     elif num_classes is not None:
-        source = 'random weights'
-    pretrained = source in ('trained', 'published')
+        weights = 'random weights'
+    pretrained = weights in ('trained', 'published')
     model = create_model(
         name, img_size=img_size, model_kwargs=model_kwargs, num_classes=num_classes, pretrained=pretrained
     )
@@ -119,7 +152,7 @@ def load_model(
         load_weights(model, checkpoint)
     if checkpoint is not None or num_classes is not None:
         fit_config(name, model, checkpoint)
-    return model.eval(), source
+    return LoadedModel(name, model.eval(), weights, checkpoint)
 
 
 def create_model(
@@ -152,20 +185,15 @@ def create_model(
             accepted |= {'base_model', 'swap_mixer'}
         if img_size is not None and 'img_size' not in accepted:
             return create_model(name, model_kwargs=model_kwargs, **kwargs)
-        unknown = [key for key, value in {**kwargs, **chosen}.items() if value is not None and key not in accepted]
-        if unknown:
-            hint = did_you_mean(unknown[0], accepted)
-            raise UserError(f"{name} has no argument '{unknown[0]}'{hint or f': {error}'}") from error
-        if not model_kwargs:
+        problem = _explain_unknown(name, {**kwargs, **chosen}, accepted, error)
+        if not problem and not model_kwargs:
             raise
-        raise UserError(_cannot_be_made(name, chosen, error)) from error
+        raise UserError(problem or _explain_failure(name, chosen, error)) from error
     except (AssertionError, RuntimeError, ValueError, ZeroDivisionError) as error:
-        summary, *problems = str(error).split('\n\t')
-        if summary.startswith('Error(s) in loading state_dict'):
-            raise UserError(_describe_misfit(name, chosen, problems)) from error
-        if not chosen and not is_trained_folder(name) and name != ARCHITECTURE:
+        problem = _explain_misfit(name, chosen, error)
+        if not problem and not chosen and not is_trained_folder(name) and name != ARCHITECTURE:
             raise
-        raise UserError(_cannot_be_made(name, chosen, error)) from error
+        raise UserError(problem or _explain_failure(name, chosen, error)) from error
     except KeyError as error:
         if error.args != ('architecture',):
             raise
@@ -247,14 +275,16 @@ def load_weights(model: nn.Module, path: str) -> None:
         resampled = resample_checkpoint(state_dict, model, read_img_size(path))
     except ValueError as error:
         raise UserError(f'the checkpoint {path} is ambiguous: {error}') from error
-    misfit = _load_if_fits(model, resampled)
+    misfit, failure = _load_if_fits(model, resampled), None
     convert = find_filter(model)
     if misfit and convert is not None:
         # given the weights of another model, a converter may fail in any way: then they do not fit
-        with suppress(Exception):
+        try:
             misfit = _load_if_fits(model, convert(state_dict, model)) and misfit
+        except Exception as error:
+            misfit, failure = f'{misfit}; converting it from the official layout fails with {error!r}', error
     if misfit:
-        raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}')
+        raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}') from failure
 
 
 def find_filter(model: nn.Module) -> Callable[..., dict] | None:
@@ -295,16 +325,32 @@ def _expand(pattern: str) -> list[str]:
     return [pattern]
 
 
-def _cannot_be_made(name: str, chosen: dict, error: Exception) -> str:
-    arguments = ', '.join(f'{key}={value}' for key, value in chosen.items())
-    return f'{name} cannot be made{" with " if chosen else ""}{arguments}: {error}'
+def _explain_unknown(name: str, given: dict, accepted: set[str], error: Exception) -> str:
+    """One sentence about the first argument that the model does not have, empty if it has all."""
+    unknown = [key for key, value in given.items() if value is not None and key not in accepted]
+    if not unknown:
+        return ''
+    hint = did_you_mean(unknown[0], accepted)
+    return f"{name} has no argument '{unknown[0]}'{hint or f': {error}'}"
 
 
-def _describe_misfit(name: str, chosen: dict, problems: list[str]) -> str:
-    """One sentence for the error of load_state_dict, whose message has a line for each problem."""
-    arguments = f' made with {", ".join(f"{key}={value}" for key, value in chosen.items())}' if chosen else ''
+def _explain_misfit(name: str, chosen: dict, error: Exception) -> str:
+    """One sentence for the error of load_state_dict, whose message has a line for each problem; empty for others."""
+    summary, *problems = str(error).split('\n\t')
+    if not summary.startswith('Error(s) in loading state_dict'):
+        return ''
+    made = f' made{_with_arguments(chosen)}' if chosen else ''
     others = f', and {len(problems) - 1} more' if len(problems) > 1 else ''
-    return f'the weights of {name} do not fit the model{arguments}: {problems[0].rstrip(". ")}{others}'
+    return f'the weights of {name} do not fit the model{made}: {problems[0].rstrip(". ")}{others}'
+
+
+def _explain_failure(name: str, chosen: dict, error: Exception) -> str:
+    return f'{name} cannot be made{_with_arguments(chosen)}: {error}'
+
+
+def _with_arguments(chosen: dict) -> str:
+    arguments = ', '.join(f'{key}={value}' for key, value in chosen.items())
+    return f' with {arguments}' if chosen else ''
 
 
 @torch.no_grad()

@@ -26,17 +26,31 @@ def describe_machine(device: torch.device) -> dict:
 
 def format_machine(machine: dict) -> str:
     """One line on the machine and the versions."""
-    device = machine['gpu'] or f'{machine["cpu"]}, {machine["threads"]} threads'
-    versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
     busy = ' (busy machine: the times are unreliable)' if was_busy(machine) else ''
     load = '' if machine['load'] is None else f'; load {machine["load"]}{busy}'
-    return f'{device}; {versions}{load}'
+    return f'{_format_hardware(machine)}; {_format_versions(machine)}{load}'
+
+
+def describe_place(device: torch.device, amp_dtype: str) -> dict:
+    """Machine, precision and versions in one line, and for a CPU its load and number of cores."""
+    machine = describe_machine(device)
+    measured_on = f'{_format_hardware(machine)}, {amp_dtype}; {_format_versions(machine)}'
+    return dict(measured_on=measured_on, load=machine['load'], cores=None if machine['gpu'] else os.cpu_count())
 
 
 def was_busy(machine: dict) -> bool:
     """Return True if other programs slowed a measurement on the CPU of a described machine."""
     cores = re.search(r'(\d+) cores$', machine.get('cpu') or '')
     return cores is not None and not machine.get('gpu') and is_busy(machine.get('load'), int(cores[1]))
+
+
+def _format_hardware(machine: dict) -> str:
+    threads = f'{machine["threads"]} thread{"" if machine["threads"] == 1 else "s"}'
+    return machine['gpu'] or f'{machine["cpu"]}, {threads}'
+
+
+def _format_versions(machine: dict) -> str:
+    return f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
 
 
 def _cpu_name() -> str:

@@ -16,6 +16,7 @@ from vitzoo.errors import UserError, format_flag
 
 # a number that PyYAML reads as a string, because it has no dot or no sign
 _EXPONENT = re.compile(r'[-+]?(\d+\.?\d*|\.\d+)e[-+]?\d+', re.IGNORECASE)
+DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -33,9 +34,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the model)')
     add('--batch-size', type=positive, default=64, metavar='N', help='batch size per process (default: %(default)s)')
-    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='data loading processes')
+    add_workers(parser)
     add('--device', type=device, default=default_device(), help='device (default: the accelerator if available)')
     add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass (default: float32)')
+
+
+def add_workers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option --workers."""
+    parser.add_argument('--workers', type=natural, default=DEFAULT_WORKERS, metavar='N', help='data loading processes')
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +59,11 @@ def autocast(device: torch.device, amp_dtype: str) -> AbstractContextManager:
     """Autocast to the dtype given by --amp-dtype; a null context for float32."""
     dtype = AMP_DTYPES[amp_dtype]
     return torch.autocast(device.type, dtype) if dtype else nullcontext()
+
+
+def num_processes() -> int:
+    """Number of processes that `accelerate launch` or torchrun started."""
+    return int(os.environ.get('WORLD_SIZE', '1'))
 
 
 def default_device() -> torch.device:

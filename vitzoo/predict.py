@@ -22,12 +22,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from vitzoo._files import replace_file
-from vitzoo.about import read_about
-from vitzoo.classes import check_classifier, class_names, readable
-from vitzoo.data import eval_loader, eval_transform
-from vitzoo.data.unlabelled import ImageFiles, find_files
-from vitzoo.errors import CommandParser, UserError, run_command
-from vitzoo.load import find_model, fit_data_config, load_model
+from vitzoo.classes import class_names, readable
+from vitzoo.classifier import load_classifier, open_images, skip_unreadable
+from vitzoo.data.unlabelled import find_files
+from vitzoo.errors import CommandParser, run_command
+from vitzoo.load import fit_data_config
 from vitzoo.metrics.accuracy import most_likely
 from vitzoo.metrics.finite import check_logits
 from vitzoo.options import add_model_options, autocast, check_output, positive
@@ -48,21 +47,15 @@ def predict(argv: list[str] | None = None) -> list[str]:
     if args.out:
         check_output(args.out, ('.csv', '.json'))
     files = find_files(args.images)
-    name = find_model(args.model)
-    model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
-    if weights == 'random weights':
-        raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a trained model')
-    check_classifier(name, model)
-    model = model.to(args.device)
+    loaded = load_classifier(args)
+    name, model = loaded.name, loaded.model
     with autocast(args.device, args.amp_dtype):
-        dataset = ImageFiles(files, eval_transform(fit_data_config(name, model, args.img_size)))
-        # for a single batch, starting workers costs more than it saves
-        loader = eval_loader(dataset, args.batch_size, args.workers if len(files) > args.batch_size else 0)
+        loader = open_images(files, fit_data_config(name, model, args.img_size), args)
         top_k = min(args.top_k, model.num_classes)
         unreadable: list[str] = []
-        is_multi_label = read_about(name, weights, args.checkpoint).get('multi_label', False)
+        is_multi_label = loaded.about.get('multi_label', False)
         records = predict_images(model, loader, top_k, is_multi_label, name)
-        records = _report_unreadable(records, len(files), unreadable)
+        records = skip_unreadable(records, len(files), unreadable, 'predicting')
         if args.out is None and sys.stdout.isatty():
             names = class_names(model)
             _print_table(list(records), dict(zip(names, readable(names))))
@@ -160,22 +153,6 @@ def _print_table(records: list[dict], words: dict[str, str]) -> None:
 def _predict_and_exit(argv: list[str] | None) -> None:
     if predict(argv):
         raise SystemExit(1)
-
-
-def _report_unreadable(records: Iterable[dict], total: int, unreadable: list[str]) -> Iterator[dict]:
-    """Yield records with a progress bar, except those of unreadable images, which are printed and listed."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        for record in bar.track(records, total=total, description='predicting'):
-            if 'error' not in record:
-                yield record
-                continue
-            unreadable.append(record['file'])
-            message = f'vitzoo: cannot read {record["file"]}: {record["error"]}'
-            console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == '__main__':

@@ -54,7 +54,7 @@ def test_every_image_gets_a_figure(images, trained, tmp_path, method):
 
 @pytest.mark.parametrize('target', (None, 1))
 def test_the_maps_are_those_of_the_class(images, trained, target):
-    model = load_model(str(trained))[0]
+    model = load_model(str(trained)).model
     dataset = ImageFiles(find_files([str(images)]), eval_transform(resolve_data_config(model)))
     records = list(explain_images(model, eval_loader(dataset, 2), 'gradient', target))
     for record, (image, file, _) in zip(records, dataset, strict=True):
@@ -136,7 +136,7 @@ def test_figures_are_written_again_beside_other_images(images, trained, tmp_path
 
 
 def test_the_class_has_the_largest_logit_where_all_probabilities_are_1(images, trained):
-    model = load_model(str(trained))[0]
+    model = load_model(str(trained)).model
     torch.nn.init.zeros_(model.head.weight)
     model.head.bias.data = torch.tensor([18.0, 33, 25])
     dataset = ImageFiles(find_files([str(images)]), eval_transform(resolve_data_config(model)))
@@ -160,7 +160,7 @@ def test_a_model_without_a_classifier_has_nothing_to_explain(images, tmp_path, c
 
 
 def test_a_model_that_computes_nan_has_no_map(images, trained):
-    model = load_model(str(trained))[0]
+    model = load_model(str(trained)).model
     model.head.bias.data[1] = torch.nan
     dataset = ImageFiles(find_files([str(images)]), eval_transform(resolve_data_config(model)))
     with pytest.raises(UserError, match=r'the logits of .*a\.png are not finite: the weights head\.bias'):

@@ -22,7 +22,7 @@ from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.errors import UserError
 from vitzoo.metrics.robustness import ALEXNET_ERRORS
 from vitzoo.validate import main
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 from vitzoo.validate.robustness import check_corruptible
 
 DATA_CONFIG = dict(

@@ -16,7 +16,7 @@ from vitzoo.cli import main
 from vitzoo.data.dataset import SAMPLE
 from vitzoo.doctor import facts as facts_module
 from vitzoo.doctor.checks import TRAITS, check
-from vitzoo.doctor.examine import examine, inspect_images, open_splits
+from vitzoo.doctor.command import examine, inspect_images, open_splits
 from vitzoo.doctor.facts import Facts, find_near_duplicates, inspect_image
 
 SIZE = (64, 48)

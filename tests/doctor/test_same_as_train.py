@@ -13,7 +13,7 @@ from tiny import install_datasets, make_data
 
 from vitzoo.data import DataOptions, Images
 from vitzoo.data.options import DATA_OPTIONS
-from vitzoo.doctor.examine import examine, open_splits
+from vitzoo.doctor.command import examine, open_splits
 from vitzoo.errors import UserError
 from vitzoo.train.opening import open_data
 from vitzoo.train.recipe_cli import load_recipe

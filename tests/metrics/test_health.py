@@ -14,7 +14,7 @@ from vitzoo.errors import UserError, run_command
 from vitzoo.metrics import HealthProbe, evaluate, health
 from vitzoo.mixers import QKVMixer, mixer_class
 from vitzoo.mixers.softmax import softmax_naive
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 from vitzoo.validate.results import print_health
 
 DIM, HEADS, GRID = 16, 2, (4, 6)

@@ -100,16 +100,16 @@ def test_other_weights_do_not_get_the_names_of_its_classes(ship, tmp_path, name)
     model = convert()
     model.pretrained_cfg.update(num_classes=3, label_names=['a', 'b', 'c'])
     ship(deit_softmax_nano_to_linear__vz_test=model)
-    assert class_names(load_model(name)[0]) == ['a', 'b', 'c']
-    assert class_names(load_model(name, num_classes=4)[0]) == ['0', '1', '2', '3']
+    assert class_names(load_model(name).model) == ['a', 'b', 'c']
+    assert class_names(load_model(name, num_classes=4).model) == ['0', '1', '2', '3']
     for own in ['xyz', 'wxyz']:
         folder = tmp_path / own
         head = timm.create_model(NAME, num_classes=len(own))
         save_for_hf(head, folder, model_config=dict(label_names=list(own)), safe_serialization=True)
         options = dict(checkpoint=str(folder / 'model.safetensors'), num_classes=len(own))
-        assert class_names(load_model(name, **options)[0]) == list(own)
+        assert class_names(load_model(name, **options).model) == list(own)
         (folder / 'config.json').unlink()
-        assert class_names(load_model(name, **options)[0]) == [str(label) for label in range(len(own))]
+        assert class_names(load_model(name, **options).model) == [str(label) for label in range(len(own))]
 
 
 def test_what_inherits_other_weights_has_the_names_of_their_classes(ship, tmp_path):
@@ -121,7 +121,7 @@ def test_what_inherits_other_weights_has_the_names_of_their_classes(ship, tmp_pa
     )
     words = ['--from', NAME, '--checkpoint', str(tmp_path / 'own' / 'model.safetensors'), '--swap', 'aft_full']
     convert_command([*words, '--out', str(tmp_path / 'out')])
-    assert class_names(load_model(str(tmp_path / 'out'))[0]) == ['x', 'y', 'z']
+    assert class_names(load_model(str(tmp_path / 'out')).model) == ['x', 'y', 'z']
 
 
 def test_its_mixers_can_be_swapped_again(ship):

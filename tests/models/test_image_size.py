@@ -88,7 +88,7 @@ def test_a_folder_and_its_checkpoint_load_at_another_size_even_with_as_many_toke
     save_for_hf(model, str(tmp_path), safe_serialization=True, data_config=dict(img_size=(64, 256)))
     assert json.loads((tmp_path / 'config.json').read_text())['pretrained_cfg']['input_size'] == [3, 64, 256]
     folder = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, img_size=128)
-    file, _ = load_model(str(tmp_path), img_size=(128, 128), checkpoint=str(tmp_path / 'model.safetensors'))
+    file = load_model(str(tmp_path), img_size=(128, 128), checkpoint=str(tmp_path / 'model.safetensors')).model
     model.set_input_size(128)
     assert same_weights(folder, model) and same_weights(file, model)
 

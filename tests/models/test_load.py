@@ -5,11 +5,12 @@ import json
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 from vitzoo.classes import class_names
 from vitzoo.errors import UserError
-from vitzoo.load import create_model, find_model, load_model
+from vitzoo.load import create_model, find_model, load_model, load_weights
 
 
 @pytest.mark.parametrize('img_size', [48, [48, 32]])
@@ -37,8 +38,8 @@ def test_a_folder_with_another_number_of_classes_has_no_names_of_them(tmp_path):
     save_for_hf(model, str(tmp_path), model_config=dict(label_names=['a', 'b', 'c']), safe_serialization=True)
     file = str(tmp_path / 'model.safetensors')
     for options in [{}, dict(num_classes=3), dict(checkpoint=file), dict(num_classes=3, checkpoint=file)]:
-        assert class_names(load_model(str(tmp_path), **options)[0]) == ['a', 'b', 'c']
-    assert class_names(load_model(str(tmp_path), num_classes=4)[0]) == ['0', '1', '2', '3']
+        assert class_names(load_model(str(tmp_path), **options).model) == ['a', 'b', 'c']
+    assert class_names(load_model(str(tmp_path), num_classes=4).model) == ['0', '1', '2', '3']
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,11 @@ def test_weights_that_cannot_be_fetched_are_reported(monkeypatch):
     monkeypatch.setattr('vitzoo.models._register.download_url_to_file', no_answer)
     with pytest.raises(UserError, match=r'cannot fetch the weights of vil_tiny .*no answer.*as a checkpoint file'):
         create_model('vil_tiny', pretrained=True, cache_dir='/nonexistent')
+
+
+def test_a_checkpoint_that_cannot_be_converted_names_the_reason(tmp_path, monkeypatch):
+    file = tmp_path / 'model.safetensors'
+    save_file({'other': torch.zeros(1)}, file)
+    monkeypatch.setattr('vitzoo.load.find_filter', lambda model: lambda state_dict, model: state_dict['absent'])
+    with pytest.raises(UserError, match=r"1 unexpected \(other\); converting .* fails with KeyError\('absent'\)"):
+        load_weights(timm.create_model('test_vit'), str(file))

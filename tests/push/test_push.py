@@ -104,7 +104,7 @@ def test_a_pushed_run_loads_from_the_hub_with_its_card(run, hub, half):
         assert tensor.dtype == (torch.float16 if half and tensor.ndim > 1 else torch.float32)
     model = timm.create_model('hf-hub:me/photos', pretrained=True).eval()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    expected = load_model(str(run))[0](images)
+    expected = load_model(str(run)).model(images)
     torch.testing.assert_close(model(images), expected, rtol=0, atol=2e-2 if half else 0)
     assert model.pretrained_cfg['label_names'] == ['blue', 'green', 'red']
     card = (hub.folder / 'README.md').read_text()
@@ -310,8 +310,8 @@ def test_a_multi_label_run_on_the_hub_is_predicted_and_exported_as_one(run, hub,
     assert found[name] == found[str(hub.folder)]
     sums = [sum(best['probability'] for best in record['predictions']) for record in found[name]]
     assert any(abs(total - 1) > 0.01 for total in sums)
-    model, weights = load_model(name)
-    assert describe_export(name, model, fit_data_config(name, model), weights)['multi_label']
+    loaded = load_model(name)
+    assert describe_export(loaded, fit_data_config(name, loaded.model))['multi_label']
     # other weights may be of another kind
     assert not read_about(name, 'checkpoint')
 

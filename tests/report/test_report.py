@@ -16,8 +16,10 @@ from vitzoo.bench._results import append_rows
 from vitzoo.errors import UserError
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.oversmoothing import MEASURES, Measure
-from vitzoo.report import main, make_report, read_records
-from vitzoo.report.charts import Point, frontier
+from vitzoo.report import main
+from vitzoo.report.charts import Point, front_line
+from vitzoo.report.command import make_report
+from vitzoo.report.files import read_records
 from vitzoo.report.gather import describe_model, find_origin, measure_scaling
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.page import render
@@ -425,10 +427,10 @@ def test_intervals_are_wilsons():
 
 def test_the_front_is_what_nobody_beats():
     points = [Point(i, str(i), x, y, y, y, '') for i, (x, y) in enumerate([(2, 5), (1, 3), (3, 4), (2, 1), (4, 6)])]
-    assert [point.index for point in frontier(points)] == [1, 0, 4]
+    assert [point.index for point in front_line(points)] == [1, 0, 4]
     # speed is not a cost
-    assert [point.index for point in frontier(points, is_cost=False)] == [4]
-    assert [point.index for point in frontier(points[:4], is_cost=False)] == [2, 0]
+    assert [point.index for point in front_line(points, is_cost=False)] == [4]
+    assert [point.index for point in front_line(points[:4], is_cost=False)] == [2, 0]
 
 
 LINEAR = [[1, 2, 3], [5.0], [0.001, 0.0011], [10, 1e6], [-1, 1], [0, 0]]

@@ -97,7 +97,7 @@ def test_the_threads_of_a_worker_are_not_recorded_for_processes_of_a_launcher(
     study, monkeypatch, launch, cores, is_known
 ):
     place = dict(measured_on='a machine', load=1.0, cores=cores)
-    monkeypatch.setattr(worker_module, 'describe_place', lambda options: place)
+    monkeypatch.setattr(worker_module, 'describe_place', lambda device, amp_dtype: place)
     Worker(study, launch=launch, execute=Executor()).run()
     assert study.cells[0].record.finished['clean']['place'] == (place if is_known else {})
 

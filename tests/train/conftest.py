@@ -7,5 +7,5 @@ import pytest
 def quick_curves():
     """Do not plot curves.png, which would take longer than the epochs that it shows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('vitzoo.figures.draw_curves', lambda folder, history: (folder / 'curves.png').touch())
+        patch.setattr('vitzoo.figures.draw_history', lambda folder, history: (folder / 'curves.png').touch())
         yield

@@ -10,7 +10,7 @@ import pytest
 from toys import make_images
 
 from vitzoo.errors import UserError
-from vitzoo.figures import draw_curves
+from vitzoo.figures import draw_history
 from vitzoo.train import loop as train_module
 from vitzoo.train.evaluation import rate
 from vitzoo.train.loop import train
@@ -79,7 +79,7 @@ def test_a_score_that_is_not_a_number_is_the_worst():
 
 
 def test_epochs_are_validated_at_intervals_and_at_the_end(images, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr('vitzoo.figures.draw_curves', draw_curves)
+    monkeypatch.setattr('vitzoo.figures.draw_history', draw_history)
     arguments = [*TINY, '--val-interval', '2', '--data-dir', images, '--output']
     train([*arguments, str(tmp_path / 'run'), '--epochs', '5'])
     assert [bool(row['top1']) for row in rows_of(tmp_path / 'run')] == [False, True, False, True, True]

@@ -12,7 +12,7 @@ from toys import make_images
 
 from vitzoo.errors import UserError, run_command
 from vitzoo.train.loop import train
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 
 TINY = split('--model test_vit --img-size 32 --workers 0 --epochs 1 --batch-size 8 --crop-pct 1')
 

@@ -18,7 +18,7 @@ from vitzoo.data import open_dataset
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
 from vitzoo.train.loop import train
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 
 ROOT = Path(__file__).parents[2]
 FINETUNE = ['--config', 'finetune.yaml']

@@ -11,12 +11,12 @@ from timm.models import save_for_hf
 
 import vitzoo
 from vitzoo.errors import UserError
-from vitzoo.report import make_report
+from vitzoo.report.command import make_report
 from vitzoo.train.loop import train
 from vitzoo.train.model import build_model
 from vitzoo.train.recipe import FIXED_KEYS, make_recipe
 from vitzoo.train.resume import changed_keys
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 
 SMALL = dict(depth=2, embed_dim=24, num_heads=2, patch_size=8)
 VIT = dict(model='vit_tiny_patch16_224', img_size=32, model_kwargs=SMALL)

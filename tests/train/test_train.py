@@ -21,7 +21,7 @@ from vitzoo.data import eval_loader, eval_transform, open_dataset, resolve_data_
 from vitzoo.data.loader import TrainBatches
 from vitzoo.data.transforms import PIPELINES
 from vitzoo.errors import UserError
-from vitzoo.figures import draw_curves
+from vitzoo.figures import draw_history
 from vitzoo.load import load_model
 from vitzoo.metrics import evaluate
 from vitzoo.train import loop as train_module
@@ -69,9 +69,9 @@ def test_a_run_learns_and_prints_the_accuracy_of_the_exported_model(images, tmp_
         f'{tmp_path} has the {scores["weights"]} weights after epoch 8: top-1 {scores["top1"]:.2f} %,'
         f' top-5 100.00 %, loss {scores["loss"]:.4f} on 11 images'
     )
-    model, source = load_model(str(tmp_path))
-    config = resolve_data_config(model)
-    assert (source, config['input_size'], config['crop_pct']) == ('trained', (3, 32, 32), 1.0)
+    loaded = load_model(str(tmp_path))
+    model, config = loaded.model, resolve_data_config(loaded.model)
+    assert (loaded.weights, config['input_size'], config['crop_pct']) == ('trained', (3, 32, 32), 1.0)
     assert model.pretrained_cfg['label_names'] == ['blue', 'green', 'red']
     again = evaluate(model, eval_loader(open_dataset(images, 'val', eval_transform(config)), 4))
     assert (again['n'], again['correct1']) == (11, scores['correct1'])
@@ -79,7 +79,7 @@ def test_a_run_learns_and_prints_the_accuracy_of_the_exported_model(images, tmp_
 
 
 def test_a_run_writes_weights_recipe_metrics_and_curves(images, tmp_path, monkeypatch):
-    monkeypatch.setattr('vitzoo.figures.draw_curves', draw_curves)
+    monkeypatch.setattr('vitzoo.figures.draw_history', draw_history)
     train([*TINY, *AUGMENTED, '--data-dir', images, '--output', str(tmp_path / 'a'), '--epochs', '2'])
     assert {path.name for path in (tmp_path / 'a').iterdir()} == {
         'best', 'checkpoints', 'config.json', 'curves.png', 'metrics.csv', 'model.safetensors', 'recipe.yaml'
@@ -185,7 +185,7 @@ def test_two_launched_processes_train_like_one_with_two_accumulation_steps(image
         assert all(row[name] == other[name] for name in ('step', 'lr', 'top1', 'ema_top1'))
         assert float(row['train_loss']) == pytest.approx(float(other['train_loss']), abs=1e-5)
     # one process measures the accuracy that two printed
-    model, _ = load_model(str(tmp_path / 'two'))
+    model = load_model(str(tmp_path / 'two')).model
     scores = evaluate(model, eval_loader(open_dataset(images, 'val', eval_transform(resolve_data_config(model))), 8))
     printed = f'top-1 {scores["top1"]:.2f} %, top-5 {scores["top5"]:.2f} %, loss {scores["loss"]:.4f} on 11 images'
     assert printed in child.stdout.splitlines()[-1]

@@ -9,5 +9,5 @@ import pytest
 def no_drawing() -> Iterator[None]:
     """Drawing takes longer than training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('vitzoo.figures.draw_curves', lambda folder, history: (folder / 'curves.png').touch())
+        patch.setattr('vitzoo.figures.draw_history', lambda folder, history: (folder / 'curves.png').touch())
         yield

@@ -32,7 +32,7 @@ from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.pictures import open_pictures
 from vitzoo.transfer.record import Ledger
 from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
@@ -459,8 +459,8 @@ def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path
     config = json.loads((tmp_path / 'config.json').read_text())
     config['label_names'] = ['red', 'blue', 'green']
     (tmp_path / 'config.json').write_text(json.dumps(config))
-    teacher, _ = load_model(name)
-    pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(), 0)
+    teacher = load_model(name)
+    pictures = open_pictures(teacher, images, fit_data_config(name, teacher.model), DataOptions(), 0)
     assert pictures.kind == 'top1'
     for index in range(0, 40, 13):
         assert config['label_names'][pictures.train[index][1]] == Path(pictures.train.filename(index)).parts[0]
@@ -513,8 +513,8 @@ def test_recorded_options_are_used_if_others_are_not_given_and_they_suit_the_dat
     name = save_teacher(tmp_path)
     config = json.loads((tmp_path / 'config.json').read_text())
     (tmp_path / 'config.json').write_text(json.dumps(config | dict(vitzoo=recorded)))
-    teacher, _ = load_model(name)
-    pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(**options), 0)
+    teacher = load_model(name)
+    pictures = open_pictures(teacher, images, fit_data_config(name, teacher.model), DataOptions(**options), 0)
     assert (pictures.kind, (len(pictures.train), len(pictures.val)), pictures.about) == (kind, sizes, about)
     # those of the cases with other classes do not suit the data
     (flag,) = map(format_flag, recorded)
@@ -528,9 +528,9 @@ def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp
     (tmp_path / 'flat').mkdir()
     for number, file in enumerate(sorted(Path(images).rglob('*.jpg'))[:5]):
         shutil.copy(file, tmp_path / 'flat' / f'{number}.jpg')
-    teacher, _ = load_model(name)
-    data_config = fit_data_config(name, teacher)
-    pictures = open_pictures(name, teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
+    teacher = load_model(name)
+    data_config = fit_data_config(name, teacher.model)
+    pictures = open_pictures(teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
     assert (pictures.kind, pictures.about) == ('cosine', dict(class_map=dict(red='blue')))
 
 
@@ -570,8 +570,8 @@ def test_a_multi_label_teacher_takes_images_of_any_kind(kind, expected, images, 
             path.rename(tmp_path / 'data' / f'{number}.jpg')
         for part in ('train', 'val'):
             shutil.rmtree(tmp_path / 'data' / part)
-    teacher, _ = load_model(name)
-    pictures = open_pictures(name, teacher, data, fit_data_config(name, teacher), DataOptions(), 0)
+    teacher = load_model(name)
+    pictures = open_pictures(teacher, data, fit_data_config(name, teacher.model), DataOptions(), 0)
     assert (pictures.kind, len(pictures.train), len(pictures.val)) == expected
     assert pictures.reason and pictures.about['multi_label'] is True
 
@@ -622,9 +622,9 @@ def test_images_without_classes_are_validated_on_their_val_split(images, tmp_pat
         (tmp_path / 'flat' / part).mkdir(parents=True)
         for index in range(number):
             shutil.copy(files.pop(), tmp_path / 'flat' / part / f'{index}.jpg')
-    teacher, _ = load_model(name)
-    data_config = fit_data_config(name, teacher)
-    pictures = open_pictures(name, teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
+    teacher = load_model(name)
+    data_config = fit_data_config(name, teacher.model)
+    pictures = open_pictures(teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
     assert (pictures.kind, len(pictures.train), len(pictures.val)) == ('cosine', 8, 2)
     assert {Path(pictures.val.filename(index)).parts[-2] for index in range(2)} == {'val'}
 

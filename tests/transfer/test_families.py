@@ -17,7 +17,7 @@ from vitzoo.transfer import keep_softmax, match_blocks, probe
 from vitzoo.transfer.command import transfer
 from vitzoo.transfer.matching import new_parameters
 from vitzoo.transfer.outputs import Outputs, output_error
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 
 IMAGES = batches(1, batch_size=2)
 PATHS = ['stages.0.blocks.0.attn', 'stages.1.blocks.0.attn', 'stages.1.blocks.1.attn']

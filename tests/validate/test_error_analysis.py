@@ -10,7 +10,7 @@ from PIL import Image
 
 import vitzoo.figures
 from vitzoo.errors import UserError
-from vitzoo.figures import draw_confusion, draw_explanation, draw_mistakes, plot_curves
+from vitzoo.figures import draw_confusion, draw_explanation, draw_mistakes, draw_token_statistics
 from vitzoo.validate.error_analysis import count_confusions, write_error_analysis
 from vitzoo.validate.predictions import Predictions
 
@@ -122,7 +122,7 @@ def test_dollar_signs_in_names_are_drawn_as_they_are(name, tmp_path, monkeypatch
         'confusion': lambda path: draw_confusion(path, torch.eye(2), [name, 'b']),
         'mistakes': lambda path: draw_mistakes(path, [(name, [(image, name)])]),
         'explanation': lambda path: draw_explanation(path, torch.zeros(3, 8, 8), torch.zeros(8, 8), name),
-        'curves': lambda path: plot_curves(path, [record]),
+        'curves': lambda path: draw_token_statistics(path, [record]),
     }
     for kind, draw in figures.items():
         draw(tmp_path / f'{kind}.png')
@@ -145,9 +145,9 @@ def test_curves_of_several_models_and_measures_share_a_figure(tmp_path):
     deep = dict(
         model='runs/b', token_statistics=statistics(5, cosine=0.2, effective_rank=9, head_similarity=float('nan'))
     )
-    plot_curves(tmp_path / 'one.png', [shallow, dict(model='none', token_statistics=None)])
-    plot_curves(tmp_path / 'two.png', [shallow, deep])
+    draw_token_statistics(tmp_path / 'one.png', [shallow, dict(model='none', token_statistics=None)])
+    draw_token_statistics(tmp_path / 'two.png', [shallow, deep])
     with Image.open(tmp_path / 'one.png') as one, Image.open(tmp_path / 'two.png') as two:
         assert two.width > 1.5 * one.width and len(two.convert('RGB').getcolors(1 << 20)) > 5
     with pytest.raises(UserError, match='no oversmoothing curve'):
-        plot_curves(tmp_path / 'none.png', [dict(model='none', token_statistics=None)])
+        draw_token_statistics(tmp_path / 'none.png', [dict(model='none', token_statistics=None)])

@@ -15,6 +15,7 @@ from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_mo
 from vitzoo.data import open_dataset
 from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.validate import evaluation, main
+from vitzoo.validate.command import validate
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +99,7 @@ def make_run(model: str, channels: str, data: str, data_dir: str, folder: Path) 
 
 def make_plain(run: Path, data_dir: str, options: str, folder: Path) -> dict:
     """The record of a model with no more options than those that change its scores."""
-    (record,) = evaluation.validate([str(run), '--data-dir', data_dir, '--workers', '0', *split(options)])
+    (record,) = validate([str(run), '--data-dir', data_dir, '--workers', '0', *split(options)])
     return record
 
 
@@ -123,7 +124,7 @@ def validate_tiny(arguments: list[str]) -> None:
     multiprocessing.set_start_method('fork', force=True)
     evaluation.measure_throughput = lambda *args: evaluation.Speed(1.0)
     install_datasets()
-    evaluation.validate(arguments)
+    validate(arguments)
 
 
 def read_results(folder: Path, kind: str) -> list[dict]:
@@ -148,7 +149,7 @@ def test_a_pair_of_options_gives_the_scores_of_a_plain_evaluation(row, make_once
     run = make_once(make_run, row['model'], row['channels'], row['data'], data_dir)
     arguments = command_line(row, run, data_dir, tmp_path)
     if row['processes'] == '1':
-        evaluation.validate(arguments)
+        validate(arguments)
     else:
         outcome = start_processes(2, validate_tiny, arguments)
         assert not any(outcome.codes), outcome.err[-3000:]
@@ -179,7 +180,7 @@ def assert_files(row: dict[str, str], record: dict, folder: Path) -> None:
         with (folder / 'errors' / 'per_class.csv').open(newline='') as file:
             assert sum(int(line['images']) for line in csv.DictReader(file)) == record['n']
     if row['predictions'] != 'none':
-        (again,) = evaluation.validate(['--from-predictions', str(folder / f'predictions.{row["predictions"]}')])
+        (again,) = validate(['--from-predictions', str(folder / f'predictions.{row["predictions"]}')])
         assert scores_of(again) == pytest.approx(scores_of(record), rel=1e-4)
 
 

@@ -16,7 +16,7 @@ from timm.models import save_for_hf
 
 from vitzoo.errors import UserError
 from vitzoo.validate import main
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 from vitzoo.validate.predictions import read_predictions, write_predictions
 
 NAMES = [f'class {i}' for i in range(7)]

@@ -21,12 +21,14 @@ from vitzoo.data.variants.base import normalize_name
 from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.data.variants.imagenet9 import CLASS_NAMES
 from vitzoo.errors import UserError
+from vitzoo.load import LoadedModel
 from vitzoo.metrics.robustness import ALEXNET_ERRORS, corruption_errors, score_allowed, summarize_allowed
 from vitzoo.validate import main
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.results import write_results
 from vitzoo.validate.robustness import evaluate_suite
+from vitzoo.validate.scoring import Evaluation
 
 WNIDS = ImageNetInfo().label_names()
 REAL = json.loads((files('timm.data') / '_info' / 'imagenet_real_labels.json').read_text())
@@ -71,7 +73,8 @@ def evaluate(root: Path, model: nn.Module | None = None, allow_partial: bool = T
     options = EvalOptions(
         device=torch.device('cpu'), amp_dtype='float32', batch_size=64, workers=0, allow_partial=allow_partial
     )
-    return evaluate_suite('knowing', model or Knowing(), suite, DATA_CONFIG, options)
+    loaded = LoadedModel('knowing', model or Knowing(), 'trained')
+    return evaluate_suite(Evaluation(loaded, DATA_CONFIG, options), suite)
 
 
 def val_names(labels: list[int]) -> list[str]:

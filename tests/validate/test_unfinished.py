@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from vitzoo.data import eval_transform, open_dataset
 from vitzoo.errors import UserError
 from vitzoo.load import fit_data_config, load_model
-from vitzoo.report import make_report
+from vitzoo.report.command import make_report
 from vitzoo.validate import robustness
-from vitzoo.validate.evaluation import validate
+from vitzoo.validate.command import validate
 from vitzoo.validate.options import EvalOptions
+from vitzoo.validate.scoring import Evaluation
 from vitzoo.validate.unfinished import UnfinishedScores
 
 CONDITIONS = [(name, severity) for name in ('gaussian_noise', 'pixelate') for severity in range(1, 6)]
@@ -41,7 +42,7 @@ def data(tmp_path_factory) -> Path:
 def trained(data, tmp_path_factory) -> Path:
     """A classifier by the mean features of each class, which corruptions confuse."""
     folder = save_classifier(tmp_path_factory.mktemp('runs') / 'deit')
-    model, _ = load_model(str(folder))
+    model = load_model(str(folder)).model
     images = open_dataset(str(data), 'val', eval_transform(fit_data_config(str(folder), model)))
     with torch.no_grad():
         features = model.forward_head(model.forward_features(torch.stack([image for image, _ in images])), True)
@@ -153,9 +154,9 @@ def test_scores_of_anything_else_are_computed_again(data, trained, tmp_path, cha
     )
 
     def open_scores(options: EvalOptions) -> UnfinishedScores:
-        model, _ = load_model(str(run), img_size=options.img_size)
-        config = fit_data_config(str(run), model, options.img_size)
-        return UnfinishedScores(str(run), model, open_dataset(str(images), 'val'), config, options)
+        loaded = load_model(str(run), img_size=options.img_size)
+        config = fit_data_config(str(run), loaded.model, options.img_size)
+        return UnfinishedScores(Evaluation(loaded, config, options), open_dataset(str(images), 'val'))
 
     open_scores(options).add(('fog', 3), 4, 10)
     CHANGES.get(change, lambda run, data: None)(run, images)

@@ -21,14 +21,15 @@ from torch.utils.data import DataLoader
 
 from vitzoo.data import eval_transform, resolve_data_config
 from vitzoo.errors import UserError
-from vitzoo.load import find_models, fit_data_config, load_model, load_weights
+from vitzoo.load import LoadedModel, find_models, fit_data_config, load_model, load_weights
 from vitzoo.metrics import token_statistics
 from vitzoo.validate import main
+from vitzoo.validate.command import validate
+from vitzoo.validate.data import open_validation_data
 from vitzoo.validate.error_analysis import FILES
-from vitzoo.validate.evaluation import open_validation_data, validate
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.results import RECORD_KEYS, print_records, print_robustness, write_results
-from vitzoo.validate.scoring import score_dataset
+from vitzoo.validate.scoring import Evaluation, score_dataset
 
 ROOT = Path(__file__).parents[2]
 PHOTOGRAPHS = ROOT.parent / 'shared' / 'data' / 'imagenet1k_sample.tar'
@@ -161,7 +162,8 @@ def test_brackets_in_a_name_are_no_markup_of_the_progress_bar(monkeypatch):
     monkeypatch.setenv('FORCE_COLOR', '1')
     model, images = torch.nn.Flatten(), [(torch.zeros(3, 2, 2), 0)]
     options = EvalOptions(device=torch.device('cpu'), amp_dtype='float32', batch_size=1, workers=0)
-    score_dataset('m[/b]', model, images, lambda logits, label: dict(label=label), options)
+    evaluation = Evaluation(LoadedModel('m', model, 'trained'), {}, options)
+    score_dataset('m[/b]', evaluation, images, lambda logits, label: dict(label=label))
 
 
 def test_untrained_weights_are_called_random(data, capsys):
@@ -192,7 +194,7 @@ def test_the_licence_of_weights_is_recorded_and_printed(weights, text, tmp_path,
     def load_published(name, **kwargs):
         model = timm.create_model('test_resnet').eval()
         model.pretrained_cfg |= dict(license='mit')
-        return model, weights
+        return LoadedModel(name, model, weights)
 
     monkeypatch.setattr('vitzoo.validate.evaluation.load_model', load_published)
     file = tmp_path / 'results.json'
@@ -232,8 +234,9 @@ def test_a_results_file_is_replaced_when_the_next_is_complete(tmp_path, suffix):
 def test_measures_of_the_tokens_are_those_of_all_images(data, trained, tmp_path):
     argv = [str(trained), '--data-dir', str(data), '--batch-size', '3', '--include-cls', '--plot', tmp_path / 'a.png']
     record = validate_one(*argv, '--measures', 'effective_rank,head_similarity', '--results-file', tmp_path / 'a.csv')
-    model = load_model(str(trained))[0]
-    images = open_validation_data(str(data), model, eval_transform(resolve_data_config(model)))
+    loaded = load_model(str(trained))
+    model = loaded.model
+    images = open_validation_data(str(data), loaded, eval_transform(resolve_data_config(model)))
     expected = token_statistics(
         model, DataLoader(images, 10), ['cosine', 'effective_rank', 'head_similarity'], include_cls=True
     )
@@ -340,8 +343,8 @@ def test_two_processes_give_the_numbers_of_one(data, trained, tmp_path):
 
 @pytest.mark.parametrize('wrap', ('safetensors', 'pth', 'model', 'state_dict', 'module'))
 def test_a_checkpoint_is_loaded_from_any_wrapping(wrap, trained, tmp_path):
-    source, kind = load_model(str(trained))
-    state_dict = source.state_dict()
+    loaded = load_model(str(trained))
+    state_dict = loaded.model.state_dict()
     if wrap == 'safetensors':
         save_file(state_dict, tmp_path / 'weights.safetensors')
     elif wrap == 'module':
@@ -350,12 +353,12 @@ def test_a_checkpoint_is_loaded_from_any_wrapping(wrap, trained, tmp_path):
         torch.save(state_dict if wrap == 'pth' else {wrap: state_dict, 'epoch': 3}, tmp_path / 'weights.pth')
     model = timm.create_model('deit_softmax_tiny', img_size=32, depth=2, num_classes=3)
     load_weights(model, next(tmp_path.glob('weights.*')))
-    assert kind == 'trained'
+    assert loaded.weights == 'trained'
     assert all(tensor.equal(state_dict[key]) for key, tensor in model.state_dict().items())
 
 
 def test_a_checkpoint_that_does_not_fit_names_its_keys(trained, tmp_path, capsys):
-    state_dict = load_model(str(trained))[0].state_dict()
+    state_dict = load_model(str(trained)).model.state_dict()
     state_dict['extra'] = state_dict.pop('cls_token')
     save_file(state_dict, tmp_path / 'weights.safetensors')
     error = fails(capsys, 'deit_softmax_tiny', '--img-size', '32', '--checkpoint', tmp_path / 'weights.safetensors')
@@ -557,7 +560,7 @@ def test_a_corrupted_image_whose_logits_are_not_finite_is_named(data, trained, c
         is_constant = not x.is_meta and len(x) > 1 and bool((x == x[:1]).all())
         return forward(model, x) * (torch.nan if is_constant else 1)
 
-    model_class = type(load_model(str(trained))[0])
+    model_class = type(load_model(str(trained)).model)
     monkeypatch.setattr(model_class, 'forward_head', broken)
     error = fails(capsys, trained, '--data-dir', data, '--corrupt')
     assert f'{trained}, corrupted: the logits of ' in error and '(gaussian_noise, severity 1) are not finite' in error

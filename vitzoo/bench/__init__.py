@@ -29,7 +29,7 @@ BENCHMARKS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
+    """Run the command and exit with its exit code."""
     run_command(run_benchmark, sys.argv[1:] if argv is None else argv)
 
 

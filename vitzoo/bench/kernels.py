@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench kernels', description=__doc__.partition('\n')[0])
     add, names = parser.add_argument, [task.name for task in KERNEL_TASKS]
     add('--kernels', nargs='+', choices=names, default=names, help='kernels (default: all)')

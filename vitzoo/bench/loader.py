@@ -35,7 +35,7 @@ from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.machine import describe_machine, format_machine
 from vitzoo.metrics.speed import synchronize
-from vitzoo.options import default_device, device, natural, positive
+from vitzoo.options import add_workers, default_device, device, positive
 from vitzoo.train.recipe import make_recipe
 
 
@@ -63,14 +63,14 @@ def main(argv: list[str] | None = None) -> dict[str, list[dict]]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench loader', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('--data-dir', metavar='DIR', help='images in class folders (default: generated JPEGs of 500 x 375)')
     add('--images', type=positive, default=512, metavar='N', help='images per pass (default: 512)')
     add('--img-size', type=positive, default=224, metavar='N', help='crop size (default: 224)')
     add('--batch-size', type=positive, default=32, metavar='N', help='images per batch (default: 32)')
-    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='worker processes')
+    add_workers(parser)
     add('--rounds', type=positive, default=5, metavar='N', help='passes per loader, after a warm-up pass (default: 5)')
     add('--device', type=device, default=default_device(), help='device to load to (default: the GPU if there is one)')
     return parser.parse_args(argv)

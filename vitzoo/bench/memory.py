@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench memory', description=__doc__.partition('\n')[0])
     add_layers(parser, _TOKENS)
     add = parser.add_argument

@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str, int], Cell]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench mixers', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add_layers(parser, DEFAULT_TOKENS)

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench models', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('models', nargs='+', metavar='MODEL', help='timm name, or a quoted wildcard')
@@ -202,7 +202,7 @@ def own_size(name: str) -> int:
 
 def random_model(name: str, img_size: int, device: torch.device) -> nn.Module:
     """A model with random weights for images of this size, checked by a forward pass."""
-    model, _ = load_model(name, img_size=(img_size, img_size), pretrained=False)
+    model = load_model(name, img_size=(img_size, img_size), pretrained=False).model
     in_chans = input_shape(model)[0]
     if in_chans != 3:
         raise UserError(f'{name} takes images of {in_chans} channels; only models of RGB images are compared')

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench peers', description=__doc__.partition('\n')[0])
     add, names = parser.add_argument, sorted({pair.name for pair in PAIRS})
     add('--pairs', nargs='+', metavar='NAME', help=f'any of {", ".join(names)} (default: all)')

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench startup', description=__doc__.partition('\n')[0])
     add = parser.add_argument
     add('--model', default='cvt_ls_13', help='model of vitzoo to create (default: cvt_ls_13, 20.3 M parameters)')

@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser('vitzoo bench trainer', description=__doc__.partition('\n')[0])
     add, models = parser.add_argument, ['deit_tiny_patch16_224', 'cvt_ls_13']
     add('--models', nargs='+', default=models, metavar='MODEL', help=f'default: {" ".join(models)}')

@@ -119,9 +119,9 @@ def _kinds_of_mixers(model: nn.Module) -> set[type]:
 
 def swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
     """The parent with other mixers, the data config that is given, and further entries of config.json."""
-    model, source = _load_parent(args)
+    model, weights = _load_parent(args)
     num_classes = model.pretrained_cfg.get('num_classes', model.num_classes)
-    if source in ('published', 'trained') and model.num_classes != num_classes:
+    if weights in ('published', 'trained') and model.num_classes != num_classes:
         raise UserError(
             f'num_classes={model.num_classes} does not fit the weights of {args.parent}, which are for {num_classes} '
             'classes; leave it out, `vitzoo train` makes a head for the classes of its data'
@@ -130,9 +130,9 @@ def swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
     reports = list(model.inheritance.values())
     share = sum(report.share for report in reports) / len(reports)
     new = ', '.join(dict.fromkeys(name for report in reports for name in report.initialized)) or 'none'
-    print(f"{args.parent} ({source}) with {swapped}\ninherited {share:.2%} of the attention's parameters")
+    print(f"{args.parent} ({weights}) with {swapped}\ninherited {share:.2%} of the attention's parameters")
     print(f'initialized in the mixers: {new}')
-    about = {'label_names': model.pretrained_cfg.get('label_names'), 'vitzoo': _describe_origin(args, source, share)}
+    about = {'label_names': model.pretrained_cfg.get('label_names'), 'vitzoo': _describe_origin(args, weights, share)}
     return model, given_size(args.model_kwargs), about
 
 
@@ -143,23 +143,24 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
         # a parent only gives its weights, so its head may be for any classes
         parent = load_official(args.checkpoint, args.parent, kwargs, any_classes=not args.swap)
         fit_config(find_model(args.parent), parent, args.checkpoint)
-        source = args.checkpoint
+        weights = args.checkpoint
     elif args.random_weights:
         # those of a folder are loaded by `load_model` in any case
-        parent, source = create_model(find_model(args.parent), model_kwargs=kwargs).eval(), 'random weights'
+        parent, weights = create_model(find_model(args.parent), model_kwargs=kwargs).eval(), 'random weights'
     else:
-        parent, source = load_model(find_model(args.parent), model_kwargs=kwargs)
-    if source == 'random weights' and not args.random_weights:
+        loaded = load_model(find_model(args.parent), model_kwargs=kwargs)
+        parent, weights = loaded.model, loaded.weights
+    if weights == 'random weights' and not args.random_weights:
         raise UserError(f'there are no published weights of {args.parent}; pass a --checkpoint')
-    if source not in ('published', 'trained'):
+    if weights not in ('published', 'trained'):
         # it is that of the published weights
         parent.pretrained_cfg.pop('license', None)
-    return parent, source
+    return parent, weights
 
 
-def _describe_origin(args: argparse.Namespace, source: str, share: float) -> dict:
+def _describe_origin(args: argparse.Namespace, weights: str, share: float) -> dict:
     """Facts for config.json about the parent and the inherited share of its weights."""
-    return {'parent': args.parent, 'weights': source, 'inherited': round(share, 4)}
+    return {'parent': args.parent, 'weights': weights, 'inherited': round(share, 4)}
 
 
 def given_size(model_kwargs: dict) -> dict:

@@ -1,4 +1,4 @@
-"""`vitzoo doctor`: examines all images of a dataset, and reports problems and how to fix them.
+"""`vitzoo doctor`: examine all images of a dataset, and report problems and how to fix them.
 
 Examples:
     vitzoo doctor photos
@@ -7,10 +7,10 @@ Examples:
 The exit code is 1 if there are errors, which would end training or make its accuracy wrong.
 """
 
-from vitzoo.doctor.examine import run
+from vitzoo.doctor.command import examine_and_exit
 from vitzoo.errors import run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
-    run_command(run, argv)
+    """Run the command and exit with its exit code."""
+    run_command(examine_and_exit, argv)

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 import vitzoo
-from vitzoo.about import read_about
 from vitzoo.classes import class_names
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
-from vitzoo.load import find_model, fit_data_config, load_model
+from vitzoo.load import LoadedModel, find_model, fit_data_config, load_model
 from vitzoo.options import check_output, nonnegative, positive, size
 
 # traced with the first number of images, and compared with all
@@ -40,15 +39,14 @@ def export_to_file(argv: list[str] | None = None) -> None:
         raise UserError(f'--num-classes {args.num_classes} is for the weights of a --checkpoint, which is missing')
     check_packages(f'--to {args.to}', args.to)
     name = find_model(args.model)
-    model, weights = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
+    loaded = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
+    model = loaded.model
     data_config = fit_data_config(name, model, args.img_size)
     batches = random_batches(data_config['input_size'])
     out = Path(args.out)
     with TemporaryDirectory(dir=out.parent) as folder:
         written = Path(folder, out.name)
-        write_file(
-            args.to, model, batches[0], written, describe_export(name, model, data_config, weights, args.checkpoint)
-        )
+        write_file(args.to, model, batches[0], written, describe_export(loaded, data_config))
         difference, largest = compare_logits(model, file_format.open(written), batches)
         # also if the logits are not finite
         if not difference <= args.tolerance * largest < math.inf:
@@ -61,7 +59,7 @@ def export_to_file(argv: list[str] | None = None) -> None:
         for path in Path(folder).iterdir():
             os.replace(path, out.parent / path.name)
     sides = ' x '.join(map(str, data_config['input_size']))
-    origin = weights.removesuffix(' weights')
+    origin = loaded.weights.removesuffix(' weights')
     print(f'wrote {out} ({megabytes:,.1f} MB): {name}, {origin} weights, for any number of images of {sides}')
     print(f'largest difference from the logits of the model: {difference:.1e}, with logits up to {largest:.1e}')
 
@@ -88,18 +86,14 @@ def random_batches(input_size: tuple[int, int, int]) -> list[torch.Tensor]:
     return [torch.randn(batch_size, *input_size, generator=generator) for batch_size in _BATCH_SIZES]
 
 
-def describe_export(
-    name: str, model: nn.Module, data_config: dict, weights: str, checkpoint: str | None = None
-) -> dict:
+def describe_export(loaded: LoadedModel, data_config: dict) -> dict:
     """The facts about a model that its file has as metadata."""
-    facts: dict[str, Any] = dict(model=name, weights=weights, vitzoo=vitzoo.__version__)
-    facts['class_names'] = class_names(model)
-    config: Any = model.pretrained_cfg
-    # that of a trained model is of the published weights that it began with, or chosen by `vitzoo push`
-    if weights in ('trained', 'published') and config.get('license'):
-        facts['license'] = config['license']
+    facts: dict[str, Any] = dict(model=loaded.name, weights=loaded.weights, vitzoo=vitzoo.__version__)
+    facts['class_names'] = class_names(loaded.model)
+    if loaded.license:
+        facts['license'] = loaded.license
     # logits of several labels need a sigmoid each
-    facts['multi_label'] = read_about(name, weights, checkpoint).get('multi_label', False)
+    facts['multi_label'] = loaded.about.get('multi_label', False)
     keys = ('input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
     return facts | {key: data_config[key] for key in keys}
 

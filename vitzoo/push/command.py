@@ -20,7 +20,7 @@ from vitzoo.about import is_trained_folder, read_about
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import check_source, load_model
-from vitzoo.options import default_device, natural
+from vitzoo.options import add_workers, default_device
 from vitzoo.push.card import make_card, read_facts
 from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, describe_precision, halve, read_json, write_folder
 from vitzoo.validate.evaluation import validate_model
@@ -52,7 +52,12 @@ def push(argv: list[str] | None = None) -> None:
         if parent is not None:
             check_name(folder)
         data_dir = _find_data(args)
-        record = _evaluate(args, folder, data_dir)
+        options = EvalOptions(
+            device=default_device(), amp_dtype='float32', batch_size=64, workers=args.workers, data_dir=data_dir
+        )
+        record = validate_model(args.run, options)
+        if args.half:
+            record = _store_in_half(args.run, folder, options, record)
         card = make_card(args.to, folder, record, read_facts(Path(args.run)), data_dir)
         if parent is None:
             _upload(args, folder, card)
@@ -75,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="licence of the weights, which depends on their images: 'apache-2.0', or in words")  # fmt: skip
     add('--half', action='store_true', help='matrices in half precision, if that keeps the accuracies to the image')
     add('--data-dir', metavar='DIR', help='the data of the run, if it has been moved')
-    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='data loading processes')
+    add_workers(parser)
     add('--private', action='store_true', help='create a private repository on the hub')
     args = parser.parse_args(argv)
     if not args.to.startswith(HUB):
@@ -121,41 +126,52 @@ def _find_data(args: argparse.Namespace) -> str:
     return data_dir
 
 
-def _evaluate(args: argparse.Namespace, folder: Path, data_dir: str) -> dict:
-    """The record of the weights, which --half stores in half precision if a rounding leaves the accuracies the same."""
-    options = EvalOptions(
-        device=default_device(), amp_dtype='float32', batch_size=64, workers=args.workers, data_dir=data_dir
-    )
-    record = validate_model(args.run, options)
-    if not args.half:
-        return record
-    weights, reason = load_file(folder / WEIGHTS), ''
+def _store_in_half(run: str, folder: Path, options: EvalOptions, record: dict) -> dict:
+    """Store weights in half precision if a rounding leaves the accuracies the same; the record of those stored."""
+    weights = load_file(folder / WEIGHTS)
     if describe_precision(weights) != 'single precision':
         print(f'kept {describe_precision(weights)}, which is as small')
         return record
+    found = _find_rounding(run, weights, options, record)
+    if found is None:
+        return record
+    halved, rounded = found
+    # `save_file` would replace it by a file that only its owner may read
+    (folder / WEIGHTS).write_bytes(save(halved))
+    return rounded
+
+
+def _find_rounding(
+    run: str, weights: dict[str, Tensor], options: EvalOptions, record: dict
+) -> tuple[dict[str, Tensor], dict] | None:
+    """The weights in half precision with the accuracies of `record`, and their record; None if no rounding has them.
+
+    Raises:
+        UserError: The validation images have changed.
+    """
+    reason = ''
     for seed in range(_RANDOM_ROUNDINGS + 1):
         halved = halve(weights, torch.Generator().manual_seed(seed) if seed else None)
         if halved is None:
             print('kept single precision, because a weight is too large for half precision')
-            return record
-        rounded = _evaluate_weights(args.run, halved, options)
+            return None
+        rounded = _evaluate_weights(run, halved, options)
         if rounded['images'] != record['images']:
             raise UserError(
-                f"the validation images in '{data_dir}' have changed between two evaluations; push the run again"
+                f"the validation images in '{options.data_dir}' have changed between two evaluations; "
+                'push the run again'
             )
         changed = [key for key in ('top1', 'top5', 'map') if rounded[key] != record[key]]
         if not changed:
             if seed:
                 print(f'rounded at random with seed {seed}, because {reason}')
-            # `save_file` would replace it by a file that only its owner may read
-            (folder / WEIGHTS).write_bytes(save(halved))
-            return rounded
+            return halved, rounded
         reason = reason or (
             f'the nearest numbers of half precision have {changed[0]} {rounded[changed[0]]:.4f}, '
             f'not {record[changed[0]]:.4f}'
         )
     print(f'kept single precision, because {reason}, and {_RANDOM_ROUNDINGS} random roundings change an accuracy, too')
-    return record
+    return None
 
 
 def _evaluate_weights(run: str, weights: dict[str, Tensor], options: EvalOptions) -> dict:
@@ -171,7 +187,7 @@ def _evaluate_weights(run: str, weights: dict[str, Tensor], options: EvalOptions
 
 def _upload(args: argparse.Namespace, folder: Path, card: dict) -> None:
     """Upload the model of a folder by timm's own function, with the card also if the repository has another."""
-    model, _ = load_model(str(folder))
+    model = load_model(str(folder)).model
     stored = load_file(folder / WEIGHTS)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in stored:

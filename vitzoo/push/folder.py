@@ -149,7 +149,7 @@ def check_name(folder: Path) -> None:
         return
     if architecture != name:
         raise UserError(f"the folder of {architecture} must be called {architecture}.TAG, not '{folder.name}'")
-    model, _ = load_model(str(folder))
+    model = load_model(str(folder)).model
     images = torch.randn(2, *resolve_data_config(model)['input_size'], generator=torch.Generator().manual_seed(0))
     try:
         by_name = timm.create_model(name, pretrained=True, pretrained_cfg=config).eval()

@@ -51,12 +51,12 @@ class Curve:
 
 
 def scatter(label: str, points: list[Point], x_label: str, y_label: str, is_cost: bool = True) -> Element:
-    """Points with their names, and a line through the Pareto frontier, for small x if x is a cost."""
+    """Points with their names, and a line through the Pareto front, for small x if x is a cost."""
     size = width, height = 340, 300
     x = fit_scale([point.x for point in points], 46, width - 12, log=is_wide(point.x for point in points))
     y = fit_scale([v for point in points for v in (point.low, point.high)], height - BOTTOM, TOP)
     plot = Plot(label, size, x, y, x_label, y_label)
-    front = frontier(points, is_cost)
+    front = front_line(points, is_cost)
     plot.line([(point.x, point.y) for point in front], 'frontier')
     for point in points:
         line = [(point.x, point.low), (point.x, point.high)]
@@ -74,8 +74,8 @@ def scatter(label: str, points: list[Point], x_label: str, y_label: str, is_cost
     return plot.root
 
 
-def frontier(points: list[Point], is_cost: bool = True) -> list[Point]:
-    """The Pareto frontier for large y, and small x if it is a cost, from the best x on."""
+def front_line(points: list[Point], is_cost: bool = True) -> list[Point]:
+    """The Pareto front for large y, and small x if it is a cost, from the best x on."""
     front: list[Point] = []
     for point in sorted(points, key=lambda point: (point.x if is_cost else -point.x, -point.y)):
         if not front or point.y > front[-1].y:

@@ -1,7 +1,6 @@
 """Evaluates models for a report: their records, with the machine, errors, scaling and saliency maps."""
 
 import json
-import os
 import shlex
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from vitzoo.data.transforms import unnormalize
 from vitzoo.data.variants import Found
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_model
-from vitzoo.machine import describe_machine
+from vitzoo.machine import describe_place
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
 from vitzoo.metrics.explanation import explain
@@ -32,8 +31,9 @@ from vitzoo.options import read_yaml, to_words
 from vitzoo.report.transfers import read_transfer
 from vitzoo.transfer.origin import find_command, transfer_recipe
 from vitzoo.transfer.record import RECORD
+from vitzoo.validate.data import open_validation_data
 from vitzoo.validate.error_analysis import count_confusions
-from vitzoo.validate.evaluation import open_validation_data, validate_model
+from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions, check_single_model
 from vitzoo.validate.predictions import Predictions, read_predictions
 from vitzoo.validate.robustness import open_suite
@@ -60,17 +60,7 @@ def gather(options: EvalOptions) -> Iterator[dict]:
         about = describe_model(name, options)
         record = _validate(name, options, suite, with_errors='explanations' in about)
         # after the evaluation, which ends with the timing: the load is an average of the last minute
-        yield record | about | describe_place(options) | dict(data=options.data_dir)
-
-
-def describe_place(options: EvalOptions) -> dict:
-    """Machine, precision and versions, and for a CPU its load and number of cores."""
-    machine = describe_machine(options.device)
-    threads = f'{machine["threads"]} thread{"s" if machine["threads"] > 1 else ""}'
-    where = machine['gpu'] or f'{machine["cpu"]}, {threads}'
-    versions = f'torch {machine["torch"]}, timm {machine["timm"]}, Python {machine["python"]}'
-    cores = None if machine['gpu'] else os.cpu_count()
-    return dict(measured_on=f'{where}, {options.amp_dtype}; {versions}', load=machine['load'], cores=cores)
+        yield record | about | describe_place(options.device, options.amp_dtype) | dict(data=options.data_dir)
 
 
 def _validate(name: str, options: EvalOptions, suite: Sequence[Found], with_errors: bool) -> dict:
@@ -85,22 +75,19 @@ def _validate(name: str, options: EvalOptions, suite: Sequence[Found], with_erro
 
 def describe_model(name: str, options: EvalOptions) -> dict:
     """Origin, scaling, and saliency maps of a few images if the data has one label per image."""
-    model, weights = load_model(
+    loaded = load_model(
         name,
         img_size=options.img_size,
         num_classes=options.num_classes,
         checkpoint=options.checkpoint,
         pretrained=options.pretrained,
     )
-    config = resolve_data_config(model, options.img_size)
+    model, config = loaded.model, resolve_data_config(loaded.model, options.img_size)
     about = find_origin(name)
     # other weights were not made by the commands of the folder
-    about |= read_transfer(name) if weights == 'trained' else dict(commands=[])
+    about |= read_transfer(name) if loaded.weights == 'trained' else dict(commands=[])
     if options.has_data and not options.ignore_labels:
-        transform = eval_transform(config)
-        images = open_validation_data(
-            options.data, model, transform, name, options.data_options, weights, options.checkpoint
-        )
+        images = open_validation_data(options.data, loaded, eval_transform(config), options.data_options)
         if not images.is_multi_label:
             about['explanations'] = explain_some(model.to(options.device), images, config)
     return about | dict(scaling=dict(gmacs=measure_scaling(name, model, config['input_size'][1])))

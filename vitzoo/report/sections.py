@@ -38,7 +38,7 @@ def cost_section(records: list[dict]) -> list[Element]:
             parts.append(_cost_figure(known, score, title, label, [convert(record[cost]) for record in known]))
     if not parts:
         return []
-    note = 'Up and to the left is better; the grey line is the Pareto frontier. Error bars are 95 % intervals.'
+    note = 'Up and to the left is better; the grey line is the Pareto front. Error bars are 95 % intervals.'
     return [tag('div', parts, class_='grid three'), tag('p', note, class_='note')]
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isnan
+from typing import Any
 
 from vitzoo.report.blocks import inline_symbol, scrolling
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.records import (
-    SCORES,
     are_times_comparable,
     interval,
     num_scored,
@@ -22,48 +22,48 @@ from vitzoo.validate.results import format_weights, have_different_images
 class Column:
     """A column of the table of models: how to read its values from a record, format and explain them.
 
-    `better` is 1 if higher is better, -1 if lower is better, and 0 otherwise.
+    Attributes:
+        key: Of its values in a record.
+        better: 1 if higher is better, -1 if lower is better, and 0 otherwise.
+        convert: Maps the value in a record to that in the table, by default the same.
     """
 
+    key: str
     heading: str
     unit: str
-    read: Callable[[dict], float | None]
     form: str
     better: int
     about: str
+    convert: Callable[[Any], float | None] | None = None
+
+    def read(self, record: dict) -> float | None:
+        """The value of a record, None if it has none."""
+        value = record.get(self.key)
+        return value if value is None or self.convert is None else self.convert(value)
 
 
-def _get(key: str, factor: float = 1) -> Callable[[dict], float | None]:
-    def read(record: dict) -> float | None:
-        value = record.get(key)
-        # integers stay integers
-        return value if value is None or factor == 1 else factor * value
-
-    return read
-
-
-def last_cosine(record: dict) -> float | None:
+def _last(curve: list[float | None]) -> float | None:
     """Oversmoothing of the last block, None if it is not defined there, as for a single token."""
-    last = (record.get('oversmoothing') or [None])[-1]
+    last = curve[-1] if curve else None
     return None if last is None or isnan(last) else last
 
 
 MODEL_COLUMNS = (
-    Column('top-1', '%', _get('top1'), '.2f', 1, 'images whose top class is correct'),
-    Column('top-5', '%', _get('top5'), '.2f', 1, 'images whose class is among the top 5'),
-    Column('mAP', '%', _get('map'), '.2f', 1, 'mean average precision, for multi-label data'),
-    Column('loss', '', _get('loss'), '.3f', -1, 'mean cross-entropy in nats, which is binary for multi-label data'),
-    Column('ECE', '%', _get('ece'), '.1f', -1, 'expected calibration error: mean gap between confidence and accuracy'),
-    Column('corrupted', '%', _get('corrupt_top1'), '.2f', 1, 'mean top-1 under 15 corruptions at 5 severities'),
-    Column('images', '', _get('n'), ',d', 0, 'number of images evaluated'),
-    Column('parameters', 'M', _get('params', 1e-6), '.2f', -1, 'millions of parameters'),
-    Column('cost', 'GMACs', _get('gmacs'), '.3f', -1, '10⁹ multiply-accumulates per image'),
-    Column('cost', 'GFLOPs', _get('gflops'), '.3f', -1, 'twice the GMACs; many papers call MACs FLOPs'),
-    Column('speed', 'images/s', _get('images_per_second'), ',.1f', 1, 'median forward pass on random images'),
+    Column('top1', 'top-1', '%', '.2f', 1, 'images whose top class is correct'),
+    Column('top5', 'top-5', '%', '.2f', 1, 'images whose class is among the top 5'),
+    Column('map', 'mAP', '%', '.2f', 1, 'mean average precision, for multi-label data'),
+    Column('loss', 'loss', '', '.3f', -1, 'mean cross-entropy in nats, which is binary for multi-label data'),
+    Column('ece', 'ECE', '%', '.1f', -1, 'expected calibration error: mean gap between confidence and accuracy'),
+    Column('corrupt_top1', 'corrupted', '%', '.2f', 1, 'mean top-1 under 15 corruptions at 5 severities'),
+    Column('n', 'images', '', ',d', 0, 'number of images evaluated'),
+    Column('params', 'parameters', 'M', '.2f', -1, 'millions of parameters', lambda count: 1e-6 * count),
+    Column('gmacs', 'cost', 'GMACs', '.3f', -1, '10⁹ multiply-accumulates per image'),
+    Column('gflops', 'cost', 'GFLOPs', '.3f', -1, 'twice the GMACs; many papers call MACs FLOPs'),
+    Column('images_per_second', 'speed', 'images/s', ',.1f', 1, 'median forward pass on random images'),
+    Column('peak_memory_mb', 'memory', 'MB', ',.0f', -1, 'peak of the evaluation; on a CPU, of the whole process'),
     Column(
-        'memory', 'MB', _get('peak_memory_mb'), ',.0f', -1, 'peak of the evaluation; on a CPU, of the whole process'
+        'oversmoothing', 'cosine', 'last block', '.3f', 0, 'oversmoothing: mean cosine similarity of the tokens', _last
     ),
-    Column('cosine', 'last block', last_cosine, '.3f', 0, 'oversmoothing: mean cosine similarity of the tokens'),
 )
 _INTERVAL = "half the width of Wilson's 95 % interval for this number of images; the best of a column is bold"
 _MACHINES = (
@@ -81,17 +81,17 @@ def models_section(records: list[dict]) -> list[Element]:
     """The table of models, with notes."""
     columns = [column for column in MODEL_COLUMNS if any(column.read(record) is not None for record in records)]
     has_best_speed = are_times_comparable(records)
-    best = [find_best(c, records) if c.heading != 'speed' or has_best_speed else None for c in columns]
+    best = [find_best(c, records) if c.key != 'images_per_second' or has_best_speed else None for c in columns]
     head = [sort_heading('model', '', 'text'), *(sort_heading(c.heading, c.unit, 'number', c.better) for c in columns)]
     head += [sort_heading('image', 'px', 'number'), sort_heading('weights', '', 'text')]
-    ranked_by = {SCORES[key] for record in records if (key := ranking_score(record))}
+    ranked_by = {key for record in records if (key := ranking_score(record))}
     if len(ranked_by) == 1:
-        place = [column.heading for column in columns].index(ranked_by.pop())
+        place = [column.key for column in columns].index(ranked_by.pop())
         head[1 + place].set('aria-sort', 'descending')
     rows = [_row(record, columns, best) for record in records]
     table = tag('table', tag('thead', tag('tr', head)), tag('tbody', rows), class_='models', id='table')
-    terms = [(f'{c.heading} {c.unit}' if c.heading == 'cost' else c.heading, c.about) for c in columns]
-    terms += [('±', _INTERVAL)] if any(c.heading == 'top-1' for c in columns) else []
+    terms = [(f'{c.heading} {c.unit}' if c.key in ('gmacs', 'gflops') else c.heading, c.about) for c in columns]
+    terms += [('±', _INTERVAL)] if any(c.key == 'top1' for c in columns) else []
     notes = tag(
         'dl', (tag('div', tag('dt', term), ' ', tag('dd', about)) for term, about in terms), class_='note terms'
     )
@@ -143,7 +143,7 @@ def _cell(record: dict, column: Column, best: float | None) -> Element:
     value = column.read(record)
     if value is None or isnan(value):
         return tag('td', '–')
-    low, high = interval(value, num_scored(record) if column.heading == 'top-1' else None)
+    low, high = interval(value, num_scored(record) if column.key == 'top1' else None)
     half = tag('small', f' ±{(high - low) / 2:.1f}') if high > low else None
     class_ = 'best' if value == best else None
     return tag('td', format(value, column.form), half, class_=class_, data_value=repr(value))

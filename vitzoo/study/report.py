@@ -1,11 +1,10 @@
 """The files of a study's report: tables, the HTML page, and the records of its finished cells."""
 
 import shlex
-from datetime import datetime, timezone
 from pathlib import Path
 
 from vitzoo._files import replace_file
-from vitzoo.report import DATA, PAGE, make_folder, write_records
+from vitzoo.report.files import DATA, PAGE, format_now, make_folder, write_records
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import Row, group_records, has_more, read_cell
@@ -19,8 +18,7 @@ def write_study_report(folder: Path, study: Study, rows: list[Row]) -> list[Path
         UserError: The folder cannot be created or written to.
     """
     make_folder(folder)
-    now = datetime.now(timezone.utc)
-    made = f'{now.day} {now:%B %Y, %H:%M} UTC'
+    made = format_now()
     page = render_study(study, rows, [count_finished(study), made], format_notes(study, rows))
     for name, text in (
         ('table.md', format_markdown(study, rows)),

@@ -11,8 +11,8 @@ import yaml
 
 from vitzoo._files import replace_file
 from vitzoo.errors import UserError
+from vitzoo.machine import describe_place
 from vitzoo.options import to_words
-from vitzoo.report.gather import describe_place
 from vitzoo.study.claim import Claim
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.status import CellState, describe_cells, find_state
@@ -163,7 +163,8 @@ def _find_place(options: dict, is_direct: bool) -> dict:
     Args:
         is_direct: False if a launcher started it.
     """
-    place = describe_place(parse_args(['model', *to_words(options, ',')]))
+    measured = parse_args(['model', *to_words(options, ',')])
+    place = describe_place(measured.device, measured.amp_dtype)
     # a launcher chooses the number of threads, and may use another machine than this CPU
     is_known = is_direct or place['cores'] is None
     return place if is_known else {}

@@ -266,8 +266,9 @@ def _load_teacher(recipe: Recipe, class_names: list[str], data_config: dict) -> 
     assert recipe.kd_model_name is not None
     name = find_model(recipe.kd_model_name)
     in_chans, *img_size = data_config['input_size']
-    teacher, source = load_model(name, img_size=tuple(img_size))
-    if source == 'random weights':
+    loaded = load_model(name, img_size=tuple(img_size))
+    teacher = loaded.model
+    if loaded.weights == 'random weights':
         raise UserError(f'the teacher {name} has no published weights; use the folder of a training run instead')
     teacher_classes = label_names(teacher)
     # a head may have more outputs than the data has classes, but without names they may be of other data

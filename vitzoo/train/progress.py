@@ -199,11 +199,11 @@ def report_epoch(run: Run) -> None:
     run.console.print('  '.join([line, speed, *words]))
 
     # lazy: importing matplotlib takes a second
-    from vitzoo.figures import draw_curves
+    from vitzoo.figures import draw_history
 
     def write() -> None:
         write_metrics(run.folder, run.history)
-        draw_curves(run.folder, run.history)
+        draw_history(run.folder, run.history)
 
     write_on_main(
         run.accelerator,

@@ -5,7 +5,6 @@ the default. `batch_size` is global: the number of images per optimizer step ove
 """
 
 import math
-import os
 import re
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -17,7 +16,7 @@ import yaml
 
 from vitzoo._files import replace_file
 from vitzoo.errors import UserError, did_you_mean
-from vitzoo.options import parse_yaml, read_yaml, size
+from vitzoo.options import DEFAULT_WORKERS, parse_yaml, read_yaml, size
 
 
 def option(
@@ -127,7 +126,7 @@ class Recipe:
         None, 'classes in label order (.txt), or name to label (.json, .pkl); others are left out'
     )
     multi_label: bool = _data(False, 'multi-label classification, with labels.csv (columns file, labels)')
-    workers: int = _data(min(4, os.cpu_count() or 1), 'data loader workers per process', low=0, on_resume=NEUTRAL)
+    workers: int = _data(DEFAULT_WORKERS, 'data loader workers per process', low=0, on_resume=NEUTRAL)
     validation_batch_size: int | None = _data(
         None, 'validation batch size per process; by default batch_size, at most 256', low=1, on_resume=NEUTRAL
     )

@@ -120,19 +120,17 @@ def open_transfer(options: TransferOptions) -> Transfer:
             f' --mixed_precision of the launcher'
         )
     name = find_model(options.teacher)
-    teacher, source = load_model(name, img_size=options.img_size, checkpoint=options.checkpoint)
-    if source == 'random weights':
-        raise UserError(f'there are no weights of {name}; pass a --checkpoint, or the folder of a training run')
-    if source == 'checkpoint':
+    loaded = load_model(name, img_size=options.img_size, checkpoint=options.checkpoint)
+    loaded.require_weights()
+    teacher = loaded.model.to(accelerator.device)
+    if loaded.weights == 'checkpoint':
         # it is that of other weights
         teacher.pretrained_cfg.pop('license', None)
-    teacher = teacher.to(accelerator.device)
     data_config = fit_data_config(name, teacher, options.img_size)
     problem = find_non_finite(teacher, torch.zeros(1, *data_config['input_size'], device=accelerator.device))
     if problem:
         raise UserError(f'{name} cannot be a teacher: {problem}')
-    data = options.data_dir, data_config, options.data_options, options.seed
-    pictures = open_pictures(name, teacher, *data, weights=source, checkpoint=options.checkpoint)
+    pictures = open_pictures(loaded, options.data_dir, data_config, options.data_options, options.seed)
     if options.labels and pictures.multi_label:
         raise UserError(f'--labels learns one class per image, but {name} predicts several labels; leave --labels out')
     if options.labels and pictures.kind != 'top1':
@@ -144,7 +142,7 @@ def open_transfer(options: TransferOptions) -> Transfer:
         accelerator,
         name,
         teacher,
-        source,
+        loaded.weights,
         {key: value for key, value in data_config.items() if value is not None},
         pictures,
         Chosen(pictures.train, train),

@@ -1,7 +1,6 @@
 """The command line of `vitzoo transfer`."""
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,17 @@ from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
 from vitzoo.models._swap_record import check_mixer_kwargs
-from vitzoo.options import add_data_options, keyword, natural, nonnegative, positive, read_yaml, size, to_words
+from vitzoo.options import (
+    add_data_options,
+    add_workers,
+    keyword,
+    natural,
+    nonnegative,
+    positive,
+    read_yaml,
+    size,
+    to_words,
+)
 from vitzoo.train.progress import parse_trackers
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe
 
@@ -149,7 +158,7 @@ def _add_run(group: argparse._ArgumentGroup, defaults: TransferOptions) -> None:
     add('--seed', type=natural, metavar='N', default=defaults.seed, help='random seed [0]')
     add('--resume', action='store_true', help='continue the transfer in --output, or start it')
     add('--overwrite', action='store_true', help='replace the transfer in --output')
-    add('--workers', type=natural, metavar='N', default=min(4, os.cpu_count() or 1), help='data loading processes')
+    add_workers(group)
     add(
         '--amp-dtype',
         choices=('float32', 'bfloat16'),

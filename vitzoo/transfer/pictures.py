@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data import Subset as TorchSubset
 
-from vitzoo.about import read_about
 from vitzoo.data import DataOptions, Images, eval_transform, open_dataset, train_transform
 from vitzoo.data.dataset import merge_options
 from vitzoo.data.held_out import Subset
@@ -23,9 +22,10 @@ from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS
 from vitzoo.data.reader import LabelledReader
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.errors import NoClassesError, UserError, format_flag
+from vitzoo.load import LoadedModel
 from vitzoo.train.recipe import Recipe, make_recipe
 from vitzoo.transfer.outputs import has_head
-from vitzoo.validate.evaluation import open_validation_data
+from vitzoo.validate.data import open_validation_data
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -119,31 +119,18 @@ class IntervalBatches(Sampler):
             step += number
 
 
-def open_pictures(
-    teacher_name: str,
-    teacher: torch.nn.Module,
-    data_dir: str,
-    data_config: dict,
-    options: DataOptions,
-    seed: int,
-    weights: str = 'published',
-    checkpoint: str | None = None,
-) -> Pictures:
+def open_pictures(teacher: LoadedModel, data_dir: str, data_config: dict, options: DataOptions, seed: int) -> Pictures:
     """Open the images of a transfer.
 
     The validation images are the data's, or those that the teacher's run held out, or a fifth. Options of the data are
     for images with classes. Those that the teacher's run recorded are used if `options` does not have others and they
     suit the data.
 
-    Args:
-        weights: Origin of the teacher's weights, as of `load_model`.
-        checkpoint: Their file, if they are not those of the name.
-
     Raises:
         UserError: There are no images, or too few to hold some out, or an option does not suit them.
     """
     recipe, evaluation = make_recipe(_AUGMENTATION), eval_transform(data_config)
-    recorded = read_about(teacher_name, weights, checkpoint)
+    recorded = teacher.about
     try:
         labelled, val, dropped = _open_labelled(data_dir, evaluation, options, recorded, seed)
     except NoClassesError as error:
@@ -151,9 +138,8 @@ def open_pictures(
             raise
         about = _describe_data(NO_OPTIONS, recorded)
         return _open_unlabelled(data_dir, recipe, data_config, about, _fact(error))
-    origin = labelled.options, weights, checkpoint
-    open_val = partial(open_validation_data, data_dir, teacher, evaluation, teacher_name, *origin)
-    val, kind, reason = _choose_measure(labelled, val, open_val if has_head(teacher) else None)
+    open_val = partial(open_validation_data, data_dir, teacher, evaluation, labelled.options)
+    val, kind, reason = _choose_measure(labelled, val, open_val if has_head(teacher.model) else None)
     names = set(val.reader.filenames()) if labelled.root == val.root else set()
     rest = [index for index, name in enumerate(labelled.reader.filenames()) if name not in names]
     if not rest:

@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     # imported here, so that vitzoo.validate.results can be imported without Accelerate
     from vitzoo.errors import run_command
     from vitzoo.launch import start_missing_processes
-    from vitzoo.validate.evaluation import validate
+    from vitzoo.validate.command import validate
 
     start_missing_processes()
     run_command(validate, argv)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitzoo._files import replace_file
+from vitzoo.options import num_processes
 from vitzoo.validate.options import EvalOptions
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def print_results(records: list[dict], options: EvalOptions) -> None:
     print_calibration(records[0], options)
     if options.plot:
         # lazy: importing matplotlib takes a second
-        from vitzoo.figures import plot_curves
+        from vitzoo.figures import draw_token_statistics
 
-        plot_curves(options.plot, records)
+        draw_token_statistics(options.plot, records)
 
 
 def print_calibration(record: dict, options: EvalOptions) -> None:
@@ -211,9 +211,8 @@ def _format_title(options: EvalOptions, num_images: set[int | None]) -> str:
     if options.timed_batch_size != options.batch_size:
         batches += f' ({options.timed_batch_size} for images/s)'
     parts = [data, device, options.amp_dtype, batches]
-    world = int(os.environ.get('WORLD_SIZE', '1'))
-    if world > 1:
-        parts.append(f'{world} processes')
+    if num_processes() > 1:
+        parts.append(f'{num_processes()} processes')
     cosine = dict(absolute='absolute', include_self='with self-pairs', include_cls='with class tokens')
     chosen = [words for name, words in cosine.items() if getattr(options, name)]
     if chosen:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,23 +19,11 @@ from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.errors import UserError
 from vitzoo.metrics import mark_hits, rank_classes
 from vitzoo.metrics.robustness import corruption_errors, score_allowed, summarize_allowed
-from vitzoo.validate.options import EvalOptions
-from vitzoo.validate.scoring import score_dataset, score_in_turn
+from vitzoo.validate.scoring import Evaluation, score_dataset, score_in_turn
 from vitzoo.validate.unfinished import UnfinishedScores
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
-
-def evaluate_corruptions(
-    name: str,
-    model: nn.Module,
-    images: Images,
-    clean_top1: float,
-    data_config: dict,
-    options: EvalOptions,
-    accelerator: 'Accelerator | None' = None,
-) -> dict:
+def evaluate_corruptions(evaluation: Evaluation, images: Images, clean_top1: float) -> dict:
     """Evaluate a model on its own test images under every corruption at five severities.
 
     Continues an evaluation with the same results file that was interrupted.
@@ -44,14 +32,13 @@ def evaluate_corruptions(
         corrupt, the top-1 accuracy at each severity of each corruption; corrupt_top1, their mean; corrupt_relative,
         the mean as a percentage of the accuracy on the clean images.
     """
-    finished = UnfinishedScores(name, model, images, data_config, options, accelerator)
+    finished = UnfinishedScores(evaluation, images)
     missing = [condition for condition in CONDITIONS if condition not in finished.counts]
-    transforms = split_eval_transform(data_config)
+    transforms = split_eval_transform(evaluation.data_config)
     datasets = [CorruptedImages(images, *condition, *transforms) for condition in missing]
     images_before = len(finished.counts) * len(images)
-    scored = score_in_turn(
-        f'{name}, corrupted', model, datasets, _score_label, options, accelerator, images_before=images_before
-    )
+    title = f'{evaluation.name}, corrupted'
+    scored = score_in_turn(title, evaluation, datasets, _score_label, images_before=images_before)
     for condition, columns in zip(missing, scored, strict=True):
         finished.add(condition, int(columns['correct'].sum()), int(columns['counts'].sum()))
     correct, counts = zip(*(finished.counts[condition] for condition in CONDITIONS))
@@ -89,14 +76,7 @@ def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True
     return suite
 
 
-def evaluate_suite(
-    name: str,
-    model: nn.Module,
-    suite: Sequence[Found],
-    data_config: dict,
-    options: EvalOptions,
-    accelerator: 'Accelerator | None' = None,
-) -> dict:
+def evaluate_suite(evaluation: Evaluation, suite: Sequence[Found]) -> dict:
     """Evaluate a model on the variants of ImageNet that were found.
 
     Returns:
@@ -106,15 +86,15 @@ def evaluate_suite(
     Raises:
         UserError: The model's classes are not ImageNet's.
     """
-    check_imagenet_classes(name, model)
+    check_imagenet_classes(evaluation.name, evaluation.model)
     record: dict[str, Any] = {}
     for found in suite:
         scores: dict[str, dict] = {}
         is_complete = len(found.parts) == found.variant.num_parts
         for part in found.parts:
-            images, readouts = found.open(part, options.allow_partial)
-            images.transform = found.variant.transform(data_config)
-            scores |= score_readouts(f'{name}, {part}', model, images, readouts, options, accelerator)
+            images, readouts = found.open(part, evaluation.options.allow_partial)
+            images.transform = found.variant.transform(evaluation.data_config)
+            scores |= score_readouts(f'{evaluation.name}, {part}', evaluation, images, readouts)
             is_complete &= images.is_complete
         columns = _SUMMARIES.get(found.variant.name, _columns)(scores)
         record |= {key if is_complete else f'{key}_partial': value for key, value in columns.items()}
@@ -133,22 +113,15 @@ def check_imagenet_classes(name: str, model: nn.Module) -> None:
         )
 
 
-def score_readouts(
-    title: str,
-    model: nn.Module,
-    images: Images,
-    readouts: dict[str, Readout],
-    options: EvalOptions,
-    accelerator: 'Accelerator | None' = None,
-) -> dict[str, dict]:
+def score_readouts(title: str, evaluation: Evaluation, images: Images, readouts: dict[str, Readout]) -> dict[str, dict]:
     """Run a model on images once and score every readout: top1, top5, n and the number of images dropped."""
-    device = next(model.parameters(), torch.empty(0)).device
+    device = next(evaluation.model.parameters(), torch.empty(0)).device
     tables = {key: (readout.allowed.to(device), readout.classes) for key, readout in readouts.items()}
 
     def score(logits: Tensor, index: Tensor) -> dict[str, Tensor]:
         return {key: score_allowed(logits, allowed[index], classes) for key, (allowed, classes) in tables.items()}
 
-    hits = score_dataset(title, model, images, score, options, accelerator)
+    hits = score_dataset(title, evaluation, images, score)
     scores = {key: summarize_allowed(hits[key], readout.allowed) for key, readout in readouts.items()}
     return {key: {**score, 'dropped': len(images) - score['n']} for key, score in scores.items()}
 

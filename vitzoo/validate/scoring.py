@@ -1,12 +1,14 @@
 """Scores a model on datasets in all processes, with a progress bar in the main process."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from vitzoo.data.loader import eval_loaders
+from vitzoo.load import LoadedModel
 from vitzoo.metrics import score_images
 from vitzoo.metrics.accuracy import Probe
 from vitzoo.validate.options import EvalOptions
@@ -15,27 +17,48 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """A model, the data config of its images, and the options and processes of its evaluation.
+
+    Attributes:
+        accelerator: None if there is one process.
+    """
+
+    loaded: LoadedModel
+    data_config: dict
+    options: EvalOptions
+    accelerator: 'Accelerator | None' = None
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.loaded.name
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.loaded.model
+
+    @property
+    def is_main(self) -> bool:
+        """True in the process that prints and writes."""
+        return self.accelerator is None or self.accelerator.is_main_process
+
+
 def score_dataset(
-    title: str,
-    model: nn.Module,
-    dataset: Dataset,
-    score: Callable,
-    options: EvalOptions,
-    accelerator: 'Accelerator | None' = None,
-    probe: Probe | None = None,
+    title: str, evaluation: Evaluation, dataset: Dataset, score: Callable, probe: Probe | None = None
 ) -> dict[str, Tensor]:
     """Score the images of a dataset; `title` names the progress bar, and the rest is as in `score_images`."""
-    (columns,) = score_in_turn(title, model, [dataset], score, options, accelerator, probe)
+    (columns,) = score_in_turn(title, evaluation, [dataset], score, probe)
     return columns
 
 
 def score_in_turn(
     title: str,
-    model: nn.Module,
+    evaluation: Evaluation,
     datasets: Sequence[Any],
     score: Callable,
-    options: EvalOptions,
-    accelerator: 'Accelerator | None' = None,
     probe: Probe | None = None,
     images_before: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
@@ -47,6 +70,7 @@ def score_in_turn(
     from rich.markup import escape
     from rich.progress import Progress
 
+    accelerator, options = evaluation.accelerator, evaluation.options
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
     loaders = eval_loaders(datasets, options.batch_size, options.workers, rank=rank, world=world)
     console = Console(stderr=True)
@@ -57,4 +81,4 @@ def score_in_turn(
             bar.advance(task, world * num_images)
 
         for loader in loaders:
-            yield score_images(model, loader, score, accelerator, progress=advance, probe=probe, name=title)
+            yield score_images(evaluation.model, loader, score, accelerator, progress=advance, probe=probe, name=title)

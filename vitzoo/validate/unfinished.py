@@ -10,14 +10,12 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import cv2
 import numpy
 import PIL
 import timm
 import torch
-from torch import nn
 
 import vitzoo
 from vitzoo._files import replace_file
@@ -25,9 +23,7 @@ from vitzoo.data import Images
 from vitzoo.data.held_out import hash_file
 from vitzoo.errors import UserError
 from vitzoo.validate.options import EvalOptions
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from vitzoo.validate.scoring import Evaluation
 
 Condition = tuple[str, int]
 
@@ -35,29 +31,20 @@ Condition = tuple[str, int]
 class UnfinishedScores:
     """Counts of correct images and of all images by corruption and severity, the same in all processes.
 
-    Arguments are as in `evaluate_corruptions`. Without a results file, nothing is read or written.
+    Without a results file, nothing is read or written.
 
     Raises:
         UserError: The file cannot be read.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        images: Images,
-        data_config: dict,
-        options: EvalOptions,
-        accelerator: 'Accelerator | None' = None,
-    ) -> None:
-        is_main = accelerator is None or accelerator.is_main_process
+    def __init__(self, evaluation: Evaluation, images: Images) -> None:
         # None in a process that does not read and write it
-        self.name, self.path = name, _unfinished_file(options) if is_main else None
+        self.name, self.path = evaluation.name, _unfinished_file(evaluation.options) if evaluation.is_main else None
         self.counts: dict[Condition, tuple[int, int]] = {}
         if self.path is not None:
-            self.digest = _digest(name, model, images, data_config, options)
+            self.digest = _digest(evaluation, images)
             self._read(self.path)
-        if accelerator is not None:
+        if evaluation.accelerator is not None:
             from accelerate.utils import broadcast_object_list
 
             (self.counts,) = broadcast_object_list([self.counts])
@@ -125,11 +112,12 @@ def _write_json(path: Path, found: dict) -> None:
         partial.write_text(json.dumps(found, indent=1), encoding='utf-8')
 
 
-def _digest(name: str, model: nn.Module, images: Images, data_config: dict, options: EvalOptions) -> str:
+def _digest(evaluation: Evaluation, images: Images) -> str:
     """SHA-256 of everything that the scores of a model depend on."""
+    name, model, options = evaluation.name, evaluation.model, evaluation.options
     digest, config = hashlib.sha256(), Path(name.removeprefix('local-dir:')).expanduser() / 'config.json'
     versions = [f'{module.__name__} {module.__version__}' for module in (cv2, numpy, PIL, timm, torch, vitzoo)]
-    facts = [name, str(model), data_config, options.amp_dtype, str(options.device), images.targets, versions]
+    facts = [name, str(model), evaluation.data_config, options.amp_dtype, str(options.device), images.targets, versions]
     digest.update(repr(facts).encode(errors='surrogateescape'))
     # the arguments of the model, which its description may not have
     digest.update(config.read_bytes() if config.is_file() else b'')

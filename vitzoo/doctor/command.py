@@ -1,8 +1,7 @@
-"""Examining a dataset: decode all images, run the checks, print the findings and write them to a file."""
+"""The command line of `vitzoo doctor`: decode all images, run the checks, and print and write the findings."""
 
 import argparse
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,14 @@ from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
 from vitzoo.doctor.checks import FINDING_SEVERITIES, ExaminedSplit, Finding, check
 from vitzoo.doctor.facts import Facts, inspect_image
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.options import add_data_options, check_output, natural, positive
+from vitzoo.options import add_data_options, add_workers, check_output, positive
 
 _COLORS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan'}
 _MAX_NAMES = 4
 _BATCH_SIZE = 16
 
 
-def run(argv: list[str] | None = None) -> None:
+def examine_and_exit(argv: list[str] | None = None) -> None:
     """Examine a dataset and exit with code 1 if there are errors."""
     if any(finding.severity == 'error' for finding in examine(argv)):
         raise SystemExit(1)
@@ -59,7 +58,7 @@ def examine(argv: list[str] | None = None) -> list[Finding]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Read the command line."""
     parser = CommandParser(
         'vitzoo doctor', description='Examine all images of a dataset, and report problems and how to fix them.'
     )
@@ -68,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--multi-label', action='store_true', help='read labels.csv (columns file, labels) instead of class folders')
     add_data_options(parser)
     add('--img-size', type=positive, default=224, metavar='N', help='image size for training (default: 224)')
-    add('--workers', type=natural, default=min(4, os.cpu_count() or 1), metavar='N', help='worker processes')
+    add_workers(parser)
     add('--json', metavar='FILE', help='write all findings with all file names, .json')
     return parser.parse_args(argv)
 
