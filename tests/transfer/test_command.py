@@ -341,9 +341,9 @@ def test_the_whole_network_is_trained(teacher, images, tmp_path, monkeypatch):
 def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_path, monkeypatch):
     weights = []
 
-    def record(task, model):
-        weights.append(make_task(task, model).task_loss_weight)
-        return make_task(task, model)
+    def record(transfer, model):
+        weights.append(make_task(transfer, model).task_loss_weight)
+        return make_task(transfer, model)
 
     make_task = network._distillation
     monkeypatch.setattr('vitzoo.transfer.network._distillation', record)
@@ -410,11 +410,11 @@ def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monke
     options += ['--output', str(tmp_path), '--resume']
     made, limit = [], 1
 
-    def make(task, student, ledger, error, lr, new_lr):
+    def make(transfer, student, ledger, error, lr, new_lr):
         if len(made) == limit:
             raise KeyboardInterrupt
         made.append(lr)
-        return try_rates(task, student, ledger, error, lr, new_lr)
+        return try_rates(transfer, student, ledger, error, lr, new_lr)
 
     monkeypatch.setattr('vitzoo.transfer.command.try_rates', make)
     with pytest.raises(KeyboardInterrupt):

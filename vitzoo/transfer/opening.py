@@ -139,16 +139,16 @@ def open_transfer(options: TransferOptions) -> Transfer:
     train, held_out = divide(len(pictures.train), options.eval_images)
     held_out_images = Chosen(pictures.plain, held_out)
     return Transfer(
-        options,
-        accelerator,
-        name,
-        teacher,
-        source,
-        {key: value for key, value in data_config.items() if value is not None},
-        pictures,
-        Chosen(pictures.train, train),
-        held_out_images,
-        held_out_batches(held_out_images, options.batch_size, accelerator),
-        plan_batches(options.recipe, len(train), accelerator.num_processes),
-        Console(quiet=not accelerator.is_main_process, highlight=False, markup=False, soft_wrap=True),
+        options=options,
+        accelerator=accelerator,
+        name=name,
+        teacher=teacher,
+        weights=source,
+        data_config={key: value for key, value in data_config.items() if value is not None},
+        pictures=pictures,
+        images=Chosen(pictures.train, train),
+        held_out_images=held_out_images,
+        held_out=held_out_batches(held_out_images, options.batch_size, accelerator),
+        plan=plan_batches(options.recipe, len(train), accelerator.num_processes),
+        console=Console(quiet=not accelerator.is_main_process, highlight=False, markup=False, soft_wrap=True),
     )
