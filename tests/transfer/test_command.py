@@ -27,10 +27,10 @@ from vitzoo.report.transfers import read_transfer, transfer_section
 from vitzoo.train.divergence import divergence
 from vitzoo.transfer import main, network
 from vitzoo.transfer.command import transfer, try_rates
+from vitzoo.transfer.data import open_transfer_data
 from vitzoo.transfer.network import train_network
 from vitzoo.transfer.options import parse_args
-from vitzoo.transfer.pictures import open_pictures
-from vitzoo.transfer.record import Ledger
+from vitzoo.transfer.record import TransferRecord
 from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
 from vitzoo.validate.evaluation import validate
 
@@ -269,7 +269,7 @@ def test_several_mixers_give_one_table(teacher, images, tmp_path, capsys):
 def test_the_summary_of_several_mixers_keeps_those_of_earlier_calls(tmp_path):
     def write(**steps):
         results = [dict(settings=dict(mixer=mixer), steps=number) for mixer, number in steps.items()]
-        Ledger(tmp_path, {}).write_students(results)
+        TransferRecord(tmp_path, {}).write_students(results)
         return {r['settings']['mixer']: r['steps'] for r in read_results(tmp_path)['students']}
 
     assert write(linear=1, pool=1) == dict(linear=1, pool=1)
@@ -278,7 +278,7 @@ def test_the_summary_of_several_mixers_keeps_those_of_earlier_calls(tmp_path):
 
 def test_a_folder_is_the_same_for_all_processes_until_each_has_looked_at_it(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / 'ls')
-    first, second = (Ledger(folder, {}, is_main=is_main) for is_main in (True, False))
+    first, second = (TransferRecord(folder, {}, is_main=is_main) for is_main in (True, False))
     first.open(resume=False, overwrite=True)
     assert_same_files(folder, finished)
     second.open(resume=False, overwrite=True)
@@ -410,11 +410,11 @@ def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monke
     options += ['--output', str(tmp_path), '--resume']
     made, limit = [], 1
 
-    def make(transfer, student, ledger, error, lr, new_lr):
+    def make(transfer, student, record, error, lr, new_lr):
         if len(made) == limit:
             raise KeyboardInterrupt
         made.append(lr)
-        return try_rates(transfer, student, ledger, error, lr, new_lr)
+        return try_rates(transfer, student, record, error, lr, new_lr)
 
     monkeypatch.setattr('vitzoo.transfer.command.try_rates', make)
     with pytest.raises(KeyboardInterrupt):
@@ -460,10 +460,10 @@ def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path
     config['label_names'] = ['red', 'blue', 'green']
     (tmp_path / 'config.json').write_text(json.dumps(config))
     teacher, _ = load_model(name)
-    pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(), 0)
-    assert pictures.kind == 'top1'
+    data = open_transfer_data(name, teacher, images, fit_data_config(name, teacher), DataOptions(), 0)
+    assert data.kind == 'top1'
     for index in range(0, 40, 13):
-        assert config['label_names'][pictures.train[index][1]] == Path(pictures.train.filename(index)).parts[0]
+        assert config['label_names'][data.train[index][1]] == Path(data.train.filename(index)).parts[0]
 
 
 def test_the_options_that_the_teacher_recorded_are_those_of_its_student(images, tmp_path):
@@ -514,11 +514,11 @@ def test_recorded_options_are_used_if_others_are_not_given_and_they_suit_the_dat
     config = json.loads((tmp_path / 'config.json').read_text())
     (tmp_path / 'config.json').write_text(json.dumps(config | dict(vitzoo=recorded)))
     teacher, _ = load_model(name)
-    pictures = open_pictures(name, teacher, images, fit_data_config(name, teacher), DataOptions(**options), 0)
-    assert (pictures.kind, (len(pictures.train), len(pictures.val)), pictures.about) == (kind, sizes, about)
+    data = open_transfer_data(name, teacher, images, fit_data_config(name, teacher), DataOptions(**options), 0)
+    assert (data.kind, (len(data.train), len(data.val)), data.about) == (kind, sizes, about)
     # those of the cases with other classes do not suit the data
     (flag,) = map(format_flag, recorded)
-    assert (f'without {flag} of its run, because' in pictures.note) == (kind == 'knn')
+    assert (f'without {flag} of its run, because' in data.note) == (kind == 'knn')
 
 
 def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp_path):
@@ -530,8 +530,8 @@ def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp
         shutil.copy(file, tmp_path / 'flat' / f'{number}.jpg')
     teacher, _ = load_model(name)
     data_config = fit_data_config(name, teacher)
-    pictures = open_pictures(name, teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
-    assert (pictures.kind, pictures.about) == ('cosine', dict(class_map=dict(red='blue')))
+    data = open_transfer_data(name, teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
+    assert (data.kind, data.about) == ('cosine', dict(class_map=dict(red='blue')))
 
 
 def test_the_student_of_a_multi_label_teacher_predicts_several_labels(
@@ -571,9 +571,9 @@ def test_a_multi_label_teacher_takes_images_of_any_kind(kind, expected, images, 
         for part in ('train', 'val'):
             shutil.rmtree(tmp_path / 'data' / part)
     teacher, _ = load_model(name)
-    pictures = open_pictures(name, teacher, data, fit_data_config(name, teacher), DataOptions(), 0)
-    assert (pictures.kind, len(pictures.train), len(pictures.val)) == expected
-    assert pictures.reason and pictures.about['multi_label'] is True
+    data = open_transfer_data(name, teacher, data, fit_data_config(name, teacher), DataOptions(), 0)
+    assert (data.kind, len(data.train), len(data.val)) == expected
+    assert data.reason and data.about['multi_label'] is True
 
 
 def save_multi_label_teacher(folder: Path) -> str:
@@ -624,9 +624,9 @@ def test_images_without_classes_are_validated_on_their_val_split(images, tmp_pat
             shutil.copy(files.pop(), tmp_path / 'flat' / part / f'{index}.jpg')
     teacher, _ = load_model(name)
     data_config = fit_data_config(name, teacher)
-    pictures = open_pictures(name, teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
-    assert (pictures.kind, len(pictures.train), len(pictures.val)) == ('cosine', 8, 2)
-    assert {Path(pictures.val.filename(index)).parts[-2] for index in range(2)} == {'val'}
+    data = open_transfer_data(name, teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
+    assert (data.kind, len(data.train), len(data.val)) == ('cosine', 8, 2)
+    assert {Path(data.val.filename(index)).parts[-2] for index in range(2)} == {'val'}
 
 
 def test_probing_alone_writes_nothing(teacher, images, tmp_path, capsys):

@@ -25,13 +25,13 @@ from vitzoo.train.processes import raise_together
 from vitzoo.train.run_folder import check_sources, claim_folder, export_model, write_metrics
 from vitzoo.transfer.attention import only_part, parts_of, zero_attention
 from vitzoo.transfer.distillation import choose_rates, trial_steps
-from vitzoo.transfer.hybrid import first_paths, give_back, keep_softmax
+from vitzoo.transfer.hybrid import first_paths, keep_softmax, restore_softmax_blocks
 from vitzoo.transfer.matching import match_blocks
 from vitzoo.transfer.network import load_best, train_network
 from vitzoo.transfer.opening import Transfer, open_transfer
 from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.probing import probe
-from vitzoo.transfer.record import STATES, Ledger
+from vitzoo.transfer.record import STATES, TransferRecord
 from vitzoo.transfer.stopping import Stopped, raise_on_sigterm
 from vitzoo.transfer.students import check_student, randomize
 from vitzoo.transfer.summary import explain_result, print_probe, print_scores
@@ -71,7 +71,7 @@ def _transfer(transfer: Transfer) -> list[dict]:
     if options.probe_only:
         return [dict(mixer=mixer, probe=_probe(transfer, mixer)) for mixer in options.mixers]
     assert options.output is not None
-    summary = Ledger(Path(options.output), options.settings, transfer.accelerator.is_main_process)
+    summary = TransferRecord(Path(options.output), options.settings, transfer.accelerator.is_main_process)
     if options.mixers[1:]:
         summary.open_summary()
     with ExitStack() as stack:
@@ -82,78 +82,78 @@ def _transfer(transfer: Transfer) -> list[dict]:
         }
         # a process that deletes, only does so after all have looked at the folders
         with raise_together(transfer.accelerator):
-            ledgers = {mixer: _open_ledger(transfer, mixer, folder) for mixer, folder in folders.items()}
+            records = {mixer: _open_record(transfer, mixer, folder) for mixer, folder in folders.items()}
         if options.overwrite:
-            for ledger in ledgers.values():
-                ledger.clear()
+            for record in records.values():
+                record.clear()
         # before any process writes
         transfer.accelerator.wait_for_everyone()
-        if transfer.pictures.note:
-            transfer.console.print(f'note   {transfer.name}: {transfer.pictures.note}')
-        results = [transfer_to(transfer, mixer, ledgers[mixer], locks[mixer]) for mixer in options.mixers]
+        if transfer.data.note:
+            transfer.console.print(f'note   {transfer.name}: {transfer.data.note}')
+        results = [transfer_to(transfer, mixer, records[mixer], locks[mixer]) for mixer in options.mixers]
     if options.mixers[1:]:
         summary.write_students(results)
-    print_scores(transfer.console, results, transfer.pictures.kind)
+    print_scores(transfer.console, results, transfer.data.kind)
     return results
 
 
-def transfer_to(transfer: Transfer, mixer: str, ledger: Ledger, lock: FolderLock) -> dict:
-    """All stages of one mixer, or those that are missing in its ledger; returns the results."""
-    if 'verdict' in ledger.results:
-        transfer.console.print(f'{mixer}: finished already, in {ledger.folder}')
-        ledger.forget_states()
-        return ledger.results
-    once, score, student = ledger.once, transfer.score, transfer.student(mixer)
-    once('kind', lambda: transfer.pictures.kind)
-    once('machine', lambda: describe_machine(transfer.accelerator.device))
-    print_probe(transfer.console, mixer, once('probe', lambda: _measure_blocks(transfer, student)))
-    once('teacher', transfer.score_teacher)
-    once('start', lambda: score(student))
-    match(transfer, student, ledger)
-    once('matched', lambda: score(student))
-    keep(transfer, student, ledger)
-    once('hybrid', lambda: score(student) if transfer.options.keep_softmax else ledger.results['matched'])
-    distil_network(transfer, student, ledger, lock)
-    once('student', lambda: score(student) if transfer.options.network_steps else ledger.results['hybrid'])
-    once('controls', lambda: measure_controls(transfer, student, ledger))
-    once('images_per_second', lambda: measure_speed(transfer, student))
-    once('oversmoothing', lambda: measure_oversmoothing(transfer, student))
+def transfer_to(transfer: Transfer, mixer: str, record: TransferRecord, lock: FolderLock) -> dict:
+    """All stages of one mixer, or those that are missing in its record; returns the results."""
+    if 'verdict' in record.results:
+        transfer.console.print(f'{mixer}: finished already, in {record.folder}')
+        record.delete_states()
+        return record.results
+    compute_once, score, student = record.compute_once, transfer.score, transfer.student(mixer)
+    compute_once('kind', lambda: transfer.data.kind)
+    compute_once('machine', lambda: describe_machine(transfer.accelerator.device))
+    print_probe(transfer.console, mixer, compute_once('probe', lambda: _measure_blocks(transfer, student)))
+    compute_once('teacher', transfer.score_teacher)
+    compute_once('start', lambda: score(student))
+    match(transfer, student, record)
+    compute_once('matched', lambda: score(student))
+    choose_softmax_blocks(transfer, student, record)
+    compute_once('hybrid', lambda: score(student) if transfer.options.keep_softmax else record.results['matched'])
+    distil_network(transfer, student, record, lock)
+    compute_once('student', lambda: score(student) if transfer.options.network_steps else record.results['hybrid'])
+    compute_once('controls', lambda: measure_controls(transfer, student, record))
+    compute_once('images_per_second', lambda: measure_speed(transfer, student))
+    compute_once('oversmoothing', lambda: measure_oversmoothing(transfer, student))
     # the last result, so that a transfer that has it is complete
-    once('verdict', lambda: export_student(transfer, student, ledger, explain_result(mixer, ledger.results)))
+    compute_once('verdict', lambda: export_student(transfer, student, record, explain_result(mixer, record.results)))
     transfer.accelerator.wait_for_everyone()
-    transfer.console.print(ledger.results['verdict'])
-    ledger.forget_states()
-    return ledger.results
+    transfer.console.print(record.results['verdict'])
+    record.delete_states()
+    return record.results
 
 
-def match(transfer: Transfer, student: nn.Module, ledger: Ledger) -> None:
+def match(transfer: Transfer, student: nn.Module, record: TransferRecord) -> None:
     """Block matching."""
     options = transfer.options
     rates: dict[str, Any] = dict(lr=options.lr, new_lr=options.new_lr)
-    common = _common(transfer, ledger, 'matching', options.steps)
-    ledger.stage(
+    common = _common(transfer, record, 'matching', options.steps)
+    record.stage(
         'matching',
         lambda: match_blocks(transfer.teacher, student, transfer.train, transfer.held_out, **rates, **common),
     )
 
 
-def keep(transfer: Transfer, student: nn.Module, ledger: Ledger) -> None:
+def choose_softmax_blocks(transfer: Transfer, student: nn.Module, record: TransferRecord) -> None:
     """Give blocks back to softmax attention, if the user asked for it."""
     options = transfer.options
     if options.keep_softmax == 0:
         return
 
     def gap(hybrid: nn.Module) -> float:
-        return ledger.results['teacher']['score'] - transfer.score(hybrid)['score']
+        return record.results['teacher']['score'] - transfer.score(hybrid)['score']
 
     def choose() -> list[dict]:
         # those of a search that was interrupted
-        rounds = ledger.results.setdefault('rounds', [])
+        rounds = record.results.setdefault('rounds', [])
 
         def add(row: dict) -> None:
             transfer.console.print(_describe_row('softmax blocks', len(row['kept']), row))
             rounds.append(row)
-            ledger.write_time()
+            record.write_time()
 
         with transfer.accelerator.autocast():
             found = keep_softmax(
@@ -166,62 +166,62 @@ def keep(transfer: Transfer, student: nn.Module, ledger: Ledger) -> None:
                 accelerator=transfer.accelerator,
                 progress=add,
                 done=rounds,
-                multi_label=transfer.pictures.multi_label,
+                multi_label=transfer.data.multi_label,
             )
-        del ledger.results['rounds']
+        del record.results['rounds']
         return found
 
-    chosen = ledger.once('keep_softmax', choose)
-    give_back(transfer.teacher, student, chosen[-1]['kept'])
+    chosen = record.compute_once('keep_softmax', choose)
+    restore_softmax_blocks(transfer.teacher, student, chosen[-1]['kept'])
 
 
-def distil_network(transfer: Transfer, student: nn.Module, ledger: Ledger, lock: FolderLock) -> None:
+def distil_network(transfer: Transfer, student: nn.Module, record: TransferRecord, lock: FolderLock) -> None:
     """Distillation of the whole network, by the trainer."""
     options = transfer.options
     settings: dict[str, Any] = dict(steps=options.network_steps, log_with=options.recipe.log_with)
-    settings |= dict(progress=ledger.write_time)
+    settings |= dict(progress=record.write_time)
     if options.network_steps:
-        settings['start_error'] = error = ledger.once('network_start', lambda: transfer.output_error(student))
-        rates = ledger.once('network_rates', lambda: _find_rates(transfer, student, ledger, error))
+        settings['start_error'] = error = record.compute_once('network_start', lambda: transfer.output_error(student))
+        rates = record.compute_once('network_rates', lambda: _find_rates(transfer, student, record, error))
         transfer.console.print(
             f'network        all parameters, learning rates {rates["lr"]:.2g} and {rates["new_lr"]:.2g}'
         )
         settings |= rates
-    rows = ledger.once('network', lambda: train_network(transfer, student, lock, **settings))
-    load_best(student, ledger.folder, rows)
+    rows = record.compute_once('network', lambda: train_network(transfer, student, lock, **settings))
+    load_best(student, record.folder, rows)
 
 
-def _find_rates(transfer: Transfer, student: nn.Module, ledger: Ledger, error: float) -> dict[str, float]:
+def _find_rates(transfer: Transfer, student: nn.Module, record: TransferRecord, error: float) -> dict[str, float]:
     """The learning rates of the network stage, by trials if the user gave none; those of an earlier process count."""
     options = transfer.options
 
     def trial(lr: float, new_lr: float) -> float:
-        trials = ledger.results.setdefault('network_trials', [])
+        trials = record.results.setdefault('network_trials', [])
         known = [row['output_error'] for row in trials if (row['lr'], row['new_lr']) == (lr, new_lr)]
         if not known:
-            known = [try_rates(transfer, student, ledger, error, lr, new_lr)]
+            known = [try_rates(transfer, student, record, error, lr, new_lr)]
             trials.append(dict(lr=lr, new_lr=new_lr, output_error=known[0]))
-            ledger.write_time()
+            record.write_time()
         return math.inf if known[0] is None else known[0]
 
     return choose_rates(options.network_lr, options.network_new_lr, options.network_steps, lambda: error, trial)
 
 
 def try_rates(
-    transfer: Transfer, student: nn.Module, ledger: Ledger, error: float, lr: float, new_lr: float
+    transfer: Transfer, student: nn.Module, record: TransferRecord, error: float, lr: float, new_lr: float
 ) -> float | None:
     """Error of the outputs after a short training of a copy, None if it diverges."""
-    steps, folder = trial_steps(transfer.options.network_steps), ledger.folder / STATES / f'trial_{lr:g}'
+    steps, folder = trial_steps(transfer.options.network_steps), record.folder / STATES / f'trial_{lr:g}'
     transfer.console.print(f'network        trial of {steps} steps, learning rates {lr:.2g} and {new_lr:.2g}')
     settings: dict[str, Any] = dict(steps=steps, lr=lr, new_lr=new_lr, start_error=error, evals=1)
     try:
-        rows = train_network(transfer, student, FolderLock(folder), progress=ledger.write_time, **settings)
+        rows = train_network(transfer, student, FolderLock(folder), progress=record.write_time, **settings)
     except DivergenceError:
         return None
     return rows[-1]['output_error']
 
 
-def measure_controls(transfer: Transfer, student: nn.Module, ledger: Ledger) -> dict[str, dict]:
+def measure_controls(transfer: Transfer, student: nn.Module, record: TransferRecord) -> dict[str, dict]:
     """Scores of the student without attention, limited to its parts, and trained from random weights."""
     with zero_attention(student):
         found = dict(zero=transfer.score(student))
@@ -231,9 +231,9 @@ def measure_controls(transfer: Transfer, student: nn.Module, ledger: Ledger) -> 
     options = transfer.options
     if options.random_control:
         transfer.console.print('control        all parameters from random weights')
-        other, folder = randomize(deepcopy(student), options.seed), ledger.folder / STATES / 'random'
+        other, folder = randomize(deepcopy(student), options.seed), record.folder / STATES / 'random'
         steps, lr = options.steps + options.network_steps, _RANDOM_LR
-        lock, progress = FolderLock(folder), ledger.write_time
+        lock, progress = FolderLock(folder), record.write_time
         rows = train_network(transfer, other, lock, steps=steps, lr=lr, new_lr=lr, progress=progress)
         load_best(other, folder, rows)
         found['random'] = transfer.score(other)
@@ -282,21 +282,21 @@ def measure_oversmoothing(transfer: Transfer, student: nn.Module) -> dict[str, d
     return found
 
 
-def export_student(transfer: Transfer, student: nn.Module, ledger: Ledger, verdict: str) -> str:
+def export_student(transfer: Transfer, student: nn.Module, record: TransferRecord, verdict: str) -> str:
     """Write the model, the curve of the errors, and the list of the images held out; returns the verdict."""
     if not transfer.accelerator.is_main_process:
         return verdict
-    pictures, options = transfer.pictures, transfer.options
+    data, options = transfer.data, transfer.options
     info: dict[str, Any] = dict(teacher=transfer.name, weights=transfer.weights, data_dir=options.data_dir)
     info |= dict(seed=options.seed, transfer=verdict)
     # `vitzoo validate` opens the data with the same options
-    info |= pictures.about
-    export_model(ledger.folder, student, label_names(transfer.teacher), transfer.data_config, info)
-    train, val = (images.reader if isinstance(images, Images) else None for images in (pictures.train, pictures.val))
+    info |= data.about
+    export_model(record.folder, student, label_names(transfer.teacher), transfer.data_config, info)
+    train, val = (images.reader if isinstance(images, Images) else None for images in (data.train, data.val))
     before = read_about(transfer.name, transfer.weights, options.checkpoint).get('held_out')
-    write_held_out(ledger.folder / HELD_OUT, val if isinstance(val, Subset) else None, train, before)
-    rows = [dict(stage=stage, **row) for stage in ('matching', 'network') for row in ledger.results[stage]]
-    write_metrics(ledger.folder, [{name: value for name, value in row.items() if name != 'errors'} for row in rows])
+    write_held_out(record.folder / HELD_OUT, val if isinstance(val, Subset) else None, train, before)
+    rows = [dict(stage=stage, **row) for stage in ('matching', 'network') for row in record.results[stage]]
+    write_metrics(record.folder, [{name: value for name, value in row.items() if name != 'errors'} for row in rows])
     return verdict
 
 
@@ -324,13 +324,13 @@ def _folder(transfer: Transfer, mixer: str) -> Path:
     return folder
 
 
-def _open_ledger(transfer: Transfer, mixer: str, folder: Path) -> Ledger:
+def _open_record(transfer: Transfer, mixer: str, folder: Path) -> TransferRecord:
     options = transfer.options
     settings = options.settings | dict(mixer=mixer, mixer_kwargs=transfer.arguments(mixer))
-    settings |= dict(training_images=len(transfer.pictures.train), validation_images=len(transfer.pictures.val))
-    ledger = Ledger(folder, settings, transfer.accelerator.is_main_process)
-    ledger.open(options.resume, options.overwrite)
-    return ledger
+    settings |= dict(training_images=len(transfer.data.train), validation_images=len(transfer.data.val))
+    record = TransferRecord(folder, settings, transfer.accelerator.is_main_process)
+    record.open(options.resume, options.overwrite)
+    return record
 
 
 def _probe(transfer: Transfer, mixer: str) -> list[dict]:
@@ -341,24 +341,24 @@ def _probe(transfer: Transfer, mixer: str) -> list[dict]:
 
 def _measure_blocks(transfer: Transfer, student: nn.Module) -> list[dict]:
     with transfer.accelerator.autocast():
-        costs = probe(transfer.teacher, student, transfer.held_out[:2], multi_label=transfer.pictures.multi_label)
+        costs = probe(transfer.teacher, student, transfer.held_out[:2], multi_label=transfer.data.multi_label)
         return [asdict(cost) for cost in costs]
 
 
-def _common(transfer: Transfer, ledger: Ledger, stage: str, steps: int) -> dict:
+def _common(transfer: Transfer, record: TransferRecord, stage: str, steps: int) -> dict:
     """Keywords of a stage."""
 
     def show(row: dict) -> None:
         transfer.console.print(_describe_row(stage, row['step'], row))
-        ledger.write_time()
+        record.write_time()
 
     return dict(
         steps=steps,
         eval_every=max(1, steps // transfer.options.evals),
         accelerator=transfer.accelerator,
-        state_file=ledger.state_file(stage),
+        state_file=record.state_file(stage),
         progress=show,
-        multi_label=transfer.pictures.multi_label,
+        multi_label=transfer.data.multi_label,
     )
 
 

@@ -21,7 +21,7 @@ _NEIGHBOURS = 10
 _RIDGE = 1e-2
 # similarities in memory at a time, 0.5 GB
 _MAX_CELLS = 2**26
-# scores in percent: by the kind of `Pictures`, and of the linear probe
+# scores in percent: by the kind of `TransferData`, and of the linear probe
 SCORE_TITLES = {
     'top1': 'top-1',
     'knn': 'nearest neighbours',
@@ -36,7 +36,7 @@ class Retention:
     Args:
         teacher: In evaluation mode.
         val: Batches of (images, labels), in the same order each time; of several processes, the share of this one.
-        kind: As in `vitzoo.transfer.pictures.Pictures`.
+        kind: As in `vitzoo.transfer.data.TransferData`.
         bank: Labelled batches that nearest neighbours and the linear probe learn from, for kind 'knn'.
         accelerator: Its processes share the batches; None if this one has all.
         multi_label: The models predict several labels per image.

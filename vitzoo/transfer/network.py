@@ -29,10 +29,10 @@ from vitzoo.train.progress import Display, start_trackers
 from vitzoo.train.resume import resume_run
 from vitzoo.train.run import Run
 from vitzoo.train.stopping import StopSignal
+from vitzoo.transfer.data import IntervalBatches
 from vitzoo.transfer.descent import WarmupCosine
 from vitzoo.transfer.distillation import parameter_groups
 from vitzoo.transfer.opening import Transfer
-from vitzoo.transfer.pictures import IntervalBatches
 from vitzoo.transfer.stopping import Stopped
 
 # columns of metrics.csv in the result
@@ -154,7 +154,7 @@ def _open_run(
             )
         return dict(output_error=error)
 
-    # chosen images have what the trainer reads of a dataset
+    # a subset of images has what the trainer reads of a dataset
     train_set: Any = transfer.images
     val_set: Any = transfer.held_out_images
     val_loader: Any = transfer.held_out
@@ -194,7 +194,7 @@ def _distillation(transfer: Transfer, model: nn.Module) -> TransferTask:
         distill_loss_weight=1.0,
         task_loss_weight=float(transfer.options.labels),
         block_weight=transfer.options.block_weight,
-        multi_label=transfer.pictures.multi_label,
+        multi_label=transfer.data.multi_label,
         device=device,
         verbose=False,
     )
@@ -207,7 +207,7 @@ def _distillation(transfer: Transfer, model: nn.Module) -> TransferTask:
 def _freeze_unused(transfer: Transfer, student: nn.Module) -> None:
     """Freeze parameters that the loss does not depend on, for whose gradients DDP would wait."""
     images, teacher = transfer.held_out[0][:1].to(transfer.accelerator.device), transfer.teacher
-    block_weight, multi_label = transfer.options.block_weight, transfer.pictures.multi_label
+    block_weight, multi_label = transfer.options.block_weight, transfer.data.multi_label
     with NetworkLoss(student, teacher, block_weight, multi_label=multi_label) as loss:
         student(images)
         with torch.no_grad():

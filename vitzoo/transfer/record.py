@@ -16,7 +16,7 @@ RECORD = 'transfer.json'
 STATES = 'stages'
 
 
-class Ledger:
+class TransferRecord:
     """Results by key, in the order in which they were computed.
 
     Args:
@@ -30,7 +30,7 @@ class Ledger:
         # as they are read from the file
         self.results: dict[str, Any] = dict(settings=json.loads(json.dumps(settings)), seconds={})
         # the key that is being computed, and since when its time is not counted yet
-        self.clock: tuple[str, float] | None = None
+        self.in_progress: tuple[str, float] | None = None
 
     @property
     def path(self) -> Path:
@@ -82,29 +82,29 @@ class Ledger:
         self.results['students'] = [*earlier, *results]
         self.write()
 
-    def once(self, key: str, compute: Callable[[], Any]) -> Any:
+    def compute_once(self, key: str, compute: Callable[[], Any]) -> Any:
         """The result of a key, computed now if it is not in the file yet."""
         if key not in self.results:
-            self.clock = key, perf_counter()
+            self.in_progress = key, perf_counter()
             self.results[key] = compute()
             self.write_time()
-            self.clock = None
+            self.in_progress = None
         return self.results[key]
 
     def stage(self, key: str, compute: Callable[[], Any]) -> Any:
         """The result of a stage, which continues from its own state, or ends at once if it was finished."""
         if key in self.results:
             compute()
-        return self.once(key, compute)
+        return self.compute_once(key, compute)
 
     def write_time(self) -> None:
         """Write all results, with the time that the current key has taken so far, before an interruption too."""
-        if self.clock is None:
+        if self.in_progress is None:
             return
-        key, since = self.clock
+        key, since = self.in_progress
         now, seconds = perf_counter(), self.results['seconds']
         seconds[key] = round(seconds.get(key, 0) + now - since, 2)
-        self.clock = key, now
+        self.in_progress = key, now
         self.write()
 
     def write(self) -> None:
@@ -121,7 +121,7 @@ class Ledger:
             (self.folder / STATES).mkdir(parents=True, exist_ok=True)
         return self.folder / STATES / f'{stage}.pt'
 
-    def forget_states(self) -> None:
+    def delete_states(self) -> None:
         """Delete the states of finished stages."""
         if self.is_main:
             for name in (STATES, 'checkpoints', 'best'):
