@@ -26,11 +26,12 @@ from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
 from vitzoo.train.divergence import divergence
 from vitzoo.transfer import main, network
-from vitzoo.transfer.command import transfer, try_rates
+from vitzoo.transfer.command import transfer
 from vitzoo.transfer.data import open_transfer_data
 from vitzoo.transfer.network import train_network
 from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.record import TransferRecord
+from vitzoo.transfer.stages import try_rates
 from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
 from vitzoo.validate.evaluation import validate
 
@@ -100,13 +101,13 @@ def test_a_student_has_the_licence_of_its_teacher_unless_that_has_other_weights(
 
 # functions during which each stage is interrupted
 DURING = {
-    'probe': 'vitzoo.transfer.command.probe',
+    'probe': 'vitzoo.transfer.measurements.probe',
     'matching': 'vitzoo.transfer.descent._save_state',
     'softmax blocks': 'vitzoo.transfer.hybrid._most_useful',
     'network': 'vitzoo.train.loop.train_step',
     'last evaluation': 'vitzoo.train.loop.end_epoch',
-    'controls': 'vitzoo.transfer.command.randomize',
-    'export': 'vitzoo.transfer.command.export_model',
+    'controls': 'vitzoo.transfer.measurements.randomize',
+    'export': 'vitzoo.transfer.stages.export_model',
 }
 
 
@@ -416,7 +417,7 @@ def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monke
         made.append(lr)
         return try_rates(transfer, student, record, error, lr, new_lr)
 
-    monkeypatch.setattr('vitzoo.transfer.command.try_rates', make)
+    monkeypatch.setattr('vitzoo.transfer.stages.try_rates', make)
     with pytest.raises(KeyboardInterrupt):
         transfer(options)
     limit = math.inf
@@ -437,7 +438,7 @@ def test_a_trial_that_diverges_ends_the_search(what, teacher, images, tmp_path, 
             run.raw_model.norm.weight.grad.fill_(math.nan)
 
     if what == 'loss':
-        monkeypatch.setattr('vitzoo.transfer.command.train_network', train)
+        monkeypatch.setattr('vitzoo.transfer.stages.train_network', train)
     else:
         monkeypatch.setattr('vitzoo.train.step.clip_gradients', break_last_step)
     options = split('--mixer linear --no-random-control')
@@ -726,7 +727,7 @@ def places(teacher, images, tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize('case', WRONG)
 def test_wrong_inputs_are_refused_in_one_sentence_before_any_work(case, places, tmp_path, monkeypatch):
-    monkeypatch.setattr('vitzoo.transfer.command.probe', lambda *args: 1 / 0)
+    monkeypatch.setattr('vitzoo.transfer.measurements.probe', lambda *args: 1 / 0)
     command, message = WRONG[case]
     with pytest.raises(UserError, match=message) as error:
         transfer([*split(command.format(**places, out=tmp_path / 'out')), '--workers', '0'])
