@@ -19,11 +19,12 @@ from vitzoo.data import Normalize, train_loader
 from vitzoo.data.loader import stop_workers
 from vitzoo.errors import DivergenceError
 from vitzoo.train.checkpoint import find_checkpoints
-from vitzoo.train.distill import NetworkLoss, Teacher, TransferTask
+from vitzoo.train.distill import Teacher, TransferTask
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.loop import train_one_epoch
 from vitzoo.train.model import build_ema
+from vitzoo.train.network_loss import NetworkLoss
 from vitzoo.train.processes import raise_together
 from vitzoo.train.progress import Display, start_trackers
 from vitzoo.train.resume import resume_run
@@ -31,8 +32,8 @@ from vitzoo.train.run import Run
 from vitzoo.train.stopping import StopSignal
 from vitzoo.transfer.data import IntervalBatches
 from vitzoo.transfer.descent import WarmupCosine
-from vitzoo.transfer.distillation import parameter_groups
 from vitzoo.transfer.opening import Transfer
+from vitzoo.transfer.rates import parameter_groups
 from vitzoo.transfer.stopping import Stopped
 
 # columns of metrics.csv in the result

@@ -13,11 +13,11 @@ from vitzoo.data.held_out import HELD_OUT, Subset, write_held_out
 from vitzoo.errors import DivergenceError
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.run_folder import export_model, write_metrics
-from vitzoo.transfer.distillation import choose_rates, trial_steps
 from vitzoo.transfer.hybrid import keep_softmax, restore_softmax_blocks
 from vitzoo.transfer.matching import match_blocks
 from vitzoo.transfer.network import load_best, train_network
 from vitzoo.transfer.opening import Transfer
+from vitzoo.transfer.rates import choose_rates, trial_steps
 from vitzoo.transfer.record import STATES, TransferRecord
 
 
