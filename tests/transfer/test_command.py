@@ -24,7 +24,7 @@ from vitzoo.errors import DivergenceError, UserError, format_flag
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
-from vitzoo.train.divergence import divergence
+from vitzoo.train.kl import kl_divergence
 from vitzoo.transfer import main, network
 from vitzoo.transfer.command import transfer
 from vitzoo.transfer.data import open_transfer_data
@@ -543,9 +543,9 @@ def test_the_student_of_a_multi_label_teacher_predicts_several_labels(
 
         def compare(logits, teacher_logits, multi_label=False, place=place):
             compared.setdefault(place, set()).add(multi_label)
-            return divergence(logits, teacher_logits, multi_label)
+            return kl_divergence(logits, teacher_logits, multi_label)
 
-        monkeypatch.setattr(f'vitzoo.{place}.divergence', compare)
+        monkeypatch.setattr(f'vitzoo.{place}.kl_divergence', compare)
     name, data = save_multi_label_teacher(tmp_path / 'teacher'), write_label_tables(Path(images), tmp_path / 'data')
     command = [name, '--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', data]
     transfer([*command, '--keep-softmax', '1', '--output', str(tmp_path / 'linear')])

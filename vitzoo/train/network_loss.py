@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from vitzoo.models._attention_hook import hook_attention
 from vitzoo.models._final_tokens import channels_last, normalize_tokens
 from vitzoo.models._mixer_paths import find_mixers
-from vitzoo.train.divergence import divergence
+from vitzoo.train.kl import kl_divergence
 
 
 class NetworkLoss:
@@ -22,7 +22,7 @@ class NetworkLoss:
     L_tokens is the mean squared error of the outputs, normalized to unit variance, and L_attention that of the
     attention outputs, each divided by the variance of the teacher's output for the image. All terms are means over
     images, so they do not depend on how a batch is divided. A student without a head has no divergence, and with
-    `multi_label` it is the sum of those of the labels (`vitzoo.train.divergence`). ViT-AdaLA, stage 2,
+    `multi_label` it is the sum of those of the labels (`vitzoo.train.kl`). ViT-AdaLA, stage 2,
     https://arxiv.org/abs/2603.16063, with the term of https://arxiv.org/abs/2410.10254.
 
     While the context is open, call the student and then the teacher on a batch, and the object for the loss.
@@ -54,7 +54,7 @@ class NetworkLoss:
         loss = F.mse_loss(tokens[0], tokens[1])
         if self.student.num_classes:
             logits, expected = (record.output.float() / self.temperature for record in self.records)
-            loss = loss + self.temperature**2 * divergence(logits, expected, self.multi_label)
+            loss = loss + self.temperature**2 * kl_divergence(logits, expected, self.multi_label)
         if student.attention:
             errors = [_relative_error(student.attention[name], teacher.attention[name]) for name in student.attention]
             loss = loss + self.block_weight * torch.stack(errors).mean()

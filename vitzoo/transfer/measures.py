@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitzoo.train.divergence import divergence, same_classes
+from vitzoo.train.kl import kl_divergence, same_classes
 from vitzoo.train.processes import raise_together
 from vitzoo.transfer.outputs import has_head
 
@@ -75,7 +75,7 @@ class Retention:
         scores = dict(cosine=100 * F.cosine_similarity(features, self.expected[0]).mean().item())
         if self.has_head:
             scores['agreement'] = _percent(same_classes(logits, self.expected[1], self.multi_label))
-            scores['divergence'] = divergence(logits, self.expected[1], self.multi_label).item()
+            scores['divergence'] = kl_divergence(logits, self.expected[1], self.multi_label).item()
         if self.kind == 'top1':
             scores['top1'] = _percent(logits.argmax(dim=1) == labels)
         elif self.kind == 'knn':
