@@ -11,7 +11,7 @@ from pathlib import Path
 from docs_models import fill, to_table
 from matplotlib.figure import Figure
 
-from vitzoo.transfer.measures import SCORE_TITLES
+from vitzoo.transfer.scoring import SCORE_TITLES
 from vitzoo.transfer.summary import CONTROLS, STAGES, minutes
 
 ROOT = Path(__file__).resolve().parents[1]

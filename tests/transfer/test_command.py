@@ -539,7 +539,7 @@ def test_the_student_of_a_multi_label_teacher_predicts_several_labels(
     images, tmp_path, quick_timing, capsys, monkeypatch
 ):
     compared = {}
-    for place in ('train.network_loss', 'transfer.outputs', 'transfer.probing', 'transfer.measures'):
+    for place in ('train.network_loss', 'transfer.outputs', 'transfer.probing', 'transfer.scoring'):
 
         def compare(logits, teacher_logits, multi_label=False, place=place):
             compared.setdefault(place, set()).add(multi_label)

@@ -21,9 +21,9 @@ from vitzoo.train.opening import create_accelerator
 from vitzoo.train.run import Plan
 from vitzoo.transfer.data import ImageSubset, TransferData, divide, held_out_batches, open_transfer_data
 from vitzoo.transfer.descent import StepBatches
-from vitzoo.transfer.measures import Retention
 from vitzoo.transfer.options import TransferOptions
 from vitzoo.transfer.outputs import output_error
+from vitzoo.transfer.scoring import StudentScorer
 from vitzoo.transfer.students import make_student, start_arguments
 
 
@@ -66,14 +66,14 @@ class Transfer:
         return TrainBatches(len(self.images), self.plan.batch_size, accum, rank, world, self.options.seed)
 
     @cached_property
-    def retention(self) -> Retention:
-        """Measures students on the validation images."""
+    def scorer(self) -> StudentScorer:
+        """Scores students on the validation images."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         batch_size, workers = self.options.batch_size, self.options.workers
         load = partial(eval_loader, batch_size=batch_size, workers=workers, rank=rank, world=world)
         bank = load(self.data.plain) if self.data.kind == 'knn' else None
         settings: dict[str, Any] = dict(accelerator=self.accelerator, multi_label=self.data.multi_label)
-        return Retention(self.teacher, load(self.data.val), self.data.kind, bank, **settings)
+        return StudentScorer(self.teacher, load(self.data.val), self.data.kind, bank, **settings)
 
     def output_error(self, student: nn.Module) -> float:
         """Error of a student's outputs on the held-out images, as in `vitzoo.transfer.outputs`."""
@@ -81,14 +81,14 @@ class Transfer:
             return output_error(self.teacher, student, self.held_out, self.accelerator, self.data.multi_label)
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """Scores of a model, as in `Retention.score`."""
+        """Scores of a model, as in `StudentScorer.score`."""
         with self.accelerator.autocast():
-            return self.retention.score(model)
+            return self.scorer.score(model)
 
     def score_teacher(self) -> dict[str, float]:
         """Scores of the teacher."""
         with self.accelerator.autocast():
-            return self.retention.teacher
+            return self.scorer.teacher_scores
 
     def arguments(self, mixer: str) -> dict:
         """Arguments of a mixer, with those that it starts with unless the user gave others."""

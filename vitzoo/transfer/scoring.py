@@ -1,4 +1,4 @@
-"""Retention: how much of a teacher's accuracy or features a student has, on the same images."""
+"""Scores of students: how much of their teacher's accuracy or features they have, on the same images."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo.metrics.features import linear_probe, nearest_neighbours
 from vitzoo.train.kl import kl_divergence, same_classes
 from vitzoo.train.processes import raise_together
 from vitzoo.transfer.outputs import has_head
@@ -16,11 +17,6 @@ from vitzoo.transfer.outputs import has_head
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_NEIGHBOURS = 10
-# of the linear probe, relative to the variance of the features
-_RIDGE = 1e-2
-# similarities in memory at a time, 0.5 GB
-_MAX_CELLS = 2**26
 # scores in percent: by the kind of `TransferData`, and of the linear probe
 SCORE_TITLES = {
     'top1': 'top-1',
@@ -30,8 +26,8 @@ SCORE_TITLES = {
 }
 
 
-class Retention:
-    """Measures models on the same images as their teacher.
+class StudentScorer:
+    """Scores models on the same images as their teacher.
 
     Args:
         teacher: In evaluation mode.
@@ -55,7 +51,7 @@ class Retention:
         self.multi_label = multi_label
         self.expected: tuple[Tensor, Tensor, Tensor] | None = None
         self.has_head = has_head(teacher)
-        self.teacher = self.score(teacher)
+        self.teacher_scores = self.score(teacher)
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> dict[str, float]:
@@ -85,31 +81,6 @@ class Retention:
             scores['linear_probe'] = _percent(linear_probe(bank, bank_labels, features) == labels)
         model.train(was_training)
         return dict(score=scores[self.kind], **scores)
-
-
-def nearest_neighbours(bank: Tensor, labels: Tensor, queries: Tensor, count: int = _NEIGHBOURS) -> Tensor:
-    """Classes by a vote of the nearest features, weighted by cosine similarity: (M, C), (M,), (N, C) -> (N,)."""
-    # autocast would compute a product of float32 in half precision
-    bank, queries = (F.normalize(x.double(), dim=1) for x in (bank, queries))
-    num_classes, found = int(labels.max()) + 1, []
-    for some in queries.split(max(1, _MAX_CELLS // len(bank))):
-        similarity, nearest = (some @ bank.mT).topk(min(count, len(bank)), dim=1)
-        votes = similarity.new_zeros(len(some), num_classes)
-        found.append(votes.scatter_add_(1, labels[nearest], similarity.clamp(min=0)).argmax(dim=1))
-    return torch.cat(found)
-
-
-def linear_probe(bank: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
-    """Classes by ridge regression of one-hot labels on standardized features: (M, C), (M,), (N, C) -> (N,)."""
-    std, mean = torch.std_mean(bank.double(), dim=0, correction=0)
-    bank, queries = ((x.double() - mean) / std.clamp(min=1e-6) for x in (bank, queries))
-    counts = labels.bincount()
-    shares = counts / bank.new_tensor(len(labels))
-    # the same as with one-hot labels, a matrix of all images by all classes
-    sums = bank.new_zeros(len(counts), bank.shape[1]).index_add_(0, labels, bank)
-    gram = bank.mT @ bank + _RIDGE * len(bank) * torch.eye(bank.shape[1], dtype=torch.float64)
-    weight = torch.linalg.solve(gram, sums.mT - torch.outer(bank.sum(dim=0), shares))
-    return (queries @ weight + shares).argmax(dim=1)
 
 
 def _collect(
