@@ -277,6 +277,13 @@ def test_the_summary_of_several_mixers_keeps_those_of_earlier_calls(tmp_path):
     assert write(pool=2, local=2) == dict(linear=1, pool=2, local=2)
 
 
+@pytest.mark.parametrize('content', ['{', '[]', '{}'])
+def test_a_summary_that_cannot_be_read_is_not_replaced(content, tmp_path):
+    (tmp_path / 'transfer.json').write_text(content)
+    with pytest.raises(UserError, match='cannot read .*; remove it, or choose another --output'):
+        TransferRecord(tmp_path, {}).open_summary()
+
+
 def test_a_folder_is_the_same_for_all_processes_until_each_has_looked_at_it(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / 'ls')
     first, second = (TransferRecord(folder, {}, is_main=is_main) for is_main in (True, False))

@@ -50,7 +50,7 @@ class TransferRecord:
                 f' these, or choose another'
             )
         if self.path.is_file() and resume:
-            self._read()
+            self._continue()
         elif self.path.is_file() and not overwrite:
             raise UserError(
                 f"there is a transfer in '{self.folder}' already; continue it with --resume, replace it with"
@@ -70,9 +70,9 @@ class TransferRecord:
         """Check that the file can have the results of several mixers.
 
         Raises:
-            UserError: The file is that of one mixer.
+            UserError: The file is that of one mixer, or cannot be read.
         """
-        if self.path.is_file() and self._students() is None:
+        if self.path.is_file() and 'students' not in self._read('remove it, or choose another --output'):
             raise UserError(f"'{self.folder}' has a transfer to one mixer; choose another --output for several")
 
     def write_students(self, results: list[dict]) -> None:
@@ -134,15 +134,23 @@ class TransferRecord:
         except (OSError, ValueError, AttributeError):
             return None
 
-    def _read(self) -> None:
+    def _read(self, advice: str) -> dict:
+        """The results in the file.
+
+        Raises:
+            UserError: It cannot be read; `advice` ends the message.
+        """
         try:
             found = json.loads(self.path.read_text(encoding='utf-8'))
-            before = found['settings']
+            # raises an error for another kind of file
+            found['settings']
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"cannot read '{self.path}': {content_error(error)}; start again with --overwrite"
-            ) from error
-        now = self.results['settings']
+            raise UserError(f"cannot read '{self.path}': {content_error(error)}; {advice}") from error
+        return found
+
+    def _continue(self) -> None:
+        found = self._read('start again with --overwrite')
+        before, now = found['settings'], self.results['settings']
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             key = changed[0]
