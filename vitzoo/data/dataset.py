@@ -192,7 +192,7 @@ class Images(Dataset):
             )
         self.class_names = sorted(class_to_idx, key=class_to_idx.__getitem__)
         # maps the reader's class indices to ours; those of unknown classes do not occur
-        self.labels = [class_to_idx.get(name, -1) for name in reader.class_names]
+        self.label_map = [class_to_idx.get(name, -1) for name in reader.class_names]
         self.to_multi_hot = MultiLabelTarget(len(class_to_idx)) if self.is_multi_label else None
 
     @property
@@ -268,7 +268,7 @@ class Images(Dataset):
         return self.reader.filename(index, basename, absolute)
 
     def _label(self, label: int | list[int]) -> int | list[int]:
-        return [self.labels[item] for item in label] if isinstance(label, list) else self.labels[label]
+        return [self.label_map[item] for item in label] if isinstance(label, list) else self.label_map[label]
 
 
 def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions) -> Callable[[str], Split | None]:

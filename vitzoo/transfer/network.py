@@ -80,7 +80,7 @@ def train_network(
     history = []
     if steps:
         run = _open_run(transfer, student, lock, steps, evals or transfer.options.evals, lr, new_lr)
-        run.start, run.recipe.log_with = start, log_with
+        run.start_row, run.recipe.log_with = start, log_with
         try:
             _train(run, progress)
         finally:
@@ -180,7 +180,7 @@ def _open_run(
         train_loader=train_loader(transfer.images, batches, options.workers),
         val_loader=val_loader,
         console=transfer.console,
-        measure=measure,
+        measure_model=measure,
         remedies='half the --network-lr ({}), --clip-grad 1',
     )
     return run
