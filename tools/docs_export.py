@@ -1,15 +1,12 @@
 """Writes the table of docs/export.md from weights/benchmarks.csv. Run by `make docs`."""
 
 import sys
-from pathlib import Path
 
-from docs_models import fill, to_table
-from docs_performance import format_run, latest
+from docs_performance import format_run
+from pages import BENCHMARKS, ROOT, fill, latest, to_table
 
 from vitzoo.bench._results import read_rows
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / 'weights' / 'benchmarks.csv'
 PAGE = ROOT / 'docs' / 'export.md'
 MODELS = (
     'deit_softmax_small deit_ls_small deit_performer_small deit_nystrom_small deit_linear_small cvt_13 cvt_ls_13'
@@ -26,7 +23,7 @@ TRAINING = (
 
 def main() -> None:
     """Write the page."""
-    rows = latest(read_rows(str(RESULTS))) if RESULTS.exists() else []
+    rows = latest(read_rows(str(BENCHMARKS))) if BENCHMARKS.exists() else []
     PAGE.write_text(fill(PAGE.read_text(), {'backends': render(rows)}))
     print(f'wrote {PAGE}', file=sys.stderr)
 

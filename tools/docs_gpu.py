@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 from docs_mixers import own_mixers
-from docs_models import fill, to_table
-from docs_performance import latest
+from pages import BENCHMARKS, ROOT, fill, latest, to_table
 
 from vitzoo.bench._gpu import GpuEstimate, estimate_mixer
 from vitzoo.bench._options import DEFAULT_TOKENS
@@ -19,8 +18,6 @@ from vitzoo.bench.mixers import BASELINE, format_crossover
 from vitzoo.machine import format_machine
 from vitzoo.mixers import create_mixer
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / 'weights' / 'benchmarks.csv'
 PAGE = ROOT / 'docs' / 'gpu.md'
 # those of tools/measure_gpu.py
 DIM, HEADS, BATCH, DTYPE = 384, 6, 16, 'bfloat16'
@@ -29,7 +26,7 @@ SHOWN = (196, 1024, 4096, 16384)
 _OTHERS = {'pytorch': 'PyTorch', 'compile': 'torch.compile', 'flex': 'flex_attention', 'sdpa': 'full attention'}
 
 
-def main(results: Path = RESULTS, page: Path = PAGE) -> None:
+def main(results: Path = BENCHMARKS, page: Path = PAGE) -> None:
     """Write the page."""
     rows = latest(read_rows(str(results))) if results.exists() else []
     page.write_text(fill(PAGE.read_text(), {'gpu': render(estimates(), rows)}))

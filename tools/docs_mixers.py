@@ -12,17 +12,17 @@ import sys
 import textwrap
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import torch
-from choosing import N, draw_speeds, machines, needs_table, read_speeds, traits_table
+from docs_choosing import N, draw_speeds, machines, needs_table, read_speeds, traits_table
+from pages import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitzoo import create_mixer, list_mixers
 from vitzoo.metrics.macs import count_call_macs
 from vitzoo.mixers import QKVMixer, TokenMixer, mixer_class
 
-DOCS = Path(__file__).resolve().parents[1] / 'docs'
+DOCS = ROOT / 'docs'
 PAGE = DOCS / 'mixers.md'
 # DeiT-Small on 224 x 224 pixels
 DIM, NUM_HEADS, GRID = 384, 6, (14, 14)
@@ -128,6 +128,24 @@ class Costs:
         return f'{math.log(large / small, 4):.2f}'
 
 
+@dataclass
+class Entry:
+    """The facts about a mixer.
+
+    Attributes:
+        more: Number of parameters that softmax attention does not have; negative if there are fewer.
+        health: Results for each standard deviation in STDS; None if it does not approximate softmax attention.
+        onnx: It exports to ONNX.
+    """
+
+    name: str
+    text: Text
+    costs: Costs
+    more: int
+    health: dict[str, list[float]] | None
+    onnx: bool
+
+
 def main() -> None:
     """Write the page."""
     PAGE.write_text(render(measure_health()))
@@ -164,47 +182,49 @@ def render(health: dict[str, dict[str, list[float]]]) -> str:
     sections = []
     for name in names:
         more = costs[name].parameters - reference.parameters
-        rows.append(overview_row(name, texts[name], costs[name], more, health.get(name), onnx[name]))
-        sections.append(section(name, texts[name], costs[name], more, health.get(name), onnx[name]))
+        entry = Entry(name, texts[name], costs[name], more, health.get(name), onnx[name])
+        rows.append(overview_row(entry))
+        sections.append(section(entry))
     table = '\n'.join(f'| {" | ".join(row)} |' for row in rows)
     return '\n\n'.join([intro, table, *sections]) + '\n'
 
 
-def overview_row(name: str, text: Text, costs: Costs, more: int, health: dict | None, onnx: bool) -> list[str]:
+def overview_row(entry: Entry) -> list[str]:
     """A mixer's line of the overview."""
-    cls = mixer_class(name)
+    cls = mixer_class(entry.name)
     return [
-        f'[`{name}`](#{name})',
-        complexities(text.costs),
-        costs.exponent(),
-        millions(costs.attention[14]),
-        millions(costs.attention[56]),
-        f'{more:+,}'.replace('-', '−') if more else '0',
-        *([f'{error:.2f}' for error in health['softmax_error']] if health else ['', '']),
-        *('yes' if answer else '–' for answer in (cls.attn_weights, onnx)),
+        f'[`{entry.name}`](#{entry.name})',
+        complexities(entry.text.costs),
+        entry.costs.exponent(),
+        millions(entry.costs.attention[14]),
+        millions(entry.costs.attention[56]),
+        f'{entry.more:+,}'.replace('-', '−') if entry.more else '0',
+        *([f'{error:.2f}' for error in entry.health['softmax_error']] if entry.health else ['', '']),
+        *('yes' if answer else '–' for answer in (cls.attn_weights, entry.onnx)),
     ]
 
 
-def section(name: str, text: Text, costs: Costs, more: int, health: dict | None, onnx: bool) -> str:
+def section(entry: Entry) -> str:
     """A mixer's section."""
-    cls = mixer_class(name)
+    cls = mixer_class(entry.name)
     keywords = ', '.join(f'{key}={value!r}' for key, value in options(cls).items())
+    costs, more = entry.costs, entry.more
     compared = f', {abs(more):,} {"more" if more > 0 else "fewer"} than softmax attention' if more else ''
     measured = f' Measured: N^{costs.exponent()}, and N^{costs.exponent(True)} with the linear layers.'
-    if name in PAPERS_ORDER:
-        measured += describe_order(costs, measure_costs(name, papers_order=False))
+    if entry.name in PAPERS_ORDER:
+        measured += describe_order(costs, measure_costs(entry.name, papers_order=False))
     facts = {
-        'Paper': text.paper,
-        'Cost': ' '.join(text.costs) + measured,
+        'Paper': entry.text.paper,
+        'Cost': ' '.join(entry.text.costs) + measured,
         'Parameters': f'{costs.parameters:,}{compared}.',
-        'Limit': ' '.join(text.limits),
-        'On random tokens': signs(health) if health else '',
-        'Properties': properties(cls, onnx),
+        'Limit': ' '.join(entry.text.limits),
+        'On random tokens': signs(entry.health) if entry.health else '',
+        'Properties': properties(cls, entry.onnx),
         'Options': f'`{keywords}`.' if keywords else '',
     }
     lines = '\n'.join(f'* **{key}**: {value}' for key, value in facts.items() if value)
     about = ' '.join(inspect.getdoc(cls).split())
-    return '\n\n'.join([f'## `{name}`', text.sentence, *text.body, about, lines])
+    return '\n\n'.join([f'## `{entry.name}`', entry.text.sentence, *entry.text.body, about, lines])
 
 
 def own_mixers() -> list[str]:

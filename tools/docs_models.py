@@ -8,10 +8,10 @@ import inspect
 import json
 import re
 import sys
-from pathlib import Path
 
 import timm
 import torch
+from pages import ROOT, fill, to_table
 from rich.console import Console
 from rich.progress import track
 
@@ -19,7 +19,6 @@ import vitzoo
 from vitzoo.metrics import count_macs
 from vitzoo.models.vil import ViL
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'weights' / 'results.csv'
 PAGE = ROOT / 'docs' / 'models.md'
 FAMILIES = {'cvt': 'CvT', 'vil': 'ViL', 'deit': 'DeiT', 'aft': 'AFT'}
@@ -70,20 +69,6 @@ def versions() -> str:
     """Versions of the packages that the counts depend on."""
     packages = dict(torch=torch.__version__.partition('+')[0], timm=timm.__version__, vitzoo=vitzoo.__version__)
     return ', '.join(f'{name} {version}' for name, version in packages.items())
-
-
-def fill(text: str, tables: dict[str, str]) -> str:
-    """Replace the text between the two markers of each table; markers are comments with the table's name.
-
-    Raises:
-        ValueError: A marker is missing or occurs twice.
-    """
-    for name, table in tables.items():
-        begin, end = f'<!-- {name}: made by `make docs` -->', f'<!-- end of {name} -->'
-        if (text.count(begin), text.count(end)) != (1, 1):
-            raise ValueError(f'expected one {begin} and one {end}')
-        text = f'{text.partition(begin)[0]}{begin}\n\n{table}\n\n{end}{text.partition(end)[2]}'
-    return text
 
 
 def overview_table(rows: list[dict[str, str]]) -> str:
@@ -192,13 +177,6 @@ def link_name(address: str) -> str:
 def family_of(row: dict[str, str]) -> str:
     """The backbone of a row's model."""
     return FAMILIES.get(row['model'].partition('_')[0], OTHERS)
-
-
-def to_table(head: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table; columns of numbers, some of them perhaps marked by "?", are right-aligned."""
-    numeric = [all(re.fullmatch(r'[\d,.]*\??', line[column]) for line in lines) for column in range(len(head))]
-    rule = ['---:' if right else '---' for right in numeric]
-    return '\n'.join(f'| {" | ".join(cells)} |' for cells in (head, rule, *lines))
 
 
 if __name__ == '__main__':

@@ -6,10 +6,9 @@ The rows come from tools/measure.sh; only the latest run of each command and dev
 import re
 import sys
 from collections import defaultdict
-from pathlib import Path
 from statistics import median
 
-from docs_models import fill, to_table
+from pages import BENCHMARKS, ROOT, command_of, fill, latest, to_table
 from targets import LINEAR
 
 from vitzoo.bench._harness import LAYER_PASSES
@@ -19,8 +18,6 @@ from vitzoo.bench.mixers import BASELINE, exponent, format_crossover
 from vitzoo.machine import format_machine
 from vitzoo.metrics.speed import MAX_SPREAD
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / 'weights' / 'benchmarks.csv'
 PAGE = ROOT / 'docs' / 'performance.md'
 # columns of `vitzoo bench peers` that limit the speedup
 LIMITS = {'gmacs': '.2f', 'io_mb': ',.1f', 'matmul_share': '.0%', 'ceiling': '.2f'}
@@ -36,23 +33,9 @@ TITLES = {
 
 def main() -> None:
     """Write the page."""
-    rows = latest(read_rows(RESULTS)) if RESULTS.exists() else []
+    rows = latest(read_rows(BENCHMARKS)) if BENCHMARKS.exists() else []
     PAGE.write_text(fill(PAGE.read_text(), sections(rows)))
     print(f'wrote {PAGE}', file=sys.stderr)
-
-
-def latest(rows: list[dict]) -> list[dict]:
-    """The rows of the latest run of each command and device."""
-    # a run is identified by its start time
-    runs = defaultdict(str)
-    for row in rows:
-        runs[command_of(row)] = max(runs[command_of(row)], row['run'])
-    return [row for row in rows if row['run'] == runs[command_of(row)]]
-
-
-def command_of(row: dict) -> tuple:
-    """Key of a command on a device; rows of earlier versions do not have the command's arguments."""
-    return row.get('command') or f'vitzoo bench {row["table"]}', row['table'], row['device'], row['gpu']
 
 
 def sections(rows: list[dict]) -> dict[str, str]:

@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
-from docs_models import fill, measure, read_rows, to_table, versions, write_rows
+from docs_models import measure, read_rows, versions, write_rows
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from pages import ROOT, fill, to_table
 
 from vitzoo.mixers import list_mixers
 from vitzoo.study.page import render_study
@@ -26,7 +27,6 @@ from vitzoo.study.plan import Study, StudyCell, read_study
 from vitzoo.study.results import METRICS, Row, collect
 from vitzoo.study.tables import CELL_COLUMNS, format_notes, format_ways, write_cells
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE, CELLS = ROOT / 'docs' / 'study.md', ROOT / 'weights' / 'study.csv'
 PICTURE = ROOT / 'docs' / 'study.png'
 # the ways whose models are trained, and their columns in the picture

@@ -8,12 +8,11 @@ import logging
 import re
 import sys
 import warnings
-from pathlib import Path
 
 import timm
 import torch
 from docs_mixers import own_mixers
-from docs_models import fill, to_table
+from pages import ROOT, fill, to_table
 from timm.layers import RotaryEmbeddingCat
 
 import vitzoo
@@ -23,7 +22,7 @@ from vitzoo.metrics import count_macs
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._rope import Rope
 
-PAGE = Path(__file__).resolve().parents[1] / 'docs' / 'swap.md'
+PAGE = ROOT / 'docs' / 'swap.md'
 TINY = dict(img_size=64, embed_dim=48, num_heads=4, depth=1, num_classes=5)
 FAMILIES = {
     'ViT': ('vit_tiny_patch16_224', {}),

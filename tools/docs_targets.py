@@ -2,15 +2,13 @@
 
 import sys
 from collections import Counter
-from pathlib import Path
 
-from docs_models import fill, to_table
-from docs_performance import RESULTS, latest
+from pages import BENCHMARKS, ROOT, fill, latest, to_table
 from targets import REASONS, TARGETS, Line, read_lines
 
 from vitzoo.bench._results import read_rows
 
-PAGE = Path(__file__).resolve().parents[1] / 'docs' / 'targets.md'
+PAGE = ROOT / 'docs' / 'targets.md'
 VERDICTS = ('met', 'missed', 'out of reach', 'not measured')
 # columns that distinguish the targets of a section
 LABELS = {'name': '`{}`', 'tokens': 'N = {:,}', 'img_size': '{} px', 'what': '{}'}
@@ -18,7 +16,7 @@ LABELS = {'name': '`{}`', 'tokens': 'N = {:,}', 'img_size': '{} px', 'what': '{}
 
 def main() -> None:
     """Write the page."""
-    rows = latest(read_rows(RESULTS)) if RESULTS.exists() else []
+    rows = latest(read_rows(BENCHMARKS)) if BENCHMARKS.exists() else []
     PAGE.write_text(fill(PAGE.read_text(), sections(rows)))
     print(f'wrote {PAGE}', file=sys.stderr)
 

@@ -8,13 +8,12 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from docs_models import fill, to_table
 from matplotlib.figure import Figure
+from pages import ROOT, fill, to_table
 
-from vitzoo.transfer.measures import SCORE_TITLES
+from vitzoo.transfer.scoring import SCORE_TITLES
 from vitzoo.transfer.summary import CONTROLS, STAGES, minutes
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / 'docs' / 'transfer.md', ROOT / 'weights' / 'transfers.json'
 PICTURE = PAGE.with_suffix('.png')
 # titles and colors of the stages in the picture

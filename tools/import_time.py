@@ -9,12 +9,14 @@ RUNS = 5
 
 
 def seconds_to_import(name: str) -> float:
+    """Seconds of a new process that imports a package."""
     start = time.perf_counter()
     subprocess.run([sys.executable, '-c', f'import {name}'], check=True)
     return time.perf_counter() - start
 
 
 def main() -> None:
+    """Measure both packages in turn, and print the medians."""
     names = ('timm', 'vitzoo')
     # the first import reads from disk and writes byte code
     for name in names:

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError('there is no CUDA device; try the commands without one with --toy')
     # relative, because results contain the command
     plots = docs_gpu.PAGE.with_suffix('').relative_to(docs_gpu.ROOT)
-    measure(COMMANDS, 'cuda', docs_gpu.RESULTS, docs_gpu.PAGE, plots, args.minutes)
+    measure(COMMANDS, 'cuda', docs_gpu.BENCHMARKS, docs_gpu.PAGE, plots, args.minutes)
 
 
 def measure(commands: tuple[str, ...], device: str, results: Path, page: Path, plots: Path, minutes: float) -> None:

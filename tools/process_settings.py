@@ -24,6 +24,7 @@ print(measure_throughput(model, torch.randn(8, 3, {size} or 224, {size} or 224),
 
 
 def measure(program: str, model: str) -> float:
+    """Images per second of a model in a new process whose program has this name; a model may end in @SIZE."""
     name, _, size = model.partition('@')
     environment = {key: value for key, value in os.environ.items() if key not in SETTINGS}
     command = [sys.executable, '-c', MEASURE.format(program=program, name=name, size=int(size or 0))]
@@ -31,6 +32,7 @@ def measure(program: str, model: str) -> float:
 
 
 def main() -> None:
+    """Measure each model in both kinds of process, and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     models = ['tf_efficientnet_lite0', 'deit_softmax_tiny', 'deit_linear_tiny@1024']
     parser.add_argument('models', nargs='*', default=models, metavar='NAME[@SIZE]', help=f'default: {" ".join(models)}')

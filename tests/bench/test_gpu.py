@@ -134,7 +134,7 @@ def test_the_table_of_backends_has_a_line_per_model_and_pass():
 
 
 def test_the_page_of_exports_is_current():
-    rows = docs_export.latest(docs_export.read_rows(str(docs_export.RESULTS)))
+    rows = docs_export.latest(docs_export.read_rows(str(docs_export.BENCHMARKS)))
     text = docs_export.PAGE.read_text()
     assert docs_export.fill(text, {'backends': docs_export.render(rows)}) == text, 'run `make docs`'
     assert len(docs_export.MODELS.split()) == 12

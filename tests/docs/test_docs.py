@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import choosing
+import docs_choosing
 import docs_mixers
 import pytest
 
@@ -117,13 +117,15 @@ def test_options_are_a_mixers_own():
     ],
 )
 def test_traits_are_what_a_mixer_does(name, expected):
-    traits = choosing.find_traits(name)
+    traits = docs_choosing.find_traits(name)
     assert {key: getattr(traits, key) for key in expected} == expected
-    assert (traits.reads < choosing.N) == (name in ('swin', 'pool', 'routing'))
+    assert (traits.reads < docs_choosing.N) == (name in ('swin', 'pool', 'routing'))
 
 
 def test_the_latest_run_of_a_mixer_gives_its_speeds(monkeypatch):
-    row = dict(table='mixers', name='ls', what='forward', tokens=1024, ratio=2.0, command='a', gpu='', **choosing.LAYER)
+    row = dict(
+        table='mixers', name='ls', what='forward', tokens=1024, ratio=2.0, command='a', gpu='', **docs_choosing.LAYER
+    )
     early = row | dict(run='2026-01', ratio=0.5)
     rows = [
         early,
@@ -131,5 +133,5 @@ def test_the_latest_run_of_a_mixer_gives_its_speeds(monkeypatch):
         row | dict(run='2026-02', command='b'),
         row | dict(run='2026-03', dim=192),
     ]
-    monkeypatch.setattr(choosing, 'read_rows', lambda path: rows)
-    assert {n: row['ratio'] for n, row in choosing.read_speeds()['ls']['forward'].items()} == {1024: 2.0}
+    monkeypatch.setattr(docs_choosing, 'read_rows', lambda path: rows)
+    assert {n: row['ratio'] for n, row in docs_choosing.read_speeds()['ls']['forward'].items()} == {1024: 2.0}

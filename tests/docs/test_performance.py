@@ -6,9 +6,9 @@ from itertools import product
 from pathlib import Path
 
 import docs_mixers
-import docs_models
 import docs_performance
 import docs_targets
+import pages
 import pytest
 import targets
 import timm
@@ -91,9 +91,9 @@ def verdicts(target, rows: list[dict]) -> set[str]:
 
 @pytest.mark.parametrize('tool', [docs_performance, docs_targets], ids=lambda tool: tool.PAGE.name)
 def test_the_page_is_current(tool):
-    rows = docs_performance.latest(read_rows(docs_performance.RESULTS)) if docs_performance.RESULTS.exists() else []
+    rows = pages.latest(read_rows(pages.BENCHMARKS)) if pages.BENCHMARKS.exists() else []
     text = tool.PAGE.read_text()
-    assert docs_models.fill(text, tool.sections(rows)) == text, 'run `make docs`'
+    assert pages.fill(text, tool.sections(rows)) == text, 'run `make docs`'
     for picture in re.findall(r'!\[[^]]*\]\((\S+?)\)', text):
         assert (DOCS / picture).exists(), 'run tools/measure.sh'
 
@@ -121,7 +121,7 @@ def test_a_target_without_its_rows_is_not_measured(target, tmp_path):
 
 @pytest.mark.parametrize('title', targets.REASONS)
 def test_every_target_that_is_not_met_has_a_reason(title):
-    rows = docs_performance.latest(read_rows(docs_performance.RESULTS))
+    rows = pages.latest(read_rows(pages.BENCHMARKS))
     lines = [line for target in targets.TARGETS[title] for line in targets.read_lines(target, rows)]
     unmet = [line for line in lines if line.verdict in ('missed', 'out of reach')]
     assert [line.row['name'] for line in unmet if not docs_targets.reason_of(line, targets.REASONS[title])] == []
@@ -178,9 +178,9 @@ def test_the_latest_run_of_a_command_counts(tmp_path):
     early = written(tmp_path, rows_with_value(target, 1.5), run='2026-01')
     late = written(tmp_path, rows_with_value(target, 1.1), run='2026-02')
     other = written(tmp_path, rows_with_value(target, 1.3), run='2026-01', command='vitzoo bench peers')
-    assert docs_performance.latest([*late, *early, *other]) == [*late, *other]
+    assert pages.latest([*late, *early, *other]) == [*late, *other]
     on_a_gpu = [row | dict(device='cuda', gpu='H200', run='2026-03') for row in early]
-    assert docs_performance.latest([*early, *on_a_gpu]) == [*early, *on_a_gpu]
+    assert pages.latest([*early, *on_a_gpu]) == [*early, *on_a_gpu]
     assert verdicts(target, [*late, *other]) == {'missed'}
 
 

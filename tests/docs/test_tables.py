@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import docs_models
+import pages
 import pytest
 import timm
 
@@ -80,7 +81,7 @@ def test_all_published_weights_of_others_have_a_row():
 
 def test_the_tables_are_current():
     text = docs_models.PAGE.read_text()
-    assert docs_models.fill(text, docs_models.page_tables(ROWS)) == text, 'run `make docs`'
+    assert pages.fill(text, docs_models.page_tables(ROWS)) == text, 'run `make docs`'
 
 
 def test_every_row_is_in_a_table():
@@ -121,7 +122,7 @@ def test_numbers_have_few_digits():
 @pytest.mark.parametrize('text', ['', '<!-- a: made by `make docs` -->\n', '<!-- end of a -->\n' * 2])
 def test_a_page_without_the_markers_of_a_table_is_refused(text):
     with pytest.raises(ValueError, match='expected one'):
-        docs_models.fill(text, {'a': '| 1 |'})
+        pages.fill(text, {'a': '| 1 |'})
 
 
 def test_the_table_of_swapped_mixers_has_their_keywords():

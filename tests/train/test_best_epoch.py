@@ -12,7 +12,7 @@ from toys import make_images
 from vitzoo.errors import UserError
 from vitzoo.figures import draw_history
 from vitzoo.train import loop as train_module
-from vitzoo.train.evaluation import rate
+from vitzoo.train.evaluation import selection_score
 from vitzoo.train.loop import train
 from vitzoo.train.recipe import make_recipe
 
@@ -74,8 +74,8 @@ def test_the_mean_average_precision_of_one_label_is_refused(images, tmp_path):
 
 def test_a_score_that_is_not_a_number_is_the_worst():
     recipe = make_recipe(dict(multi_label=True))
-    assert rate(dict(map=math.nan), recipe) == -math.inf < rate(dict(map=0.0), recipe)
-    assert rate(dict(eval_loss=2.0), make_recipe(dict(eval_metric='loss'))) == -2
+    assert selection_score(dict(map=math.nan), recipe) == -math.inf < selection_score(dict(map=0.0), recipe)
+    assert selection_score(dict(eval_loss=2.0), make_recipe(dict(eval_metric='loss'))) == -2
 
 
 def test_epochs_are_validated_at_intervals_and_at_the_end(images, tmp_path, capsys, monkeypatch):

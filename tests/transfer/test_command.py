@@ -24,13 +24,14 @@ from vitzoo.errors import DivergenceError, UserError, format_flag
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.report.markup import tag, to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
-from vitzoo.train.divergence import divergence
+from vitzoo.train.kl import kl_divergence
 from vitzoo.transfer import main, network
-from vitzoo.transfer.command import transfer, try_rates
+from vitzoo.transfer.command import transfer
+from vitzoo.transfer.data import open_transfer_data
 from vitzoo.transfer.network import train_network
 from vitzoo.transfer.options import parse_args
-from vitzoo.transfer.pictures import open_pictures
-from vitzoo.transfer.record import Ledger
+from vitzoo.transfer.record import TransferRecord
+from vitzoo.transfer.stages import try_rates
 from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
 from vitzoo.validate.command import validate
 
@@ -100,13 +101,13 @@ def test_a_student_has_the_licence_of_its_teacher_unless_that_has_other_weights(
 
 # functions during which each stage is interrupted
 DURING = {
-    'probe': 'vitzoo.transfer.command.probe',
+    'probe': 'vitzoo.transfer.measurements.probe',
     'matching': 'vitzoo.transfer.descent._save_state',
     'softmax blocks': 'vitzoo.transfer.hybrid._most_useful',
     'network': 'vitzoo.train.loop.train_step',
     'last evaluation': 'vitzoo.train.loop.end_epoch',
-    'controls': 'vitzoo.transfer.command.randomize',
-    'export': 'vitzoo.transfer.command.export_model',
+    'controls': 'vitzoo.transfer.measurements.randomize',
+    'export': 'vitzoo.transfer.stages.export_model',
 }
 
 
@@ -269,16 +270,23 @@ def test_several_mixers_give_one_table(teacher, images, tmp_path, capsys):
 def test_the_summary_of_several_mixers_keeps_those_of_earlier_calls(tmp_path):
     def write(**steps):
         results = [dict(settings=dict(mixer=mixer), steps=number) for mixer, number in steps.items()]
-        Ledger(tmp_path, {}).write_students(results)
+        TransferRecord(tmp_path, {}).write_students(results)
         return {r['settings']['mixer']: r['steps'] for r in read_results(tmp_path)['students']}
 
     assert write(linear=1, pool=1) == dict(linear=1, pool=1)
     assert write(pool=2, local=2) == dict(linear=1, pool=2, local=2)
 
 
+@pytest.mark.parametrize('content', ['{', '[]', '{}'])
+def test_a_summary_that_cannot_be_read_is_not_replaced(content, tmp_path):
+    (tmp_path / 'transfer.json').write_text(content)
+    with pytest.raises(UserError, match='cannot read .*; remove it, or choose another --output'):
+        TransferRecord(tmp_path, {}).open_summary()
+
+
 def test_a_folder_is_the_same_for_all_processes_until_each_has_looked_at_it(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / 'ls')
-    first, second = (Ledger(folder, {}, is_main=is_main) for is_main in (True, False))
+    first, second = (TransferRecord(folder, {}, is_main=is_main) for is_main in (True, False))
     first.open(resume=False, overwrite=True)
     assert_same_files(folder, finished)
     second.open(resume=False, overwrite=True)
@@ -341,9 +349,9 @@ def test_the_whole_network_is_trained(teacher, images, tmp_path, monkeypatch):
 def test_the_network_stage_has_the_options_of_a_training(teacher, images, tmp_path, monkeypatch):
     weights = []
 
-    def record(task, model):
-        weights.append(make_task(task, model).task_loss_weight)
-        return make_task(task, model)
+    def record(transfer, model):
+        weights.append(make_task(transfer, model).task_loss_weight)
+        return make_task(transfer, model)
 
     make_task = network._distillation
     monkeypatch.setattr('vitzoo.transfer.network._distillation', record)
@@ -410,13 +418,13 @@ def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monke
     options += ['--output', str(tmp_path), '--resume']
     made, limit = [], 1
 
-    def make(task, student, ledger, error, lr, new_lr):
+    def make(transfer, student, record, error, lr, new_lr):
         if len(made) == limit:
             raise KeyboardInterrupt
         made.append(lr)
-        return try_rates(task, student, ledger, error, lr, new_lr)
+        return try_rates(transfer, student, record, error, lr, new_lr)
 
-    monkeypatch.setattr('vitzoo.transfer.command.try_rates', make)
+    monkeypatch.setattr('vitzoo.transfer.stages.try_rates', make)
     with pytest.raises(KeyboardInterrupt):
         transfer(options)
     limit = math.inf
@@ -437,7 +445,7 @@ def test_a_trial_that_diverges_ends_the_search(what, teacher, images, tmp_path, 
             run.raw_model.norm.weight.grad.fill_(math.nan)
 
     if what == 'loss':
-        monkeypatch.setattr('vitzoo.transfer.command.train_network', train)
+        monkeypatch.setattr('vitzoo.transfer.stages.train_network', train)
     else:
         monkeypatch.setattr('vitzoo.train.step.clip_gradients', break_last_step)
     options = split('--mixer linear --no-random-control')
@@ -460,10 +468,10 @@ def test_the_labels_of_training_images_are_those_of_the_teacher(images, tmp_path
     config['label_names'] = ['red', 'blue', 'green']
     (tmp_path / 'config.json').write_text(json.dumps(config))
     teacher = load_model(name)
-    pictures = open_pictures(teacher, images, fit_data_config(name, teacher.model), DataOptions(), 0)
-    assert pictures.kind == 'top1'
+    data = open_transfer_data(teacher, images, fit_data_config(name, teacher.model), DataOptions(), 0)
+    assert data.kind == 'top1'
     for index in range(0, 40, 13):
-        assert config['label_names'][pictures.train[index][1]] == Path(pictures.train.filename(index)).parts[0]
+        assert config['label_names'][data.train[index][1]] == Path(data.train.filename(index)).parts[0]
 
 
 def test_the_options_that_the_teacher_recorded_are_those_of_its_student(images, tmp_path):
@@ -514,11 +522,11 @@ def test_recorded_options_are_used_if_others_are_not_given_and_they_suit_the_dat
     config = json.loads((tmp_path / 'config.json').read_text())
     (tmp_path / 'config.json').write_text(json.dumps(config | dict(vitzoo=recorded)))
     teacher = load_model(name)
-    pictures = open_pictures(teacher, images, fit_data_config(name, teacher.model), DataOptions(**options), 0)
-    assert (pictures.kind, (len(pictures.train), len(pictures.val)), pictures.about) == (kind, sizes, about)
+    data = open_transfer_data(teacher, images, fit_data_config(name, teacher.model), DataOptions(**options), 0)
+    assert (data.kind, (len(data.train), len(data.val)), data.about) == (kind, sizes, about)
     # those of the cases with other classes do not suit the data
     (flag,) = map(format_flag, recorded)
-    assert (f'without {flag} of its run, because' in pictures.note) == (kind == 'knn')
+    assert (f'without {flag} of its run, because' in data.note) == (kind == 'knn')
 
 
 def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp_path):
@@ -530,21 +538,21 @@ def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp
         shutil.copy(file, tmp_path / 'flat' / f'{number}.jpg')
     teacher = load_model(name)
     data_config = fit_data_config(name, teacher.model)
-    pictures = open_pictures(teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
-    assert (pictures.kind, pictures.about) == ('cosine', dict(class_map=dict(red='blue')))
+    data = open_transfer_data(teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
+    assert (data.kind, data.about) == ('cosine', dict(class_map=dict(red='blue')))
 
 
 def test_the_student_of_a_multi_label_teacher_predicts_several_labels(
     images, tmp_path, quick_timing, capsys, monkeypatch
 ):
     compared = {}
-    for place in ('train.distill', 'transfer.outputs', 'transfer.probing', 'transfer.measures'):
+    for place in ('train.network_loss', 'transfer.outputs', 'transfer.probing', 'transfer.scoring'):
 
         def compare(logits, teacher_logits, multi_label=False, place=place):
             compared.setdefault(place, set()).add(multi_label)
-            return divergence(logits, teacher_logits, multi_label)
+            return kl_divergence(logits, teacher_logits, multi_label)
 
-        monkeypatch.setattr(f'vitzoo.{place}.divergence', compare)
+        monkeypatch.setattr(f'vitzoo.{place}.kl_divergence', compare)
     name, data = save_multi_label_teacher(tmp_path / 'teacher'), write_label_tables(Path(images), tmp_path / 'data')
     command = [name, '--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', data]
     transfer([*command, '--keep-softmax', '1', '--output', str(tmp_path / 'linear')])
@@ -571,9 +579,9 @@ def test_a_multi_label_teacher_takes_images_of_any_kind(kind, expected, images, 
         for part in ('train', 'val'):
             shutil.rmtree(tmp_path / 'data' / part)
     teacher = load_model(name)
-    pictures = open_pictures(teacher, data, fit_data_config(name, teacher.model), DataOptions(), 0)
-    assert (pictures.kind, len(pictures.train), len(pictures.val)) == expected
-    assert pictures.reason and pictures.about['multi_label'] is True
+    data = open_transfer_data(teacher, data, fit_data_config(name, teacher.model), DataOptions(), 0)
+    assert (data.kind, len(data.train), len(data.val)) == expected
+    assert data.reason and data.about['multi_label'] is True
 
 
 def save_multi_label_teacher(folder: Path) -> str:
@@ -624,9 +632,9 @@ def test_images_without_classes_are_validated_on_their_val_split(images, tmp_pat
             shutil.copy(files.pop(), tmp_path / 'flat' / part / f'{index}.jpg')
     teacher = load_model(name)
     data_config = fit_data_config(name, teacher.model)
-    pictures = open_pictures(teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
-    assert (pictures.kind, len(pictures.train), len(pictures.val)) == ('cosine', 8, 2)
-    assert {Path(pictures.val.filename(index)).parts[-2] for index in range(2)} == {'val'}
+    data = open_transfer_data(teacher, str(tmp_path / 'flat'), data_config, DataOptions(), 0)
+    assert (data.kind, len(data.train), len(data.val)) == ('cosine', 8, 2)
+    assert {Path(data.val.filename(index)).parts[-2] for index in range(2)} == {'val'}
 
 
 def test_probing_alone_writes_nothing(teacher, images, tmp_path, capsys):
@@ -726,7 +734,7 @@ def places(teacher, images, tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize('case', WRONG)
 def test_wrong_inputs_are_refused_in_one_sentence_before_any_work(case, places, tmp_path, monkeypatch):
-    monkeypatch.setattr('vitzoo.transfer.command.probe', lambda *args: 1 / 0)
+    monkeypatch.setattr('vitzoo.transfer.measurements.probe', lambda *args: 1 / 0)
     command, message = WRONG[case]
     with pytest.raises(UserError, match=message) as error:
         transfer([*split(command.format(**places, out=tmp_path / 'out')), '--workers', '0'])

@@ -12,7 +12,7 @@ from timm.models import save_for_hf
 import vitzoo
 from vitzoo.report.markup import to_html
 from vitzoo.report.transfers import read_transfer, transfer_section
-from vitzoo.train.distill import NetworkLoss
+from vitzoo.train.network_loss import NetworkLoss
 from vitzoo.transfer import keep_softmax, match_blocks, probe
 from vitzoo.transfer.command import transfer
 from vitzoo.transfer.matching import new_parameters

@@ -14,10 +14,10 @@ from vitzoo.data.loader import TrainBatches, train_loader
 from vitzoo.errors import UserError
 from vitzoo.transfer import distil, match_blocks, matching, outputs
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
+from vitzoo.transfer.data import IntervalBatches
 from vitzoo.transfer.descent import StepBatches
-from vitzoo.transfer.distillation import choose_rates, trial_steps
 from vitzoo.transfer.outputs import output_error
-from vitzoo.transfer.pictures import IntervalBatches
+from vitzoo.transfer.rates import choose_rates, trial_steps
 
 TRAIN, HELD_OUT = batches(3), batches(2, seed=1)
 STAGES = {'matching': match_blocks, 'distillation': distil}

@@ -9,8 +9,9 @@ from teachers import batches, divergence_of, make_student, make_teacher, save_te
 from torch.nn import functional as F
 
 from vitzoo.errors import UserError
-from vitzoo.train.distill import NetworkLoss, Teacher, TransferTask
+from vitzoo.train.distill import Teacher, TransferTask
 from vitzoo.train.loop import train
+from vitzoo.train.network_loss import NetworkLoss
 from vitzoo.transfer.outputs import output_error
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')

@@ -88,8 +88,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _measure_mixers(names: list[str], args: argparse.Namespace) -> Iterator[dict]:
-    for tokens, name, what in product(sorted(args.tokens), names, LAYER_PASSES):
-        yield measure_peak(name, what, tokens, args)
+    for tokens, name, measured_pass in product(sorted(args.tokens), names, LAYER_PASSES):
+        yield measure_peak(name, measured_pass, tokens, args)
 
 
 def _measure_models(names: list[str], args: argparse.Namespace) -> Iterator[dict]:
@@ -136,15 +136,15 @@ def print_peaks(rows: list[dict], names: list[str]) -> None:
     """Print the peak of each mixer, and its ratio to that of fused softmax attention."""
     peaks = {(row['name'], row['what'], row['tokens']): row['peak_mb'] for row in rows}
     sizes = sorted({tokens for _, _, tokens in peaks})
-    for what in LAYER_PASSES:
-        lines = [
-            [name, *(f'{peaks[name, what, n]:,.1f} ×{ratio_to_baseline(peaks, name, what, n):.2f}' for n in sizes)]
-            for name in names
-        ]
-        title = f'{what}: peak memory in MB; × is the ratio to {BASELINE} (fused)'
+    for measured_pass in LAYER_PASSES:
+        lines = []
+        for name in names:
+            ratios = {n: ratio_to_baseline(peaks, name, measured_pass, n) for n in sizes}
+            lines.append([name, *(f'{peaks[name, measured_pass, n]:,.1f} ×{ratios[n]:.2f}' for n in sizes)])
+        title = f'{measured_pass}: peak memory in MB; × is the ratio to {BASELINE} (fused)'
         print_table(title, ['mixer', *(f'{n:,}' for n in sizes)], lines)
 
 
-def ratio_to_baseline(peaks: dict[tuple[str, str, int], float], name: str, what: str, tokens: int) -> float:
+def ratio_to_baseline(peaks: dict[tuple[str, str, int], float], name: str, measured_pass: str, tokens: int) -> float:
     """The ratio of a peak to that of fused softmax attention."""
-    return peaks[name, what, tokens] / peaks[BASELINE, what, tokens]
+    return peaks[name, measured_pass, tokens] / peaks[BASELINE, measured_pass, tokens]

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -10,29 +10,16 @@ from pathlib import Path
 from timm.data import MultiLabelTarget
 from torch.utils.data import Dataset
 
-from vitzoo.data.archives import Archive, ArchiveReader, Folder, list_files, open_archive
+from vitzoo.data.archives import open_archive
 from vitzoo.data.class_map import ClassMapReader, read_class_map
 from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error, read_rgb
+from vitzoo.data.folders import find_in_archive, find_in_folder
 from vitzoo.data.held_out import Subset, find_held_out, hold_out
-from vitzoo.data.label_table import LabelTableReader
-from vitzoo.data.layout import (
-    ARCHIVES,
-    LABEL_TABLE,
-    SPLIT_NAMES,
-    SUFFIXES,
-    Split,
-    choose_split,
-    common_folder,
-    group_by_class,
-    is_hidden,
-    is_image,
-    match_split,
-    split_names,
-)
+from vitzoo.data.layout import SPLIT_NAMES, Split, match_split, split_names
 from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, UNDIVIDED, DataOptions
 from vitzoo.data.reader import LabelledReader
 from vitzoo.data.third_party import check_options, find_third_party
-from vitzoo.errors import NoClassesError, UserError, did_you_mean
+from vitzoo.errors import UserError, did_you_mean
 
 SAMPLE = Path(__file__).parent / 'sample'
 SCHEMES = ('torch', 'hfds', 'hfids', 'wds', 'tfds')
@@ -205,7 +192,7 @@ class Images(Dataset):
             )
         self.class_names = sorted(class_to_idx, key=class_to_idx.__getitem__)
         # maps the reader's class indices to ours; those of unknown classes do not occur
-        self.labels = [class_to_idx.get(name, -1) for name in reader.class_names]
+        self.label_map = [class_to_idx.get(name, -1) for name in reader.class_names]
         self.to_multi_hot = MultiLabelTarget(len(class_to_idx)) if self.is_multi_label else None
 
     @property
@@ -281,30 +268,7 @@ class Images(Dataset):
         return self.reader.filename(index, basename, absolute)
 
     def _label(self, label: int | list[int]) -> int | list[int]:
-        return [self.labels[item] for item in label] if isinstance(label, list) else self.labels[label]
-
-
-class FolderReader(ArchiveReader):
-    """Images in one folder per class, at any depth, in a folder or an archive.
-
-    Unlike timm's reader it skips hidden files and folders (.ipynb_checkpoints, ._name.jpg), takes the top folder as the
-    class rather than the innermost, and supports more file formats.
-
-    Args:
-        archive: Holds the images.
-        prefix: The folder around the class folders, such as 'photos/train/'.
-
-    Raises:
-        UserError: There are no images in class folders.
-    """
-
-    def __init__(self, archive: Archive, prefix: str = '') -> None:
-        names = [name.removeprefix(prefix) for name in archive.names if name.startswith(prefix)]
-        classes = group_by_class(names)
-        if not classes:
-            raise NoClassesError(_explain_no_images(archive.root / prefix, names))
-        labels = {name: label for label, names in enumerate(classes.values()) for name in names}
-        super().__init__(archive, prefix, labels, list(classes))
+        return [self.label_map[item] for item in label] if isinstance(label, list) else self.label_map[label]
 
 
 def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions) -> Callable[[str], Split | None]:
@@ -319,86 +283,20 @@ def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions)
                 '--multi-label, or a run that was trained with it, reads labels.csv from a folder, a tar or a zip file,'
                 f" not from '{data_dir}'"
             )
-        return partial(find_third_party, data_dir, options)
+        return partial(find_third_party, data_dir, options=options)
     check_options(data_dir, options, ('train_split', 'val_split'))
     root = SAMPLE if data_dir == 'sample' else Path(data_dir).expanduser()
     if not root.exists():
         raise UserError(f"the data folder '{root}' does not exist")
     if root.is_dir():
-        return partial(_find_in_folder, root, multi_label, options)
-    return partial(_find_in_archive, open_archive(root), multi_label, options)
+        return partial(find_in_folder, root, options=options, multi_label=multi_label)
+    return partial(find_in_archive, open_archive(root), options=options, multi_label=multi_label)
 
 
 def _scheme(data_dir: str) -> str:
     """The scheme of a dataset such as 'hfds/uoft-cs/cifar10', '' for a path."""
     scheme, _, name = data_dir.partition('/')
     return scheme.lower() if name and scheme.lower() in SCHEMES and not Path(data_dir).exists() else ''
-
-
-def _find_in_folder(root: Path, multi_label: bool | None, options: DataOptions, split: str) -> Split | None:
-    """Find a split among the folders and archives in a folder."""
-    names = [path.name for path in root.iterdir() if path.is_dir() or path.suffix.lower() in ARCHIVES]
-
-    def images_in(name: str) -> Iterator[str]:
-        return filter(_is_listed, list_files(root / name))
-
-    part = choose_split(names, split, images_in, options)
-    if part is None:
-        return None
-
-    def open_part() -> LabelledReader:
-        archive = open_archive(root / part)
-        if isinstance(archive, Folder):
-            return _read_labelled(archive, '', multi_label)
-        return _read_labelled(archive, _inner_folder(archive, split, options), multi_label)
-
-    return Split(open_part, is_whole=not part)
-
-
-def _inner_folder(archive: Archive, split: str, options: DataOptions) -> str:
-    """The folder of the images in the archive of a split: train.tar may contain train/, or a class called train."""
-    prefix = common_folder(archive.names, options)
-    folders = _top_folders(archive, prefix)
-    inner = match_split(folders, split, options)
-    others = [name for name in folders if not any(match_split([name], other, options) for other in SPLIT_NAMES)]
-    has_other_classes = any(is_image(name) for other in others for name in _below(archive, f'{prefix}{other}/'))
-    return prefix if inner is None or has_other_classes else f'{prefix}{inner}/'
-
-
-def _find_in_archive(archive: Archive, multi_label: bool | None, options: DataOptions, split: str) -> Split | None:
-    """Find a split among the folders in an archive."""
-    prefix = common_folder(archive.names, options)
-
-    def images_in(folder: str) -> Iterator[str]:
-        return filter(_is_listed, _below(archive, f'{prefix}{folder}/'))
-
-    part = choose_split(_top_folders(archive, prefix), split, images_in, options)
-    if part is None:
-        return None
-    path = f'{prefix}{part}/' if part else prefix
-    return Split(partial(_read_labelled, archive, path, multi_label), is_whole=not part)
-
-
-def _below(archive: Archive, prefix: str) -> Iterator[str]:
-    """The files below a folder of an archive, relative to it."""
-    return (name.removeprefix(prefix) for name in archive.names if name.startswith(prefix))
-
-
-def _is_listed(name: str) -> bool:
-    """True for an image or a table of labels."""
-    return is_image(name) or name == LABEL_TABLE
-
-
-def _top_folders(archive: Archive, prefix: str) -> list[str]:
-    below = (name.partition('/') for name in _below(archive, prefix))
-    return list(dict.fromkeys(folder for folder, slash, _ in below if slash))
-
-
-def _read_labelled(archive: Archive, prefix: str, multi_label: bool | None) -> ArchiveReader:
-    """A reader that takes labels from labels.csv or from class folders; with `multi_label` None from what there is."""
-    if multi_label is None:
-        multi_label = prefix + LABEL_TABLE in archive.names
-    return LabelTableReader(archive, prefix) if multi_label else FolderReader(archive, prefix)
 
 
 def _with_images(names: list[str], reader: LabelledReader) -> list[str]:
@@ -414,19 +312,3 @@ def _advise_on_unknown(classes: list[str]) -> str:
         f'If it is a split, give --val-split {match_split(classes, "val") or classes[0]}, because a run that was'
         f' trained with --train-split {UNDIVIDED} takes data as not divided'
     )
-
-
-def _explain_no_images(root: Path, names: list[str]) -> str:
-    visible = [name for name in names if not is_hidden(name)]
-    if not visible:
-        return f"the data folder '{root}' is empty"
-    images = [name for name in visible if '/' not in name and Path(name).suffix.lower() in SUFFIXES]
-    if images:
-        return (
-            f"the data folder '{root}' has {len(images)} images but no class folders; move the images of each class"
-            f' into a folder with its name'
-            + (f', or train a model on {LABEL_TABLE} by `vitzoo train --multi-label`' if LABEL_TABLE in visible else '')
-        )
-    shards = [name for name in visible if name.endswith('.tar')]
-    hint = f'; open WebDataset shards as wds/{root}' if shards else ''
-    return f"there are no images ({', '.join(sorted(SUFFIXES))}) in class folders under '{root}'{hint}"

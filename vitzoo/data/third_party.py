@@ -26,7 +26,7 @@ _OPTIONS = {
 }
 
 
-def find_third_party(data_dir: str, options: DataOptions, split: str) -> Split | None:
+def find_third_party(data_dir: str, split: str, options: DataOptions) -> Split | None:
     """Find a split of a dataset such as 'torch/cifar10'; None if it has no such split.
 
     Raises:

@@ -87,19 +87,8 @@ def train_transform(recipe: Any, data_config: dict) -> 'TrainTransform':
     Raises:
         UserError: `aa`, the albumentations pipeline or the number of input channels is not supported.
     """
-    if recipe.aa:
-        _check_policy(recipe.aa)
     size = data_config['input_size']
-    if recipe.gaussian_blur_prob and min(size[1:]) <= _BLUR_RADIUS:
-        raise UserError(f'gaussian_blur_prob needs images of more than {_BLUR_RADIUS} pixels, not {min(size[1:])}')
-    for name in ('scale', 'ratio'):
-        low, high = getattr(recipe, name)
-        if not 0 < low <= high:
-            raise UserError(f'{name} must be two increasing numbers above 0, not {low} {high}')
-    # brightness, contrast, saturation and hue
-    jitter = recipe.color_jitter
-    if isinstance(jitter, list) and len(jitter) == 4 and jitter[3] > 0.5:
-        raise UserError(f'the hue of color_jitter, its last number, is at most 0.5, not {jitter[3]}')
+    _check_augmentation(recipe, size)
     if recipe.no_aug:
         resize, crop, _ = create_transform(
             size, is_training=True, no_aug=True, interpolation=recipe.train_interpolation, use_prefetcher=True
@@ -142,6 +131,22 @@ def train_transform(recipe: Any, data_config: dict) -> 'TrainTransform':
         # timm fills erased regions with noise for normalized images
         steps += [Normalize(data_config), *erasing]
     return TrainTransform(crop, Compose(steps))
+
+
+def _check_augmentation(recipe: Any, size: tuple[int, int, int]) -> None:
+    """Raise UserError for settings that timm would ignore, or at which it would fail during training."""
+    if recipe.aa:
+        _check_policy(recipe.aa)
+    if recipe.gaussian_blur_prob and min(size[1:]) <= _BLUR_RADIUS:
+        raise UserError(f'gaussian_blur_prob needs images of more than {_BLUR_RADIUS} pixels, not {min(size[1:])}')
+    for name in ('scale', 'ratio'):
+        low, high = getattr(recipe, name)
+        if not 0 < low <= high:
+            raise UserError(f'{name} must be two increasing numbers above 0, not {low} {high}')
+    # brightness, contrast, saturation and hue
+    jitter = recipe.color_jitter
+    if isinstance(jitter, list) and len(jitter) == 4 and jitter[3] > 0.5:
+        raise UserError(f'the hue of color_jitter, its last number, is at most 0.5, not {jitter[3]}')
 
 
 def _check_policy(aa: str) -> None:

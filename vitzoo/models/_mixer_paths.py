@@ -8,7 +8,7 @@ from vitzoo.mixers.base import named_mixers
 
 from ._swap_models import SwappedModel
 
-__all__ = ['block_of', 'swapped_paths', 'index_of']
+__all__ = ['block_of', 'index_of', 'swapped_paths']
 
 
 def swapped_paths(student: nn.Module) -> list[str]:

@@ -8,8 +8,8 @@ from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, block_ticks, curves, scatter
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.records import short_names
-from vitzoo.transfer.measures import SCORE_TITLES
 from vitzoo.transfer.record import RECORD
+from vitzoo.transfer.scoring import SCORE_TITLES
 from vitzoo.transfer.summary import CONTROLS, STAGES, find_doubts, minutes
 
 

@@ -30,10 +30,10 @@ def evaluate_epoch(run: Run, display: Display) -> dict:
 
 
 def _evaluate_with_bar(run: Run, display: Display, model: nn.Module, prefix: str) -> dict:
-    if run.measure is not None:
+    if run.measure_model is not None:
         share_buffers(run, model)
         with run.accelerator.autocast():
-            return {prefix + name: value for name, value in run.measure(model).items()}
+            return {prefix + name: value for name, value in run.measure_model(model).items()}
     with run.accelerator.autocast(), display.evaluation() as advance:
         scores = evaluate_shared(run, model, advance)
         if not math.isfinite(scores['loss']):
@@ -57,14 +57,14 @@ def evaluate_shared(run: Run, model: nn.Module, advance: Callable[[int], None] |
 def export_best(run: Run) -> None:
     """Export the model to best/ if it is better than in every epoch before in this branch."""
     rows = [row for row in run.history[run.best_from :] if _metric_column(run.recipe) in row]
-    if run.start is not None:
-        rows.insert(0, run.start)
-    *earlier, last = (max(rate(row, run.recipe), rate(row, run.recipe, 'ema_')) for row in rows)
+    if run.start_row is not None:
+        rows.insert(0, run.start_row)
+    *earlier, last = (max(selection_score(row, run.recipe), selection_score(row, run.recipe, 'ema_')) for row in rows)
     if not earlier or last > max(earlier):
         export(run, run.folder / 'best')
 
 
-def rate(row: dict, recipe: Recipe, prefix: str = '') -> float:
+def selection_score(row: dict, recipe: Recipe, prefix: str = '') -> float:
     """The recipe's metric in a row of metrics.csv, negated if lower is better; -inf if it is not a number."""
     column = _metric_column(recipe)
     value = row.get(prefix + column, math.nan)
@@ -81,7 +81,7 @@ def _metric_column(recipe: Recipe) -> str:
 def export(run: Run, folder: Path) -> str:
     """Export the raw weights or their EMA, whichever is better by the recipe's metric; returns 'raw' or 'ema'."""
     row = run.history[-1]
-    if run.ema is not None and rate(row, run.recipe, 'ema_') >= rate(row, run.recipe):
+    if run.ema is not None and selection_score(row, run.recipe, 'ema_') >= selection_score(row, run.recipe):
         weights, model = 'ema', run.ema.module
     else:
         weights, model = 'raw', run.full_model.gather()

@@ -11,7 +11,7 @@ from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.data.transforms import expand_pipeline
 from vitzoo.errors import UserError
 from vitzoo.train.evaluation import evaluate_epoch, evaluate_shared, export, export_best
-from vitzoo.train.opening import create_accelerator, find_list, set_up
+from vitzoo.train.opening import create_accelerator, find_held_out_list, set_up
 from vitzoo.train.processes import raise_together, share_statistics
 from vitzoo.train.progress import Display, describe_run, learning_rate, report_epoch, start_trackers
 from vitzoo.train.recipe import save_recipe
@@ -78,15 +78,15 @@ def open_folder(run: Run, is_new: bool) -> None:
     def write() -> None:
         if is_new:
             remove_old_run(run.folder)
-        if run.later and not is_new:
-            aside = set_aside(run.folder, run.later, len(run.history))
+        if run.later_checkpoints and not is_new:
+            aside = set_aside(run.folder, run.later_checkpoints, len(run.history))
             run.console.print(f'note   later checkpoints and their models are now in {aside}')
         path = run.folder / 'recipe.yaml'
         # the recipe of a finished run is the one that computed it
         if is_new or run.step < run.plan.steps or not path.is_file():
             save_recipe(run.recipe, path, lines)
         val = run.val_set.reader if run.val_set.is_held_out else None
-        write_held_out(run.folder / HELD_OUT, val, run.train_set.reader, find_list(run.recipe))
+        write_held_out(run.folder / HELD_OUT, val, run.train_set.reader, find_held_out_list(run.recipe))
 
     # another process may still be looking for checkpoints in the folder
     run.accelerator.wait_for_everyone()
@@ -130,9 +130,9 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
     run.history.append(dict(row, images_per_second=round(run.speed, 1)))
     run.losses = []
     is_due = is_evaluated(epoch, recipe.val_interval, plan.epochs)
-    if first_step == last_step and run.before is not None:
+    if first_step == last_step and run.saved_schedule is not None:
         # the run resumes at the end of the epoch
-        is_due = is_due or is_evaluated(epoch, *run.before)
+        is_due = is_due or is_evaluated(epoch, *run.saved_schedule)
     if is_due:
         end_epoch(run, display)
     else:

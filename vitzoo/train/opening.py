@@ -145,7 +145,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock, is_resume
     )
 
 
-def find_list(recipe: Recipe) -> Path | None:
+def find_held_out_list(recipe: Recipe) -> Path | None:
     """The list of the images that this run held out, if it is resumed, or the run of its initial weights."""
     if recipe.resume is not None:
         own = find_run(recipe.resume, recipe.output)[0] / HELD_OUT
@@ -167,7 +167,7 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
         seed=recipe.seed,
         options=DataOptions(**{name: getattr(recipe, name) for name in DATA_OPTIONS}),
     )
-    train_set = open_dataset(recipe.data_dir, 'train', held_out_before=find_list(recipe), **options)
+    train_set = open_dataset(recipe.data_dir, 'train', held_out_before=find_held_out_list(recipe), **options)
     # a list of other images, for which all files were read, is not tried again
     known = train_set.held_out_before
     if known is not None and not len(train_set):

@@ -99,10 +99,12 @@ def resume_run(run: Run, checkpoints: list[Path]) -> None:
     load_checkpoint(run.accelerator, checkpoint, run.full_model, ema, run.optimizer)
     run.step, run.losses, run.history, run.speed = (state[name] for name in ('step', 'losses', 'history', 'speed'))
     before = saved_recipe(state['recipe'])
-    run.before = before['val_interval'], before['epochs'] + before['cooldown_epochs']
-    run.later = [path for path in list_checkpoints(run.folder / 'checkpoints') if path.name > f'step-{run.step:08d}']
+    run.saved_schedule = before['val_interval'], before['epochs'] + before['cooldown_epochs']
+    run.later_checkpoints = [
+        path for path in list_checkpoints(run.folder / 'checkpoints') if path.name > f'step-{run.step:08d}'
+    ]
     is_branch = not contains_checkpoint(run.folder, checkpoint) or bool(
-        run.later and best_epoch(run.folder) > len(run.history)
+        run.later_checkpoints and best_epoch(run.folder) > len(run.history)
     )
     run.best_from = len(run.history) if is_branch else state['best_from']
     run.console.print(f'resumed from {checkpoint} at step {run.step} of {run.plan.steps}')

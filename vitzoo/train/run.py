@@ -95,15 +95,15 @@ class Run:
     # training images per second in the current epoch
     speed: float = 0.0
     # val_interval and epochs of the process that saved the checkpoint, which may have evaluated the epoch that it ends
-    before: tuple[int, int] | None = None
+    saved_schedule: tuple[int, int] | None = None
     # best/ has the model of an epoch after this many; not 0 in a run that went back to an earlier checkpoint
     best_from: int = 0
     # checkpoints of this folder after the one that the run went back to
-    later: list[Path] = field(default_factory=list)
+    later_checkpoints: list[Path] = field(default_factory=list)
     # measures a model, by default its accuracy on the validation images
-    measure: Callable[[nn.Module], dict[str, float]] | None = None
+    measure_model: Callable[[nn.Module], dict[str, float]] | None = None
     # the measurements of the model before training, if it may be the best
-    start: dict[str, float] | None = None
+    start_row: dict[str, float] | None = None
     # of a loss that is not finite; {} is half the learning rate
     remedies: str = 'half the lr ({}), --clip-grad 1, a longer warm-up'
 

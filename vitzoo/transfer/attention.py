@@ -27,12 +27,6 @@ def mixer_paths(student: nn.Module) -> list[str]:
     return paths
 
 
-def put(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Replace a submodule."""
-    parent, _, name = path.rpartition('.')
-    setattr(model.get_submodule(parent), name, module)
-
-
 @contextmanager
 def visit_attention(
     teacher: nn.Module, paths: Iterable[str], visit: Callable[[str, Call, Tensor], None]
@@ -93,13 +87,13 @@ def blocks_of_teacher(student: nn.Module, teacher: nn.Module, paths: Iterable[st
     lost_bias = lost_shared_bias(student, teacher) if own else None
     try:
         for name in own:
-            put(student, name, teacher.get_submodule(name))
+            student.set_submodule(name, teacher.get_submodule(name))
         if lost_bias:
             setattr(student, lost_bias, getattr(teacher, lost_bias))
         yield student
     finally:
         for name, block in own.items():
-            put(student, name, block)
+            student.set_submodule(name, block)
         if lost_bias:
             setattr(student, lost_bias, None)
 

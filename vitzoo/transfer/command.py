@@ -1,45 +1,25 @@
-"""The stages of a transfer, one mixer after the other, and their results."""
+"""The checks of a transfer, its folders, and its steps for one mixer after the other."""
 
-import math
-import sys
 from contextlib import ExitStack
-from copy import deepcopy
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
-from vitzoo.about import read_about
-from vitzoo.classes import label_names
-from vitzoo.data import Images
-from vitzoo.data.held_out import HELD_OUT, Subset, write_held_out
-from vitzoo.errors import DivergenceError, UserError, is_first_process
+from vitzoo.errors import UserError, is_first_process
 from vitzoo.machine import describe_machine
-from vitzoo.metrics.oversmoothing import token_statistics
-from vitzoo.metrics.speed import measure_throughput
 from vitzoo.mixers import mixer_class
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.processes import raise_together
-from vitzoo.train.run_folder import check_sources, claim_folder, export_model, write_metrics
-from vitzoo.transfer.attention import only_part, parts_of, zero_attention
-from vitzoo.transfer.distillation import choose_rates, trial_steps
-from vitzoo.transfer.hybrid import first_paths, give_back, keep_softmax
-from vitzoo.transfer.matching import match_blocks
-from vitzoo.transfer.network import load_best, train_network
+from vitzoo.train.run_folder import check_sources, claim_folder
+from vitzoo.transfer.hybrid import first_paths
+from vitzoo.transfer.measurements import measure_blocks, measure_controls, measure_oversmoothing, measure_speed
 from vitzoo.transfer.opening import Transfer, open_transfer
 from vitzoo.transfer.options import parse_args
-from vitzoo.transfer.probing import probe
-from vitzoo.transfer.record import STATES, Ledger
+from vitzoo.transfer.record import TransferRecord
+from vitzoo.transfer.stages import choose_softmax_blocks, distil_network, export_student, match
 from vitzoo.transfer.stopping import Stopped, raise_on_sigterm
-from vitzoo.transfer.students import check_student, randomize
+from vitzoo.transfer.students import check_student
 from vitzoo.transfer.summary import explain_result, print_probe, print_scores
-
-# for the control from random weights, which has more to learn than a student
-_RANDOM_LR = 1e-3
-# batch size of speed measurements, on an accelerator and on a CPU
-_SPEED_BATCH = {True: 16, False: 1}
 
 
 def transfer(argv: list[str] | None = None) -> list[dict] | None:
@@ -60,239 +40,70 @@ def transfer(argv: list[str] | None = None) -> list[dict] | None:
         return None
 
 
-def _transfer(task: Transfer) -> list[dict]:
-    options = task.options
+def _transfer(transfer: Transfer) -> list[dict]:
+    options = transfer.options
     # all mixers before any work
     for mixer in options.mixers:
-        student = task.student(mixer)
-        with task.accelerator.autocast():
-            check_student(task.name, student, task.data_config['input_size'])
+        student = transfer.student(mixer)
+        with transfer.accelerator.autocast():
+            check_student(transfer.name, student, transfer.data_config['input_size'])
         _check_count(options.keep_softmax, student)
     if options.probe_only:
-        return [dict(mixer=mixer, probe=_probe(task, mixer)) for mixer in options.mixers]
+        return [dict(mixer=mixer, probe=_probe(transfer, mixer)) for mixer in options.mixers]
     assert options.output is not None
-    summary = Ledger(Path(options.output), options.settings, task.accelerator.is_main_process)
+    summary = TransferRecord(Path(options.output), options.settings, transfer.accelerator.is_main_process)
     if options.mixers[1:]:
         summary.open_summary()
     with ExitStack() as stack:
-        folders = {mixer: _folder(task, mixer) for mixer in options.mixers}
+        folders = {mixer: _folder(transfer, mixer) for mixer in options.mixers}
         locks = {
-            mixer: stack.enter_context(claim_folder(task.accelerator, folder, is_named=True))
+            mixer: stack.enter_context(claim_folder(transfer.accelerator, folder, is_named=True))
             for mixer, folder in folders.items()
         }
         # a process that deletes, only does so after all have looked at the folders
-        with raise_together(task.accelerator):
-            ledgers = {mixer: _open_ledger(task, mixer, folder) for mixer, folder in folders.items()}
+        with raise_together(transfer.accelerator):
+            records = {mixer: _open_record(transfer, mixer, folder) for mixer, folder in folders.items()}
         if options.overwrite:
-            for ledger in ledgers.values():
-                ledger.clear()
+            for record in records.values():
+                record.clear()
         # before any process writes
-        task.accelerator.wait_for_everyone()
-        if task.pictures.note:
-            task.console.print(f'note   {task.name}: {task.pictures.note}')
-        results = [transfer_to(task, mixer, ledgers[mixer], locks[mixer]) for mixer in options.mixers]
+        transfer.accelerator.wait_for_everyone()
+        if transfer.data.note:
+            transfer.console.print(f'note   {transfer.name}: {transfer.data.note}')
+        results = [transfer_to(transfer, mixer, records[mixer], locks[mixer]) for mixer in options.mixers]
     if options.mixers[1:]:
         summary.write_students(results)
-    print_scores(task.console, results, task.pictures.kind)
+    print_scores(transfer.console, results, transfer.data.kind)
     return results
 
 
-def transfer_to(task: Transfer, mixer: str, ledger: Ledger, lock: FolderLock) -> dict:
-    """All stages of one mixer, or those that are missing in its ledger; returns the results."""
-    if 'verdict' in ledger.results:
-        task.console.print(f'{mixer}: finished already, in {ledger.folder}')
-        ledger.forget_states()
-        return ledger.results
-    once, score, student = ledger.once, task.score, task.student(mixer)
-    once('kind', lambda: task.pictures.kind)
-    once('machine', lambda: describe_machine(task.accelerator.device))
-    print_probe(task.console, mixer, once('probe', lambda: _measure_blocks(task, student)))
-    once('teacher', task.score_teacher)
-    once('start', lambda: score(student))
-    match(task, student, ledger)
-    once('matched', lambda: score(student))
-    keep(task, student, ledger)
-    once('hybrid', lambda: score(student) if task.options.keep_softmax else ledger.results['matched'])
-    distil_network(task, student, ledger, lock)
-    once('student', lambda: score(student) if task.options.network_steps else ledger.results['hybrid'])
-    once('controls', lambda: measure_controls(task, student, ledger))
-    once('images_per_second', lambda: measure_speed(task, student))
-    once('oversmoothing', lambda: measure_oversmoothing(task, student))
+def transfer_to(transfer: Transfer, mixer: str, record: TransferRecord, lock: FolderLock) -> dict:
+    """All stages of one mixer, or those that are missing in its record; returns the results."""
+    if 'verdict' in record.results:
+        transfer.console.print(f'{mixer}: finished already, in {record.folder}')
+        record.delete_states()
+        return record.results
+    compute_once, score, student = record.compute_once, transfer.score, transfer.student(mixer)
+    compute_once('kind', lambda: transfer.data.kind)
+    compute_once('machine', lambda: describe_machine(transfer.accelerator.device))
+    print_probe(transfer.console, mixer, compute_once('probe', lambda: measure_blocks(transfer, student)))
+    compute_once('teacher', transfer.score_teacher)
+    compute_once('start', lambda: score(student))
+    match(transfer, student, record)
+    compute_once('matched', lambda: score(student))
+    choose_softmax_blocks(transfer, student, record)
+    compute_once('hybrid', lambda: score(student) if transfer.options.keep_softmax else record.results['matched'])
+    distil_network(transfer, student, record, lock)
+    compute_once('student', lambda: score(student) if transfer.options.network_steps else record.results['hybrid'])
+    compute_once('controls', lambda: measure_controls(transfer, student, record))
+    compute_once('images_per_second', lambda: measure_speed(transfer, student))
+    compute_once('oversmoothing', lambda: measure_oversmoothing(transfer, student))
     # the last result, so that a transfer that has it is complete
-    once('verdict', lambda: export_student(task, student, ledger, explain_result(mixer, ledger.results)))
-    task.accelerator.wait_for_everyone()
-    task.console.print(ledger.results['verdict'])
-    ledger.forget_states()
-    return ledger.results
-
-
-def match(task: Transfer, student: nn.Module, ledger: Ledger) -> None:
-    """Block matching."""
-    options = task.options
-    rates: dict[str, Any] = dict(lr=options.lr, new_lr=options.new_lr)
-    common = _common(task, ledger, 'matching', options.steps)
-    ledger.stage('matching', lambda: match_blocks(task.teacher, student, task.train, task.held_out, **rates, **common))
-
-
-def keep(task: Transfer, student: nn.Module, ledger: Ledger) -> None:
-    """Give blocks back to softmax attention, if the user asked for it."""
-    options = task.options
-    if options.keep_softmax == 0:
-        return
-
-    def gap(hybrid: nn.Module) -> float:
-        return ledger.results['teacher']['score'] - task.score(hybrid)['score']
-
-    def choose() -> list[dict]:
-        # those of a search that was interrupted
-        rounds = ledger.results.setdefault('rounds', [])
-
-        def add(row: dict) -> None:
-            task.console.print(_describe_row('softmax blocks', len(row['kept']), row))
-            rounds.append(row)
-            ledger.write_time()
-
-        with task.accelerator.autocast():
-            found = keep_softmax(
-                task.teacher,
-                deepcopy(student),
-                task.held_out,
-                options.keep_softmax,
-                tolerance=options.tolerance,
-                gap=gap,
-                accelerator=task.accelerator,
-                progress=add,
-                done=rounds,
-                multi_label=task.pictures.multi_label,
-            )
-        del ledger.results['rounds']
-        return found
-
-    chosen = ledger.once('keep_softmax', choose)
-    give_back(task.teacher, student, chosen[-1]['kept'])
-
-
-def distil_network(task: Transfer, student: nn.Module, ledger: Ledger, lock: FolderLock) -> None:
-    """Distillation of the whole network, by the trainer."""
-    options = task.options
-    settings: dict[str, Any] = dict(steps=options.network_steps, log_with=options.recipe.log_with)
-    settings |= dict(progress=ledger.write_time)
-    if options.network_steps:
-        settings['start_error'] = error = ledger.once('network_start', lambda: task.output_error(student))
-        rates = ledger.once('network_rates', lambda: _find_rates(task, student, ledger, error))
-        task.console.print(f'network        all parameters, learning rates {rates["lr"]:.2g} and {rates["new_lr"]:.2g}')
-        settings |= rates
-    rows = ledger.once('network', lambda: train_network(task, student, lock, **settings))
-    load_best(student, ledger.folder, rows)
-
-
-def _find_rates(task: Transfer, student: nn.Module, ledger: Ledger, error: float) -> dict[str, float]:
-    """The learning rates of the network stage, by trials if the user gave none; those of an earlier process count."""
-    options = task.options
-
-    def trial(lr: float, new_lr: float) -> float:
-        trials = ledger.results.setdefault('network_trials', [])
-        known = [row['output_error'] for row in trials if (row['lr'], row['new_lr']) == (lr, new_lr)]
-        if not known:
-            known = [try_rates(task, student, ledger, error, lr, new_lr)]
-            trials.append(dict(lr=lr, new_lr=new_lr, output_error=known[0]))
-            ledger.write_time()
-        return math.inf if known[0] is None else known[0]
-
-    return choose_rates(options.network_lr, options.network_new_lr, options.network_steps, lambda: error, trial)
-
-
-def try_rates(
-    task: Transfer, student: nn.Module, ledger: Ledger, error: float, lr: float, new_lr: float
-) -> float | None:
-    """Error of the outputs after a short training of a copy, None if it diverges."""
-    steps, folder = trial_steps(task.options.network_steps), ledger.folder / STATES / f'trial_{lr:g}'
-    task.console.print(f'network        trial of {steps} steps, learning rates {lr:.2g} and {new_lr:.2g}')
-    settings: dict[str, Any] = dict(steps=steps, lr=lr, new_lr=new_lr, start_error=error, evals=1)
-    try:
-        rows = train_network(task, student, FolderLock(folder), progress=ledger.write_time, **settings)
-    except DivergenceError:
-        return None
-    return rows[-1]['output_error']
-
-
-def measure_controls(task: Transfer, student: nn.Module, ledger: Ledger) -> dict[str, dict]:
-    """Scores of the student without attention, limited to its parts, and trained from random weights."""
-    with zero_attention(student):
-        found = dict(zero=task.score(student))
-    for part in parts_of(student):
-        with only_part(student, part):
-            found[part] = task.score(student)
-    options = task.options
-    if options.random_control:
-        task.console.print('control        all parameters from random weights')
-        other, folder = randomize(deepcopy(student), options.seed), ledger.folder / STATES / 'random'
-        steps, lr = options.steps + options.network_steps, _RANDOM_LR
-        lock, progress = FolderLock(folder), ledger.write_time
-        rows = train_network(task, other, lock, steps=steps, lr=lr, new_lr=lr, progress=progress)
-        load_best(other, folder, rows)
-        found['random'] = task.score(other)
-    return found
-
-
-def measure_speed(task: Transfer, student: nn.Module) -> dict[str, dict]:
-    """Images per second of the teacher and the student, by the side of square images, measured by the main process.
-
-    Sizes that a model cannot take are left out. `doubt` is the reason to doubt one of the two, if there is one.
-    """
-    found: dict[str, dict] = {}
-    if not task.accelerator.is_main_process:
-        return found
-    batch_size = _SPEED_BATCH[task.accelerator.device.type != 'cpu']
-    for name, model in _pair(task, student):
-        for side in task.options.sizes:
-            try:
-                resized: Any = deepcopy(model)
-                # others take images of any size, or fail
-                if task.data_config['input_size'][1:] != (side, side) and hasattr(resized, 'set_input_size'):
-                    resized.set_input_size(img_size=(side, side))
-                images = torch.randn(batch_size, task.data_config['input_size'][0], side, side)
-                with task.accelerator.autocast():
-                    speed = measure_throughput(resized, images.to(task.accelerator.device))
-            except (AssertionError, RuntimeError, ValueError) as error:
-                print(f'vitzoo: no speed of {name} at {side} pixels: {error}', file=sys.stderr)
-                continue
-            found.setdefault(str(side), {})[name] = round(speed.images_per_second, 3)
-            if speed.doubt:
-                found[str(side)]['doubt'] = speed.doubt
-    return found
-
-
-def measure_oversmoothing(task: Transfer, student: nn.Module) -> dict[str, dict]:
-    """Similarity of the tokens of teacher and student by block; a model whose tokens are unknown is left out."""
-    found: dict[str, dict] = {}
-    for name, model in _pair(task, student):
-        try:
-            with task.accelerator.autocast():
-                statistics = token_statistics(model, task.held_out[:1])
-        except UserError as error:
-            task.console.print(f'note   no similarity of the tokens of the {name}: {error}')
-            continue
-        found[name] = dict(blocks=statistics['blocks'], mean=statistics['cosine']['mean'])
-    return found
-
-
-def export_student(task: Transfer, student: nn.Module, ledger: Ledger, verdict: str) -> str:
-    """Write the model, the curve of the errors, and the list of the images held out; returns the verdict."""
-    if not task.accelerator.is_main_process:
-        return verdict
-    pictures, options = task.pictures, task.options
-    info: dict[str, Any] = dict(teacher=task.name, weights=task.weights, data_dir=options.data_dir)
-    info |= dict(seed=options.seed, transfer=verdict)
-    # `vitzoo validate` opens the data with the same options
-    info |= pictures.about
-    export_model(ledger.folder, student, label_names(task.teacher), task.data_config, info)
-    train, val = (images.reader if isinstance(images, Images) else None for images in (pictures.train, pictures.val))
-    before = read_about(task.name, task.weights, options.checkpoint).get('held_out')
-    write_held_out(ledger.folder / HELD_OUT, val if isinstance(val, Subset) else None, train, before)
-    rows = [dict(stage=stage, **row) for stage in ('matching', 'network') for row in ledger.results[stage]]
-    write_metrics(ledger.folder, [{name: value for name, value in row.items() if name != 'errors'} for row in rows])
-    return verdict
+    compute_once('verdict', lambda: export_student(transfer, student, record, explain_result(mixer, record.results)))
+    transfer.accelerator.wait_for_everyone()
+    transfer.console.print(record.results['verdict'])
+    record.delete_states()
+    return record.results
 
 
 def _check_mixer(mixer: str) -> None:
@@ -308,60 +119,27 @@ def _check_count(count: int | str, student: nn.Module) -> None:
         raise UserError(f'--keep-softmax {count} leaves no mixer; give auto or 0 to {total - 1} of {total} blocks')
 
 
-def _folder(task: Transfer, mixer: str) -> Path:
-    options = task.options
+def _folder(transfer: Transfer, mixer: str) -> Path:
+    options = transfer.options
     assert options.output is not None
     folder = Path(options.output) / (mixer if options.mixers[1:] else '')
     if folder.is_file():
         raise UserError(f"'{folder}' is a file; choose another --output")
     if options.overwrite:
-        check_sources({'the teacher': task.name, '--checkpoint': options.checkpoint}, folder)
+        check_sources({'the teacher': transfer.name, '--checkpoint': options.checkpoint}, folder)
     return folder
 
 
-def _open_ledger(task: Transfer, mixer: str, folder: Path) -> Ledger:
-    options = task.options
-    settings = options.settings | dict(mixer=mixer, mixer_kwargs=task.arguments(mixer))
-    settings |= dict(training_images=len(task.pictures.train), validation_images=len(task.pictures.val))
-    ledger = Ledger(folder, settings, task.accelerator.is_main_process)
-    ledger.open(options.resume, options.overwrite)
-    return ledger
+def _open_record(transfer: Transfer, mixer: str, folder: Path) -> TransferRecord:
+    options = transfer.options
+    settings = options.settings | dict(mixer=mixer, mixer_kwargs=transfer.arguments(mixer))
+    settings |= dict(training_images=len(transfer.data.train), validation_images=len(transfer.data.val))
+    record = TransferRecord(folder, settings, transfer.accelerator.is_main_process)
+    record.open(options.resume, options.overwrite)
+    return record
 
 
-def _probe(task: Transfer, mixer: str) -> list[dict]:
-    costs = _measure_blocks(task, task.student(mixer))
-    print_probe(task.console, mixer, costs)
+def _probe(transfer: Transfer, mixer: str) -> list[dict]:
+    costs = measure_blocks(transfer, transfer.student(mixer))
+    print_probe(transfer.console, mixer, costs)
     return costs
-
-
-def _measure_blocks(task: Transfer, student: nn.Module) -> list[dict]:
-    with task.accelerator.autocast():
-        costs = probe(task.teacher, student, task.held_out[:2], multi_label=task.pictures.multi_label)
-        return [asdict(cost) for cost in costs]
-
-
-def _common(task: Transfer, ledger: Ledger, stage: str, steps: int) -> dict:
-    """Keywords of a stage."""
-
-    def show(row: dict) -> None:
-        task.console.print(_describe_row(stage, row['step'], row))
-        ledger.write_time()
-
-    return dict(
-        steps=steps,
-        eval_every=max(1, steps // task.options.evals),
-        accelerator=task.accelerator,
-        state_file=ledger.state_file(stage),
-        progress=show,
-        multi_label=task.pictures.multi_label,
-    )
-
-
-def _describe_row(stage: str, number: int, row: dict) -> str:
-    mark = ' *' if row.get('best') else ''
-    gap = f', gap {row["gap"]:.2f} points' if 'gap' in row else ''
-    return f'{stage:14} {number:6}  error {row["output_error"]:.5f}{gap}{mark}'
-
-
-def _pair(task: Transfer, student: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [('teacher', task.teacher), ('student', student)]

@@ -15,7 +15,7 @@ from torch import nn
 
 from vitzoo.models._mixer_paths import block_of, index_of
 from vitzoo.models._swap_record import recorded_swaps
-from vitzoo.transfer.attention import blocks_of_teacher, lost_shared_bias, mixer_paths, put
+from vitzoo.transfer.attention import blocks_of_teacher, lost_shared_bias, mixer_paths
 from vitzoo.transfer.outputs import output_error, output_gap
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def keep_softmax(
     while len(rows) <= limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
         kept = rows[-1]['kept']
         add_row([*kept, _most_useful(teacher, student, error, kept, paths)])
-    give_back(teacher, student, rows[-1]['kept'])
+    restore_softmax_blocks(teacher, student, rows[-1]['kept'])
     student.train(was_training)
     return rows
 
@@ -92,13 +92,13 @@ def first_paths(student: nn.Module) -> list[str]:
     return list({block_of(path): path for path in reversed(mixer_paths(student))}.values())[::-1]
 
 
-def give_back(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
+def restore_softmax_blocks(teacher: nn.Module, student: nn.Module, paths: list[str]) -> None:
     """Replace blocks of a student by copies of the teacher's, in place and in the record of its swaps."""
     lost_bias = lost_shared_bias(student, teacher) if paths else None
     if lost_bias:
         setattr(student, lost_bias, deepcopy(getattr(teacher, lost_bias)))
     for path in paths:
-        put(student, block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
+        student.set_submodule(block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
     _forget_swaps(teacher, student, paths)
 
 

@@ -19,20 +19,21 @@ from vitzoo.data import Normalize, train_loader
 from vitzoo.data.loader import stop_workers
 from vitzoo.errors import DivergenceError
 from vitzoo.train.checkpoint import find_checkpoints
-from vitzoo.train.distill import NetworkLoss, Teacher, TransferTask
+from vitzoo.train.distill import Teacher, TransferTask
 from vitzoo.train.full_model import FullModel
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.loop import train_one_epoch
 from vitzoo.train.model import build_ema
+from vitzoo.train.network_loss import NetworkLoss
 from vitzoo.train.processes import raise_together
 from vitzoo.train.progress import Display, start_trackers
 from vitzoo.train.resume import resume_run
 from vitzoo.train.run import Run
 from vitzoo.train.stopping import StopSignal
+from vitzoo.transfer.data import IntervalBatches
 from vitzoo.transfer.descent import WarmupCosine
-from vitzoo.transfer.distillation import parameter_groups
 from vitzoo.transfer.opening import Transfer
-from vitzoo.transfer.pictures import IntervalBatches
+from vitzoo.transfer.rates import parameter_groups
 from vitzoo.transfer.stopping import Stopped
 
 # columns of metrics.csv in the result
@@ -40,7 +41,7 @@ _COLUMNS = ('step', 'lr', 'train_loss', 'output_error', 'ema_output_error')
 
 
 def train_network(
-    task: Transfer,
+    transfer: Transfer,
     student: nn.Module,
     lock: FolderLock,
     *,
@@ -72,14 +73,14 @@ def train_network(
         DivergenceError: The loss or the error is no longer finite.
         Stopped: The process received SIGTERM. The current step is saved.
     """
-    accelerator = task.accelerator
+    accelerator = transfer.accelerator
     if start_error is None:
-        start_error = task.output_error(student)
+        start_error = transfer.output_error(student)
     start = dict(output_error=start_error)
     history = []
     if steps:
-        run = _open_run(task, student, lock, steps, evals or task.options.evals, lr, new_lr)
-        run.start, run.recipe.log_with = start, log_with
+        run = _open_run(transfer, student, lock, steps, evals or transfer.options.evals, lr, new_lr)
+        run.start_row, run.recipe.log_with = start, log_with
         try:
             _train(run, progress)
         finally:
@@ -128,25 +129,25 @@ def _train(run: Run, progress: Callable[[], None]) -> None:
 
 
 def _open_run(
-    task: Transfer, student: nn.Module, lock: FolderLock, steps: int, evals: int, lr: float, new_lr: float
+    transfer: Transfer, student: nn.Module, lock: FolderLock, steps: int, evals: int, lr: float, new_lr: float
 ) -> Run:
     """Build everything that the trainer uses."""
-    options, accelerator = task.options, task.accelerator
+    options, accelerator, name = transfer.options, transfer.accelerator, transfer.name
     interval = max(1, steps // evals)
-    plan = replace(task.plan, steps_per_epoch=interval, epochs=math.ceil(steps / interval), max_steps=steps, lr=lr)
+    plan = replace(transfer.plan, steps_per_epoch=interval, epochs=math.ceil(steps / interval), max_steps=steps, lr=lr)
     # not a metric of recipes, because other trainings do not measure it
-    recipe = replace(options.recipe, lr=lr, model=task.name, kd_model_name=task.name, eval_metric='output_error')
+    recipe = replace(options.recipe, lr=lr, model=name, kd_model_name=name, eval_metric='output_error')
     raw_model = deepcopy(student)
-    _freeze_unused(task, raw_model)
+    _freeze_unused(transfer, raw_model)
     ema = build_ema(recipe, raw_model)
     optimizer = torch.optim.AdamW(parameter_groups(raw_model, lr, new_lr), weight_decay=recipe.weight_decay)
     scheduler = WarmupCosine(optimizer, steps)
     full_model = FullModel(accelerator, raw_model)
     model, optimizer = accelerator.prepare(raw_model, optimizer)
-    batches = IntervalBatches(task.batches(plan.accum_steps), interval, steps)
+    batches = IntervalBatches(transfer.batches(plan.accum_steps), interval, steps)
 
     def measure(model: nn.Module) -> dict[str, float]:
-        error = task.output_error(model)
+        error = transfer.output_error(model)
         if not math.isfinite(error):
             raise DivergenceError(
                 f'the error of the outputs is {error} after step {run.step} at learning rates of {lr:g} and'
@@ -154,16 +155,16 @@ def _open_run(
             )
         return dict(output_error=error)
 
-    # chosen images have what the trainer reads of a dataset
-    train_set: Any = task.images
-    val_set: Any = task.held_out_images
-    val_loader: Any = task.held_out
+    # a subset of images has what the trainer reads of a dataset
+    train_set: Any = transfer.images
+    val_set: Any = transfer.held_out_images
+    val_loader: Any = transfer.held_out
     run = Run(
         recipe=recipe,
         plan=plan,
         accelerator=accelerator,
         lock=lock,
-        data_config=task.data_config,
+        data_config=transfer.data_config,
         train_set=train_set,
         val_set=val_set,
         raw_model=raw_model,
@@ -172,29 +173,29 @@ def _open_run(
         ema=ema,
         optimizer=optimizer,
         scheduler=scheduler,
-        task=_distillation(task, model),
+        task=_distillation(transfer, model),
         mixup=None,
         frozen=[],
-        normalize=Normalize(task.data_config).to(accelerator.device),
-        train_loader=train_loader(task.images, batches, options.workers),
+        normalize=Normalize(transfer.data_config).to(accelerator.device),
+        train_loader=train_loader(transfer.images, batches, options.workers),
         val_loader=val_loader,
-        console=task.console,
-        measure=measure,
+        console=transfer.console,
+        measure_model=measure,
         remedies='half the --network-lr ({}), --clip-grad 1',
     )
     return run
 
 
-def _distillation(task: Transfer, model: nn.Module) -> TransferTask:
-    device = task.accelerator.device
+def _distillation(transfer: Transfer, model: nn.Module) -> TransferTask:
+    device = transfer.accelerator.device
     distillation = TransferTask(
         student_model=model,
-        teacher_model=Teacher(task.teacher, task.accelerator),
+        teacher_model=Teacher(transfer.teacher, transfer.accelerator),
         criterion=nn.CrossEntropyLoss(),
         distill_loss_weight=1.0,
-        task_loss_weight=float(task.options.labels),
-        block_weight=task.options.block_weight,
-        multi_label=task.pictures.multi_label,
+        task_loss_weight=float(transfer.options.labels),
+        block_weight=transfer.options.block_weight,
+        multi_label=transfer.data.multi_label,
         device=device,
         verbose=False,
     )
@@ -204,13 +205,14 @@ def _distillation(task: Transfer, model: nn.Module) -> TransferTask:
     return distillation.to(device)
 
 
-def _freeze_unused(task: Transfer, student: nn.Module) -> None:
+def _freeze_unused(transfer: Transfer, student: nn.Module) -> None:
     """Freeze parameters that the loss does not depend on, for whose gradients DDP would wait."""
-    images = task.held_out[0][:1].to(task.accelerator.device)
-    with NetworkLoss(student, task.teacher, task.options.block_weight, multi_label=task.pictures.multi_label) as loss:
+    images, teacher = transfer.held_out[0][:1].to(transfer.accelerator.device), transfer.teacher
+    block_weight, multi_label = transfer.options.block_weight, transfer.data.multi_label
+    with NetworkLoss(student, teacher, block_weight, multi_label=multi_label) as loss:
         student(images)
         with torch.no_grad():
-            task.teacher(images)
+            teacher(images)
         loss().backward()
     for parameter in student.parameters():
         parameter.requires_grad_(parameter.requires_grad and parameter.grad is not None)

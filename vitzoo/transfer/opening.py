@@ -20,11 +20,11 @@ from vitzoo.models.swap import without_warnings
 from vitzoo.train.batches import plan_batches
 from vitzoo.train.opening import create_accelerator
 from vitzoo.train.run import Plan
+from vitzoo.transfer.data import ImageSubset, TransferData, divide, held_out_batches, open_transfer_data
 from vitzoo.transfer.descent import StepBatches
-from vitzoo.transfer.measures import Retention
 from vitzoo.transfer.options import TransferOptions
 from vitzoo.transfer.outputs import output_error
-from vitzoo.transfer.pictures import Chosen, Pictures, divide, held_out_batches, open_pictures
+from vitzoo.transfer.scoring import StudentScorer
 from vitzoo.transfer.students import make_student
 
 
@@ -47,9 +47,9 @@ class Transfer:
     teacher: nn.Module
     weights: str
     data_config: dict
-    pictures: Pictures
-    images: Chosen
-    held_out_images: Chosen
+    data: TransferData
+    images: ImageSubset
+    held_out_images: ImageSubset
     held_out: list[Tensor]
     plan: Plan
     console: Console
@@ -67,29 +67,29 @@ class Transfer:
         return TrainBatches(len(self.images), self.plan.batch_size, accum, rank, world, self.options.seed)
 
     @cached_property
-    def retention(self) -> Retention:
-        """Measures students on the validation images."""
+    def scorer(self) -> StudentScorer:
+        """Scores students on the validation images."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         batch_size, workers = self.options.batch_size, self.options.workers
         load = partial(eval_loader, batch_size=batch_size, workers=workers, rank=rank, world=world)
-        bank = load(self.pictures.plain) if self.pictures.kind == 'knn' else None
-        settings: dict[str, Any] = dict(accelerator=self.accelerator, multi_label=self.pictures.multi_label)
-        return Retention(self.teacher, load(self.pictures.val), self.pictures.kind, bank, **settings)
+        bank = load(self.data.plain) if self.data.kind == 'knn' else None
+        settings: dict[str, Any] = dict(accelerator=self.accelerator, multi_label=self.data.multi_label)
+        return StudentScorer(self.teacher, load(self.data.val), self.data.kind, bank, **settings)
 
     def output_error(self, student: nn.Module) -> float:
         """Error of a student's outputs on the held-out images, as in `vitzoo.transfer.outputs`."""
         with self.accelerator.autocast():
-            return output_error(self.teacher, student, self.held_out, self.accelerator, self.pictures.multi_label)
+            return output_error(self.teacher, student, self.held_out, self.accelerator, self.data.multi_label)
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """Scores of a model, as in `Retention.score`."""
+        """Scores of a model, as in `StudentScorer.score`."""
         with self.accelerator.autocast():
-            return self.retention.score(model)
+            return self.scorer.score(model)
 
     def score_teacher(self) -> dict[str, float]:
         """Scores of the teacher."""
         with self.accelerator.autocast():
-            return self.retention.teacher
+            return self.scorer.teacher_scores
 
     def arguments(self, mixer: str) -> dict:
         """Arguments of a mixer, with those that it starts with unless the user gave others."""
@@ -130,24 +130,24 @@ def open_transfer(options: TransferOptions) -> Transfer:
     problem = find_non_finite(teacher, torch.zeros(1, *data_config['input_size'], device=accelerator.device))
     if problem:
         raise UserError(f'{name} cannot be a teacher: {problem}')
-    pictures = open_pictures(loaded, options.data_dir, data_config, options.data_options, options.seed)
-    if options.labels and pictures.multi_label:
+    data = open_transfer_data(loaded, options.data_dir, data_config, options.data_options, options.seed)
+    if options.labels and data.multi_label:
         raise UserError(f'--labels learns one class per image, but {name} predicts several labels; leave --labels out')
-    if options.labels and pictures.kind != 'top1':
-        raise UserError(f'--labels needs images of the classes of {name}, but {pictures.reason}; leave --labels out')
-    train, held_out = divide(len(pictures.train), options.eval_images)
-    held_out_images = Chosen(pictures.plain, held_out)
+    if options.labels and data.kind != 'top1':
+        raise UserError(f'--labels needs images of the classes of {name}, but {data.reason}; leave --labels out')
+    train, held_out = divide(len(data.train), options.eval_images)
+    held_out_images = ImageSubset(data.plain, held_out)
     return Transfer(
-        options,
-        accelerator,
-        name,
-        teacher,
-        loaded.weights,
-        {key: value for key, value in data_config.items() if value is not None},
-        pictures,
-        Chosen(pictures.train, train),
-        held_out_images,
-        held_out_batches(held_out_images, options.batch_size, accelerator),
-        plan_batches(options.recipe, len(train), accelerator.num_processes),
-        Console(quiet=not accelerator.is_main_process, highlight=False, markup=False, soft_wrap=True),
+        options=options,
+        accelerator=accelerator,
+        name=name,
+        teacher=teacher,
+        weights=loaded.weights,
+        data_config={key: value for key, value in data_config.items() if value is not None},
+        data=data,
+        images=ImageSubset(data.train, train),
+        held_out_images=held_out_images,
+        held_out=held_out_batches(held_out_images, options.batch_size, accelerator),
+        plan=plan_batches(options.recipe, len(train), accelerator.num_processes),
+        console=Console(quiet=not accelerator.is_main_process, highlight=False, markup=False, soft_wrap=True),
     )

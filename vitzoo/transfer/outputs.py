@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitzoo.models._final_tokens import channels_last, normalize_tokens
-from vitzoo.train.divergence import divergence, same_classes
+from vitzoo.train.kl import kl_divergence, same_classes
 from vitzoo.transfer.attention import images_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Outputs(NamedTuple):
 
 
 def compare(found: Outputs, expected: Outputs, multi_label: bool = False) -> Tensor:
-    """Mean squared error of the tokens, each normalized to unit variance, plus with a head the `divergence` in nats.
+    """Mean squared error of the tokens, each normalized to unit variance, plus with a head the `kl_divergence` in nats.
 
     It is the loss of the network stage without the attention outputs. Tokens alone would not do for a classifier: its
     logits may get much better while tokens that the head does not read get worse.
@@ -39,7 +39,7 @@ def compare(found: Outputs, expected: Outputs, multi_label: bool = False) -> Ten
         return error
     # in float32, equal logits would have a divergence of about 1e-7
     dtype = widest_dtype(found.logits.device)
-    return error + divergence(found.logits.to(dtype), expected.logits.to(dtype), multi_label)
+    return error + kl_divergence(found.logits.to(dtype), expected.logits.to(dtype), multi_label)
 
 
 @torch.no_grad()

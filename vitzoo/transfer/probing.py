@@ -12,7 +12,7 @@ from vitzoo.mixers._op_calls import recorded_calls
 from vitzoo.models._final_tokens import channels_last
 from vitzoo.models._mixer_paths import block_of, index_of
 from vitzoo.models.swap import swap_mixer, without_warnings
-from vitzoo.train.divergence import divergence
+from vitzoo.train.kl import kl_divergence
 from vitzoo.transfer.attention import Call, attention_output, blocks_of_teacher, images_of, mixer_paths, visit_attention
 from vitzoo.transfer.outputs import cosine_of_tokens, has_head
 
@@ -94,7 +94,7 @@ def _compare_outputs(
     change = cosine.new_zeros(())
     if has_head(teacher):
         expected, logits = (model.forward_head(x).float() for model, x in ((teacher, features), (student, found)))
-        change = len(images) * divergence(logits, expected, multi_label)
+        change = len(images) * kl_divergence(logits, expected, multi_label)
     return torch.stack([cosine, change]).cpu().double()
 
 

@@ -16,7 +16,7 @@ RECORD = 'transfer.json'
 STATES = 'stages'
 
 
-class Ledger:
+class TransferRecord:
     """Results by key, in the order in which they were computed.
 
     Args:
@@ -30,7 +30,7 @@ class Ledger:
         # as they are read from the file
         self.results: dict[str, Any] = dict(settings=json.loads(json.dumps(settings)), seconds={})
         # the key that is being computed, and since when its time is not counted yet
-        self.clock: tuple[str, float] | None = None
+        self.in_progress: tuple[str, float] | None = None
 
     @property
     def path(self) -> Path:
@@ -50,7 +50,7 @@ class Ledger:
                 f' these, or choose another'
             )
         if self.path.is_file() and resume:
-            self._read()
+            self._continue()
         elif self.path.is_file() and not overwrite:
             raise UserError(
                 f"there is a transfer in '{self.folder}' already; continue it with --resume, replace it with"
@@ -70,9 +70,9 @@ class Ledger:
         """Check that the file can have the results of several mixers.
 
         Raises:
-            UserError: The file is that of one mixer.
+            UserError: The file is that of one mixer, or cannot be read.
         """
-        if self.path.is_file() and self._students() is None:
+        if self.path.is_file() and 'students' not in self._read('remove it, or choose another --output'):
             raise UserError(f"'{self.folder}' has a transfer to one mixer; choose another --output for several")
 
     def write_students(self, results: list[dict]) -> None:
@@ -82,29 +82,29 @@ class Ledger:
         self.results['students'] = [*earlier, *results]
         self.write()
 
-    def once(self, key: str, compute: Callable[[], Any]) -> Any:
+    def compute_once(self, key: str, compute: Callable[[], Any]) -> Any:
         """The result of a key, computed now if it is not in the file yet."""
         if key not in self.results:
-            self.clock = key, perf_counter()
+            self.in_progress = key, perf_counter()
             self.results[key] = compute()
             self.write_time()
-            self.clock = None
+            self.in_progress = None
         return self.results[key]
 
     def stage(self, key: str, compute: Callable[[], Any]) -> Any:
         """The result of a stage, which continues from its own state, or ends at once if it was finished."""
         if key in self.results:
             compute()
-        return self.once(key, compute)
+        return self.compute_once(key, compute)
 
     def write_time(self) -> None:
         """Write all results, with the time that the current key has taken so far, before an interruption too."""
-        if self.clock is None:
+        if self.in_progress is None:
             return
-        key, since = self.clock
+        key, since = self.in_progress
         now, seconds = perf_counter(), self.results['seconds']
         seconds[key] = round(seconds.get(key, 0) + now - since, 2)
-        self.clock = key, now
+        self.in_progress = key, now
         self.write()
 
     def write(self) -> None:
@@ -121,7 +121,7 @@ class Ledger:
             (self.folder / STATES).mkdir(parents=True, exist_ok=True)
         return self.folder / STATES / f'{stage}.pt'
 
-    def forget_states(self) -> None:
+    def delete_states(self) -> None:
         """Delete the states of finished stages."""
         if self.is_main:
             for name in (STATES, 'checkpoints', 'best'):
@@ -134,15 +134,23 @@ class Ledger:
         except (OSError, ValueError, AttributeError):
             return None
 
-    def _read(self) -> None:
+    def _read(self, advice: str) -> dict:
+        """The results in the file.
+
+        Raises:
+            UserError: It cannot be read; `advice` ends the message.
+        """
         try:
             found = json.loads(self.path.read_text(encoding='utf-8'))
-            before = found['settings']
+            # raises an error for another kind of file
+            found['settings']
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"cannot read '{self.path}': {content_error(error)}; start again with --overwrite"
-            ) from error
-        now = self.results['settings']
+            raise UserError(f"cannot read '{self.path}': {content_error(error)}; {advice}") from error
+        return found
+
+    def _continue(self) -> None:
+        found = self._read('start again with --overwrite')
+        before, now = found['settings'], self.results['settings']
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             key = changed[0]

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from vitzoo.transfer.measures import SCORE_TITLES
+from vitzoo.transfer.scoring import SCORE_TITLES
 
 # points above the control without attention from which a mixer is clearly better than it
 _CLEAR = 2.0

@@ -12,7 +12,8 @@ from timm.data import ImageNetInfo
 from torch import Tensor
 
 from vitzoo.data.archives import Folder
-from vitzoo.data.dataset import FolderReader, Images
+from vitzoo.data.dataset import Images
+from vitzoo.data.folders import FolderReader
 from vitzoo.data.transforms import eval_transform
 from vitzoo.errors import UserError
 

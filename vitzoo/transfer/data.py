@@ -36,7 +36,7 @@ _AUGMENTATION = dict(scale=[0.35, 1.0], color_jitter=0.0, hflip=0.5, train_inter
 
 
 @dataclass
-class Pictures:
+class TransferData:
     """Training and validation images, and how a model is measured on them.
 
     Attributes:
@@ -74,7 +74,7 @@ class Pictures:
         return '; '.join(filter(None, [self.dropped, kind]))
 
 
-class Chosen(TorchSubset):
+class ImageSubset(TorchSubset):
     """Some images of a dataset, with its classes and options."""
 
     @property
@@ -119,7 +119,9 @@ class IntervalBatches(Sampler):
             step += number
 
 
-def open_pictures(teacher: LoadedModel, data_dir: str, data_config: dict, options: DataOptions, seed: int) -> Pictures:
+def open_transfer_data(
+    teacher: LoadedModel, data_dir: str, data_config: dict, options: DataOptions, seed: int
+) -> TransferData:
     """Open the images of a transfer.
 
     The validation images are the data's, or those that the teacher's run held out, or a fifth. Options of the data are
@@ -147,7 +149,7 @@ def open_pictures(teacher: LoadedModel, data_dir: str, data_config: dict, option
     reader: LabelledReader = Subset(labelled.reader, rest) if names else labelled.reader
     train = Images(reader, train_transform(recipe, data_config), val.class_to_idx)
     plain, about = Images(reader, evaluation, val.class_to_idx), _describe_data(labelled.options, recorded)
-    return Pictures(train, plain, val, kind, about, reason, dropped)
+    return TransferData(train, plain, val, kind, about, reason, dropped)
 
 
 def _open_labelled(
@@ -156,7 +158,7 @@ def _open_labelled(
     """Open both splits with the recorded options that are not given, or without them if they do not suit the data.
 
     Returns:
-        Both splits, and `dropped` as in `Pictures`.
+        Both splits, and `dropped` as in `TransferData`.
     """
 
     def open_splits(options: DataOptions) -> tuple[Images, Images]:
@@ -178,7 +180,7 @@ def _open_labelled(
 
 
 def _choose_measure(labelled: Images, val: Images, open_val: Callable[[], Images] | None) -> tuple[Images, str, str]:
-    """The validation images, with the teacher's classes if they have these, and the kind and reason of `Pictures`.
+    """The validation images, with the teacher's classes if they have these, and the kind and reason of `TransferData`.
 
     Args:
         open_val: Opens the validation images as `vitzoo validate` does; None for a teacher without a head.
@@ -209,7 +211,7 @@ def _fact(error: UserError) -> str:
     return str(error).partition('; ')[0]
 
 
-def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, about: dict, reason: str) -> Pictures:
+def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, about: dict, reason: str) -> TransferData:
     files = find_files([data_dir])
     if len(files) < 2:
         raise UserError(f"'{data_dir}' has only one image; a transfer needs some to learn from and others to measure")
@@ -220,7 +222,7 @@ def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, about: di
     train = {name: read for name, read in files.items() if name not in held_out}
     val = {name: read for name, read in files.items() if name in held_out}
     evaluation = eval_transform(data_config)
-    return Pictures(
+    return TransferData(
         UnlabelledImages(train, train_transform(recipe, data_config)),
         UnlabelledImages(train, evaluation),
         UnlabelledImages(val, evaluation),

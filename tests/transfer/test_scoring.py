@@ -1,4 +1,4 @@
-"""Scores of students beside their teacher: of one process or several, and by neighbours and linear probes."""
+"""Scores of students beside their teacher: of one process or several."""
 
 import json
 from functools import partial
@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from vitzoo.data import eval_loader
 from vitzoo.errors import UserError
-from vitzoo.transfer import measures, zero_attention
-from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbors
+from vitzoo.transfer import zero_attention
+from vitzoo.transfer.scoring import StudentScorer
 from vitzoo.transfer.students import make_student
 
 # six batches for the processes, or one for all of them
@@ -47,8 +47,8 @@ def all_scores(accelerator: Accelerator | None) -> list[dict]:
         load = partial(eval_loader, batch_size=batch_size, rank=rank, world=world)
         for kind in ('top1', 'knn', 'cosine'):
             bank = load(RandomImages(13)) if kind == 'knn' else None
-            retention = Retention(teacher, load(RandomImages(11)), kind, bank, accelerator)
-            found += [retention.teacher, retention.score(student)]
+            scorer = StudentScorer(teacher, load(RandomImages(11)), kind, bank, accelerator)
+            found += [scorer.teacher_scores, scorer.score(student)]
     return found
 
 
@@ -58,7 +58,7 @@ def score_in_process(folder: str) -> None:
     rank, world = accelerator.process_index, accelerator.num_processes
     loader = eval_loader(RandomImages(4, broken=3), 2, rank=rank, world=world)
     with pytest.raises(UserError) as error:
-        Retention(make_teacher(), loader, 'top1', None, accelerator)
+        StudentScorer(make_teacher(), loader, 'top1', None, accelerator)
     results = dict(scores=all_scores(accelerator), error=str(error.value))
     Path(folder, f'{rank}.json').write_text(json.dumps(results))
     # a thread of torch 2.6 may still need Python's lock, which destroying the group holds while it waits for the thread
@@ -79,16 +79,16 @@ def test_the_zero_control_has_the_score_of_a_model_without_attention():
     teacher = make_teacher()
     labels = torch.arange(8) % 5
     loader = [(torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(0)), labels)]
-    retention = Retention(teacher, loader, 'top1')
+    scorer = StudentScorer(teacher, loader, 'top1')
     student = make_student('teacher', teacher, 'linear', {}, 0)
     without = make_teacher()
     for block in without.blocks:
         torch.nn.init.zeros_(block.attn.proj.weight)
         torch.nn.init.zeros_(block.attn.proj.bias)
     with zero_attention(student):
-        assert retention.score(student) == retention.score(without)
-    assert retention.teacher['agreement'] == 100
-    assert retention.score(student) != retention.score(without)
+        assert scorer.score(student) == scorer.score(without)
+    assert scorer.teacher_scores['agreement'] == 100
+    assert scorer.score(student) != scorer.score(without)
 
 
 def test_a_multi_label_student_agrees_if_it_has_the_labels_of_its_teacher():
@@ -99,21 +99,11 @@ def test_a_multi_label_student_agrees_if_it_has_the_labels_of_its_teacher():
     with torch.no_grad():
         shifted.head.bias += 5
     logits = [model(images).detach() for model in (shifted, teacher)]
-    scores = {several: Retention(teacher, loader, 'cosine', multi_label=several).score(shifted) for several in (0, 1)}
+    scores = {
+        several: StudentScorer(teacher, loader, 'cosine', multi_label=several).score(shifted) for several in (0, 1)
+    }
     assert [scores[several]['agreement'] for several in (0, 1)] == [100, 0]
     for several in (0, 1):
         assert scores[several]['divergence'] == pytest.approx(
             divergence_of(*logits, several).item(), rel=1e-4, abs=1e-5
         )
-
-
-@pytest.mark.parametrize('cells', [2**26, 100])
-def test_neighbours_and_probe_find_separate_clusters(cells, monkeypatch):
-    # of 30 queries in one part, or in parts of three
-    monkeypatch.setattr(measures, '_MAX_CELLS', cells)
-    generator = torch.Generator().manual_seed(0)
-    centers = 5 * torch.randn(3, 6, generator=generator)
-    labels = torch.arange(30) % 3
-    bank, queries = (centers[labels] + torch.randn(30, 6, generator=generator) for _ in range(2))
-    assert torch.equal(nearest_neighbors(bank, labels, queries), labels)
-    assert torch.equal(linear_probe(bank, labels, queries), labels)

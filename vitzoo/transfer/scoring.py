@@ -1,4 +1,4 @@
-"""Retention: how much of a teacher's accuracy or features a student has, on the same images."""
+"""Scores of students: how much of their teacher's accuracy or features they have, on the same images."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -9,19 +9,15 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitzoo.train.divergence import divergence, same_classes
+from vitzoo.metrics.features import linear_probe, nearest_neighbors
+from vitzoo.train.kl import kl_divergence, same_classes
 from vitzoo.train.processes import raise_together
 from vitzoo.transfer.outputs import has_head
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_NEIGHBORS = 10
-# of the linear probe, relative to the variance of the features
-_RIDGE = 1e-2
-# similarities in memory at a time, 0.5 GB
-_MAX_CELLS = 2**26
-# scores in percent: by the kind of `Pictures`, and of the linear probe
+# scores in percent: by the kind of `TransferData`, and of the linear probe
 SCORE_TITLES = {
     'top1': 'top-1',
     'knn': 'nearest neighbours',
@@ -30,13 +26,13 @@ SCORE_TITLES = {
 }
 
 
-class Retention:
-    """Measures models on the same images as their teacher.
+class StudentScorer:
+    """Scores models on the same images as their teacher.
 
     Args:
         teacher: In evaluation mode.
         val: Batches of (images, labels), in the same order each time; of several processes, the share of this one.
-        kind: As in `vitzoo.transfer.pictures.Pictures`.
+        kind: As in `vitzoo.transfer.data.TransferData`.
         bank: Labelled batches that nearest neighbours and the linear probe learn from, for kind 'knn'.
         accelerator: Its processes share the batches; None if this one has all.
         multi_label: The models predict several labels per image.
@@ -55,7 +51,7 @@ class Retention:
         self.multi_label = multi_label
         self.expected: tuple[Tensor, Tensor, Tensor] | None = None
         self.has_head = has_head(teacher)
-        self.teacher = self.score(teacher)
+        self.teacher_scores = self.score(teacher)
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> dict[str, float]:
@@ -75,7 +71,7 @@ class Retention:
         scores = dict(cosine=100 * F.cosine_similarity(features, self.expected[0]).mean().item())
         if self.has_head:
             scores['agreement'] = _percent(same_classes(logits, self.expected[1], self.multi_label))
-            scores['divergence'] = divergence(logits, self.expected[1], self.multi_label).item()
+            scores['divergence'] = kl_divergence(logits, self.expected[1], self.multi_label).item()
         if self.kind == 'top1':
             scores['top1'] = _percent(logits.argmax(dim=1) == labels)
         elif self.kind == 'knn':
@@ -85,31 +81,6 @@ class Retention:
             scores['linear_probe'] = _percent(linear_probe(bank, bank_labels, features) == labels)
         model.train(was_training)
         return dict(score=scores[self.kind], **scores)
-
-
-def nearest_neighbors(bank: Tensor, labels: Tensor, queries: Tensor, count: int = _NEIGHBORS) -> Tensor:
-    """Classes by a vote of the nearest features, weighted by cosine similarity: (M, C), (M,), (N, C) -> (N,)."""
-    # autocast would compute a product of float32 in half precision
-    bank, queries = (F.normalize(x.double(), dim=1) for x in (bank, queries))
-    num_classes, found = int(labels.max()) + 1, []
-    for some in queries.split(max(1, _MAX_CELLS // len(bank))):
-        similarity, nearest = (some @ bank.mT).topk(min(count, len(bank)), dim=1)
-        votes = similarity.new_zeros(len(some), num_classes)
-        found.append(votes.scatter_add_(1, labels[nearest], similarity.clamp(min=0)).argmax(dim=1))
-    return torch.cat(found)
-
-
-def linear_probe(bank: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
-    """Classes by ridge regression of one-hot labels on standardized features: (M, C), (M,), (N, C) -> (N,)."""
-    std, mean = torch.std_mean(bank.double(), dim=0, correction=0)
-    bank, queries = ((x.double() - mean) / std.clamp(min=1e-6) for x in (bank, queries))
-    counts = labels.bincount()
-    shares = counts / bank.new_tensor(len(labels))
-    # the same as with one-hot labels, a matrix of all images by all classes
-    sums = bank.new_zeros(len(counts), bank.shape[1]).index_add_(0, labels, bank)
-    gram = bank.mT @ bank + _RIDGE * len(bank) * torch.eye(bank.shape[1], dtype=torch.float64)
-    weight = torch.linalg.solve(gram, sums.mT - torch.outer(bank.sum(dim=0), shares))
-    return (queries @ weight + shares).argmax(dim=1)
 
 
 def _collect(

@@ -6,9 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from docs_models import to_table
-from docs_performance import RESULTS, latest
 from matplotlib.figure import Figure
+from pages import BENCHMARKS, latest, to_table
 from targets import LAYER, LINEAR
 
 from vitzoo import create_mixer
@@ -127,7 +126,7 @@ def _is_exact(name: str, x: torch.Tensor) -> bool:
 
 def read_speeds() -> dict[str, Speeds]:
     """The latest measurements of each mixer in weights/benchmarks.csv."""
-    rows = [row for row in latest(read_rows(RESULTS)) if row['table'] == 'mixers']
+    rows = [row for row in latest(read_rows(BENCHMARKS)) if row['table'] == 'mixers']
     rows = [row for row in rows if all(row[key] == value for key, value in LAYER.items())]
     last_run = {}
     for row in rows:

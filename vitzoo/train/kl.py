@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def divergence(logits: Tensor, teacher_logits: Tensor, multi_label: bool = False) -> Tensor:
+def kl_divergence(logits: Tensor, teacher_logits: Tensor, multi_label: bool = False) -> Tensor:
     """KL divergence of (B, num_classes) logits from the teacher's in nats, averaged over images.
 
     With `multi_label`, each logit is that of a label of its own, and the divergences of all labels are added.
