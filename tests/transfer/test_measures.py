@@ -10,10 +10,12 @@ from accelerate import Accelerator
 from processes import start_processes
 from teachers import batches, divergence_of, make_teacher
 from torch import distributed
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from vitzoo.data import eval_loader
 from vitzoo.errors import UserError
+from vitzoo.train.divergence import same_classes
 from vitzoo.transfer import measures, zero_attention
 from vitzoo.transfer.measures import Retention, linear_probe, nearest_neighbours
 from vitzoo.transfer.students import make_student
@@ -117,3 +119,39 @@ def test_neighbours_and_probe_find_separate_clusters(cells, monkeypatch):
     bank, queries = (centers[labels] + torch.randn(30, 6, generator=generator) for _ in range(2))
     assert torch.equal(nearest_neighbours(bank, labels, queries), labels)
     assert torch.equal(linear_probe(bank, labels, queries), labels)
+
+
+def test_a_neighbour_votes_with_its_similarity_whatever_the_length_of_its_features():
+    bank = torch.tensor([[1.0, 0.1], [30.0, 60.0], [30.0, -60.0], [-1.0, 0.0]])
+    assert nearest_neighbours(bank, torch.tensor([0, 1, 1, 2]), torch.tensor([[5.0, 0.0]]), count=3).item() == 0
+    assert nearest_neighbours(bank, torch.tensor([0, 1, 1, 2]), torch.tensor([[5.0, 5.0]]), count=3).item() == 1
+
+
+def test_the_linear_probe_is_a_ridge_regression_with_a_constant():
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = (torch.randn(count, 4, generator=generator) * torch.tensor([1, 1, 9, 9]) + 5 for count in (24, 200))
+    # classes of unequal size that overlap
+    labels = (torch.arange(24) % 6).clamp(max=2)
+    std, mean = torch.std_mean(bank.double(), dim=0, correction=0)
+    x, one_hot = (bank - mean) / std, F.one_hot(labels).double()
+    # the penalty as rows of the data
+    left = torch.cat([x, (0.01 * 24) ** 0.5 * torch.eye(4)])
+    right = torch.cat([one_hot - one_hot.mean(dim=0), torch.zeros(4, 3)])
+    expected = (queries - mean) / std @ torch.linalg.lstsq(left, right).solution + one_hot.mean(dim=0)
+    assert torch.equal(linear_probe(bank, labels, queries), expected.argmax(dim=1))
+
+
+def test_the_cosine_is_that_of_the_features_that_the_head_reads():
+    teacher = make_teacher()
+    student = make_student('teacher', teacher, 'linear', {}, 0)
+    (images,) = batches(1, batch_size=8)
+    with torch.no_grad():
+        features = [model.forward_head(model.forward_features(images), pre_logits=True) for model in (student, teacher)]
+    found = Retention(teacher, [(images[:5], torch.zeros(5)), (images[5:], torch.zeros(3))], 'cosine').score(student)
+    assert found['score'] == found['cosine'] == pytest.approx(100 * F.cosine_similarity(*features).mean().item())
+
+
+def test_a_student_with_one_other_label_does_not_agree():
+    teacher, student = torch.tensor([[1.0, -2, 3], [1, -2, 3]]), torch.tensor([[9.0, -1, 1], [1, 2, 3]])
+    assert same_classes(student, teacher, multi_label=True).tolist() == [True, False]
+    assert same_classes(student, teacher).tolist() == [False, True]
