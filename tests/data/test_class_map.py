@@ -56,6 +56,7 @@ def test_images_are_decoded_once_for_their_labels():
         ('a.txt', b'\xef\xbb\xbfdog\n\ncat \n', {'dog': 'dog', 'cat': 'cat'}),
         ('a.json', b'{"dog": 1, "cat": 0, "kitten": 0}', {'cat': 'cat', 'kitten': 'cat', 'dog': 'dog'}),
         ('a.json', b'{"n2": "dog", "n1": "cat", "n3": "cat"}', {'n1': 'cat', 'n3': 'cat', 'n2': 'dog'}),
+        ('a.json', b'{"a": "class 10", "b": "class 9"}', {'b': 'class 9', 'a': 'class 10'}),
         ('a.pkl', pickle.dumps({7: 1, 3: 0}), {'3': '3', '7': '7'}),
     ],
 )

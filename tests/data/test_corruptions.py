@@ -97,6 +97,33 @@ def test_a_higher_severity_leaves_less_of_the_picture(corruption):
     assert (np.diff(left) < 0).all(), left
 
 
+# mean change of the pixels of two scenes at each severity, with the parameters of the paper
+CHANGES = {
+    'gaussian_noise': [15.9, 23.3, 33.8, 46.4, 61.7],
+    'shot_noise': [17.1, 25.9, 36.4, 53.6, 66.2],
+    'impulse_noise': [3.9, 8.1, 11.7, 22.0, 34.6],
+    'defocus_blur': [6.0, 6.1, 6.6, 7.1, 7.9],
+    'glass_blur': [10.5, 6.8, 12.0, 12.5, 11.8],
+    'motion_blur': [6.1, 9.8, 14.3, 18.9, 22.3],
+    'zoom_blur': [10.1, 13.0, 15.7, 18.4, 21.5],
+    'snow': [43.5, 89.0, 67.4, 83.5, 96.4],
+    'frost': [33.4, 53.0, 28.6, 36.6, 30.5],
+    'fog': [33.6, 38.4, 49.3, 47.0, 49.3],
+    'brightness': [17.1, 31.5, 42.2, 49.0, 53.2],
+    'contrast': [31.7, 37.0, 42.3, 47.6, 50.2],
+    'elastic_transform': [27.8, 52.2, 16.0, 13.1, 16.9],
+    'pixelate': [5.6, 6.0, 7.0, 8.8, 9.0],
+    'jpeg_compression': [8.1, 9.0, 9.7, 11.6, 14.2],
+}
+
+
+@pytest.mark.parametrize('corruption', CORRUPTIONS)
+def test_a_corruption_changes_as_much_as_was_recorded(corruption):
+    images = [scene(112, 112, seed=seed) for seed in range(2)]
+    changes = [np.mean([change(image, corruption, severity) for image in images]) for severity in SEVERITIES]
+    assert changes == pytest.approx(CHANGES[corruption], rel=0.02, abs=0.1)
+
+
 @pytest.mark.parametrize('size', [(MIN_SIZE, 64), (64, MIN_SIZE), (MIN_SIZE, MIN_SIZE)], ids=str)
 @pytest.mark.parametrize('corruption', CORRUPTIONS)
 def test_the_smallest_images_can_be_corrupted(corruption, size):

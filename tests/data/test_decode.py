@@ -89,6 +89,13 @@ def test_a_large_jpeg_is_decoded_at_a_scale_that_leaves_twice_the_pixels(side, s
     assert difference.mean() < 1
 
 
+def test_the_scale_leaves_twice_the_height_and_twice_the_width():
+    file = encode(photograph(1104, 1200))
+    # 8 times as high and 4 times as wide, or the reverse
+    assert read_crop(file, lambda image: (0, 0, 1024, 256), (128, 64)).shape == (3, 512, 128)
+    assert read_crop(file, lambda image: (0, 0, 256, 1024), (64, 128)).shape == (3, 128, 512)
+
+
 def test_what_opencv_cannot_read_is_left_to_pil(monkeypatch):
     file = encode(photograph())
     expected = read_crop(file, lambda image: (10, 20, 100, 90), (64, 64))

@@ -509,6 +509,12 @@ def held_out_of(data_dir: str, **options) -> set[str]:
     return {dataset.filename(i) for i in range(len(dataset))}
 
 
+@pytest.mark.parametrize(('fraction', 'cats', 'dogs'), [(0.26, 3, 1), (0.24, 2, 1), (0.4, 4, 2), (0.04, 1, 1)])
+def test_the_share_of_a_class_that_is_held_out_is_rounded(tmp_path, fraction, cats, dogs):
+    held_out = held_out_of(write('folder', tmp_path, UNDIVIDED), val_fraction=fraction)
+    assert Counter(name.partition('/')[0] for name in held_out) == {'ant': 1, 'cat': cats, 'dog': dogs}
+
+
 def test_what_is_held_out_follows_from_the_seed_and_the_names_alone(tmp_path):
     folders = {kind: write(kind, tmp_path / kind, UNDIVIDED) for kind in WRITERS}
     held_out = [held_out_of(data_dir) for data_dir in folders.values()]

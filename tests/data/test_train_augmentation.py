@@ -107,6 +107,22 @@ def test_colors_are_augmented_with_the_probability(values, is_changed):
     assert 40 < count(values, is_changed) < 80
 
 
+@pytest.mark.parametrize('mode', ['const', 'rand', 'pixel'])
+def test_regions_are_erased_with_the_probability_and_filled_as_the_recipe_says(mode):
+    fills = []
+
+    def is_erased(before, after):
+        erased = after[0] != Normalize(CONFIG)(before)[0]
+        if erased.any():
+            fills.append(after[0][erased].unique().tolist())
+        return erased.any()
+
+    assert 40 < count(dict(reprob=0.3, remode=mode), is_erased) < 80
+    # noise in every pixel, one random color, or the mean of the images
+    assert all(len(fill) > 1 for fill in fills) if mode == 'pixel' else all(len(fill) == 1 for fill in fills)
+    assert all(fill == [0] for fill in fills) == (mode == 'const')
+
+
 def test_images_that_are_too_small_to_blur_are_refused():
     with pytest.raises(UserError, match='gaussian_blur_prob needs images of more than 11 pixels, not 8'):
         train_transform(make_recipe(dict(gaussian_blur_prob=0.1)), dict(CONFIG, input_size=(3, 32, 8)))

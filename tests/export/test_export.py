@@ -8,6 +8,7 @@ import torch
 from timm.models import save_for_hf
 
 import vitzoo
+from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.export import command, main
 from vitzoo.export.command import export_to_file
@@ -95,6 +96,12 @@ def test_a_rectangular_size_and_a_checkpoint_are_exported(trained, tmp_path):
     assert FILE_FORMATS['torch'].open(out)(torch.zeros(1, 3, 32, 48)).shape == (1, 3)
 
 
+def test_the_classes_of_a_file_are_in_the_order_of_the_logits():
+    model = timm.create_model('deit_linear_nano', num_classes=12)
+    facts = command.describe_export('deit_linear_nano', model, resolve_data_config(model), 'random weights')
+    assert facts['class_names'] == [*map(str, range(12))]
+
+
 def test_a_folder_is_the_same_run_by_timms_name_for_it(trained):
     assert find_model(f'local-dir:{trained}') == find_model(str(trained)) == str(trained)
 
@@ -110,6 +117,17 @@ def test_the_reason_of_a_failed_export_is_its_cause(monkeypatch, tmp_path):
     model = timm.create_model('deit_linear_nano').eval()
     with pytest.raises(UserError, match='^DeiT cannot be exported to torch: no such operator$'):
         write_file('torch', model, torch.randn(2, 3, 128, 128), tmp_path / 'a.pt2', {})
+
+
+@pytest.mark.parametrize('batch_size', [1, 2, 3])
+def test_a_difference_in_one_batch_is_found(batch_size):
+    batches = command.random_batches((3, 4, 4))
+
+    def run(images):
+        return images + (len(images) == batch_size)
+
+    difference, largest = command.compare_logits(lambda images: images, run, batches)
+    assert difference == pytest.approx(1, abs=1e-6) and largest == max(images.abs().max() for images in batches)
 
 
 @pytest.mark.parametrize('wrong', [2.0, float('nan')])

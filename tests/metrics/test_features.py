@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from vitzoo.metrics import features
 from vitzoo.metrics.features import linear_probe, nearest_neighbors
@@ -17,3 +18,23 @@ def test_neighbours_and_probe_find_separate_clusters(cells, monkeypatch):
     bank, queries = (centers[labels] + torch.randn(30, 6, generator=generator) for _ in range(2))
     assert torch.equal(nearest_neighbors(bank, labels, queries), labels)
     assert torch.equal(linear_probe(bank, labels, queries), labels)
+
+
+def test_a_neighbour_votes_with_its_similarity_whatever_the_length_of_its_features():
+    bank = torch.tensor([[1.0, 0.1], [30.0, 60.0], [30.0, -60.0], [-1.0, 0.0]])
+    assert nearest_neighbors(bank, torch.tensor([0, 1, 1, 2]), torch.tensor([[5.0, 0.0]]), count=3).item() == 0
+    assert nearest_neighbors(bank, torch.tensor([0, 1, 1, 2]), torch.tensor([[5.0, 5.0]]), count=3).item() == 1
+
+
+def test_the_linear_probe_is_a_ridge_regression_with_a_constant():
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = (torch.randn(count, 4, generator=generator) * torch.tensor([1, 1, 9, 9]) + 5 for count in (24, 200))
+    # classes of unequal size that overlap
+    labels = (torch.arange(24) % 6).clamp(max=2)
+    std, mean = torch.std_mean(bank.double(), dim=0, correction=0)
+    x, one_hot = (bank - mean) / std, F.one_hot(labels).double()
+    # the penalty as rows of the data
+    left = torch.cat([x, (0.01 * 24) ** 0.5 * torch.eye(4)])
+    right = torch.cat([one_hot - one_hot.mean(dim=0), torch.zeros(4, 3)])
+    expected = (queries - mean) / std @ torch.linalg.lstsq(left, right).solution + one_hot.mean(dim=0)
+    assert torch.equal(linear_probe(bank, labels, queries), expected.argmax(dim=1))

@@ -64,5 +64,11 @@ def test_a_speed_of_a_busy_machine_or_of_uneven_rounds_is_doubted(load, pauses, 
     assert speed == Speed(6 / (1 + pauses / 2), doubt)
 
 
+def test_a_long_pause_does_not_count_in_a_speed(monkeypatch):
+    clock = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 20.0]))
+    monkeypatch.setattr('vitzoo.metrics.speed.time.perf_counter', lambda: next(clock))
+    assert measure_throughput(Recorder(), torch.zeros(6, 3, 2, 2), seconds=24).images_per_second == 6
+
+
 def test_an_unknown_load_is_not_busy():
     assert not is_busy(None, 4) and not is_busy(100.0, None) and not is_busy(6.0, 4) and is_busy(6.1, 4)

@@ -14,6 +14,7 @@ from helpers import (
     SETTINGS,
     build,
     cast,
+    mixers_of_ours,
     perturb,
     recorded_call,
     run_with_gradients,
@@ -410,6 +411,39 @@ def test_no_weight_decay_names_exist(name):
     kwargs = SETTINGS.get(name, [{}])[-1]
     mixer = build(name, num_prefix_tokens=1, **kwargs)
     assert mixer.no_weight_decay() <= {name for name, _ in mixer.named_parameters()}
+
+
+# parameters that multiply tokens, as the weights of layers do
+MATRICES = {'q_map', 'k_map', 'proj_k', 'proj_v', 'w1', 'w2', 'w3', 'scales.0.weight'}
+
+
+def own_parameters(mixer: TokenMixer) -> set[str]:
+    """The parameters of several dimensions that are not weights of PyTorch's layers."""
+    owners = {key: mixer.get_submodule(key.rpartition('.')[0]) for key, p in mixer.named_parameters() if p.ndim > 1}
+    return {key for key, owner in owners.items() if not isinstance(owner, nn.Linear | nn.Conv1d | nn.Conv2d)}
+
+
+@pytest.mark.parametrize('name', mixers_of_ours())
+def test_positions_and_tokens_of_a_mixer_have_no_weight_decay(name):
+    for options in SETTINGS.get(name, [{}]):
+        mixer = build(name, num_prefix_tokens=1, **options)
+        assert own_parameters(mixer) - MATRICES <= mixer.no_weight_decay(), options
+
+
+# of positions and tokens that do not start at one value, if it is not 0.02
+SPREADS = {'u_query': 0.01, 'u_key': 0.01, 'kernel': 1.0, 'inducing': (2 / 49) ** 0.5, 'mixing': 0.14}
+
+
+@pytest.mark.parametrize('name', mixers_of_ours())
+def test_positions_and_tokens_of_a_new_mixer_have_their_spread(name):
+    for options in SETTINGS.get(name, [{}]):
+        torch.manual_seed(0)
+        mixer = create_mixer(name, 48, 4, grid_size=(6, 8), num_prefix_tokens=1, **options)
+        for key in own_parameters(mixer) - MATRICES:
+            parameter = mixer.get_parameter(key)
+            if parameter.numel() > 40 and parameter.std() > 0:
+                spread = SPREADS.get(key.rpartition('.')[2], 0.02)
+                assert parameter.std().item() == pytest.approx(spread, rel=0.2), key
 
 
 def boolean_options(name: str) -> list[dict]:

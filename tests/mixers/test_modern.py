@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers import GRID, assert_near, build, golden, tokens
+from helpers import GRID, assert_near, build, golden, recorded_call, tokens
 from torch.nn import functional as F
 
 import vitzoo
@@ -295,3 +295,8 @@ def test_a_limit_keeps_the_gradient_of_larger_numbers_only():
 def test_values_that_make_no_sense_are_refused(name, kwargs, message):
     with pytest.raises(ValueError, match=message):
         vitzoo.create_mixer(name, 12, kwargs.pop('num_heads', HEADS), grid_size=GRID, **kwargs)
+
+
+def test_scores_of_mala_are_divided_by_the_number_of_all_tokens():
+    mixer = build('mala', num_prefix_tokens=2, num_heads=3)
+    assert recorded_call(mixer, tokens(mixer))[-2] == mixer.scale / (2 + GRID[0] * GRID[1])

@@ -250,3 +250,11 @@ def test_a_mixer_reproduces_the_authors_class(name):
     x, expected = (to_tokens(recorded[key]) for key in ('input', 'output'))
     with torch.no_grad():
         assert relative_error(mixer(x, (8, 8)), expected) < 2e-5
+
+
+def test_vssd_starts_with_the_steps_and_decays_of_mamba_2():
+    torch.manual_seed(0)
+    mixer = create_mixer('vssd', 512, 256, grid_size=GRID)
+    steps, decays = nn.functional.softplus(mixer.dt_bias), mixer.log_a.exp()
+    for values, low, high in ((steps, 1e-3, 0.1), (decays, 1, 16)):
+        assert low <= values.min() < 1.2 * low and 0.9 * high < values.max() <= high

@@ -684,6 +684,14 @@ def test_positions_of_a_distilled_parent_are_inherited(size):
     assert torch.equal(model.pos_embed, expected.pos_embed)
 
 
+def test_prefix_tokens_inherit_the_positions_of_their_kind():
+    parent = small('deit_softmax_tiny', reg_tokens=2)
+    model = small('deit_softmax_tiny', seed=1, reg_tokens=2, class_token=False, global_pool='avg')
+    assert 'pos_embed' in vitzoo.inherit_weights(model, parent.state_dict()).fitted
+    # registers follow the class token
+    assert torch.equal(model.pos_embed, parent.pos_embed[:, 1:])
+
+
 @pytest.mark.parametrize('name, size', [('cvt_w24', 384), ('cvt_13.msft_in1k_384', 384), ('cvt_13', 224)])
 def test_a_model_is_built_for_the_image_size_of_its_config(name, size):
     with torch.device('meta'):

@@ -9,8 +9,10 @@ import torch
 from helpers import COMBINATIONS, assert_initialized_or_refused, blocks, images, mixers_of_ours
 from helpers import build_model as build
 from timm.models._manipulate import group_parameters
+from torch import nn
 
 import vitzoo
+from vitzoo.mixers import TokenMixer
 from vitzoo.models import aft, cvt, deit, vil
 from vitzoo.models._quick_gelu import quick_gelu
 
@@ -174,6 +176,23 @@ def test_timms_usual_arguments_work(name):
     assert model(images(in_chans=1)).shape == (2, 7)
 
 
+@pytest.mark.parametrize('name', ['cvt_13', 'vil_tiny', 'deit_softmax_tiny', 'aft_softmax_tiny'])
+def test_every_rate_of_dropout_has_its_place(name):
+    rates = dict(drop_rate=0.1, pos_drop_rate=0.2, proj_drop_rate=0.3, attn_drop_rate=0.4)
+    model = build(name, **rates)
+    found = {path.rpartition('.')[2]: m.p for path, m in model.named_modules() if isinstance(m, nn.Dropout)}
+    assert found == dict(head_drop=0.1, pos_drop=0.2, proj_drop=0.3, drop1=0.3, drop2=0.3, attn_drop=0.4)
+
+
+@pytest.mark.parametrize(('name', 'rates'), [('cvt_13', [0, 0, 0, 0.1, 0.2]), ('vil_tiny', [0, 0.05, 0.1, 0.15, 0.2])])
+def test_paths_are_dropped_at_rates_that_rise_to_the_last_block(name, rates):
+    depths = (1, 1, 3) if name == 'cvt_13' else (1, 1, 2, 1)
+    model = build(name, depths=depths, drop_path_rate=0.2)
+    found = [getattr(block.drop_path1, 'drop_prob', 0.0) for block in blocks(model)]
+    assert found == pytest.approx(rates)
+    assert found == [getattr(block.drop_path2, 'drop_prob', 0.0) for block in blocks(model)]
+
+
 def test_the_mixer_of_any_name_can_be_overridden():
     model = build('cvt_ls_13', mixer='performer', mixer_kwargs={'num_features': 8})
     assert {type(block.attn).__name__ for block in blocks(model)} == {'Performer'}
@@ -300,7 +319,27 @@ def test_gradient_checkpointing_changes_nothing(name):
     torch.testing.assert_close(grads[0], grads[1])
 
 
-@pytest.mark.parametrize('name', COMBINATIONS)
+@pytest.mark.parametrize('name', ['cvt_13', 'vil_tiny_abs'])
+def test_the_embedding_of_a_stage_is_in_the_layer_of_its_first_block(name):
+    model = build(name, depths=(1, 2, 2) if name == 'cvt_13' else (1, 2, 2, 1))
+    groups = group_parameters(model, model.group_matcher())
+    layer_of = {parameter: layer for layer, parameters in groups.items() for parameter in parameters}
+    blocks_of = [layer_of[f'stages.{stage}.blocks.0.norm1.weight'] for stage in range(len(model.stages))]
+    embeddings = [layer_of[f'stages.{stage}.embed.proj.weight'] for stage in range(len(model.stages))]
+    assert embeddings == [0, *blocks_of[1:]] and sorted({0, *blocks_of}) == [0, *blocks_of]
+    assert layer_of['norm.weight'] >= blocks_of[-1] < layer_of['head.weight']
+
+
+@pytest.mark.parametrize('name', ['cvt_13', 'vil_tiny', 'vil_tiny_abs', 'deit_softmax_tiny', 'aft_conv_tiny'])
+def test_linear_layers_and_positions_start_near_zero(name):
+    model = build(name)
+    tensors = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    positions = ('pos_embed', 'table', 'row', 'column')
+    tensors += [p for n, p in model.named_parameters() if n.rpartition('.')[2] in positions]
+    assert {round(tensor.std().item(), 2) for tensor in tensors if tensor.numel() > 300} == {0.02}
+
+
+@pytest.mark.parametrize('name', [*COMBINATIONS, 'vil_tiny_abs'])
 def test_every_parameter_has_a_layer_and_no_weight_decay_names_exist(name):
     model = build(name)
     names = {name for name, _ in model.named_parameters()}
@@ -308,6 +347,10 @@ def test_every_parameter_has_a_layer_and_no_weight_decay_names_exist(name):
     assert {name for group in grouped.values() for name in group} == names
     assert len(grouped) >= len(blocks(model)) + 2
     assert {n for n in model.no_weight_decay() if n.count('.') > 0} <= names
+    positions = {n for n in names if n.endswith(('cls_token', 'pos_embed')) or '.pos_embed.' in n}
+    mixers = {path: module for path, module in model.named_modules() if isinstance(module, TokenMixer)}
+    of_mixers = {f'{path}.{n}' for path, mixer in mixers.items() for n in mixer.no_weight_decay()}
+    assert positions | of_mixers <= model.no_weight_decay()
 
 
 def test_images_too_small_or_positions_of_another_grid_name_the_remedy():

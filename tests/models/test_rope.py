@@ -82,3 +82,12 @@ def test_gradient_checkpointing_keeps_the_rotation():
 def test_rotary_positions_that_cannot_act_are_refused(mixer, kwargs, message):
     with pytest.raises(ValueError, match=message):
         build(mixer, **kwargs)
+
+
+def test_frequencies_are_those_of_rope_vit():
+    rope = build('softmax', embed_dim=32).positions((3, 5))[1]
+    x = torch.zeros(1, 1, 15, 16)
+    x[..., ::2] = 1
+    places = torch.meshgrid(torch.arange(3), torch.arange(5), indexing='ij')
+    angles = torch.cat([place.reshape(-1, 1) * 100 ** -(torch.arange(4) / 4) for place in places], dim=1)
+    torch.testing.assert_close(rope.rotate(x)[0, 0, :, ::2], angles.cos())

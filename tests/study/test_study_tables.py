@@ -123,10 +123,15 @@ def test_models_with_the_same_number_of_correct_images_share_a_rank_and_the_fron
     assert [row.model for row in pareto_front(rows, score, cost, -1)] == ['deit_ls_nano']
 
 
+def test_the_similarity_of_tokens_is_that_after_the_last_block(study):
+    column = ResultColumn('clean', 'oversmoothing')
+    assert all(row.values[column].mean == pytest.approx(0.2) for row in collect(study))
+
+
 @pytest.mark.parametrize(('sign', 'front'), [(1, ['a', 'c', 'd']), (-1, ['a', 'b'])])
 def test_a_front_has_the_models_that_no_other_dominates(sign, front):
     score, cost = ResultColumn('clean', 'top1'), ResultColumn('clean', 'gmacs')
-    points = dict(a=(90.0, 2.0), b=(80.0, 1.0), c=(80.0, 3.0), d=(80.0, 3.0), e=(70.0, 2.0))
+    points = dict(a=(90.0, 2.0), b=(80.0, 1.0), c=(80.0, 3.0), d=(80.0, 3.0), e=(70.0, 2.0), f=(85.0, 2.0))
     rows = [Row('way', name, None, {score: Estimate(1, y), cost: Estimate(1, x)}) for name, (y, x) in points.items()]
     assert [row.model for row in pareto_front(rows, score, cost, sign)] == front
 

@@ -2,6 +2,7 @@
 
 from shlex import split
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -90,3 +91,26 @@ def test_parts_of_one_image_are_noted_as_not_mixed(images, tmp_path, mixed, caps
     train([*TINY, *options, '--data-dir', images, '--output', str(tmp_path)])
     assert mixed == [is_mixed] * 5 * accum
     assert ('mixup and cutmix have no effect' in capsys.readouterr().out) != is_mixed
+
+
+@pytest.mark.parametrize('prob', [0.2, 0.8])
+@pytest.mark.parametrize('switch_prob', [0.2, 0.8])
+def test_images_are_mixed_with_the_probabilities_of_the_recipe(prob, switch_prob):
+    values = dict(mixup=1.0, cutmix=1.0, mixup_prob=prob, mixup_switch_prob=switch_prob, mixup_mode='elem')
+    mixup = build_mixup(make_recipe(values), 2, (8, 8))
+    np.random.seed(0)
+    # a box copies the pixels of another image, and mixup makes new values
+    images = torch.tensor([0.0, 1.0]).repeat(500).view(-1, 1, 1, 1).repeat(1, 1, 8, 8)
+    before, target = images.clone(), torch.tensor([0, 1]).repeat(500)
+    mix(mixup, images, target)
+    is_mixed = (images != before).flatten(1).any(dim=1)
+    has_box = is_mixed & (images.flatten(1).frac() == 0).all(dim=1)
+    assert is_mixed.float().mean() == pytest.approx(prob, abs=0.06)
+    assert has_box.sum() / is_mixed.sum() == pytest.approx(switch_prob, abs=0.06)
+
+
+def test_the_targets_of_mixed_images_are_smoothed():
+    mixup = build_mixup(make_recipe(dict(mixup=1.0, smoothing=0.1)), 4, (8, 8))
+    target = mix(mixup, torch.zeros(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))
+    torch.testing.assert_close(target[:, 2:], torch.full((4, 2), 0.025))
+    torch.testing.assert_close(target.sum(dim=1), torch.ones(4))

@@ -201,6 +201,20 @@ def test_seven_images_of_two_classes_are_enough(tmp_path, batch_size):
     assert [row['step'] for row in read_metrics(output)] == (['2', '4'] if batch_size == '3' else ['1', '2'])
 
 
+def test_the_loss_of_an_epoch_is_the_mean_over_its_steps(images, tmp_path, monkeypatch):
+    losses, train_step = [], train_module.train_step
+
+    def keep_loss(*args, **options):
+        status = train_step(*args, **options)
+        losses.append(status.loss)
+        return status
+
+    monkeypatch.setattr(train_module, 'train_step', keep_loss)
+    train([*TINY, '--data-dir', images, '--output', str(tmp_path), '--epochs', '2'])
+    found = [float(row['train_loss']) for row in read_metrics(tmp_path)]
+    assert len(losses) == 10 and found == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:]) / 5])
+
+
 def test_a_mixed_batch_of_odd_size_keeps_its_last_image():
     images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 8, 8).clone()
     target = mix(timm.data.Mixup(mixup_alpha=1, label_smoothing=0.1, num_classes=4), images, torch.arange(5) % 4)
@@ -267,6 +281,13 @@ def test_the_batch_is_global(values, world, expected):
     plan = plan_batches(recipe, 1000, world)
     assert (plan.batch_size, plan.micro_batch_size, plan.steps_per_epoch) == expected
     assert plan.lr == pytest.approx(5e-4 * plan.batch_size / 512)
+
+
+@pytest.mark.parametrize(('scale', 'rate'), [('linear', 0.025), ('sqrt', 0.05)])
+def test_the_rate_follows_the_size_of_the_batch(scale, rate):
+    values = dict(batch_size=64, lr_base=0.1, lr_base_size=256, lr_base_scale=scale)
+    assert plan_batches(make_recipe(values), 1000, 1).lr == pytest.approx(rate)
+    assert plan_batches(make_recipe(values | dict(lr=0.2)), 1000, 1).lr == 0.2
 
 
 def test_a_head_for_other_classes_is_replaced(images, tmp_path, capsys):

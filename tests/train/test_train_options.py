@@ -1,6 +1,7 @@
 """Options of training: freezing, layer decay, distillation, compilation, trackers and precision."""
 
 import json
+import math
 from shlex import split
 
 import pytest
@@ -16,6 +17,7 @@ from toys import read_metrics
 
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
+from vitzoo.train.checkpoint import list_checkpoints
 from vitzoo.train.freeze import freeze
 from vitzoo.train.loop import train
 from vitzoo.train.loss import build_task
@@ -67,6 +69,18 @@ def test_layer_decay_scales_the_step_of_every_layer(frozen, sched):
 def test_the_decay_phase_has_the_length_of_decay_epochs(sched, epochs, warmup, decay, updates):
     recipe = make_recipe(dict(sched=sched, epochs=epochs, warmup_epochs=warmup, decay_epochs=decay))
     assert build_scheduler(recipe, torch.optim.SGD([torch.zeros(1)], lr=0.1), 10).decay_t == updates
+
+
+def test_the_rate_rises_and_follows_a_cosine_that_ends_before_the_cool_down():
+    recipe = make_recipe(dict(epochs=4, warmup_epochs=1, cooldown_epochs=2, warmup_lr=1e-3, min_lr=1e-2))
+    optimizer, rates = torch.optim.SGD([torch.zeros(1)], lr=0.1), []
+    scheduler = build_scheduler(recipe, optimizer, 10)
+    for step in range(60):
+        scheduler.step_update(step)
+        rates.append(optimizer.param_groups[0]['lr'])
+    rise = [1e-3 + step / 10 * (0.1 - 1e-3) for step in range(10)]
+    fall = [1e-2 + (0.1 - 1e-2) * (1 + math.cos(math.pi * step / 40)) / 2 for step in range(10, 40)]
+    assert rates == pytest.approx([*rise, *fall, *[1e-2] * 20])
 
 
 @pytest.mark.parametrize('model', ['test_vit', 'test_resnet'])
@@ -163,6 +177,19 @@ def test_the_ema_follows_a_compiled_model():
     assert torch.allclose(ema.module.head.bias, before + 0.5)
     with pytest.raises(UserError, match="no backend 'inducktor'"):
         compile_model(model, 'inducktor')
+
+
+@pytest.mark.parametrize(
+    ('options', 'decays'), [('', [0, 0.5, 0.5, 0.5]), ('--model-ema-warmup', [0, 1 - 2 ** (-2 / 3), 0.5, 0.5])]
+)
+def test_the_weights_of_every_step_are_averaged(images, tmp_path, options, decays):
+    options = f'--model-ema --model-ema-decay 0.5 --checkpoint-every 1 --checkpoint-hist 9 {options}'
+    run_once(images, tmp_path, *split(options))
+    averaged = None
+    for checkpoint, decay in zip(list_checkpoints(tmp_path / 'checkpoints'), decays):
+        weights, found = (load_file(checkpoint / f'{name}.safetensors')['head.weight'] for name in ('model', 'ema'))
+        averaged = weights if averaged is None else decay * averaged + (1 - decay) * weights
+        torch.testing.assert_close(found, averaged)
 
 
 @pytest.fixture(scope='module')

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vitzoo.transfer import keep_softmax, probe, zero_attention
 from vitzoo.transfer.attention import only_part, parts_of
 from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.students import make_student as make_student_to_train
+from vitzoo.transfer.students import randomize
 
 IMAGES = batches(2)
 
@@ -39,7 +41,19 @@ def test_the_cost_of_a_block_is_that_of_a_model_in_which_it_alone_is_swapped(mul
         tokens = [torch.cat([model.forward_features(x) for x in IMAGES]) for model in (teacher, alone)]
     assert cost.divergence == pytest.approx(divergence_of(found, expected, multi_label).item(), rel=1e-4)
     assert cost.cosine == pytest.approx(torch.cosine_similarity(*tokens, dim=-1).mean().item(), rel=1e-5)
-    assert cost.error > 0
+    outputs, keys = {teacher: [], alone: []}, []
+    for model, found in outputs.items():
+        model.blocks[1].attn.register_forward_hook(lambda attn, args, output, found=found: found.append(output))
+    teacher.blocks[1].attn.qkv.register_forward_hook(lambda layer, args, output: keys.append(output[..., 24:48]))
+    with torch.no_grad():
+        for model in outputs:
+            model(torch.cat(IMAGES))
+    (expected,), (found,) = outputs.values()
+    errors = torch.linalg.matrix_norm(found - expected) / torch.linalg.matrix_norm(expected)
+    assert cost.error == pytest.approx(errors.mean().item(), rel=1e-5)
+    heads = keys[0].unflatten(2, (2, 12))
+    shifts = heads.mean(dim=1).norm(dim=-1) / heads.norm(dim=-1).mean(dim=1)
+    assert cost.shift_ratio == pytest.approx(shifts.mean().item(), rel=1e-5)
 
 
 def test_a_constant_in_the_keys_is_found_and_centering_ignores_it():
@@ -91,6 +105,13 @@ def test_automatic_keeping_stops_at_the_tolerance():
     assert [row['gap'] for row in rows] == [5.0, 2.0, 0.4]
     same = keep_softmax(teacher, make_student(teacher, 'softmax'), IMAGES)
     assert [(row['kept'], row['gap']) for row in same] == [([], 0)]
+
+
+@pytest.mark.parametrize('count', [0, 1])
+def test_as_many_blocks_are_kept_as_are_asked_for(count):
+    teacher = make_teacher()
+    rows = keep_softmax(teacher, make_student(teacher, 'linear'), IMAGES, count)
+    assert [len(row['kept']) for row in rows] == [*range(count + 1)]
 
 
 @pytest.mark.parametrize('count', [-1, 3, 'all', 1.5])
@@ -210,3 +231,18 @@ def test_a_gate_that_is_asked_for_starts_open(mixer):
     teacher = make_teacher(depth=1)
     bare, gated = (make_student_to_train('teacher', teacher, mixer, dict(gate=gate), 0) for gate in (False, True))
     assert torch.equal(gated(IMAGES[0]), bare(IMAGES[0]))
+
+
+def test_a_randomized_student_keeps_the_spread_of_parameters_without_an_initialization_of_their_own():
+    student = make_student(make_teacher(), 'aft_full')
+    with torch.no_grad():
+        student.pos_embed.add_(3)
+    before = deepcopy(student.state_dict())
+    randomize(student, seed=0)
+    after = student.state_dict()
+    assert not any(torch.equal(after[name], tensor) for name, tensor in before.items())
+    for name in ('pos_embed', 'blocks.1.attn.u_key'):
+        assert after[name].mean().item() == pytest.approx(before[name].mean().item(), abs=0.05)
+        assert after[name].std().item() == pytest.approx(before[name].std().item(), rel=0.1)
+    # of linear layers and norms that of PyTorch
+    assert (after['norm.weight'] == 1).all() and after['blocks.0.mlp.fc1.weight'].abs().max() <= 24**-0.5

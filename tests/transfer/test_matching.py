@@ -15,7 +15,7 @@ from vitzoo.errors import UserError
 from vitzoo.transfer import distil, match_blocks, matching, outputs
 from vitzoo.transfer.attention import attention_output, mixer_paths, visit_attention
 from vitzoo.transfer.data import IntervalBatches
-from vitzoo.transfer.descent import StepBatches
+from vitzoo.transfer.descent import StepBatches, WarmupCosine
 from vitzoo.transfer.outputs import output_error
 from vitzoo.transfer.rates import choose_rates, trial_steps
 
@@ -72,6 +72,25 @@ def test_matching_lowers_the_error_of_every_block():
     student = make_student(teacher, 'linear')
     history = match_blocks(teacher, student, TRAIN, HELD_OUT, steps=20, eval_every=20, lr=1e-3)
     assert all(history[-1]['errors'][path] < error for path, error in history[0]['errors'].items())
+
+
+def test_the_error_of_a_block_is_relative_to_the_variance_of_its_channels(monkeypatch):
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    outputs = {teacher: [], student: []}
+    for model, found in outputs.items():
+        model.blocks[0].attn.register_forward_hook(lambda attn, args, output, found=found: found.append(output))
+        model(torch.cat(HELD_OUT))
+    (expected,), (found,) = outputs.values()
+    variance = expected.detach().flatten(0, 1).var(dim=0, correction=0).mean()
+    error = (found - expected.detach()).square().mean() / variance
+    (gradient,) = torch.autograd.grad(error, student.blocks[0].attn.qkv.weight)
+    descend = {}
+    monkeypatch.setattr(matching, 'descend', lambda *args, **options: descend.update(backward=args[3], measure=args[4]))
+    match_blocks(teacher, student, TRAIN, HELD_OUT)
+    assert descend['measure']()['errors']['blocks.0.attn'] == pytest.approx(error.item(), rel=1e-5)
+    descend['backward'](torch.cat(HELD_OUT))
+    torch.testing.assert_close(student.blocks[0].attn.qkv.weight.grad, gradient)
 
 
 def test_a_rate_that_destroys_the_student_leaves_it_as_it_was():
@@ -273,6 +292,15 @@ def test_gradients_are_computed_outside_of_autocast(stage):
     with torch.autocast('cpu', torch.bfloat16):
         STAGES[stage](teacher, student, TRAIN, HELD_OUT, steps=1, **RATES[stage])
     assert within == {False}
+
+
+def test_the_rates_of_a_stage_rise_from_the_first_step_on_and_follow_a_cosine_to_zero():
+    optimizer, rates = torch.optim.SGD([torch.zeros(1)], lr=1.0), []
+    schedule = WarmupCosine(optimizer, 40)
+    for step in range(40):
+        schedule.step_update(step)
+        rates.append(optimizer.param_groups[0]['lr'])
+    assert rates == pytest.approx([0.5, 1.0, *((1 + math.cos(math.pi * step / 38)) / 2 for step in range(38))])
 
 
 def test_images_of_bytes_are_normalized_on_the_device():

@@ -4,8 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from teachers import batches, divergence_of, make_teacher
+from teachers import batches, divergence_of, make_student, make_teacher
 
+from vitzoo.transfer.matching import attention_variance, measure_errors
 from vitzoo.transfer.outputs import Outputs, compare, output_error, output_gap
 
 IMAGES = batches(2)
@@ -54,3 +55,22 @@ def test_a_constant_added_to_all_logits_changes_labels_but_no_class():
     assert output_error(teacher, shifted, IMAGES) == pytest.approx(0, abs=1e-6)
     assert output_error(teacher, shifted, IMAGES, multi_label=True) > 1
     assert (output_gap(teacher, shifted, IMAGES), output_gap(teacher, shifted, IMAGES, multi_label=True)) == (0, 100)
+
+
+@pytest.mark.parametrize('num_classes', [0, 5])
+def test_errors_do_not_depend_on_the_batches(num_classes):
+    teacher = make_teacher(num_classes=num_classes)
+    student = make_student(teacher, 'linear')
+    images = torch.cat(IMAGES)
+    paths = [f'blocks.{index}.attn' for index in range(3)]
+    assert output_gap(teacher, deepcopy(teacher), [images]) == pytest.approx(0, abs=1e-4)
+    found = []
+    for sizes in ([8], [5, 3], [7, 1]):
+        loader = images.split(sizes)
+        variance = attention_variance(teacher, paths, loader, images.device)
+        errors = measure_errors(teacher, student, loader, variance)
+        found.append([output_error(teacher, student, loader), output_gap(teacher, student, loader)])
+        assert errors['output_error'] == pytest.approx(found[-1][0], rel=1e-6)
+        found[-1] += errors['errors'].values()
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)

@@ -10,10 +10,12 @@ from accelerate import Accelerator
 from processes import start_processes
 from teachers import batches, divergence_of, make_teacher
 from torch import distributed
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from vitzoo.data import eval_loader
 from vitzoo.errors import UserError
+from vitzoo.train.kl import same_classes
 from vitzoo.transfer import zero_attention
 from vitzoo.transfer.scoring import StudentScorer
 from vitzoo.transfer.students import make_student
@@ -107,3 +109,20 @@ def test_a_multi_label_student_agrees_if_it_has_the_labels_of_its_teacher():
         assert scores[several]['divergence'] == pytest.approx(
             divergence_of(*logits, several).item(), rel=1e-4, abs=1e-5
         )
+
+
+def test_the_cosine_is_that_of_the_features_that_the_head_reads():
+    teacher = make_teacher()
+    student = make_student('teacher', teacher, 'linear', {}, 0)
+    (images,) = batches(1, batch_size=8)
+    with torch.no_grad():
+        features = [model.forward_head(model.forward_features(images), pre_logits=True) for model in (student, teacher)]
+    held_out = [(images[:5], torch.zeros(5)), (images[5:], torch.zeros(3))]
+    found = StudentScorer(teacher, held_out, 'cosine').score(student)
+    assert found['score'] == found['cosine'] == pytest.approx(100 * F.cosine_similarity(*features).mean().item())
+
+
+def test_a_student_with_one_other_label_does_not_agree():
+    teacher, student = torch.tensor([[1.0, -2, 3], [1, -2, 3]]), torch.tensor([[9.0, -1, 1], [1, 2, 3]])
+    assert same_classes(student, teacher, multi_label=True).tolist() == [True, False]
+    assert same_classes(student, teacher).tolist() == [False, True]

@@ -276,6 +276,20 @@ def test_any_class_of_an_object_is_right_and_objects_of_no_class_do_not_count(tm
     assert (record['objectnet_n_partial'], record['objectnet_top1_partial']) == (4, 75)
 
 
+# in the order of the paper: noise, blur, weather, digital
+AUGMIX = (
+    *(0.886428, 0.894468, 0.922640, 0.819880, 0.826268, 0.785948, 0.798360),
+    *(0.866816, 0.826572, 0.819324, 0.564592, 0.853204, 0.646056, 0.717840, 0.606500),
+)
+
+
+@pytest.mark.parametrize(('corruption', 'error'), [*zip(dict(IMAGENET_C_CONDITIONS), AUGMIX)])
+def test_each_corruption_error_is_divided_by_that_of_alexnet(corruption, error):
+    even = {name: [50.0] * 5 for name in ALEXNET_ERRORS}
+    worse = {**even, corruption: [20.0] * 5}
+    assert corruption_errors(worse)['mce'] - corruption_errors(even)['mce'] == pytest.approx(30 / error / 15)
+
+
 def test_corruption_errors_by_hand():
     even = {name: [50.0] * 5 for name in ALEXNET_ERRORS}
     errors = corruption_errors(even)
