@@ -13,7 +13,7 @@ from vitzoo.errors import UserError
 from vitzoo.export import command, main
 from vitzoo.export.command import export_to_file
 from vitzoo.export.formats import FILE_FORMATS, Format, write_file
-from vitzoo.load import find_model
+from vitzoo.load import LoadedModel, find_model
 
 NAMES = ['blue', 'grün', 'red']
 # the import of OpenVINO, and its compiler, take seconds
@@ -98,7 +98,8 @@ def test_a_rectangular_size_and_a_checkpoint_are_exported(trained, tmp_path):
 
 def test_the_classes_of_a_file_are_in_the_order_of_the_logits():
     model = timm.create_model('deit_linear_nano', num_classes=12)
-    facts = command.describe_export('deit_linear_nano', model, resolve_data_config(model), 'random weights')
+    loaded = LoadedModel('deit_linear_nano', model, 'random weights')
+    facts = command.describe_export(loaded, resolve_data_config(model))
     assert facts['class_names'] == [*map(str, range(12))]
 
 
