@@ -324,9 +324,11 @@ def test_a_worker_waits_for_the_process_of_one_that_was_killed(study, dead_proce
     assert not is_claimed(cell.folder)
 
 
+# of the claim, and of the training, which goes on if only its worker was killed
+@pytest.mark.parametrize('locked', ['.claim', '.'])
 @pytest.mark.parametrize(('age', 'is_held'), [(0, True), (STALE_SECONDS + 5, False)])
-def test_the_cell_of_a_worker_elsewhere_is_free_after_a_minute_without_a_heartbeat(study, age, is_held):
-    folder = study.cells[0].folder / '.claim'
+def test_the_cell_of_a_worker_elsewhere_is_free_after_a_minute_without_a_heartbeat(study, locked, age, is_held):
+    folder = study.cells[0].folder / locked
     folder.mkdir(parents=True)
     lock = folder / LOCK_FILE
     lock.write_text(json.dumps(dict(token='theirs', host='elsewhere', pid=1, started=0.0)))
