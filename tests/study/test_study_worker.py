@@ -452,6 +452,15 @@ def test_a_cell_is_finished_if_its_failed_evaluation_was_removed(tmp_path):
     run_study(['run', write_study(tmp_path, seeds=[0], evaluations=dict(clean={}))])
 
 
+def test_a_cell_goes_on_if_its_failed_evaluation_was_removed(tmp_path):
+    evaluations = dict(larger=dict(img_size=160), clean={})
+    execute = Executor(lambda command: 2 if '--img-size' in command else None)
+    Worker(read_study(write_study(tmp_path, seeds=[0], evaluations=evaluations)), execute=execute).run()
+    study = read_study(write_study(tmp_path, seeds=[0], evaluations=dict(clean={})))
+    Worker(study, execute=execute).run()
+    assert set(states(study)) == {'finished'}
+
+
 def test_a_changed_evaluation_is_refused_without_the_advice_to_remove_its_model(tmp_path):
     Worker(read_study(write_study(tmp_path, seeds=[0])), execute=Executor()).run()
     path = write_study(tmp_path, seeds=[0], evaluations=dict(clean=dict(batch_size=32)))
