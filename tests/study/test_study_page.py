@@ -4,7 +4,9 @@ import csv
 import json
 
 import pytest
+import timm
 from studies import STUDY, Executor, write_study
+from timm.models import save_for_hf
 
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.page import render_study
@@ -128,6 +130,19 @@ def test_models_with_the_mixer_elsewhere_or_with_other_heads_are_marked(tmp_path
     # only the same mixer is drawn beside it
     kept_figure = figures(render_study(study, rows, [], []))[f'Mixers in {teacher}']
     assert (f'from scratch, {mixer}' in kept_figure) is is_alike
+
+
+def test_models_that_are_folders_are_compared_with_the_same_mixer_from_scratch(tmp_path):
+    folders = {name: tmp_path / name for name in ('deit_softmax_nano', 'deit_ls_nano')}
+    for name, folder in folders.items():
+        save_for_hf(timm.create_model(name, depth=2), folder, safe_serialization=True)
+    teacher, scratch = map(str, folders.values())
+    way = dict(train=dict(epochs=1), models=[teacher, scratch])
+    converted = dict(transfer={}, teacher=teacher, teacher_way='tuned', mixers=['ls'])
+    study = read_study(write_study(tmp_path, baseline=teacher, seeds=[0], ways=dict(tuned=way, converted=converted)))
+    rows = collect(study, lambda cell, evaluation: dict(top1=70.0 if cell.model == scratch else 60.0))
+    (kept,) = find_kept(study, [row for row in rows if row.is_converted], rows)
+    assert (kept.scratch, kept.is_alike) == (70, True)
 
 
 def test_a_conversion_is_compared_with_the_same_seeds_of_its_teacher(tmp_path):

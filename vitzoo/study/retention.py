@@ -6,10 +6,8 @@ from functools import cache
 from statistics import fmean
 from typing import NamedTuple
 
-import timm
-import torch
-
 from vitzoo.data.options import DATA_OPTIONS
+from vitzoo.load import build_on_meta
 from vitzoo.mixers import TokenMixer, mixer_class
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import ResultColumn, Row, score_column, sides
@@ -89,10 +87,10 @@ def _is_alike(scratch: str, teacher: str, mixer: str) -> bool:
 @cache
 def _layers(name: str) -> list[tuple[type, int]]:
     """The kind and the number of heads of each mixer of a model."""
-    with torch.device('meta'), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # those on its options come up where it is trained
         warnings.simplefilter('ignore')
-        model = timm.create_model(name)
+        model = build_on_meta(name)
     return [(type(mixer), mixer.num_heads) for mixer in model.modules() if isinstance(mixer, TokenMixer)]
 
 
