@@ -11,7 +11,7 @@ from vitzoo.study.command import run_study
 from vitzoo.study.intervals import Estimate
 from vitzoo.study.plan import Study, read_study
 from vitzoo.study.results import ResultColumn, Row, collect, pareto_front, sides
-from vitzoo.study.tables import format_latex, format_markdown
+from vitzoo.study.tables import format_latex, format_markdown, write_csv
 from vitzoo.study.worker import Worker
 
 # accuracies of the seeds 0, 1 and 2
@@ -105,6 +105,23 @@ def test_image_sizes_have_a_column_if_they_differ(study):
             assert f'| 3 | {80 if "_to_ls" in line else 64} | 70.00' in line
     same = format_markdown(study, collect(study, lambda cell, evaluation: dict(top1=70.0, img_size='64x64')))
     assert '| image |' not in same
+
+
+def test_costs_have_an_interval_only_if_the_models_of_the_seeds_differ(study, tmp_path):
+    def read(cell, evaluation):
+        # as of students that keep softmax attention in other numbers of blocks
+        return dict(top1=70.0, params=1e6, gmacs=1.0 + cell.seed if cell.model.endswith('_to_ls') else 2.0)
+
+    rows = collect(study, read)
+    lines = format_markdown(study, rows).splitlines()
+    assert [line.split('| 1.00 | ')[1] for line in lines if '_to_' in line and line.startswith('| 1')] == [
+        '2.000 ± 2.484 |',
+        '2.000 |',
+    ]
+    write_csv(tmp_path / 'table.csv', rows)
+    with (tmp_path / 'table.csv').open() as file:
+        ends = {x['model']: x['high'] for x in csv.DictReader(file) if x['metric'] == 'gmacs'}
+    assert {name for name, high in ends.items() if high} == {'vit_tiny_patch16_224_to_ls'}
 
 
 def test_models_with_the_same_number_of_correct_images_share_a_rank_and_the_front_has_the_cheaper(study):

@@ -19,7 +19,7 @@ class Metric(NamedTuple):
 
     Args:
         sign: 1 if higher is better, -1 if lower is, 0 for one that is not judged.
-        is_exact: True if it does not depend on the seed, so that it has no interval.
+        is_exact: True if it is counted, so that it has no interval unless the models of the seeds differ.
     """
 
     title: str

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.load import build_on_meta
 from vitzoo.mixers import TokenMixer, mixer_class
+from vitzoo.models._mixer_paths import block_of
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import ResultColumn, Row, score_column, sides
 
@@ -60,7 +61,7 @@ def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccurac
         scores = students, teachers, known.get(of_scratch, {})
         student, teacher, scratch = (_mean(values, seeds) for values in scores)
         if teacher is not None and student is not None:
-            is_alike = scratch is None or _is_alike(of_scratch[1], name, row.mixer)
+            is_alike = scratch is None or _is_alike(of_scratch[1], name, row.mixer, _kept_blocks(study, row, seeds))
             found.append(
                 KeptAccuracy(row.mixer, teacher, student, scratch, *_recorded(study, row, score, seeds), is_alike)
             )
@@ -79,19 +80,44 @@ def _same_mixer(teacher: str, mixer: str) -> str:
     return f'{mixer}_{size}' if mixer.startswith(f'{body}_') else f'{body}_{mixer}_{size}'
 
 
-def _is_alike(scratch: str, teacher: str, mixer: str) -> bool:
-    """Return True if a model has the layers of a teacher whose attention is replaced by a mixer."""
-    return _layers(scratch) == [(mixer_class(mixer), num_heads) for _, num_heads in _layers(teacher)]
+def _is_alike(scratch: str, teacher: str, mixer: str, kept: list[set[str]] | None) -> bool:
+    """Return True if a model has the layers of a teacher whose attention is replaced by a mixer.
+
+    Args:
+        kept: Blocks that keep the teacher's attention, in the student of each seed; None if they are not known.
+    """
+    own = [layer[1:] for layer in _layers(scratch)]
+    return kept is not None and all(own == _layers_of_student(teacher, mixer, blocks) for blocks in kept)
+
+
+def _layers_of_student(teacher: str, mixer: str, kept: set[str]) -> list[tuple[type, int]]:
+    """The kind and the number of heads of each mixer of a teacher's student."""
+    starts = tuple(f'{block}.' for block in kept)
+    return [
+        (kind if path.startswith(starts) else mixer_class(mixer), num_heads)
+        for path, kind, num_heads in _layers(teacher)
+    ]
+
+
+def _kept_blocks(study: Study, row: Row, seeds: list[int]) -> list[set[str]] | None:
+    """The blocks of a teacher that its student of each seed keeps, as the transfers recorded them; None if unknown."""
+    if str(_cell_of(study, row).options.get('keep_softmax') or 0) == '0':
+        return [set()]
+    searches = [row.transfers.get(seed, {}).get('keep_softmax') for seed in seeds]
+    if not all(searches):
+        return None
+    return [{block_of(path) for path in rounds[-1]['kept']} for rounds in searches]
 
 
 @cache
-def _layers(name: str) -> list[tuple[type, int]]:
-    """The kind and the number of heads of each mixer of a model."""
+def _layers(name: str) -> list[tuple[str, type, int]]:
+    """The path, the kind and the number of heads of each mixer of a model."""
     with warnings.catch_warnings():
         # those on its options come up where it is trained
         warnings.simplefilter('ignore')
         model = build_on_meta(name)
-    return [(type(mixer), mixer.num_heads) for mixer in model.modules() if isinstance(mixer, TokenMixer)]
+    mixers = ((path, module) for path, module in model.named_modules() if isinstance(module, TokenMixer))
+    return [(path, type(mixer), mixer.num_heads) for path, mixer in mixers]
 
 
 def _recorded(
@@ -101,8 +127,7 @@ def _recorded(
 
     Only on the inputs of the score.
     """
-    cell = next(cell for cell in study.cells if (cell.way, cell.model) == (row.way, row.model))
-    transfers = row.transfers if _has_inputs(cell, study.evaluations[score.evaluation]) else {}
+    transfers = row.transfers if _has_inputs(_cell_of(study, row), study.evaluations[score.evaluation]) else {}
 
     def mean(find: Callable[[dict], dict | None]) -> float | None:
         found = {seed: (find(transfer) or {}).get(score.key) for seed, transfer in transfers.items()}
@@ -113,6 +138,11 @@ def _recorded(
         mean(lambda transfer: transfer.get('matched')),
         mean(lambda transfer: transfer.get('controls', {}).get('zero')),
     )
+
+
+def _cell_of(study: Study, row: Row) -> StudyCell:
+    """The first cell of a row."""
+    return next(cell for cell in study.cells if (cell.way, cell.model) == (row.way, row.model))
 
 
 def _has_inputs(cell: StudyCell, evaluation: dict) -> bool:

@@ -122,7 +122,7 @@ def write_csv(path: Path, rows: list[Row]) -> None:
                     way=row.way, model=row.model, evaluation=column.evaluation, metric=column.key
                 )
                 line |= dict(seeds=value.n, mean=value.mean, is_doubtful=column in row.doubts)
-                if not column.metric.is_exact:
+                if not _is_constant(value, column):
                     line |= dict(low=value.low, high=value.high)
                 difference = row.differences.get(column)
                 if difference is not None and row.baseline is not None:
@@ -260,7 +260,7 @@ def _value_cell(row: Row, column: ResultColumn, seeds: int) -> GridCell:
     if value is None:
         return GridCell('–')
     text = _format_estimate(value, column, '') + ('?' if column in row.doubts else '')
-    if value.n != seeds and not column.metric.is_exact:
+    if value.n != seeds and not _is_constant(value, column):
         text += f' ({value.n} of {seeds} seeds)' if value.n < seeds else f' ({value.n} seeds)'
     return GridCell(text, value.mean)
 
@@ -275,10 +275,15 @@ def _difference_cell(row: Row, column: ResultColumn, seeds: int) -> GridCell:
     return GridCell(' '.join(word for word in words if word), difference.mean)
 
 
+def _is_constant(value: Estimate, column: ResultColumn) -> bool:
+    """Return True for a count that is the same for all seeds, as unless `keep_softmax: auto` chose other numbers."""
+    return column.metric.is_exact and not value.half_width
+
+
 def _format_estimate(value: Estimate, column: ResultColumn, sign: str) -> str:
     metric = column.metric
     text = format(value.mean * metric.factor, f'{sign}.{metric.digits}f')
-    if metric.is_exact or value.half_width is None:
+    if value.half_width is None or _is_constant(value, column):
         return text
     return f'{text} ± {value.half_width * metric.factor:.{metric.digits}f}'
 
