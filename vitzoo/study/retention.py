@@ -21,7 +21,9 @@ class KeptAccuracy(NamedTuple):
     """Accuracies of a converted model in percent, means over the seeds that it shares with the other model.
 
     Args:
-        scratch: Of the same mixer trained from scratch in the way of the teacher, if the study has it for all seeds.
+        teacher: None if it was evaluated at another image size.
+        scratch: Of the same mixer trained from scratch in the way of the teacher, if the study has it for all seeds, at
+            the same image size.
         start: Of the converted model before any training, if the transfers recorded it.
         matched: Of the converted model after the matching of its blocks, if the transfers recorded it.
         zero: Of the converted and trained model whose attention is set to zero, if the transfers recorded it.
@@ -29,7 +31,7 @@ class KeptAccuracy(NamedTuple):
     """
 
     mixer: str
-    teacher: float
+    teacher: float | None
     student: float
     scratch: float | None
     start: float | None
@@ -39,7 +41,7 @@ class KeptAccuracy(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Percentage of the teacher's accuracy, None if that is zero."""
+        """Percentage of the teacher's accuracy, None if that is zero or not comparable."""
         return 100 * self.student / self.teacher if self.teacher else None
 
 
@@ -48,24 +50,31 @@ def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccurac
     score = score_column(study, way)
     if score is None:
         return []
-    known = {(row.way, row.model): row.by_seed[score] for row in rows if score in row.by_seed}
+    known = {(row.way, row.model): row for row in rows if score in row.by_seed}
     found = []
     for row in way:
-        if not row.is_converted or row.baseline is None:
+        if not row.is_converted or row.baseline not in known:
             continue
         teacher_way, name = row.baseline
-        students = known.get((row.way, row.model), {})
-        teachers = known.get(row.baseline, {})
         of_scratch = teacher_way, _same_mixer(name, row.mixer)
-        seeds = sorted(students.keys() & teachers.keys())
-        scores = students, teachers, known.get(of_scratch, {})
-        student, teacher, scratch = (_mean(values, seeds) for values in scores)
-        if teacher is not None and student is not None:
+        students = row.by_seed.get(score, {})
+        seeds = sorted(students.keys() & known[row.baseline].by_seed[score].keys())
+        student = _mean(students, seeds)
+        if student is not None:
+            teacher, scratch = (
+                _comparable_mean(known.get(key), row, score, seeds) for key in (row.baseline, of_scratch)
+            )
             is_alike = scratch is None or _is_alike(of_scratch[1], name, row.mixer, _kept_blocks(study, row, seeds))
             found.append(
                 KeptAccuracy(row.mixer, teacher, student, scratch, *_recorded(study, row, score, seeds), is_alike)
             )
     return found
+
+
+def _comparable_mean(other: Row | None, row: Row, score: ResultColumn, seeds: list[int]) -> float | None:
+    """The mean of another row over some seeds, if there is one that was evaluated at the image size of a row."""
+    is_comparable = other is not None and row.has_size_of(other, score.evaluation)
+    return _mean(other.by_seed[score], seeds) if is_comparable else None
 
 
 def _mean(values: dict[int, float], seeds: list[int]) -> float | None:

@@ -311,8 +311,8 @@ def format_notes(study: Study, rows: list[Row]) -> list[str]:
         baselines = dict.fromkeys(row.baseline[1] for row, _ in pairs if row.baseline is not None)
         notes.append(
             f'Differences are to {", ".join(baselines)}, of pairs with the same seed; a converted model is compared'
-            f' with its teacher. "better" and "worse" stand only where the 95 % interval of the paired difference'
-            f' excludes zero.'
+            f' with its teacher, at the same image size. "better" and "worse" stand only where the 95 % interval of the'
+            f' paired difference excludes zero.'
         )
     if judged:
         notes.append(
