@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.load import build_on_meta
@@ -73,8 +73,9 @@ def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccurac
 
 def _comparable_mean(other: Row | None, row: Row, score: ResultColumn, seeds: list[int]) -> float | None:
     """The mean of another row over some seeds, if there is one that was evaluated at the image size of a row."""
-    is_comparable = other is not None and row.has_size_of(other, score.evaluation)
-    return _mean(other.by_seed[score], seeds) if is_comparable else None
+    if other is None or not row.has_size_of(other, score.evaluation):
+        return None
+    return _mean(other.by_seed[score], seeds)
 
 
 def _mean(values: dict[int, float], seeds: list[int]) -> float | None:
@@ -112,7 +113,7 @@ def _kept_blocks(study: Study, row: Row, seeds: list[int]) -> list[set[str]] | N
     """The blocks of a teacher that its student of each seed keeps, as the transfers recorded them; None if unknown."""
     if str(_cell_of(study, row).options.get('keep_softmax') or 0) == '0':
         return [set()]
-    searches = [row.transfers.get(seed, {}).get('keep_softmax') for seed in seeds]
+    searches: list[Any] = [row.transfers.get(seed, {}).get('keep_softmax') for seed in seeds]
     if not all(searches):
         return None
     return [{block_of(path) for path in rounds[-1]['kept']} for rounds in searches]
