@@ -678,7 +678,7 @@ WRONG = {
     'positions': ('{rope} --mixer pool --data-dir {images} --output {out}', 'would lose its rotary positions'),
     'argument': (
         '{teacher} --mixer ls --mixer-kwargs rang=2 --data-dir {images} --output {out}',
-        'cannot replace the attention .*rang',
+        "--mixer-kwargs: ls does not take the argument 'rang', did you mean rank?",
     ),
     'argument of the swap': (
         '{teacher} --mixer ls --mixer-kwargs blocks=[0] --data-dir {images} --output {out}',
