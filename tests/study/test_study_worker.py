@@ -102,6 +102,19 @@ def test_the_threads_of_a_worker_are_not_recorded_for_processes_of_a_launcher(
     assert study.cells[0].record.finished['clean']['place'] == (place if is_known else {})
 
 
+def test_the_device_of_an_evaluation_is_needed_only_where_cells_are_computed(tmp_path):
+    # no machine has it
+    path = write_study(tmp_path, seeds=[0], evaluations=dict(clean=dict(device='cuda:99')))
+    study, executor = read_study(path), Executor()
+    run_study(['status', path])
+    with pytest.raises(UserError, match="evaluations.clean: .*cannot use the device 'cuda:99'"):
+        Worker(study, execute=executor).run()
+    assert executor.commands == []
+    Worker(study, launch=['srun', 'python'], execute=executor).run()
+    assert set(states(study)) == {'finished'}
+    run_study(['report', path])
+
+
 def test_a_failed_cell_is_reported_and_only_stops_those_that_need_it(study, tmp_path, capsys):
     Worker(
         study, execute=Executor(lambda command: 2 if 'teacher/vit_tiny_patch16_224/seed-1' in command[-3] else None)

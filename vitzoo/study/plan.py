@@ -271,7 +271,9 @@ def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
             f'{place}: suite = {options["suite"]} cannot be part of a study; run vitzoo validate --suite on the folders'
             f' of its cells'
         )
-    _parse(place, parse_eval_args, ['model', *to_words(options, ',')], options, _EVAL_KEYS)
+    # the machine that reads the study may lack the device
+    words = to_words(options | dict(device=None), ',')
+    _parse(place, parse_eval_args, ['model', *words], options, _EVAL_KEYS)
     return options
 
 
