@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -367,6 +368,20 @@ def test_a_step_that_was_stopped_is_neither_finished_nor_failed(study, code):
     executor = Executor()
     Worker(study, execute=executor).run()
     assert len(executor.commands) == 45
+
+
+def test_a_study_with_a_step_that_was_stopped_ends_with_an_error_unless_it_was_stopped_itself(tmp_path, monkeypatch):
+    def stop(command):
+        return -15 if any('teacher/' in word for word in command) else None
+
+    path = write_study(tmp_path, seeds=[0])
+    monkeypatch.setattr(worker_module, 'run_process', Executor(stop))
+    message = 'stopped from outside, so 3 of 5 cells are left, the first is teacher/.*; run the study again to continue'
+    with pytest.raises(UserError, match=message):
+        run_study(['run', path])
+    monkeypatch.setattr(worker_module, 'run_process', Executor(lambda command: signal.raise_signal(signal.SIGTERM)))
+    run_study(['run', path])
+    assert 'to do' in states(read_study(path))
 
 
 def test_a_worker_that_should_stop_stops(study):

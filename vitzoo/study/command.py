@@ -20,7 +20,7 @@ def run_study(argv: list[str] | None = None) -> None:
     """Run `vitzoo study` with these arguments.
 
     Raises:
-        UserError: The study is invalid, its cells were computed with other options, or a cell failed.
+        UserError: The study is invalid, its cells were computed with other options, or a cell failed or was stopped.
     """
     args = parse_args(argv)
     study = read_study(args.file)
@@ -73,6 +73,12 @@ def _run(study: Study, args: argparse.Namespace) -> None:
         raise UserError(
             f'{len(failed)} of {len(study.cells)} cells failed, the first is {failed[0]}; see study.log in its folder,'
             f' correct the cause, and run again with --retry'
+        )
+    left = [cell.name for cell in study.cells if find_state(cell) in (CellState.FREE, CellState.WAITING)]
+    if left and not stop.received:
+        raise UserError(
+            f'a step was stopped from outside, so {len(left)} of {len(study.cells)} cells are left, the first is'
+            f' {left[0]}; run the study again to continue'
         )
 
 
