@@ -24,7 +24,7 @@ from vitzoo.study.plan import Study, read_study
 from vitzoo.study.record import read_cell_file
 from vitzoo.study.results import collect
 from vitzoo.study.status import CellState, describe_cells, find_state
-from vitzoo.study.tables import format_markdown
+from vitzoo.study.tables import count_finished, format_markdown
 from vitzoo.study.worker import Worker, run_process
 from vitzoo.train.lock import LOCK_FILE, STALE_SECONDS, identify_process
 from vitzoo.train.recipe import make_recipe, save_recipe
@@ -376,7 +376,7 @@ def test_a_study_with_a_step_that_was_stopped_ends_with_an_error_unless_it_was_s
 
     path = write_study(tmp_path, seeds=[0])
     monkeypatch.setattr(worker_module, 'run_process', Executor(stop))
-    message = 'stopped from outside, so 3 of 5 cells are left, the first is teacher/.*; run the study again to continue'
+    message = 'stopped from outside; cells left to do: 3 of 5, the first is teacher/.*; run the study again to continue'
     with pytest.raises(UserError, match=message):
         run_study(['run', path])
     monkeypatch.setattr(worker_module, 'run_process', Executor(lambda command: signal.raise_signal(signal.SIGTERM)))
@@ -396,6 +396,12 @@ def test_the_time_left_follows_from_finished_cells(study):
     for step in ('train', 'clean', 'corrupt'):
         study.cells[0].record.finish(step, 60.0, 'vitzoo')
     assert describe_cells(study).endswith('about 42 min left')
+
+
+def test_a_single_cell_is_not_several(tmp_path):
+    ways = dict(scratch=dict(train={}, models='deit_softmax_nano'))
+    study = read_study(write_study(tmp_path, seeds=[0], ways=ways))
+    assert (describe_cells(study), count_finished(study)) == ('1 cell: 1 to do', '0 of 1 cell is finished')
 
 
 def test_a_process_writes_to_the_log_and_is_ended_on_request(study, tmp_path):

@@ -32,7 +32,7 @@ from vitzoo.data.layout import (
 from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, UNDIVIDED, DataOptions
 from vitzoo.data.reader import LabelledReader
 from vitzoo.data.third_party import check_options, find_third_party
-from vitzoo.errors import NoClassesError, UserError, did_you_mean
+from vitzoo.errors import NoClassesError, UserError, count_of, did_you_mean
 
 SAMPLE = Path(__file__).parent / 'sample'
 SCHEMES = ('torch', 'hfds', 'hfids', 'wds', 'tfds')
@@ -238,9 +238,9 @@ class Images(Dataset):
 
     def describe_left_out(self) -> str:
         """Describe in one sentence the classes of `left_out`."""
-        more = ', …' if self.left_out[3:] else ''
+        more, are = ', …' if self.left_out[3:] else '', 'are' if self.left_out[1:] else 'is'
         return (
-            f'{len(self.left_out)} classes of {self.root} are not in the class map and not used:'
+            f'{count_of(len(self.left_out), "class")} of {self.root} {are} not in the class map and not used:'
             f' {", ".join(self.left_out[:3])}{more}'
         )
 
@@ -423,8 +423,8 @@ def _explain_no_images(root: Path, names: list[str]) -> str:
     images = [name for name in visible if '/' not in name and Path(name).suffix.lower() in SUFFIXES]
     if images:
         return (
-            f"the data folder '{root}' has {len(images)} images but no class folders; move the images of each class"
-            f' into a folder with its name'
+            f"the data folder '{root}' has {count_of(len(images), 'image')} but no class folders; move the images of"
+            f' each class into a folder with its name'
             + (f', or train a model on {LABEL_TABLE} by `vitzoo train --multi-label`' if LABEL_TABLE in visible else '')
         )
     shards = [name for name in visible if name.endswith('.tar')]

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vitzoo.errors import count_of
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
@@ -290,7 +291,9 @@ def _format_estimate(value: Estimate, column: ResultColumn, sign: str) -> str:
 
 def count_finished(study: Study) -> str:
     """The number of finished cells, in words."""
-    return f'{sum(cell.record.is_finished for cell in study.cells)} of {len(study.cells)} cells are finished'
+    finished = sum(cell.record.is_finished for cell in study.cells)
+    verb = 'is' if 1 in (finished, len(study.cells)) else 'are'
+    return f'{finished} of {count_of(len(study.cells), "cell")} {verb} finished'
 
 
 def format_notes(study: Study, rows: list[Row]) -> list[str]:

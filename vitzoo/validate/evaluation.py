@@ -19,7 +19,7 @@ from vitzoo.data.dataset import merge_options
 from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.data.variants import Found
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, count_of
 from vitzoo.load import find_models, fit_data_config, load_model
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarize
 from vitzoo.metrics.speed import PeakMemory, Speed, measure_throughput
@@ -192,7 +192,7 @@ def _validate_predictions(path: str, options: EvalOptions) -> dict:
     scores = f'top-1 {record["top1"]:.2f} %, top-5 {record["top5"]:.2f} %, loss {record["loss"]:.3f}'
     if record['map'] is not None:
         scores += f', mAP {record["map"]:.2f} %'
-    print(f'{path}: {scores}, {record["n"]:,} images')
+    print(f'{path}: {scores}, {count_of(record["n"], "image")}')
     print_calibration(record, options)
     return record
 
