@@ -129,6 +129,12 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     return f', did you mean {", ".join(matches)}?' if matches else ''
 
 
+def count_of(number: int, noun: str) -> str:
+    """A number with its noun, such as '1 class' and '1,000 images'."""
+    plural = f'{noun}es' if noun.endswith('s') else f'{noun}s'
+    return f'{number:,} {noun if number == 1 else plural}'
+
+
 def content_error(error: Exception, file: str = 'it') -> str:
     """The fault of a file whose content cannot be used; the message of a KeyError is the key alone."""
     return f'{file} has no {error}' if isinstance(error, KeyError) else str(error)

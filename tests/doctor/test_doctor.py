@@ -237,6 +237,13 @@ def test_data_without_a_fault_gives_no_finding(clean, capsys):
     ]
 
 
+def test_a_single_image_of_a_single_class_is_not_several(tmp_path, capsys):
+    save_new(tmp_path, 'train/red/0.png')
+    with pytest.raises(SystemExit):
+        main(['doctor', str(tmp_path)])
+    assert f'1 image of 1 class in {tmp_path}/train' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('code', PLANTS)
 def test_a_fault_alone_is_found_alone(clean, code):
     where = PLANTS[code](clean)
@@ -403,7 +410,7 @@ def test_data_that_cannot_be_used_at_all_is_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(['doctor', str(tmp_path)])
     assert end.value.code == 1
-    assert 'has 1 images but no class folders; move the images of each class' in capsys.readouterr().out
+    assert 'has 1 image but no class folders; move the images of each class' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

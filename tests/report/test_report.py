@@ -423,6 +423,8 @@ def test_intervals_are_wilsons():
     assert interval(50.0, 100) == pytest.approx((40.383, 59.617), abs=1e-3)
     assert interval(0.0, 10) == pytest.approx((0, 27.753), abs=1e-2)
     assert interval(40.0, None) == (40.0, 40.0)
+    # without rounding errors beyond the ends
+    assert f'{interval(0.0, 5)[0]:.2f}' == '0.00' and interval(100.0, 5)[1] <= 100
 
 
 def test_the_front_is_what_nobody_beats():

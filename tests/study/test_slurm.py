@@ -1,6 +1,7 @@
 """Workers as jobs of submitit."""
 
 import argparse
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ TESTS = Path(__file__).parents[1]
     [
         ('partition', "'partition' is not KEY=VALUE"),
         ('minutes=60,jobs=0', 'jobs must be a number of 1 or more, not 0'),
+        ('minutes=60,timeouts=often', 'timeouts must be a number of 1 or more, not often'),
         ('partition=gpu', 'minutes must be a number of 1 or more, not None'),
     ],
 )
@@ -36,8 +38,8 @@ def test_settings_become_parameters_of_submitit(tmp_path, monkeypatch, capsys):
     seen = {}
 
     class Executor:
-        def __init__(self, folder, cluster):
-            seen.update(folder=folder, cluster=cluster, jobs=[])
+        def __init__(self, folder, cluster, slurm_max_num_timeout):
+            seen.update(folder=folder, cluster=cluster, timeouts=slurm_max_num_timeout, jobs=[])
 
         def update_parameters(self, **parameters):
             seen.update(parameters)
@@ -71,6 +73,7 @@ def test_settings_become_parameters_of_submitit(tmp_path, monkeypatch, capsys):
         slurm_partition='gpu',
         gpus_per_node=2,
         timeout_min=60,
+        timeouts=1000,
     )
     assert {(job.path, *job.launch, *job.cells) for job in jobs} == {
         (path, 'accelerate', 'launch', '*/seed-0')
@@ -103,6 +106,23 @@ def test_the_local_executor_computes_a_study(tmp_path, monkeypatch):
     study = read_study(path)
     assert {find_state(cell).value for cell in study.cells} == {'finished'}
     assert len(collect(study)) == 5
+
+
+@pytest.mark.parametrize(('setting', 'times'), [('', 1000), (',timeouts=20', 20)])
+def test_a_job_may_reach_its_limit_as_often_as_the_user_wants(tmp_path, monkeypatch, setting, times):
+    submitit = pytest.importorskip('submitit')
+    seen = []
+    for name in ('srun', 'sbatch'):
+        command = tmp_path / name
+        command.write_text('#!/bin/sh\necho Submitted batch job 12\n')
+        command.chmod(0o755)
+    monkeypatch.setenv('PATH', f'{tmp_path}{os.pathsep}{os.environ["PATH"]}')
+    # a job counts these down at its limits
+    monkeypatch.setattr(
+        submitit.core.utils.DelayedSubmission, 'set_timeout', lambda job, minutes, count: seen.append((minutes, count))
+    )
+    submit_workers('study.yaml', [sys.executable], slurm_settings(f'minutes=60{setting}'), tmp_path)
+    assert seen == [(60, times)]
 
 
 def test_an_interrupted_job_is_queued_again():

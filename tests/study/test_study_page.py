@@ -4,7 +4,9 @@ import csv
 import json
 
 import pytest
+import timm
 from studies import STUDY, Executor, write_study
+from timm.models import save_for_hf
 
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.page import render_study
@@ -20,6 +22,8 @@ TOP1 = dict(
     scratch={'deit_softmax_nano': 80.0, 'deit_ls_nano': 84.0},
     converted={'deit_softmax_nano_to_ls': 79.0, 'deit_softmax_nano_to_performer': 76.0},
 )
+# stages and blocks of vil_softmax_nano that have softmax attention in vil_ls_nano, too
+VIL_LAST = ((2, 0), (2, 1), (3, 0))
 STAGES = ('start', 'matched', 'hybrid', 'student')
 
 
@@ -128,6 +132,50 @@ def test_models_with_the_mixer_elsewhere_or_with_other_heads_are_marked(tmp_path
     # only the same mixer is drawn beside it
     kept_figure = figures(render_study(study, rows, [], []))[f'Mixers in {teacher}']
     assert (f'from scratch, {mixer}' in kept_figure) is is_alike
+
+
+@pytest.mark.parametrize(
+    ('teacher', 'scratch', 'keep_softmax', 'kept', 'is_alike'),
+    [
+        ('deit_softmax_nano', 'deit_ls_nano', 1, [['blocks.3.attn'], ['blocks.5.attn']], False),
+        ('deit_softmax_nano', 'deit_ls_nano', 'auto', [[], ['blocks.5.attn']], False),
+        ('deit_softmax_nano', 'deit_ls_nano', 'auto', [[], []], True),
+        # a transfer of which there is no record
+        ('deit_softmax_nano', 'deit_ls_nano', 'auto', [[], None], False),
+        ('deit_softmax_nano', 'deit_ls_nano', '0', [None, None], True),
+        # ViL with a mixer has softmax attention in its last three blocks, too
+        ('vil_softmax_nano', 'vil_ls_nano', 3, [[f'stages.{i}.blocks.{j}.attn' for i, j in VIL_LAST]] * 2, True),
+    ],
+)
+def test_models_from_scratch_are_compared_with_the_blocks_that_students_converted(
+    tmp_path, teacher, scratch, keep_softmax, kept, is_alike
+):
+    way = dict(train=dict(epochs=1), models=[teacher, scratch])
+    converted = dict(transfer=dict(keep_softmax=keep_softmax), teacher=teacher, teacher_way='scratch', mixers=['ls'])
+    ways = dict(scratch=way, converted=converted)
+    study = read_study(write_study(tmp_path, baseline=teacher, seeds=[0, 1], ways=ways))
+
+    def read(cell, evaluation):
+        blocks = kept[cell.seed] if cell.teacher else None
+        rounds = [] if blocks is None else [dict(kept=[]), dict(kept=blocks)]
+        return dict(top1=70.0, transfer=dict(keep_softmax=rounds) if rounds else {})
+
+    rows = collect(study, read)
+    (found,) = find_kept(study, [row for row in rows if row.is_converted], rows)
+    assert (found.scratch, found.is_alike) == (70, is_alike)
+
+
+def test_models_that_are_folders_are_compared_with_the_same_mixer_from_scratch(tmp_path):
+    folders = {name: tmp_path / name for name in ('deit_softmax_nano', 'deit_ls_nano')}
+    for name, folder in folders.items():
+        save_for_hf(timm.create_model(name, depth=2), folder, safe_serialization=True)
+    teacher, scratch = map(str, folders.values())
+    way = dict(train=dict(epochs=1), models=[teacher, scratch])
+    converted = dict(transfer={}, teacher=teacher, teacher_way='tuned', mixers=['ls'])
+    study = read_study(write_study(tmp_path, baseline=teacher, seeds=[0], ways=dict(tuned=way, converted=converted)))
+    rows = collect(study, lambda cell, evaluation: dict(top1=70.0 if cell.model == scratch else 60.0))
+    (kept,) = find_kept(study, [row for row in rows if row.is_converted], rows)
+    assert (kept.scratch, kept.is_alike) == (70, True)
 
 
 def test_a_conversion_is_compared_with_the_same_seeds_of_its_teacher(tmp_path):

@@ -76,6 +76,25 @@ def test_a_converted_model_is_compared_with_its_teacher_and_others_with_the_base
     assert baselines['vit_tiny_patch16_224_to_ls'] == ('teacher', 'vit_tiny_patch16_224')
 
 
+def with_mixer_kwargs(kwargs: dict | list) -> dict:
+    return {**STUDY['ways'], 'converted': dict(STUDY['ways']['converted'], transfer=dict(mixer_kwargs=kwargs))}
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'ls', 'performer'),
+    [
+        ({'ls.window_size': 4}, {'ls.window_size': 4}, None),
+        ({'ls.window_size': 4, 'qkv_bias': False}, {'ls.window_size': 4, 'qkv_bias': False}, {'qkv_bias': False}),
+        (['performer.dwc=v', 'ls.rank=2'], ['ls.rank=2'], ['performer.dwc=v']),
+        ({}, None, None),
+    ],
+)
+def test_each_mixer_of_a_way_has_its_own_arguments(tmp_path, kwargs, ls, performer):
+    cells = read_study(write_study(tmp_path, seeds=[0], ways=with_mixer_kwargs(kwargs))).cells
+    found = {cell.options['mixer']: cell.options.get('mixer_kwargs') for cell in cells if cell.teacher}
+    assert found == dict(ls=ls, performer=performer)
+
+
 def with_way(**way) -> dict:
     return dict(ways={**STUDY['ways'], 'other': way})
 
@@ -116,6 +135,11 @@ def with_way(**way) -> dict:
             with_way(transfer={}, teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers=['perfomer']),
             "ways.other.mixers: unknown mixer 'perfomer', did you mean performer",
         ),
+        (
+            dict(ways=with_mixer_kwargs({'window_size': 4})),
+            "ways.converted.transfer: --mixer-kwargs: performer does not take the argument 'window_size'",
+        ),
+        (dict(ways=with_mixer_kwargs({'lss.rank': 2})), "mixer-kwargs lss.rank: 'lss' is not one of the mixers ls"),
         (
             with_way(transfer=dict(steps=-1), teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
             "ways.other.transfer: .*'-1' is not",

@@ -9,9 +9,10 @@ from studies import Executor, write_study
 from vitzoo.errors import UserError
 from vitzoo.study.command import run_study
 from vitzoo.study.intervals import Estimate
+from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, read_study
 from vitzoo.study.results import ResultColumn, Row, collect, pareto_front, sides
-from vitzoo.study.tables import format_latex, format_markdown
+from vitzoo.study.tables import format_latex, format_markdown, write_csv
 from vitzoo.study.worker import Worker
 
 # accuracies of the seeds 0, 1 and 2
@@ -105,6 +106,37 @@ def test_image_sizes_have_a_column_if_they_differ(study):
             assert f'| 3 | {80 if "_to_ls" in line else 64} | 70.00' in line
     same = format_markdown(study, collect(study, lambda cell, evaluation: dict(top1=70.0, img_size='64x64')))
     assert '| image |' not in same
+
+
+def test_costs_have_an_interval_only_if_the_models_of_the_seeds_differ(study, tmp_path):
+    def read(cell, evaluation):
+        # as of students that keep softmax attention in other numbers of blocks
+        return dict(top1=70.0, params=1e6, gmacs=1.0 + cell.seed if cell.model.endswith('_to_ls') else 2.0)
+
+    rows = collect(study, read)
+    lines = format_markdown(study, rows).splitlines()
+    assert [line.split('| 1.00 | ')[1] for line in lines if '_to_' in line and line.startswith('| 1')] == [
+        '2.000 ± 2.484 |',
+        '2.000 |',
+    ]
+    write_csv(tmp_path / 'table.csv', rows)
+    with (tmp_path / 'table.csv').open() as file:
+        ends = {x['model']: x['high'] for x in csv.DictReader(file) if x['metric'] == 'gmacs'}
+    assert {name for name, high in ends.items() if high} == {'vit_tiny_patch16_224_to_ls'}
+
+
+@pytest.mark.parametrize(('size', 'is_compared'), [('64x64', True), ('128x128', False), (None, True)])
+def test_a_conversion_is_compared_with_its_teacher_only_at_the_same_image_size(study, size, is_compared):
+    def read(cell, evaluation):
+        return dict(top1=SCORES[cell.model][cell.seed], img_size=size if cell.teacher else '64x64')
+
+    rows = collect(study, read)
+    lines = format_markdown(study, rows).splitlines()
+    assert f'| ls | 78.90 | {"98.6" if is_compared else "–"} | – | – | – | – |' in lines
+    (line,) = [line for line in lines if '_to_ls |' in line]
+    assert ('worse' in line) is is_compared
+    page = render_study(study, rows, [], [])
+    assert ('teacher, ls: 80.0' in page) is is_compared and 'converted, ls: 78.9' in page
 
 
 def test_models_with_the_same_number_of_correct_images_share_a_rank_and_the_front_has_the_cheaper(study):

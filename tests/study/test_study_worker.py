@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from vitzoo.study.plan import Study, read_study
 from vitzoo.study.record import read_cell_file
 from vitzoo.study.results import collect
 from vitzoo.study.status import CellState, describe_cells, find_state
-from vitzoo.study.tables import format_markdown
+from vitzoo.study.tables import count_finished, format_markdown
 from vitzoo.study.worker import Worker, run_process
 from vitzoo.train.lock import LOCK_FILE, STALE_SECONDS, identify_process
 from vitzoo.train.recipe import make_recipe, save_recipe
@@ -100,6 +101,19 @@ def test_the_threads_of_a_worker_are_not_recorded_for_processes_of_a_launcher(
     monkeypatch.setattr(worker_module, 'describe_place', lambda device, amp_dtype: place)
     Worker(study, launch=launch, execute=Executor()).run()
     assert study.cells[0].record.finished['clean']['place'] == (place if is_known else {})
+
+
+def test_the_device_of_an_evaluation_is_needed_only_where_cells_are_computed(tmp_path):
+    # no machine has it
+    path = write_study(tmp_path, seeds=[0], evaluations=dict(clean=dict(device='cuda:99')))
+    study, executor = read_study(path), Executor()
+    run_study(['status', path])
+    with pytest.raises(UserError, match="evaluations.clean: .*cannot use the device 'cuda:99'"):
+        Worker(study, execute=executor).run()
+    assert executor.commands == []
+    Worker(study, launch=['srun', 'python'], execute=executor).run()
+    assert set(states(study)) == {'finished'}
+    run_study(['report', path])
 
 
 def test_a_failed_cell_is_reported_and_only_stops_those_that_need_it(study, tmp_path, capsys):
@@ -324,9 +338,11 @@ def test_a_worker_waits_for_the_process_of_one_that_was_killed(study, dead_proce
     assert not is_claimed(cell.folder)
 
 
+# of the claim, and of the training, which goes on if only its worker was killed
+@pytest.mark.parametrize('locked', ['.claim', '.'])
 @pytest.mark.parametrize(('age', 'is_held'), [(0, True), (STALE_SECONDS + 5, False)])
-def test_the_cell_of_a_worker_elsewhere_is_free_after_a_minute_without_a_heartbeat(study, age, is_held):
-    folder = study.cells[0].folder / '.claim'
+def test_the_cell_of_a_worker_elsewhere_is_free_after_a_minute_without_a_heartbeat(study, locked, age, is_held):
+    folder = study.cells[0].folder / locked
     folder.mkdir(parents=True)
     lock = folder / LOCK_FILE
     lock.write_text(json.dumps(dict(token='theirs', host='elsewhere', pid=1, started=0.0)))
@@ -354,6 +370,20 @@ def test_a_step_that_was_stopped_is_neither_finished_nor_failed(study, code):
     assert len(executor.commands) == 45
 
 
+def test_a_study_with_a_step_that_was_stopped_ends_with_an_error_unless_it_was_stopped_itself(tmp_path, monkeypatch):
+    def stop(command):
+        return -15 if any('teacher/' in word for word in command) else None
+
+    path = write_study(tmp_path, seeds=[0])
+    monkeypatch.setattr(worker_module, 'run_process', Executor(stop))
+    message = 'stopped from outside; cells left to do: 3 of 5, the first is teacher/.*; run the study again to continue'
+    with pytest.raises(UserError, match=message):
+        run_study(['run', path])
+    monkeypatch.setattr(worker_module, 'run_process', Executor(lambda command: signal.raise_signal(signal.SIGTERM)))
+    run_study(['run', path])
+    assert 'to do' in states(read_study(path))
+
+
 def test_a_worker_that_should_stop_stops(study):
     executor = Executor()
     Worker(study, should_stop=lambda: len(executor.commands) >= 2, execute=executor).run()
@@ -366,6 +396,12 @@ def test_the_time_left_follows_from_finished_cells(study):
     for step in ('train', 'clean', 'corrupt'):
         study.cells[0].record.finish(step, 60.0, 'vitzoo')
     assert describe_cells(study).endswith('about 42 min left')
+
+
+def test_a_single_cell_is_not_several(tmp_path):
+    ways = dict(scratch=dict(train={}, models='deit_softmax_nano'))
+    study = read_study(write_study(tmp_path, seeds=[0], ways=ways))
+    assert (describe_cells(study), count_finished(study)) == ('1 cell: 1 to do', '0 of 1 cell is finished')
 
 
 def test_a_process_writes_to_the_log_and_is_ended_on_request(study, tmp_path):
@@ -448,6 +484,15 @@ def test_a_cell_is_finished_if_its_failed_evaluation_was_removed(tmp_path):
     execute = Executor(lambda command: 2 if '--img-size' in command else None)
     Worker(read_study(write_study(tmp_path, seeds=[0], evaluations=evaluations)), execute=execute).run()
     run_study(['run', write_study(tmp_path, seeds=[0], evaluations=dict(clean={}))])
+
+
+def test_a_cell_goes_on_if_its_failed_evaluation_was_removed(tmp_path):
+    evaluations = dict(larger=dict(img_size=160), clean={})
+    execute = Executor(lambda command: 2 if '--img-size' in command else None)
+    Worker(read_study(write_study(tmp_path, seeds=[0], evaluations=evaluations)), execute=execute).run()
+    study = read_study(write_study(tmp_path, seeds=[0], evaluations=dict(clean={})))
+    Worker(study, execute=execute).run()
+    assert set(states(study)) == {'finished'}
 
 
 def test_a_changed_evaluation_is_refused_without_the_advice_to_remove_its_model(tmp_path):

@@ -122,7 +122,7 @@ def test_a_class_map_orders_merges_and_leaves_out_classes(tmp_path, capsys):
     class_map.write_text(json.dumps(dict(red='warm', blue='cold', brown='warm')))
     arguments = [*TINY, '--data-dir', str(images), '--output', str(run), '--class-map', str(class_map)]
     scores = train(arguments)
-    assert 'are not in the class map and not used: green' in capsys.readouterr().out
+    assert 'is not in the class map and not used: green' in capsys.readouterr().out
     config = json.loads((run / 'config.json').read_text())
     assert config['label_names'] == ['cold', 'warm']
     # the run does not need the file

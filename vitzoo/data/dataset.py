@@ -19,7 +19,7 @@ from vitzoo.data.layout import SPLIT_NAMES, Split, match_split, split_names
 from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, UNDIVIDED, DataOptions
 from vitzoo.data.reader import LabelledReader
 from vitzoo.data.third_party import check_options, find_third_party
-from vitzoo.errors import UserError, did_you_mean
+from vitzoo.errors import UserError, count_of, did_you_mean
 
 SAMPLE = Path(__file__).parent / 'sample'
 SCHEMES = ('torch', 'hfds', 'hfids', 'wds', 'tfds')
@@ -225,9 +225,9 @@ class Images(Dataset):
 
     def describe_left_out(self) -> str:
         """Describe in one sentence the classes of `left_out`."""
-        more = ', …' if self.left_out[3:] else ''
+        more, are = ', …' if self.left_out[3:] else '', 'are' if self.left_out[1:] else 'is'
         return (
-            f'{len(self.left_out)} classes of {self.root} are not in the class map and not used:'
+            f'{count_of(len(self.left_out), "class")} of {self.root} {are} not in the class map and not used:'
             f' {", ".join(self.left_out[:3])}{more}'
         )
 

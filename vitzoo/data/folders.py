@@ -21,7 +21,7 @@ from vitzoo.data.layout import (
 )
 from vitzoo.data.options import DataOptions
 from vitzoo.data.reader import LabelledReader
-from vitzoo.errors import NoClassesError
+from vitzoo.errors import NoClassesError, count_of
 
 
 class FolderReader(ArchiveReader):
@@ -120,8 +120,8 @@ def _explain_no_images(root: Path, names: list[str]) -> str:
     images = [name for name in visible if '/' not in name and Path(name).suffix.lower() in SUFFIXES]
     if images:
         return (
-            f"the data folder '{root}' has {len(images)} images but no class folders; move the images of each class"
-            f' into a folder with its name'
+            f"the data folder '{root}' has {count_of(len(images), 'image')} but no class folders; move the images of"
+            f' each class into a folder with its name'
             + (f', or train a model on {LABEL_TABLE} by `vitzoo train --multi-label`' if LABEL_TABLE in visible else '')
         )
     shards = [name for name in visible if name.endswith('.tar')]

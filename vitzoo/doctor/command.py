@@ -16,7 +16,7 @@ from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error
 from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
 from vitzoo.doctor.checks import FINDING_SEVERITIES, ExaminedSplit, Finding, check
 from vitzoo.doctor.facts import Facts, inspect_image
-from vitzoo.errors import CommandParser, UserError
+from vitzoo.errors import CommandParser, UserError, count_of
 from vitzoo.options import add_data_options, add_workers, check_output, positive
 
 _COLORS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan'}
@@ -121,8 +121,9 @@ def print_findings(data_dir: str, splits: list[ExaminedSplit], findings: list[Fi
     """Print each finding with the first few names and the fix."""
     console = Console(highlight=False, soft_wrap=True)
     for split in splits:
-        classes = f'{len(split.class_counts())} {"labels" if split.images.is_multi_label else "classes"}'
-        console.print(f'{split.name:6} {len(split.images):,} images of {classes} in {split.images.root}', markup=False)
+        images = count_of(len(split.images), 'image')
+        classes = count_of(len(split.class_counts()), 'label' if split.images.is_multi_label else 'class')
+        console.print(f'{split.name:6} {images} of {classes} in {split.images.root}', markup=False)
     for finding in findings:
         more = ', … (all with --json FILE)' if len(finding.where) > _MAX_NAMES else ''
         console.print()
@@ -131,7 +132,7 @@ def print_findings(data_dir: str, splits: list[ExaminedSplit], findings: list[Fi
         console.print(f'        {", ".join(finding.where[:_MAX_NAMES])}{more}', style='dim', markup=False)
         console.print(f'        fix: {finding.fix}', markup=False)
     counts = [(severity, sum(one.severity == severity for one in findings)) for severity in FINDING_SEVERITIES]
-    summary = ', '.join(f'{count} {severity}{"s" if count > 1 else ""}' for severity, count in counts if count)
+    summary = ', '.join(count_of(count, severity) for severity, count in counts if count)
     console.print(f'\n{summary or "no problems found"}: {data_dir}', markup=False)
 
 

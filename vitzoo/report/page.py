@@ -7,6 +7,7 @@ A report is plain data: `title`, `made` (date and time), `command`, and `records
 from importlib.resources import files
 from string import Template
 
+from vitzoo.errors import count_of
 from vitzoo.report.blocks import inline_symbol, number, scrolling
 from vitzoo.report.markup import Element, tag, to_html
 from vitzoo.report.records import prepare
@@ -81,14 +82,14 @@ def _header(title: str, about: list[str], sections: list[tuple]) -> Element:
 def _describe(report: dict, records: list[dict]) -> list[str]:
     """Number of models, data, date, and the machine if it is the same for all."""
     data = dict.fromkeys(_describe_data(record) for record in records if record.get('n'))
-    about = [f'{len(records)} model{"s" if len(records) > 1 else ""}', *data, report['made']]
+    about = [count_of(len(records), 'model'), *data, report['made']]
     places = {str(record['measured_on']) for record in records if record.get('measured_on')}
     return [' · '.join(about), *(places if len(places) == 1 else ())]
 
 
 def _describe_data(record: dict) -> str:
     data = 'the bundled sample' if record.get('data') == 'sample' else record.get('data')
-    return f'{record["n"]:,} images' + (f' of {data}' if data else '')
+    return count_of(record['n'], 'image') + (f' of {data}' if data else '')
 
 
 def provenance_section(report: dict, records: list[dict]) -> list[Element]:

@@ -100,4 +100,5 @@ def interval(percent: float, n: int | None) -> tuple[float, float]:
     share, z = percent / 100, 1.96
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    return 100 * (middle - half), 100 * (middle + half)
+    # rounding passes the ends
+    return max(0.0, 100 * (middle - half)), min(100.0, 100 * (middle + half))

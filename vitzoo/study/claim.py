@@ -2,7 +2,7 @@
 
 A claim is the lock of the folder .claim/ in the cell's folder; the run folder itself is locked by the training. With
 the lock is the process that computes the current step. If a worker is killed, that process may go on; the cell is free
-only after both have ended.
+only after both have ended. Another machine knows of that process only by the lock of the training.
 """
 
 import json
@@ -42,7 +42,7 @@ class Claim:
         except FolderLocked:
             return False
         # the process of a worker that was killed may have been found before its lock was
-        if _has_process(self.folder):
+        if _is_running(self.folder.parent):
             self.lock.release()
             return False
         return True
@@ -63,12 +63,14 @@ class Claim:
 
 def is_claimed(folder: Path) -> bool:
     """Return True if a worker, or a process that it has started, computes the cell in a run folder."""
-    return is_locked(folder / _CLAIM) or _has_process(folder / _CLAIM)
+    return is_locked(folder / _CLAIM) or _is_running(folder)
 
 
-def _has_process(folder: Path) -> bool:
-    """Return True if the recorded process runs on this machine."""
+def _is_running(folder: Path) -> bool:
+    """Return True if the training in a run folder runs, or the recorded process does on this machine."""
+    if is_locked(folder):
+        return True
     try:
-        return is_process_running(json.loads((folder / _PROCESS).read_text())) is True
+        return is_process_running(json.loads((folder / _CLAIM / _PROCESS).read_text())) is True
     except (OSError, ValueError, KeyError, AttributeError):
         return False

@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from vitzoo.errors import CommandParser, UserError
+from vitzoo.errors import CommandParser, UserError, count_of
 from vitzoo.study.plan import Study, read_study
 from vitzoo.study.report import write_study_report
 from vitzoo.study.results import collect
@@ -20,7 +20,7 @@ def run_study(argv: list[str] | None = None) -> None:
     """Run `vitzoo study` with these arguments.
 
     Raises:
-        UserError: The study is invalid, its cells were computed with other options, or a cell failed.
+        UserError: The study is invalid, its cells were computed with other options, or a cell failed or was stopped.
     """
     args = parse_args(argv)
     study = read_study(args.file)
@@ -68,11 +68,18 @@ def _run(study: Study, args: argparse.Namespace) -> None:
     with StopSignal() as stop:
         Worker(study, launch=args.launch, should_stop=lambda: stop.received).run()
     print_status(study)
+    cells = count_of(len(study.cells), 'cell')
     failed = [cell.name for cell in study.cells if find_state(cell) is CellState.FAILED]
     if failed:
         raise UserError(
-            f'{len(failed)} of {len(study.cells)} cells failed, the first is {failed[0]}; see study.log in its folder,'
+            f'{len(failed)} of {cells} failed, the first is {failed[0]}; see study.log in its folder,'
             f' correct the cause, and run again with --retry'
+        )
+    left = [cell.name for cell in study.cells if find_state(cell) in (CellState.FREE, CellState.WAITING)]
+    if left and not stop.received:
+        raise UserError(
+            f'a step was stopped from outside; cells left to do: {len(left)} of {len(study.cells)}, the first is'
+            f' {left[0]}; run the study again to continue'
         )
 
 

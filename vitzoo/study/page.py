@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 
+from vitzoo.errors import count_of
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, curves, dots, scatter
@@ -64,7 +65,7 @@ def render_study(study: Study, rows: list[Row], about: Sequence[str], notes: Seq
     entries = [_Entry(row, index, row.model) for index, row in enumerate(rows)]
     ways = [list(group) for _, group in groupby(entries, lambda entry: entry.row.way)]
     images = {round(record['n']) for row in rows for record in row.records.values() if record.get('n')}
-    facts = [*about, *(f'{n:,} images' for n in sorted(images))]
+    facts = [*about, *(count_of(n, 'image') for n in sorted(images))]
     sections = [(f'way-{way[0].row.way}', way[0].row.way, _way_section(study, way, entries)) for way in ways]
     kept = [chart for way in ways for chart in _retention_figures(study, way, rows)]
     if kept:

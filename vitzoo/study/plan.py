@@ -217,8 +217,10 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
             f' and a way of this study that comes before this one'
         )
     evaluations, found = _choose_evaluations(common, place, way), []
-    for mixer in _expand_mixers(f'{place}.mixers', way['mixers']):
+    mixers = _expand_mixers(f'{place}.mixers', way['mixers'])
+    for mixer in mixers:
         options = {**base, 'data_dir': common.data_dir, **given, 'mixer': mixer, 'seed': seed}
+        options = _without_kwargs_of(set(mixers) - {mixer}, options)
         words = ['teacher', '--output', 'student', *to_words(options)]
         _parse(f'{place}.transfer', parse_transfer_args, words, options, _TRANSFER_KEYS)
         label = f'{way["teacher"]}_to_{mixer}'
@@ -238,6 +240,21 @@ def _choose_evaluations(common: _Common, place: str, way: dict) -> dict[str, dic
     return {name: common.evaluations[name] for name in names}
 
 
+def _without_kwargs_of(others: set[str], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a transfer to one of several mixers, without the arguments MIXER.KEY of the others."""
+    kwargs = options.get('mixer_kwargs')
+    if not isinstance(kwargs, dict | list):
+        return options
+    # a list has KEY=VALUE
+    own = [key for key in kwargs if str(key).partition('=')[0].rpartition('.')[0] not in others]
+    rest = {key: value for key, value in options.items() if key != 'mixer_kwargs'}
+    return (
+        rest | dict(mixer_kwargs={key: kwargs[key] for key in own} if isinstance(kwargs, dict) else own)
+        if own
+        else rest
+    )
+
+
 def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
     place = f'evaluations.{name}'
     if name in _WAY_KEYS:
@@ -254,7 +271,9 @@ def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
             f'{place}: suite = {options["suite"]} cannot be part of a study; run vitzoo validate --suite on the folders'
             f' of its cells'
         )
-    _parse(place, parse_eval_args, ['model', *to_words(options, ',')], options, _EVAL_KEYS)
+    # the machine that reads the study may lack the device
+    words = to_words(options | dict(device=None), ',')
+    _parse(place, parse_eval_args, ['model', *words], options, _EVAL_KEYS)
     return options
 
 

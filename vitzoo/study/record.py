@@ -48,8 +48,9 @@ class CellRecord:
 
     @property
     def failure(self) -> dict | None:
-        """Step, exit code and last line of output of a failure."""
-        return self._read()['failure']
+        """Step, exit code and last line of output of a failure, unless the study no longer has this step."""
+        failure = self._read()['failure']
+        return failure if failure and failure['step'] in self.steps else None
 
     @property
     def missing(self) -> list[str]:

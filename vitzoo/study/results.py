@@ -19,7 +19,7 @@ class Metric(NamedTuple):
 
     Args:
         sign: 1 if higher is better, -1 if lower is, 0 for one that is not judged.
-        is_exact: True if it does not depend on the seed, so that it has no interval.
+        is_exact: True if it is counted, so that it has no interval unless the models of the seeds differ.
     """
 
     title: str
@@ -101,6 +101,11 @@ class Row:
         size = self.records.get(evaluation, {}).get('img_size')
         return None if size is None else sides(size)
 
+    def has_size_of(self, other: 'Row', evaluation: str) -> bool:
+        """Return True unless another row is known to have images of another size in an evaluation."""
+        sizes = {self.img_size(evaluation), other.img_size(evaluation)} - {None}
+        return len(sizes) < 2
+
     @property
     def is_baseline(self) -> bool:
         """True if others of the same way are compared with this row."""
@@ -134,16 +139,26 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
         cells = [(name, seed, record) for name, seeds in seeds_of.items() for seed, record in seeds.items()]
         row.transfers = {seed: record['transfer'] for _, seed, record in cells if record.get('transfer')}
         row.images = {(name, seed): record['images'] for name, seed, record in cells if record.get('images')}
-        reference = {} if row.is_baseline or row.baseline is None else values.get(row.baseline, {})
         for column, seeds in columns.items():
             row.values[column], row.by_seed[column] = estimate(list(seeds.values())), seeds
-            difference = None if column.metric.is_exact else paired_difference(seeds, reference.get(column, {}))
-            if difference is not None:
-                row.differences[column] = difference
-                row.verdicts[column] = judge(difference, column.metric.sign)
         rows.append(row)
+    known = {(row.way, row.model): row for row in rows}
+    for row in rows:
+        if row.baseline in known and not row.is_baseline:
+            _compare(row, known[row.baseline])
     _doubt_costs(rows, found)
     return _rank(study, rows)
+
+
+def _compare(row: Row, baseline: Row) -> None:
+    """Add the differences to the baseline; a converted model has none to its teacher at another image size."""
+    for column, seeds in row.by_seed.items():
+        if column.metric.is_exact or (row.is_converted and not row.has_size_of(baseline, column.evaluation)):
+            continue
+        difference = paired_difference(seeds, baseline.by_seed.get(column, {}))
+        if difference is not None:
+            row.differences[column] = difference
+            row.verdicts[column] = judge(difference, column.metric.sign)
 
 
 def read_cell(cell: StudyCell, evaluation: str) -> dict | None:

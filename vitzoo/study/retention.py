@@ -4,14 +4,13 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from statistics import fmean
-from typing import NamedTuple
-
-import timm
-import torch
+from typing import Any, NamedTuple
 
 from vitzoo.data.options import DATA_OPTIONS
+from vitzoo.load import build_on_meta
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers.base import named_mixers
+from vitzoo.models._mixer_paths import block_of
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import ResultColumn, Row, score_column, sides
 
@@ -23,7 +22,9 @@ class KeptAccuracy(NamedTuple):
     """Accuracies of a converted model in percent, means over the seeds that it shares with the other model.
 
     Args:
-        scratch: Of the same mixer trained from scratch in the way of the teacher, if the study has it for all seeds.
+        teacher: None if it was evaluated at another image size.
+        scratch: Of the same mixer trained from scratch in the way of the teacher, if the study has it for all seeds, at
+            the same image size.
         start: Of the converted model before any training, if the transfers recorded it.
         matched: Of the converted model after the matching of its blocks, if the transfers recorded it.
         zero: Of the converted and trained model whose attention is set to zero, if the transfers recorded it.
@@ -31,7 +32,7 @@ class KeptAccuracy(NamedTuple):
     """
 
     mixer: str
-    teacher: float
+    teacher: float | None
     student: float
     scratch: float | None
     start: float | None
@@ -41,7 +42,7 @@ class KeptAccuracy(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Percentage of the teacher's accuracy, None if that is zero."""
+        """Percentage of the teacher's accuracy, None if that is zero or not comparable."""
         return 100 * self.student / self.teacher if self.teacher else None
 
 
@@ -50,24 +51,32 @@ def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccurac
     score = score_column(study, way)
     if score is None:
         return []
-    known = {(row.way, row.model): row.by_seed[score] for row in rows if score in row.by_seed}
+    known = {(row.way, row.model): row for row in rows if score in row.by_seed}
     found = []
     for row in way:
-        if not row.is_converted or row.baseline is None:
+        if not row.is_converted or row.baseline not in known:
             continue
         teacher_way, name = row.baseline
-        students = known.get((row.way, row.model), {})
-        teachers = known.get(row.baseline, {})
         of_scratch = teacher_way, _same_mixer(name, row.mixer)
-        seeds = sorted(students.keys() & teachers.keys())
-        scores = students, teachers, known.get(of_scratch, {})
-        student, teacher, scratch = (_mean(values, seeds) for values in scores)
-        if teacher is not None and student is not None:
-            is_alike = scratch is None or _is_alike(of_scratch[1], name, row.mixer)
+        students = row.by_seed.get(score, {})
+        seeds = sorted(students.keys() & known[row.baseline].by_seed[score].keys())
+        student = _mean(students, seeds)
+        if student is not None:
+            teacher, scratch = (
+                _comparable_mean(known.get(key), row, score, seeds) for key in (row.baseline, of_scratch)
+            )
+            is_alike = scratch is None or _is_alike(of_scratch[1], name, row.mixer, _kept_blocks(study, row, seeds))
             found.append(
                 KeptAccuracy(row.mixer, teacher, student, scratch, *_recorded(study, row, score, seeds), is_alike)
             )
     return found
+
+
+def _comparable_mean(other: Row | None, row: Row, score: ResultColumn, seeds: list[int]) -> float | None:
+    """The mean of another row over some seeds, if there is one that was evaluated at the image size of a row."""
+    if other is None or not row.has_size_of(other, score.evaluation):
+        return None
+    return _mean(other.by_seed[score], seeds)
 
 
 def _mean(values: dict[int, float], seeds: list[int]) -> float | None:
@@ -82,19 +91,43 @@ def _same_mixer(teacher: str, mixer: str) -> str:
     return f'{mixer}_{size}' if mixer.startswith(f'{body}_') else f'{body}_{mixer}_{size}'
 
 
-def _is_alike(scratch: str, teacher: str, mixer: str) -> bool:
-    """Return True if a model has the layers of a teacher whose attention is replaced by a mixer."""
-    return _layers(scratch) == [(mixer_class(mixer), num_heads) for _, num_heads in _layers(teacher)]
+def _is_alike(scratch: str, teacher: str, mixer: str, kept: list[set[str]] | None) -> bool:
+    """Return True if a model has the layers of a teacher whose attention is replaced by a mixer.
+
+    Args:
+        kept: Blocks that keep the teacher's attention, in the student of each seed; None if they are not known.
+    """
+    own = [layer[1:] for layer in _layers(scratch)]
+    return kept is not None and all(own == _layers_of_student(teacher, mixer, blocks) for blocks in kept)
+
+
+def _layers_of_student(teacher: str, mixer: str, kept: set[str]) -> list[tuple[type, int]]:
+    """The kind and the number of heads of each mixer of a teacher's student."""
+    starts = tuple(f'{block}.' for block in kept)
+    return [
+        (kind if path.startswith(starts) else mixer_class(mixer), num_heads)
+        for path, kind, num_heads in _layers(teacher)
+    ]
+
+
+def _kept_blocks(study: Study, row: Row, seeds: list[int]) -> list[set[str]] | None:
+    """The blocks of a teacher that its student of each seed keeps, as the transfers recorded them; None if unknown."""
+    if str(_cell_of(study, row).options.get('keep_softmax') or 0) == '0':
+        return [set()]
+    searches: list[Any] = [row.transfers.get(seed, {}).get('keep_softmax') for seed in seeds]
+    if not all(searches):
+        return None
+    return [{block_of(path) for path in rounds[-1]['kept']} for rounds in searches]
 
 
 @cache
-def _layers(name: str) -> list[tuple[type, int]]:
-    """The kind and the number of heads of each mixer of a model."""
-    with torch.device('meta'), warnings.catch_warnings():
+def _layers(name: str) -> list[tuple[str, type, int]]:
+    """The path, the kind and the number of heads of each mixer of a model."""
+    with warnings.catch_warnings():
         # those on its options come up where it is trained
         warnings.simplefilter('ignore')
-        model = timm.create_model(name)
-    return [(type(mixer), mixer.num_heads) for _, mixer in named_mixers(model)]
+        model = build_on_meta(name)
+    return [(path, type(mixer), mixer.num_heads) for path, mixer in named_mixers(model)]
 
 
 def _recorded(
@@ -104,8 +137,7 @@ def _recorded(
 
     Only on the inputs of the score.
     """
-    cell = next(cell for cell in study.cells if (cell.way, cell.model) == (row.way, row.model))
-    transfers = row.transfers if _has_inputs(cell, study.evaluations[score.evaluation]) else {}
+    transfers = row.transfers if _has_inputs(_cell_of(study, row), study.evaluations[score.evaluation]) else {}
 
     def mean(find: Callable[[dict], dict | None]) -> float | None:
         found = {seed: (find(transfer) or {}).get(score.key) for seed, transfer in transfers.items()}
@@ -116,6 +148,11 @@ def _recorded(
         mean(lambda transfer: transfer.get('matched')),
         mean(lambda transfer: transfer.get('controls', {}).get('zero')),
     )
+
+
+def _cell_of(study: Study, row: Row) -> StudyCell:
+    """The first cell of a row."""
+    return next(cell for cell in study.cells if (cell.way, cell.model) == (row.way, row.model))
 
 
 def _has_inputs(cell: StudyCell, evaluation: dict) -> bool:

@@ -12,6 +12,8 @@ from vitzoo.train.stopping import StopSignal
 
 # names of submitit for short ones; any other name is an option of sbatch
 _NAMES = {'gpus': 'gpus_per_node', 'cpus': 'cpus_per_task', 'minutes': 'timeout_min', 'memory': 'mem_gb'}
+# without a limit of its own, submitit's is five minutes, and a job that reaches its limit is queued again three times
+_DEFAULTS = {'jobs': 1, 'minutes': None, 'timeouts': 1000}
 
 
 class WorkerJob:
@@ -57,10 +59,10 @@ def submit_workers(
     except ImportError as error:
         raise UserError('--slurm needs the package submitit; install it with pip install submitit') from error
     settings = dict(settings)
-    cluster, jobs = settings.pop('cluster', 'slurm'), settings.pop('jobs')
+    cluster, jobs, timeouts = settings.pop('cluster', 'slurm'), settings.pop('jobs'), settings.pop('timeouts')
     common = {name: settings.pop(short) for short, name in _NAMES.items() if short in settings}
     try:
-        executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
+        executor = submitit.AutoExecutor(folder=folder, cluster=cluster, slurm_max_num_timeout=timeouts)
         executor.update_parameters(name='vitzoo', **common, **{f'slurm_{key}': settings[key] for key in settings})
         with executor.batch():
             return [executor.submit(WorkerJob(path, launch, cells)) for _ in range(jobs)]
@@ -76,9 +78,8 @@ def slurm_settings(text: str) -> dict[str, Any]:
         if not key or not equals or not value:
             raise argparse.ArgumentTypeError(f"'{item}' is not KEY=VALUE, such as partition=gpu")
         settings[key] = int(value) if value.isdecimal() else value
-    for key in ('jobs', 'minutes'):
-        # without a limit of its own, submitit's is five minutes
-        value = settings.setdefault(key, 1 if key == 'jobs' else None)
+    for key, default in _DEFAULTS.items():
+        value = settings.setdefault(key, default)
         if not isinstance(value, int) or value < 1:
             raise argparse.ArgumentTypeError(f'{key} must be a number of 1 or more, not {value}, such as {key}=60')
     return settings

@@ -3,6 +3,7 @@
 from collections import Counter
 from enum import Enum
 
+from vitzoo.errors import count_of
 from vitzoo.study.claim import is_claimed as is_cell_claimed
 from vitzoo.study.plan import Study, StudyCell
 
@@ -56,7 +57,7 @@ def describe_cells(study: Study) -> str:
     if times and left:
         seconds = left * sum(times) / len(times) / max(counts[CellState.RUNNING], 1)
         parts.append(f'about {_format_time(seconds)} left')
-    return f'{len(study.cells)} cells: {", ".join(parts)}'
+    return f'{count_of(len(study.cells), "cell")}: {", ".join(parts)}'
 
 
 def _format_time(seconds: float) -> str:

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vitzoo.errors import count_of
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.transfers import read_transfer
 from vitzoo.study.intervals import Estimate
@@ -122,7 +123,7 @@ def write_csv(path: Path, rows: list[Row]) -> None:
                     way=row.way, model=row.model, evaluation=column.evaluation, metric=column.key
                 )
                 line |= dict(seeds=value.n, mean=value.mean, is_doubtful=column in row.doubts)
-                if not column.metric.is_exact:
+                if not _is_constant(value, column):
                     line |= dict(low=value.low, high=value.high)
                 difference = row.differences.get(column)
                 if difference is not None and row.baseline is not None:
@@ -260,7 +261,7 @@ def _value_cell(row: Row, column: ResultColumn, seeds: int) -> GridCell:
     if value is None:
         return GridCell('–')
     text = _format_estimate(value, column, '') + ('?' if column in row.doubts else '')
-    if value.n != seeds and not column.metric.is_exact:
+    if value.n != seeds and not _is_constant(value, column):
         text += f' ({value.n} of {seeds} seeds)' if value.n < seeds else f' ({value.n} seeds)'
     return GridCell(text, value.mean)
 
@@ -275,17 +276,24 @@ def _difference_cell(row: Row, column: ResultColumn, seeds: int) -> GridCell:
     return GridCell(' '.join(word for word in words if word), difference.mean)
 
 
+def _is_constant(value: Estimate, column: ResultColumn) -> bool:
+    """Return True for a count that is the same for all seeds, as unless `keep_softmax: auto` chose other numbers."""
+    return column.metric.is_exact and not value.half_width
+
+
 def _format_estimate(value: Estimate, column: ResultColumn, sign: str) -> str:
     metric = column.metric
     text = format(value.mean * metric.factor, f'{sign}.{metric.digits}f')
-    if metric.is_exact or value.half_width is None:
+    if value.half_width is None or _is_constant(value, column):
         return text
     return f'{text} ± {value.half_width * metric.factor:.{metric.digits}f}'
 
 
 def count_finished(study: Study) -> str:
     """The number of finished cells, in words."""
-    return f'{sum(cell.record.is_finished for cell in study.cells)} of {len(study.cells)} cells are finished'
+    finished = sum(cell.record.is_finished for cell in study.cells)
+    verb = 'is' if 1 in (finished, len(study.cells)) else 'are'
+    return f'{finished} of {count_of(len(study.cells), "cell")} {verb} finished'
 
 
 def format_notes(study: Study, rows: list[Row]) -> list[str]:
@@ -306,8 +314,8 @@ def format_notes(study: Study, rows: list[Row]) -> list[str]:
         baselines = dict.fromkeys(row.baseline[1] for row, _ in pairs if row.baseline is not None)
         notes.append(
             f'Differences are to {", ".join(baselines)}, of pairs with the same seed; a converted model is compared'
-            f' with its teacher. "better" and "worse" stand only where the 95 % interval of the paired difference'
-            f' excludes zero.'
+            f' with its teacher, at the same image size. "better" and "worse" stand only where the 95 % interval of the'
+            f' paired difference excludes zero.'
         )
     if judged:
         notes.append(

@@ -54,6 +54,9 @@ class Worker:
         """Compute cells until all are finished, failed, or wait for one that failed.
 
         Waits for the cells of other workers, and takes over those of workers that have died.
+
+        Raises:
+            UserError: A folder cannot be written, or this machine lacks the device of an evaluation.
         """
         while not self.should_stop():
             if self._compute_next():
@@ -63,6 +66,11 @@ class Worker:
             if not {CellState.RUNNING, CellState.FREE} & set(states):
                 return
             self._sleep(_POLL_SECONDS if CellState.FREE in states else _WAIT_SECONDS)
+
+    @property
+    def is_direct(self) -> bool:
+        """False if a launcher starts the processes, perhaps on another machine."""
+        return [*self.launch] == [sys.executable]
 
     def _compute_next(self) -> bool:
         """Claim and compute the first free cell; False if there was none."""
@@ -89,6 +97,8 @@ class Worker:
 
     def _compute(self, cell: StudyCell, claim: Claim) -> None:
         """Compute the missing steps of a cell, up to the first that fails."""
+        if self.is_direct:
+            _check_devices(cell)
         for step in cell.record.missing:
             _log(f'{cell.name}: {step} ({describe_cells(self.study)})')
             if step == cell.command:
@@ -115,7 +125,7 @@ class Worker:
             place = {}
             if step != cell.command:
                 expected[0].replace(cell.record.results_file(step))
-                place = _find_place(cell.evaluations[step], [*self.launch] == [sys.executable])
+                place = _find_place(cell.evaluations[step], self.is_direct)
             cell.record.finish(step, seconds, shlex.join(['vitzoo', *words]), place)
             if self.should_stop():
                 return
@@ -157,13 +167,26 @@ def run_process(command: list[str], log: Path, claim: Claim, should_stop: Callab
     return process.returncode
 
 
+def _check_devices(cell: StudyCell) -> None:
+    """Check the devices of the missing evaluations of a cell, before a model is trained for them."""
+    for step in cell.record.missing:
+        try:
+            parse_args(['model', *to_words(cell.evaluations.get(step, {}), ',')])
+        except UserError as error:
+            raise UserError(f'evaluations.{step}: {error}') from error
+
+
 def _find_place(options: dict, is_direct: bool) -> dict:
     """Machine, precision, versions and load of an evaluation that has just ended; empty if they are not known.
 
     Args:
         is_direct: False if a launcher started it.
     """
-    measured = parse_args(['model', *to_words(options, ',')])
+    try:
+        measured = parse_args(['model', *to_words(options, ',')])
+    except UserError:
+        # a launcher used a device of another machine
+        return {}
     place = describe_place(measured.device, measured.amp_dtype)
     # a launcher chooses the number of threads, and may use another machine than this CPU
     is_known = is_direct or place['cores'] is None

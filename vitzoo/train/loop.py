@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 
 from vitzoo.data.held_out import HELD_OUT, write_held_out
 from vitzoo.data.transforms import expand_pipeline
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, count_of
 from vitzoo.train.evaluation import evaluate_epoch, evaluate_shared, export, export_best
 from vitzoo.train.opening import create_accelerator, find_held_out_list, set_up
 from vitzoo.train.processes import raise_together, share_statistics
@@ -161,6 +161,6 @@ def finish(run: Run) -> dict:
     mean_precision = f', mAP {scores["map"]:.2f} %' if 'map' in scores else ''
     run.console.print(
         f'{run.folder} has the {weights} weights after epoch {row["epoch"]}: top-1 {scores["top1"]:.2f} %,'
-        f' top-5 {scores["top5"]:.2f} %{mean_precision}, loss {scores["loss"]:.4f} on {scores["n"]} images'
+        f' top-5 {scores["top5"]:.2f} %{mean_precision}, loss {scores["loss"]:.4f} on {count_of(scores["n"], "image")}'
     )
     return dict(scores, weights=weights, folder=str(run.folder))

@@ -11,7 +11,7 @@ from accelerate.utils import LoggerType, ProjectConfiguration
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn, TimeRemainingColumn
 
 from vitzoo.data.held_out import HELD_OUT
-from vitzoo.errors import UserError, did_you_mean
+from vitzoo.errors import UserError, count_of, did_you_mean
 from vitzoo.metrics.speed import peak_process_megabytes
 from vitzoo.mixers.base import named_mixers
 from vitzoo.train.recipe import FIELDS, NOT_SAVED, Recipe
@@ -40,7 +40,7 @@ def describe_run(run: Run) -> list[str]:
     return [
         f'model  {recipe.model}, {params:.2f} M parameters, images {height} x {width}',
         f'data   {recipe.data_dir}: {len(run.train_set)} training and {len(run.val_set)} validation images'
-        f' of {len(run.train_set.class_names)} classes',
+        f' of {count_of(len(run.train_set.class_names), "class")}',
         f'steps  {plan}',
         f'on     {processes} on {run.accelerator.device.type} in {precision}, seed {recipe.seed}, output {run.folder}',
         *(f'note   {note}' for note in _notes(run)),

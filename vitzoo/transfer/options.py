@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from vitzoo._arguments import constructor_arguments
 from vitzoo.data import DataOptions
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import CommandParser, UserError, did_you_mean, format_flag
+from vitzoo.mixers import list_mixers, mixer_class
 from vitzoo.models._swap_record import check_mixer_kwargs
 from vitzoo.options import (
     add_data_options,
@@ -242,9 +244,18 @@ def _by_mixer(mixers: list[str], pairs: list[tuple[str, object]]) -> dict[str, d
     try:
         for mixer, kwargs in found.items():
             check_mixer_kwargs(mixer, kwargs)
+            _check_names(mixer, kwargs)
     except ValueError as error:
         raise UserError(f'--mixer-kwargs: {error}') from error
     return found
+
+
+def _check_names(mixer: str, kwargs: dict[str, object]) -> None:
+    """Raise ValueError if a mixer does not take an argument; an unknown mixer is reported elsewhere."""
+    known = constructor_arguments(mixer_class(mixer)) if mixer in list_mixers() else kwargs.keys()
+    for name in kwargs:
+        if name not in known:
+            raise ValueError(f"{mixer} does not take the argument '{name}'{did_you_mean(name, known)}")
 
 
 def _count(text: str) -> int | str:

@@ -1,5 +1,6 @@
 """transfer.json: the results of a transfer, written after each of its pieces, so that it can be continued."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -29,6 +30,8 @@ class TransferRecord:
         self.folder, self.is_main = folder, is_main
         # as they are read from the file
         self.results: dict[str, Any] = dict(settings=json.loads(json.dumps(settings)), seconds={})
+        # a teacher that was moved, or whose folder is written in another way, is the same
+        self.results['teacher_weights'] = _hash_weights(settings.get('teacher'))
         # the key that is being computed, and since when its time is not counted yet
         self.in_progress: tuple[str, float] | None = None
 
@@ -151,6 +154,9 @@ class TransferRecord:
     def _continue(self) -> None:
         found = self._read('start again with --overwrite')
         before, now = found['settings'], self.results['settings']
+        weights = self.results['teacher_weights']
+        if weights is not None and found.get('teacher_weights') == weights:
+            before['teacher'] = now['teacher']
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             key = changed[0]
@@ -159,3 +165,9 @@ class TransferRecord:
                 f' start again with --overwrite'
             )
         self.results = found
+
+
+def _hash_weights(teacher: str | None) -> str | None:
+    """SHA-256 of the weights in the folder of a teacher; None for another name."""
+    weights = Path((teacher or '').removeprefix('local-dir:')).expanduser() / 'model.safetensors'
+    return hashlib.sha256(weights.read_bytes()).hexdigest() if teacher and weights.is_file() else None

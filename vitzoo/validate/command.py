@@ -67,7 +67,7 @@ def _validate_predictions(path: str, options: EvalOptions) -> dict:
     scores = f'top-1 {record["top1"]:.2f} %, top-5 {record["top5"]:.2f} %, loss {record["loss"]:.3f}'
     if record['map'] is not None:
         scores += f', mAP {record["map"]:.2f} %'
-    print(f'{path}: {scores}, {record["n"]:,} images')
+    print(f'{path}: {scores}, {count_of(record["n"], "image")}')
     print_calibration(record, options)
     return record
 
