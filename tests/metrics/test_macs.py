@@ -238,9 +238,8 @@ def mala(grid, P, N, C, h):
 
 def mhla(grid, P, N, C, h, side=4):
     sizes = [ceil(length / side) for length in grid]
-    blocks = prod(ceil(length / size) for length, size in zip(grid, sizes))
-    tokens = blocks * prod(sizes) + P
-    return (2 * tokens + (blocks + (P > 0)) ** 2) * C * (C // h + 1) + depthwise(grid, 5, C)
+    tokens = side**2 * prod(sizes) + P
+    return (2 * tokens + (side**2 + (P > 0)) ** 2) * C * (C // h + 1) + depthwise(grid, 5, C)
 
 
 def polaformer(grid, P, N, C, h):

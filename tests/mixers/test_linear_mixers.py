@@ -367,6 +367,14 @@ def test_one_inducing_point_gives_every_token_the_same():
     assert_near(out, out[:, :1].expand_as(out))
 
 
+def test_inducing_points_start_as_in_the_set_transformer():
+    # its parameter has the shape (1, m, dim), whose last dimension xavier_uniform_ takes for that of a convolution
+    m, dim = 64, 96
+    points = create_mixer('set', dim, 3, grid_size=GRID, num_inducing=m).inducing
+    bound = math.sqrt(6 / (dim * (m + 1)))
+    assert 0.99 * bound < points.abs().max() <= bound
+
+
 def test_the_order_of_inducing_points_does_not_matter():
     mixer = build('set', num_inducing=5)
     x = tokens(mixer)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers import GRID, assert_near, build, golden, recorded_call, tokens
+from helpers import DIM, GRID, assert_near, build, golden, recorded_call, tokens
 from torch.nn import functional as F
 
 import vitzoo
@@ -240,6 +240,42 @@ def test_blocks_without_weight_do_not_see_each_other():
     moved[:, :, [2, 3, 6, 7, 10, 11]] += 1
     changed = (mixer.mix(q, k, moved, (6, 4)) - mixer.mix(q, k, v, (6, 4))).abs().amax(dim=(0, 1, 3)) > 1e-9
     assert changed.nonzero().flatten().tolist() == [2, 3, 6, 7, 10, 11]
+
+
+@pytest.mark.parametrize('op', ['op', 'op_naive'])
+def test_mhla_weights_at_and_below_0_count_as_0_and_learn(op):
+    mixer = vitzoo.create_mixer('mhla', DIM, HEADS, grid_size=(4, 4), locality='local', dtype=torch.float64)
+    x = tokens(mixer)
+    mixer.op = getattr(mixer, op)
+    at_0 = mixer.mixing == 0
+
+    def output_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
+        out = mixer(x, (4, 4))
+        return out, torch.autograd.grad(out.square().sum(), mixer.mixing)[0]
+
+    out, gradient = output_and_gradient()
+    assert at_0.any() and gradient[at_0].all()
+    mixer.mixing.data[at_0] = -1
+    below, gradient_below = output_and_gradient()
+    assert_near(below, out)
+    assert_near(gradient_below, gradient)
+
+
+@pytest.mark.parametrize('grid_size', [(4, 4), (5, 5), (9, 9), (6, 7), (14, 14)])
+def test_mhla_divides_a_grid_into_as_many_blocks_as_it_has_weights_for(grid_size):
+    mixer = build('mhla', grid_size)
+    mixer(tokens(mixer), grid_size).square().sum().backward()
+    assert mixer.mixing.grad.all()
+
+
+@pytest.mark.parametrize('normalizer', ['paper', 'position'])
+@pytest.mark.parametrize('grid_size', [(1, 1), (2, 3), (3, 9), (5, 7), (8, 6)])
+def test_mhla_equals_its_naive_form_on_grids_that_are_not_divided_evenly(grid_size, normalizer):
+    mixer = build('mhla', grid_size, num_prefix_tokens=1, normalizer=normalizer)
+    x = tokens(mixer)
+    out = mixer(x, grid_size)
+    mixer.op = mixer.op_naive
+    assert_near(out, mixer(x, grid_size))
 
 
 def test_cosformer_weights_fall_with_the_distance_in_the_raster():

@@ -1,5 +1,6 @@
 """Mixers with sparse attention patterns: bigbird, local, reformer, routing, sinkhorn and sparse."""
 
+import copy
 import math
 from datetime import timedelta
 
@@ -387,6 +388,22 @@ def test_routing_centroids_move_to_the_mean_of_their_tokens_and_only_in_training
         for c in range(3):
             expected = F.normalize(unit[nearest == c].mean(dim=0), dim=0)
             torch.testing.assert_close(after[head, c], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_routing_centroids_move_as_far_if_the_weights_are_in_half_precision(dtype):
+    mixer = build('routing', num_clusters=3, dtype=torch.float32)
+    built = build('routing', num_clusters=3, dtype=dtype)
+    converted = copy.deepcopy(mixer).to(dtype)
+    x, before = tokens(mixer, dtype=torch.float32), mixer.centroids.clone()
+    moved = routing_step(mixer, x) - before
+    for half in (built, converted):
+        assert half.qkv.weight.dtype == dtype and torch.equal(half.centroids, before)
+        half.load_state_dict({name: tensor.to(dtype) for name, tensor in mixer.state_dict().items()})
+        half.centroids.copy_(before)
+        found = routing_step(half, x.to(dtype)) - before
+        assert (found - moved).norm() < 0.05 * moved.norm()
+    assert torch.equal(converted.double().centroids, converted.centroids.double())
 
 
 def test_routing_centroids_do_not_move_under_torch_func():

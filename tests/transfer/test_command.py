@@ -208,16 +208,16 @@ def test_a_transfer_continues_with_a_teacher_that_was_moved_but_not_with_another
     teacher = tmp_path / 'teacher'
     teacher.mkdir()
     (teacher / 'model.safetensors').write_bytes(b'weights')
-    ledger = Ledger(tmp_path / 'student', dict(teacher=str(teacher), seed=0))
-    ledger.once('start', lambda: 1)
+    record = TransferRecord(tmp_path / 'student', dict(teacher=str(teacher), seed=0))
+    record.compute_once('start', lambda: 1)
     moved = teacher.rename(tmp_path / 'moved')
     for name in (str(moved), f'local-dir:{moved}', os.path.relpath(moved)):
-        again = Ledger(tmp_path / 'student', dict(teacher=name, seed=0))
+        again = TransferRecord(tmp_path / 'student', dict(teacher=name, seed=0))
         again.open(resume=True, overwrite=False)
         assert again.results['start'] == 1 and again.results['settings']['teacher'] == name
     (moved / 'model.safetensors').write_bytes(b'others')
     with pytest.raises(UserError, match=f'its teacher is {teacher}, not {moved}'):
-        Ledger(tmp_path / 'student', dict(teacher=str(moved), seed=0)).open(resume=True, overwrite=False)
+        TransferRecord(tmp_path / 'student', dict(teacher=str(moved), seed=0)).open(resume=True, overwrite=False)
 
 
 def transfer_in_processes(argv: list[str]) -> None:

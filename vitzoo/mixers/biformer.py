@@ -2,13 +2,13 @@
 
     out_i = lepe(v)_i + sum_{j in prefix + R(i)} softmax_j(scale * q_i . k_j) v_j,  scale = dim^(-1/2)
 
-The grid is divided into n x n windows. R(i) has the tokens of the k windows with the largest product of their mean key
-and the mean query of the window of i, over all heads together; the choice has no gradient. lepe is a depthwise
+The grid is divided into at most n x n windows. R(i) has the tokens of the k windows with the largest product of their
+mean key and the mean query of the window of i, over all heads together; the choice has no gradient. lepe is a depthwise
 convolution. The authors pad a grid that n does not divide, and attend the padding; here windows have ceil(H / n) x
-ceil(W / n) tokens, fewer at the border, and the means are over their tokens. Prefix tokens are global: every token
-attends them and they attend every token. If all windows are chosen, and without lepe, it is softmax attention with this
-scale. With windows of s tokens, O(N (k s + P) dim). BiFormer: Vision Transformer with Bi-Level Routing Attention,
-section 3.2, https://arxiv.org/abs/2303.08810
+ceil(W / n) tokens, fewer at the border, so that a side may have fewer than n of them, and the means are over their
+tokens. Prefix tokens are global: every token attends them and they attend every token. If all windows are chosen, and
+without lepe, it is softmax attention with this scale. With windows of s tokens, O(N (k s + P) dim). BiFormer: Vision
+Transformer with Bi-Level Routing Attention, section 3.2, https://arxiv.org/abs/2303.08810
 """
 
 from typing import Any
@@ -106,7 +106,7 @@ def _route(q: torch.Tensor, k: torch.Tensor, is_real: torch.Tensor, topk: int) -
 
 @register_mixer('biformer')
 class BiFormer(QKVMixer):
-    """Bi-level routing attention in `num_windows` windows per side, of which each attends `topk`.
+    """Bi-level routing attention in up to `num_windows` windows per side, of which each attends `topk`.
 
     `lepe_size` is the side of the convolution.
     """

@@ -5,7 +5,9 @@
 for every channel, with p + s taken modulo H and W. The number of heads has no effect on the grid. O(N dim log(N)).
 Prefix tokens have no place on the grid: grid tokens do not depend on them, and they attend all tokens by softmax
 attention with `num_heads` heads. The official code runs on square grids only and has no bias in the projections (here
-`qkv_bias=False`). Vision Transformers are Circulant Attention Learners, section 4, https://arxiv.org/abs/2512.21542
+`qkv_bias=False`). The 3 x 3 depthwise convolution that the authors' blocks add to the tokens before the norm belongs to
+the block and is not here. Vision Transformers are Circulant Attention Learners, section 4,
+https://arxiv.org/abs/2512.21542
 """
 
 from typing import Any

@@ -6,9 +6,10 @@
 for each head, with a factor per channel of the keys, and * per channel. In text only tokens j <= i are summed; an image
 has no order, so the sum is over both directions along the raster of the grid, each with a factor a of its own, and the
 token itself counts once. Prefix tokens have no place in the raster: every token reads them and they read every token
-without decay. Linear in the number of tokens: O(N dim head_dim), in chunks of 32 tokens. Gated Linear Attention
-Transformers with Hardware-Efficient Training, section 4, https://arxiv.org/abs/2312.06635; both directions: ViG,
-https://arxiv.org/abs/2405.18425, whose mean of two passes counts the token itself twice
+without decay. Linear in the number of tokens: O(N dim head_dim), in chunks of 32 tokens. The authors' package fla has
+keys of half the width (expand_k=0.5), a root mean square norm in place of LN, and no biases but that of a. Gated Linear
+Attention Transformers with Hardware-Efficient Training, section 4, https://arxiv.org/abs/2312.06635; both directions:
+ViG, https://arxiv.org/abs/2405.18425, whose mean of two passes counts the token itself twice
 """
 
 from typing import Any

@@ -6,8 +6,9 @@ where the 3 x 3 kernel r of each channel is a two-layer network of the mean of t
 tokens: O(N dim head_dim). Scores can be negative. The sums do not depend on the order of tokens, so the first term
 applies to a grid unchanged, and prefix tokens are ordinary tokens in it and in the mean; the second is on the grid
 only, padded with zeros. A constant added to all keys changes nothing. Scores are divided by N as in the official code;
-the paper does not divide them, which `mean_scores=False` reproduces. Bridging the Divide: Reconsidering Softmax and
-Linear Attention, sections 4.1 and 4.2, https://arxiv.org/abs/2412.06590
+the paper does not divide them, which `mean_scores=False` reproduces: the outputs then grow with N, and exceed float16
+for large tokens (of standard deviation 10). Bridging the Divide: Reconsidering Softmax and Linear Attention, sections
+4.1 and 4.2, https://arxiv.org/abs/2412.06590
 """
 
 from functools import partial

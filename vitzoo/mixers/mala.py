@@ -8,9 +8,11 @@ where o is a linear layer of the tokens. Linear in the number of tokens: O(N dim
 features are rotated by the row and the column of their token (RoPE) in s_ij, after gamma_i is computed without; the
 first half of the channels of a head by the row and the second by the column, so that its width must be a multiple of 4.
 Without rotation the weights of a token sum to 1. The factor scale / N is the code's too; `mean_scores=False` leaves out
-N, as the paper does, and `scale=1` the scale. The convolution is on the grid, padded with zeros; prefix tokens are
-ordinary tokens in the sums, without rotation and without convolution. Rectifying Magnitude Neglect in Linear Attention,
-https://arxiv.org/abs/2507.00698
+N, as the paper does, and `scale=1` the scale. Without N the outputs grow with the number of tokens, and exceed float16
+for large ones (of standard deviation 10). The convolution is on the grid, padded with zeros; prefix tokens are ordinary
+tokens in the sums, without rotation and without convolution. The 3 x 3 depthwise convolution that the authors' blocks
+add to the tokens before the norm belongs to the block and is not here. Rectifying Magnitude Neglect in Linear
+Attention, https://arxiv.org/abs/2507.00698
 """
 
 from functools import partial

@@ -5,13 +5,15 @@
 
 where b(i) is the block of token i. The weights m are shared by the heads and start larger for near blocks. Linear in
 the number of tokens: O((N + M^2 head_dim) dim) for M blocks. A grid of any size is divided into the same number of
-blocks, of which those at the bottom and right may be smaller; prefix tokens are one more block, which starts at no
-distance from any other. The convolution is on the grid, padded with zeros. There is no scale of the scores. A weight
-below 0 counts as 0, which keeps the normalizer positive; the official code does not ensure that, and agrees for
-positive weights. Its normalizer is not the paper's: `normalizer='position'` mixes, in place of z_b, the normalizers
-phi(q_l) . z_{b(l)} of the tokens l at the same position in each block; a block that is too small to have that token
-counts as 0. The layer norm that the official class applies first is here that of the transformer block. MHLA: Restoring
-Expressivity of Linear Attention via Token-Level Multi-Head, https://arxiv.org/abs/2601.07832
+blocks, whose sides differ by at most one token, the larger first; along a side of fewer tokens than blocks each token
+is a block, and the last blocks are empty. Prefix tokens are one more block, which starts at no distance from any other.
+The convolution is on the grid, padded with zeros. There is no scale of the scores. A weight below 0 counts as 0, which
+keeps the normalizer positive; the official code does not ensure that, and agrees for positive weights. A weight at or
+below 0 gets the gradient of a positive one, so that it can grow. Its normalizer is not the paper's:
+`normalizer='position'` mixes, in place of z_b, the normalizers phi(q_l) . z_{b(l)} of the tokens l at the same position
+in each block; a block that is too small to have that token counts as 0. The layer norm that the official class applies
+first is here that of the transformer block. MHLA: Restoring Expressivity of Linear Attention via Token-Level
+Multi-Head, https://arxiv.org/abs/2601.07832
 """
 
 import math
@@ -25,9 +27,8 @@ from torch.types import Device
 
 from ._grid_conv import GridConv, grid_conv_naive
 from ._kernel_mixer import KernelMixer
-from ._numerics import pad, wide_dtype
+from ._numerics import wide_dtype
 from ._recompute import recompute_heads
-from ._window import untile
 from .base import no_autocast, register_mixer
 
 __all__ = ['MHLA', 'block_mixing_weights', 'mhla_attention', 'mhla_naive']
@@ -69,13 +70,17 @@ def mhla_naive(
 ) -> torch.Tensor:
     """The N x N attention matrix with the weight of each pair; arguments as `mhla_attention`."""
     (H, W), N = grid_size, q.shape[2]
-    h, w = -(-H // num_blocks), -(-W // num_blocks)
+
+    def cut(length: int) -> list[tuple[int, int]]:
+        pieces = torch.arange(length).tensor_split(num_blocks)
+        return [(block, place) for block, piece in enumerate(pieces) for place in range(len(piece))]
+
     # of prefix tokens the block is the last, and no position
     places = [(num_blocks**2, -1)] * (N - H * W)
-    places += [(y // h * num_blocks + x // w, y % h * w + x % w) for y in range(H) for x in range(W)]
+    places += [(by * num_blocks + bx, y * W + x) for by, y in cut(H) for bx, x in cut(W)]
     block, position = torch.tensor(places, device=q.device).T
     q, k = q.relu() + _EPS, k.relu() + _EPS
-    m = mixing.relu()[block][:, block]
+    m = _without_negative(mixing)[block][:, block]
     attn = m * (q @ k.mT)
     total = attn.sum(dim=-1, keepdim=True)
     if normalizer == 'position':
@@ -128,9 +133,8 @@ def _attend(
         # the normalizer is one more channel
         values = F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, heads, N, d + 1)
         P = q.shape[2] - grid_size[0] * grid_size[1]
-        block_size = -(-grid_size[0] // num_blocks), -(-grid_size[1] // num_blocks)
-        mixing = _used_weights(mixing[0, 0].to(dtype).relu(), grid_size, block_size, num_blocks)
-        q_blocks, k_blocks, v_blocks = (_to_blocks(x[:, :, P:], grid_size, block_size) for x in (q, k, values))
+        mixing = _without_negative(mixing[0, 0].to(dtype))
+        q_blocks, k_blocks, v_blocks = (_to_blocks(x[:, :, P:], grid_size, num_blocks) for x in (q, k, values))
         sums = k_blocks.mT @ v_blocks  # (B, heads, M, d, d + 1)
         if P:
             sums = torch.cat([sums, (k[:, :, :P].mT @ values[:, :, :P]).unsqueeze(2)], dim=2)
@@ -144,36 +148,59 @@ def _attend(
                 to_prefix = q_blocks @ sums[:, :, T:, :, -1:]
                 total = total + mixing[:T, T:] * to_prefix.squeeze(-1)
             out = torch.cat([out[..., :-1], total.unsqueeze(-1)], dim=-1)
-        out = untile(out, grid_size, block_size)
+        out = _from_blocks(out, grid_size, num_blocks)
         if P:
             out = torch.cat([q[:, :, :P] @ mixed[:, :, T], out], dim=2)
         # the gradient of a quotient needs two more tensors
         return out[..., :-1] * (out[..., -1:] + _EPS).reciprocal()
 
 
-def _used_weights(
-    mixing: torch.Tensor, grid_size: tuple[int, int], block_size: tuple[int, int], num_blocks: int
-) -> torch.Tensor:
-    """The weights of blocks that have tokens; small grids do not reach the last ones."""
-    rows, columns = (-(-side // size) for side, size in zip(grid_size, block_size))
-    if rows == columns == num_blocks:
-        return mixing
-    used = torch.arange(num_blocks**2, device=mixing.device).unflatten(0, (num_blocks, num_blocks))
-    used = used[:rows, :columns].flatten()
-    prefix = torch.arange(num_blocks**2, mixing.shape[0], device=mixing.device)
-    used = torch.cat([used, prefix])
-    return mixing[used][:, used]
+def _without_negative(mixing: torch.Tensor) -> torch.Tensor:
+    """Weights with 0 in place of those below, with the gradient of the weights themselves, so that these can grow."""
+    return mixing - mixing.detach().clamp(max=0)
 
 
-def _to_blocks(x: torch.Tensor, grid_size: tuple[int, int], block_size: tuple[int, int]) -> torch.Tensor:
-    """Grid tokens (B, heads, H*W, d) -> blocks (B, heads, T, h*w, d), padded with zeros.
+def _to_blocks(x: torch.Tensor, grid_size: tuple[int, int], num_blocks: int) -> torch.Tensor:
+    """Grid tokens (B, heads, H*W, d) -> blocks (B, heads, num_blocks^2, h*w, d), the smaller ones padded with zeros.
 
     Unlike those who call `tile`, the sums of blocks depend on the padding.
     """
-    (h, w), (bottom, right) = block_size, (-side % size for side, size in zip(grid_size, block_size))
-    x = pad(x.unflatten(2, grid_size), (0, 0, 0, right, 0, bottom))
-    x = x.unflatten(3, (-1, w)).unflatten(2, (-1, h))
+    x = _cut(_cut(x.unflatten(2, grid_size), 3, num_blocks), 2, num_blocks)  # (B, heads, rows, h, columns, w, d)
     return x.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+
+
+def _from_blocks(x: torch.Tensor, grid_size: tuple[int, int], num_blocks: int) -> torch.Tensor:
+    """Blocks (B, heads, num_blocks^2, h*w, d) -> grid tokens (B, heads, H*W, d), the inverse of `_to_blocks`."""
+    H, W = grid_size
+    x = x.unflatten(2, (num_blocks, num_blocks)).unflatten(4, (-(-H // num_blocks), -(-W // num_blocks)))
+    x = x.transpose(3, 4)  # (B, heads, rows, h, columns, w, d)
+    return _join(_join(x, 2, H), 3, W).flatten(2, 3)
+
+
+def _cut(x: torch.Tensor, dim: int, num_pieces: int) -> torch.Tensor:
+    """Cut a dimension in pieces, the larger first: (..., length, ...) -> (..., pieces, length of the first, ...).
+
+    The others are padded with zeros.
+    """
+    # divmod refuses the sizes of torch.jit.trace
+    size, larger = x.shape[dim] // num_pieces, x.shape[dim] % num_pieces
+    if larger == 0:
+        return x.unflatten(dim, (num_pieces, size))
+    head, tail = x.split([larger * (size + 1), (num_pieces - larger) * size], dim=dim)
+    head = head.unflatten(dim, (larger, size + 1))
+    tail = tail.unflatten(dim, (num_pieces - larger, size))
+    return torch.cat([head, F.pad(tail, (0, 0) * (x.ndim - 1 - dim) + (0, 1))], dim=dim)
+
+
+def _join(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """The inverse of `_cut`: (..., pieces, length of the first, ...) -> (..., length, ...)."""
+    num_pieces, size = x.shape[dim : dim + 2]
+    larger = length % num_pieces
+    if larger == 0:
+        return x.flatten(dim, dim + 1)
+    head, tail = x.split([larger, num_pieces - larger], dim=dim)
+    tail = tail.narrow(dim + 1, 0, size - 1)
+    return torch.cat([head.flatten(dim, dim + 1), tail.flatten(dim, dim + 1)], dim=dim)
 
 
 class _AllHeadsRMSNorm(nn.Module):

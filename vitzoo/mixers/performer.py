@@ -5,7 +5,8 @@
     relu:     phi(x) = (relu(W x') + eps) / sqrt(m)
 
 Linear in the number of tokens: O(N m dim) for m features. Prefix tokens are ordinary tokens. In the limit of many
-softmax features it is softmax attention. The authors do not scale x for relu features.
+softmax features it is softmax attention. The authors do not scale x for relu features, and their TensorFlow code adds
+eps after the division by sqrt(m), so that its eps is sqrt(m) times as much here.
 
 The authors' code adds an eps to every softmax feature,
 

@@ -8,12 +8,12 @@
 In each of the `num_hashes` rounds the tokens are sorted by bucket and split into chunks of m = 2 * bucket_size. With
 the logarithm a key that is attended in several rounds counts once, and because of the penalty a token attends itself
 only if it has no other key. Keys have the length that the authors' code (trax) gives them. It has no mask of other
-buckets and counts a key in each round, where this follows the paper. Grid tokens are hashed in raster order; nothing is
-causal, and the look-back is one chunk as in the paper. Prefix tokens are global and not hashed: they form one more
-round with all tokens in one bucket. There is no projection for keys. With one bucket it is softmax attention over the
-other tokens with keys shared with the queries. Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim),
-and a sort; b = N / bucket_size buckets, at most 64. Reformer, section 2 and appendix A,
-https://arxiv.org/abs/2001.04451
+buckets and counts a key in each round, where this follows the paper; it draws the hashes for each head and image, which
+share them here. Grid tokens are hashed in raster order; nothing is causal, and the look-back is one chunk as in the
+paper. Prefix tokens are global and not hashed: they form one more round with all tokens in one bucket. There is no
+projection for keys. With one bucket it is softmax attention over the other tokens with keys shared with the queries.
+Linear in the number of tokens: O(N (num_hashes (2m + b/2) + P) dim), and a sort; b = N / bucket_size buckets, at most
+64. Reformer, section 2 and appendix A, https://arxiv.org/abs/2001.04451
 """
 
 import math

@@ -7,8 +7,9 @@ for head h. Decomposed by axes, the values are mixed first along each row and th
 softmax of its own and its part of D. rot is a rotary embedding of the position in raster order, and lepe a depthwise
 5 x 5 convolution. The official code adds D to the scores; the paper multiplies the weights of the softmax by exp(D),
 which `decay='weights'` does. Prefix tokens have no position: their scores have no rotation and no decay. They are keys
-of every token, in the softmax along the column if decomposed, and attend every token. Decomposed, O(N (H + W + P)
-dim); whole, quadratic: O(N^2 dim). RMT: Retentive Networks Meet Vision Transformers, section 3.2,
+of every token, in the softmax along the column if decomposed, and attend every token. The 3 x 3 depthwise convolution
+that the authors' blocks add to the tokens before the norm belongs to the block and is not here. Decomposed,
+O(N (H + W + P) dim); whole, quadratic: O(N^2 dim). RMT: Retentive Networks Meet Vision Transformers, section 3.2,
 https://arxiv.org/abs/2309.11523
 """
 

@@ -16,6 +16,7 @@ is softmax attention. Cost: O(N (c + w + P) dim) with w = N / c by default, so N
 Content-Based Sparse Attention with Routing Transformers, section 4 and algorithm 1, https://arxiv.org/abs/2003.05997
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def routing_naive(
     n = q.new_zeros(B, heads, N, N)
 
     def members(x: torch.Tensor) -> list:
-        unit_x, unit_centroids = (y / y.norm(dim=-1, keepdim=True) for y in (x[:, :, P:], centroids))
+        unit_x, unit_centroids = (y / y.norm(dim=-1, keepdim=True) for y in (x[:, :, P:], centroids.to(x.dtype)))
         return (unit_centroids @ unit_x.mT).argsort(dim=-1, descending=True)[..., :cluster_size].tolist()
 
     queries, keys = members(q), members(k)
@@ -116,8 +117,9 @@ class Routing(QKVMixer):
     """Routing attention with `num_clusters` clusters per head of `cluster_size` tokens, by default an even share.
 
     The centroids are a buffer that is initialised from `seed` and the layer and saved with the weights. They are
-    updated once per backward pass with momentum `decay`, in the same way on all processes. With gradient checkpointing,
-    call `backward` after each forward pass: those of several images would be recomputed with the centroids of the last.
+    updated once per backward pass with momentum `decay`, in the same way on all processes, and stay in float32 if the
+    weights are in half precision, which would round such steps to nothing. With gradient checkpointing, call `backward`
+    after each forward pass: those of several images would be recomputed with the centroids of the last.
     """
 
     centroids: torch.Tensor
@@ -152,7 +154,16 @@ class Routing(QKVMixer):
         self.decay = decay
         shape, generator = (num_heads, num_clusters, self.head_dim), draw_generator(seed, self.layer)
         centroids = torch.randn(shape, generator=generator, device='cpu', dtype=torch.float32)
-        self.register_buffer('centroids', F.normalize(centroids, dim=-1).to(self.proj.weight))
+        centroids = F.normalize(centroids, dim=-1)
+        self.register_buffer('centroids', centroids.to(self.proj.weight.device, wide_dtype(self.proj.weight)))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> 'Routing':
+        """Convert the mixer, as `to`, `half` and the like do, and keep the centroids in float32 or wider."""
+        centroids = self.centroids
+        super()._apply(fn, recurse)
+        if self.centroids.dtype != wide_dtype(self.centroids):
+            self.centroids = centroids.to(self.centroids.device, wide_dtype(self.centroids))
+        return self
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         N = grid_size[0] * grid_size[1]

@@ -95,7 +95,7 @@ class InducedSet(QKVMixer):
         self.inducing = nn.Parameter(torch.empty(num_inducing, dim, **dd))
         self.fc = nn.Linear(dim, dim, **dd)
         self.kv = nn.Linear(dim, 2 * dim, **dd)
-        nn.init.xavier_uniform_(self.inducing)
+        nn.init.xavier_uniform_(self.inducing[None])
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
         return self.op(q, k, v, self.inducing, self.fc, self.kv, self.scale, self.dropout_p)

@@ -9,10 +9,10 @@
 * factorized_random: scores = A B^T with A, B of shape (N, rank); O(heads N rank)
 
 Quadratic in the number of tokens: O(N^2 dim). The paper factorizes the N positions of a text into a x b = N and tiles
-the two vectors; on a grid that factorization is H x W. Prefix tokens are ordinary tokens with their own parameters; as
-keys of factorized_dense they have no row and column and are synthesised densely. All variants are bound to the grid: on
-a new one, parameters of tokens are resampled in two dimensions, and parameters of rows and columns in one. Synthesizer,
-section 3, https://arxiv.org/abs/2005.00743
+the two vectors; on a grid that factorization is H x W. The authors' code shares w_j between heads. Prefix tokens are
+ordinary tokens with their own parameters; as keys of factorized_dense they have no row and column and are synthesised
+densely. All variants are bound to the grid: on a new one, parameters of tokens are resampled in two dimensions, and
+parameters of rows and columns in one. Synthesizer, section 3, https://arxiv.org/abs/2005.00743
 """
 
 from typing import Any
@@ -214,7 +214,8 @@ _SCORES = {
 class Synthesizer(TokenMixer):
     """Synthesised attention with `variant` 'dense', 'random', 'factorized_dense' or 'factorized_random'.
 
-    `rank` is that of 'factorized_random', 8 as in the paper by default; other variants raise ValueError for it.
+    `rank` is that of 'factorized_random', 8 as in the paper by default; other variants raise ValueError for it. In the
+    random variants `attn_drop` drops the same scores for all images of a batch.
     """
 
     attn_weights = True

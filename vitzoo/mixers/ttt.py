@@ -8,8 +8,9 @@ There is one gradient step, with W1 and W2 per head and a 3 x 3 depthwise convol
 |G| is the norm of each column of W, and of each 3 x 3 kernel. The factor 1/3 is fixed, as in the official code, which
 has no scale by head_dim. With `rope`, queries and keys are rotated by their row and column over all channels, as in the
 authors' hierarchical models. Prefix tokens are ordinary tokens of f, without rotation; for the convolution, which is
-trained on the grid alone, a prefix token is an image of one pixel. Linear in the number of tokens: O(N dim head_dim).
-ViT^3: Unlocking Test-Time Training in Vision, section 4, https://arxiv.org/abs/2512.01643
+trained on the grid alone, a prefix token is an image of one pixel. The 3 x 3 depthwise convolution that the authors'
+blocks add to the tokens before the norm belongs to the block and is not here. Linear in the number of tokens: O(N dim
+head_dim). ViT^3: Unlocking Test-Time Training in Vision, section 4, https://arxiv.org/abs/2512.01643
 """
 
 from typing import Any

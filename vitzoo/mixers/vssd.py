@@ -5,8 +5,9 @@
 for each head, with B and C shared by all heads. v, B and C pass a 3 x 3 depthwise convolution and a silu; prefix tokens
 bypass the convolution. The sum does not depend on the order of tokens, so prefix tokens are ordinary tokens of it.
 There is no normalizer and no softmax, and z is a gate without an activation, as in the official code, whose input
-projection has no bias (here `qkv_bias=False`) and whose output projection has none either. Linear in the number of
-tokens: O(N dim d_state). VSSD: Vision Mamba with Non-Causal State Space Duality, section 3.3,
+projection has no bias (here `qkv_bias=False`) and whose output projection has none either. The 3 x 3 depthwise
+convolutions that the authors' blocks add to the tokens before both norms belong to the block and are not here. Linear
+in the number of tokens: O(N dim d_state). VSSD: Vision Mamba with Non-Causal State Space Duality, section 3.3,
 https://arxiv.org/abs/2407.18559
 """
 
