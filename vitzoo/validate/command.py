@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vitzoo.errors import count_of
 from vitzoo.load import find_models
 from vitzoo.metrics import summarize
 from vitzoo.options import num_processes
