@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
+from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
@@ -224,7 +225,14 @@ def accepted_arguments(model_cls: type[nn.Module]) -> set[str]:
     return of_timm | constructor_arguments(model_cls)
 
 
-def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks: str | None = None) -> str:
+def swap_in(
+    name: str,
+    model: nn.Module,
+    mixer: str,
+    mixer_kwargs: dict,
+    blocks: str | None = None,
+    img_size: int | Sequence[int] | None = None,
+) -> str:
     """Replace the attention of a model as the user asks for it, and describe the result.
 
     Args:
@@ -232,6 +240,7 @@ def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks:
         mixer: A mixer, or mixers with their blocks such as 'ls:0-9,softmax:10,11'.
         mixer_kwargs: Arguments of the mixer; if there are several, a mapping of their names to the arguments of each.
         blocks: Blocks of the mixer, such as '2,3,5-11'; by default all.
+        img_size: Image size of the mixers, which that of the model may not be: timm builds PVTv2 for images of any.
 
     Raises:
         UserError: The text is wrong, or the model, a block or a mixer cannot be swapped.
@@ -240,6 +249,9 @@ def swap_in(name: str, model: nn.Module, mixer: str, mixer_kwargs: dict, blocks:
         swaps = parse_swaps(mixer, blocks, mixer_kwargs)
         for swap in swaps:
             vitzoo.swap_mixer(model, **swap)
+        size = None if img_size is None else to_2tuple(img_size)
+        if size is not None and size != resolve_data_config(model)['input_size'][1:]:
+            model.set_input_size(size)
     except (TypeError, ValueError) as error:
         raise UserError(f'the mixers of {name} cannot be changed: {error}') from error
     return describe_swaps(model._model_args['swap_mixer'])

@@ -334,6 +334,14 @@ def test_heads_of_a_model_with_rotary_positions_are_compared(mixer):
     assert found == pytest.approx(sum(brute_force(heads.flatten(1)) for heads in maps) / 2, abs=1e-5)
 
 
+def test_heads_within_windows_are_not_compared():
+    sizes = dict(img_size=64, embed_dim=48, num_heads=4, depth=2, window_size=3, global_attn_indexes=(1,))
+    model = vitzoo.swap_mixer(timm.create_model('samvit_base_patch16', **sizes).eval(), 'softmax')
+    found = token_statistics(model, torch.randn(2, 3, 64, 64), ['cosine', 'head_similarity'])
+    assert [isnan(value) for value in found['head_similarity']['mean']] == [True, False]
+    assert not any(isnan(value) for value in found['cosine']['mean'])
+
+
 @pytest.mark.parametrize('name', ('cvt_13', 'vil_ls_tiny', 'aft_conv_tiny', 'test_resnet', 'vit_tiny_patch16_224'))
 def test_every_measure_is_taken_of_every_block(name):
     small = {'aft': dict(depth=2), 'vit': dict(depth=2)}.get(name.partition('_')[0], {})

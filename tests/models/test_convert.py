@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -548,6 +549,13 @@ def test_a_model_has_the_settings_of_its_parent(tmp_path, capsys):
         ('vit_tiny_patch16_224', {}, dict(mixer='linear', center_keys=True, dwc='v'), 'deit_linear_tiny'),
         ('cvt_13', {}, dict(mixer='performer', num_features=8, proj_drop=0.1), 'cvt_performer_13'),
         ('deit_ls_tiny', dict(mixer_kwargs={'window_size': 2, 'rank': 1}), None, 'deit_ls_small'),
+        (
+            'deit_ls_tiny',
+            dict(mixer_kwargs={'window_size': 2}),
+            dict(mixer='ls', blocks=[0], window_size=2),
+            'deit_ls_small',
+        ),
+        ('vil_tiny', dict(mixer_kwargs={'window_size': 3}), dict(mixer='softmax', blocks=[3]), 'vil_small'),
         ('vil_tiny', dict(num_prefix_tokens=(0, 0, 0, 0), global_pool='avg'), None, 'vil_small'),
     ],
 )
@@ -604,24 +612,57 @@ def test_settings_without_weights_that_differ_are_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ('swaps', 'child', 'expected'),
+    ('name', 'kwargs', 'expected'),
     [
-        (
-            [dict(mixer='linear', blocks=[0], center_keys=True)],
-            'deit_linear_tiny',
-            ["{'center_keys': True} of linear in"],
-        ),
-        ([dict(mixer='linear', center_keys=True)], 'deit_linear_tiny', []),
-        ([dict(mixer='linear', center_keys=True)], 'deit_ls_tiny', []),
+        ('aft_softmax_tiny', dict(pos_embed='rope', num_heads=2), 'rope: none, not RotaryEmbeddingCat'),
+        ('vit_small_patch16_rope_224', {}, 'rope: none, not RotaryEmbeddingCat'),
+        ('vit_base_patch16_rpn_224', {}, 'blocks.*.norm1 (2): pre-norm, not post-norm'),
+        ('vit_relpos_small_patch16_rpn_224', {}, 'blocks.*.norm1 (2): pre-norm, not post-norm'),
+        ('vit_tiny_patch16_224', {}, None),
     ],
 )
-def test_arguments_of_swapped_mixers_that_are_lost_are_named(swaps, child, expected, tmp_path, capsys):
-    parent = small('deit_softmax_tiny')
-    for swap in swaps:
-        vitzoo.swap_mixer(parent, **swap)
+def test_rotary_positions_and_post_norm_that_are_lost_are_named(name, kwargs, expected, tmp_path, capsys):
+    source = folder_of(small(name, **kwargs), tmp_path / 'parent')
+    sizes = words(SMALL['deit'])
+    convert(['--from', source, '--to', 'deit_softmax_tiny', '--model-kwargs', *sizes, '--out', str(tmp_path / 'out')])
+    printed = capsys.readouterr().out
+    assert expected is None or expected in printed
+    assert ('rope: none' in printed or 'pre-norm' in printed) == (expected is not None)
+
+
+def test_arguments_of_the_parent_are_kept_if_the_given_mixers_are_those_of_the_parent(tmp_path):
+    parent = small('vil_tiny', mixer=['ls'] * 4, mixer_kwargs={'window_size': 3})
+    argv = ['--from', folder_of(parent, tmp_path / 'parent'), '--to', 'vil_small', '--out', str(tmp_path / 'out')]
+    convert([*argv, '--model-kwargs', 'mixer=[ls,ls,ls,ls]'])
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loaded(tmp_path / 'out')(x), parent(x), rtol=0, atol=0)
+
+
+WINDOW = dict(mixer_kwargs={'window_size': 2})
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'swap', 'child', 'expected'),
+    [
+        (
+            'deit_softmax_tiny',
+            {},
+            dict(mixer='linear', blocks=[0], center_keys=True),
+            'deit_linear_tiny',
+            ["{'center_keys': True} in block 0"],
+        ),
+        ('deit_softmax_tiny', {}, dict(mixer='linear', center_keys=True), 'deit_linear_tiny', []),
+        ('deit_softmax_tiny', {}, dict(mixer='linear', center_keys=True), 'deit_ls_tiny', []),
+        ('deit_ls_tiny', WINDOW, dict(mixer='ls', blocks=[0]), 'deit_ls_tiny', ["{'window_size': 2} in block 1"]),
+        ('deit_ls_tiny', WINDOW, dict(mixer='softmax', blocks=[0]), 'deit_ls_tiny', ["{'window_size': 2} in block 1"]),
+        ('vil_tiny', WINDOW, dict(mixer='softmax', blocks=[0]), 'vil_tiny', ["{'window_size': 2} in block 1"]),
+    ],
+)
+def test_arguments_of_mixers_that_are_lost_are_named(name, kwargs, swap, child, expected, tmp_path, capsys):
+    parent = vitzoo.swap_mixer(small(name, **kwargs), **swap)
     convert(['--from', folder_of(parent, tmp_path / 'parent'), '--to', child, '--out', str(tmp_path / 'out')])
     printed = capsys.readouterr().out
-    assert re.findall(r'mixer_kwargs: {}, not (.* in) block 0', printed) == expected
+    assert re.findall(r'mixer_kwargs: {}, not ({.*} in block \d)', printed) == expected
     assert ('mixer_kwargs' in printed) == bool(expected)
 
 
@@ -692,6 +733,23 @@ def test_prefix_tokens_inherit_the_positions_of_their_kind():
     assert torch.equal(model.pos_embed, parent.pos_embed[:, 1:])
 
 
+@pytest.mark.parametrize('size', [64, (64, 96)])
+@pytest.mark.parametrize('reg_tokens', [0, 4])
+def test_prefix_tokens_of_a_parent_without_positions_for_them_get_zeros(reg_tokens, size):
+    parent = small('vit_tiny_patch16_224', no_embed_class=True, img_size=size, reg_tokens=reg_tokens)
+    num_prefix = 1 + reg_tokens
+    model = small('deit_softmax_tiny', seed=1, img_size=size, reg_tokens=reg_tokens)
+    inheritance = vitzoo.inherit_weights(model, parent.state_dict())
+    assert inheritance.fitted == ['pos_embed'] and not inheritance.lost
+    assert not model.pos_embed[:, :num_prefix].any()
+    assert torch.equal(model.pos_embed[:, num_prefix:], parent.pos_embed)
+    x = torch.ones(1, 3, *parent.patch_embed.img_size)
+    torch.testing.assert_close(model(x), parent(x))
+    # and the other way round
+    assert vitzoo.inherit_weights(parent, model.state_dict()).lost == ['pos_embed']
+    assert torch.equal(model.pos_embed[:, num_prefix:], parent.pos_embed)
+
+
 @pytest.mark.parametrize('name, size', [('cvt_w24', 384), ('cvt_13.msft_in1k_384', 384), ('cvt_13', 224)])
 def test_a_model_is_built_for_the_image_size_of_its_config(name, size):
     with torch.device('meta'):
@@ -748,6 +806,34 @@ def test_weights_are_inherited_by_a_converted_model_that_comes_with_vitzoo(tmp_p
     config = json.loads((tmp_path / 'out' / 'config.json').read_text())
     assert 'mixer_kwargs' not in config['model_args']
     assert loaded(tmp_path / 'out')(torch.rand(1, 3, 128, 128)).isfinite().all()
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'deit_softmax_tiny'])
+def test_a_file_of_a_swapped_model_is_converted_at_another_image_size(name, tmp_path):
+    model = vitzoo.swap_mixer(small(name), 'linformer')
+    folder = folder_of(model, tmp_path / 'parent')
+    file = shutil.copy(f'{folder}/model.safetensors', str(tmp_path / 'weights.safetensors'))
+    size = ['--model-kwargs', 'img_size=96']
+    convert([file, '--model', folder, *size, '--out', str(tmp_path / 'out')])
+    swap = ['--from', folder, '--checkpoint', file, '--swap', 'softmax:0']
+    convert([*swap, *size, '--out', str(tmp_path / 'swapped')])
+    model.set_input_size((96, 96))
+    x = torch.rand(1, 3, 96, 96)
+    assert torch.equal(loaded(tmp_path / 'out')(x), model(x))
+    assert torch.equal(loaded(tmp_path / 'swapped')(x), vitzoo.swap_mixer(model, 'softmax', blocks=[0])(x))
+
+
+def test_the_mixers_of_a_model_for_images_of_any_size_have_the_size_that_is_given(tmp_path):
+    sizes = words(dict(embed_dims=(16, 32), depths=(1, 1), num_heads=(2, 2), sr_ratios=(4, 2)))
+    argv = ['--from', 'pvt_v2_b0', '--random-weights', '--swap', 'aft_full', '--model-kwargs', *sizes]
+    convert([*argv, 'img_size=[64,96]', '--out', str(tmp_path / 'out')])
+    model = loaded(tmp_path / 'out')
+    assert [mixer.grid_size for mixer in model.mixers().values()] == [(16, 24), (8, 12)]
+    assert model(torch.rand(1, 3, 64, 96)).isfinite().all()
+    # a folder of such mixers is built for a size
+    again = ['--from', str(tmp_path / 'out'), '--swap', 'softmax:0', '--model-kwargs', 'img_size=64']
+    convert([*again, '--out', str(tmp_path / 'again')])
+    assert loaded(tmp_path / 'again').mixers()['stages.1.blocks.0.attn'].grid_size == (8, 8)
 
 
 @pytest.mark.parametrize('options', ['--swap softmax', '--to deit_softmax_tiny'])

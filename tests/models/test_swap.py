@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from helpers import assert_initialized_or_refused
+from timm.models import save_for_hf
 from timm.models._features_fx import create_feature_extractor
 from timm.models._manipulate import group_parameters
 from timm.models.vision_transformer import VisionTransformer
@@ -163,6 +164,14 @@ def test_patches_that_are_padded_belong_to_the_grid(size):
     model.set_input_size((70, 40))
     assert model.blocks[0].attn.grid_size == (5, 3)
     assert logits(model).isfinite().all()
+
+
+def test_a_model_of_padded_patches_is_loaded_at_another_size(tmp_path):
+    model = vitzoo.swap_mixer(build(img_size=(70, 40), dynamic_img_size=True, dynamic_img_pad=True), 'aft_full')
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, img_size=(64, 64)).eval()
+    model.set_input_size((64, 64))
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def test_features_of_a_model_for_images_of_any_size_are_traced():

@@ -1,5 +1,7 @@
 """Families of timm models whose attention is replaced: softmax in its place changes nothing, every mixer works."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -10,6 +12,7 @@ import vitzoo
 from vitzoo.metrics.explanation import rollout
 from vitzoo.mixers import mixer_class, softmax
 from vitzoo.mixers._rope import Rope
+from vitzoo.transfer.hybrid import give_back
 
 # their outputs are not functions of the products of queries with keys
 WITHOUT_ROPE = [
@@ -221,6 +224,40 @@ def test_learned_rotary_positions_have_a_gradient_only_if_a_mixer_has_them():
     assert not model.rope.freqs.requires_grad
     vitzoo.swap_mixer(model, 'linear', blocks=[1])
     assert model.rope.freqs.requires_grad
+
+
+def test_rotary_positions_that_were_frozen_stay_frozen():
+    model = build('rope mixed')
+    model.rope.requires_grad_(False)
+    vitzoo.swap_mixer(vitzoo.swap_mixer(model, 'pool'), 'softmax')
+    assert not model.rope.freqs.requires_grad
+
+
+def test_blocks_that_are_given_back_train_rotary_positions_again():
+    teacher = build('rope mixed')
+    student = vitzoo.swap_mixer(copy.deepcopy(teacher), 'pool')
+    give_back(teacher, student, ['blocks.1.attn'])
+    assert student.rope.freqs.requires_grad
+
+
+@pytest.mark.parametrize('family, kwargs', [('dinov3', {}), ('beit', {}), ('relative mlp', {'fix_init': True})])
+def test_initialization_names_a_mixer_without_the_layer_that_timm_scales(family, kwargs):
+    model = vitzoo.swap_mixer(build(family, **kwargs), 'pool', blocks=[1])
+    with pytest.raises(RuntimeError, match=r'blocks\.1\.attn has no layer proj'):
+        model.init_weights(needs_reset=False)
+    vitzoo.swap_mixer(model, 'linear').init_weights(needs_reset=False)
+
+
+def test_a_bias_of_windows_that_are_not_square_is_kept():
+    model = build('swin', window_size=(4, 6))
+    table = model.layers[0].blocks[0].attn.relative_position_bias_table.detach().clone()
+    report = vitzoo.swap_mixer(model, 'longformer', window_size=6).inheritance[0]
+    assert 'rel_bias.table' in report.fitted and not report.lost
+    attn = model.layers[0].blocks[0].attn
+    side = attn.window_size + attn.rel_bias.halo - 1
+    for dy, dx in ((0, 0), (3, -5), (-2, 4)):
+        ours = attn.rel_bias.table[(dy + side) * (2 * side + 1) + dx + side]
+        assert torch.equal(ours, table[(dy + 3) * 11 + dx + 5])
 
 
 def test_a_list_has_a_mixer_for_each_block():

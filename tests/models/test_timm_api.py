@@ -164,6 +164,17 @@ def test_pruned_models_keep_the_features_they_are_pruned_to(name):
         torch.testing.assert_close(model.forward_intermediates(x, indices=[1], intermediates_only=True)[0], expected)
 
 
+@pytest.mark.parametrize('name', ['cvt_ls_13', 'vil_ls_tiny', 'deit_ls_tiny'])
+def test_stopping_after_the_last_features_leaves_the_final_ones_as_they_are(name):
+    model, x = build(name), images()
+    with torch.no_grad():
+        final, maps = model.forward_intermediates(x, stop_early=True)
+        torch.testing.assert_close(final, model.forward_features(x))
+        # after an earlier stage there are no final ones
+        _, earlier = model.forward_intermediates(x, indices=[0], stop_early=True)
+    assert torch.equal(earlier[0], maps[0])
+
+
 PRETRAINED = timm.list_pretrained('cvt_*') + timm.list_pretrained('vil_*')
 # weights that are shipped are files, and have tests of their own
 DOWNLOADED = [name for name in PRETRAINED if not timm.get_pretrained_cfg(name).file]

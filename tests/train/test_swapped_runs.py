@@ -45,6 +45,13 @@ def test_the_attention_is_replaced_after_the_weights_are_loaded(tmp_path, capsys
     assert 'is replaced: ls in block 0, softmax in block 1' in capsys.readouterr().out
 
 
+def test_mixers_in_a_model_for_images_of_any_size_have_the_image_size_of_the_run():
+    sizes = dict(embed_dims=(16, 32), depths=(1, 1), num_heads=(2, 2), sr_ratios=(4, 2))
+    model = build(model='pvt_v2_b0', img_size=(64, 96), model_kwargs=sizes, mixer='aft_full')
+    assert [mixer.grid_size for mixer in model.mixers().values()] == [(16, 24), (8, 12)]
+    assert model(torch.rand(1, 3, 64, 96)).isfinite().all()
+
+
 def test_the_mixer_cannot_change_on_resume():
     assert {'mixer', 'mixer_kwargs'} <= set(FIXED_KEYS)
     recipe = make_recipe(dict(VIT, mixer='ls'))

@@ -1,15 +1,19 @@
 """Loads a checkpoint in the layout of its authors, and says which of its tensors became which of ours."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vitzoo.about import read_img_size
 from vitzoo.classes import num_classes_in
 from vitzoo.errors import UserError
 from vitzoo.load import create_model, find_filter, find_model
+from vitzoo.mixers.base import named_mixers
 from vitzoo.models._official import read_checkpoint, unwrap
+from vitzoo.models._resample import is_resizable, resample_weights
 from vitzoo.models.inherit import summarize_names
 
 
@@ -27,7 +31,7 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
     """
     official = unwrap(read_checkpoint(path))
     model: Any = create_model(find_model(name), model_kwargs=model_kwargs)
-    filter_fn = find_filter(model) or (lambda weights, model: weights)
+    filter_fn = find_filter(model) or partial(_resample, read_img_size(path))
     if 'img_size' in model_kwargs:
         # that of the weights too, if they fit
         model.pretrained_model_args = {'img_size': model_kwargs['img_size']}
@@ -54,6 +58,11 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
     model.load_state_dict({name: ours[name] for name in own})
     _print_mapping(trace_names(filter_fn, official, model), official, own)
     return model
+
+
+def _resample(img_size: tuple[int, int] | None, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Weights of our layout for a swapped model, whose class has no filter, at the image size of the model."""
+    return resample_weights(weights, model, img_size) if any(named_mixers(model)) and is_resizable(model) else weights
 
 
 def trace_names(filter_fn: Callable[..., dict], official: dict[str, Tensor], model: nn.Module) -> dict[str, list[str]]:

@@ -1,9 +1,12 @@
 """Makes a model of another that has weights: by inheriting them, or by replacing its attention."""
 
 import argparse
+from collections.abc import Sequence
+from inspect import signature
 from statistics import fmean
-from typing import cast
+from typing import Any
 
+import torch
 from timm.layers import to_2tuple
 from torch import nn
 
@@ -12,16 +15,17 @@ from vitzoo.convert.official import load_official
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.load import accepted_arguments, build_on_meta, create_model, find_model, load_model, swap_in
-from vitzoo.mixers import mixer_class
 from vitzoo.mixers.base import named_mixers
+from vitzoo.models._mixer_paths import block_of
+from vitzoo.models._pyramid import per_stage_mixers
 from vitzoo.models._swap_models import SWAPPED_MODELS, SwappedModel
-from vitzoo.models._swap_record import describe_swaps, recorded_swaps
+from vitzoo.models._swap_record import describe_blocks, recorded_swaps
 from vitzoo.models.inherit import differing_settings, inherit_weights
 
 # of a model that inherits from another: its mixers, and what is set beside its parent's settings
 OWN_ARGUMENTS = {'mixer', 'mixer_kwargs', 'img_size', 'in_chans', 'num_classes', 'device', 'dtype'}
-# arguments of a mixer that are those of its model
-_OF_THE_MODEL = ('num_heads', 'qkv_bias')
+# in the record of a swap: what is no argument of the mixer, has no effect in evaluation, or is compared elsewhere
+_NOT_OF_THE_MIXER = ('mixer', 'blocks', 'attn_drop', 'proj_drop', 'num_heads', 'qkv_bias')
 # a model that inherits less than this fraction was given the wrong parent
 LEAST_SHARE = 0.5
 
@@ -38,7 +42,8 @@ def start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
         parent.set_input_size(data_config['img_size'])
     name = find_model(args.to)
     kwargs = dict(img_size=data_config['img_size'], in_chans=in_chans, num_classes=parent.num_classes)
-    model = create_model(name, model_kwargs={**_settings_of(parent, name), **args.model_kwargs}, **kwargs)
+    settings = _settings_of(parent, name, args.model_kwargs)
+    model = create_model(name, model_kwargs={**settings, **args.model_kwargs}, **kwargs)
     own_chans = args.model_kwargs.get('in_chans', in_chans)
     if own_chans != in_chans:
         data_config |= {key: (fmean(data_config[key]),) * own_chans for key in ('mean', 'std')}
@@ -59,8 +64,11 @@ def start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
     return model, data_config, {'label_names': names, 'vitzoo': about}
 
 
-def _settings_of(parent: nn.Module, name: str) -> dict:
-    """Arguments that the parent was made with, other than its name's, for a model of the same class."""
+def _settings_of(parent: nn.Module, name: str, model_kwargs: dict) -> dict:
+    """Arguments that the parent was made with, other than its name's, for a model of the same class.
+
+    `model_kwargs` are those that the user gives.
+    """
     model = build_on_meta(name)
     classes = {swapped: cls for cls, swapped in SWAPPED_MODELS.items()}
     cls = classes.get(type(parent), type(parent))
@@ -68,49 +76,66 @@ def _settings_of(parent: nn.Module, name: str) -> dict:
         return {}
     given = getattr(parent, '_model_args', {})
     taken = accepted_arguments(cls) & accepted_arguments(type(model)) - OWN_ARGUMENTS
-    takes_arguments = 'mixer_kwargs' in accepted_arguments(type(model)) and not recorded_swaps(model)
-    if takes_arguments and _kinds_of_mixers(model) == _kinds_of_mixers(parent):
-        given = given | _arguments_of_swaps(parent)
-        taken.add('mixer_kwargs')
     settings = {key: value for key, value in given.items() if key in taken and not key.endswith('_rate')}
     usual = build_on_meta(given.get('base_model') or parent.pretrained_cfg['architecture'])
     if settings.get('global_pool') == usual.global_pool:
         # it is in the config of every folder
         del settings['global_pool']
+    if 'mixer_kwargs' in accepted_arguments(type(model)) and not recorded_swaps(model):
+        with torch.device('meta'):
+            model = create_model(name, model_kwargs={**settings, **model_kwargs})
+        uniform = _uniform_arguments(parent)
+        if uniform is not None and _kinds_of_mixers(model) == _kinds_of_mixers(parent):
+            settings['mixer_kwargs'] = uniform
     return settings
 
 
-def _arguments_of_swaps(parent: nn.Module) -> dict:
-    """`mixer_kwargs` of a model of which all blocks were swapped with the same arguments; none if they were not."""
-    if not recorded_swaps(parent):
-        return {}
-    of_block: dict[int, dict] = {}
-    for swap in recorded_swaps(parent):
-        of_block |= dict.fromkeys(swap['blocks'], _own_arguments(swap))
-    first, swapped = next(iter(of_block.values())), cast(SwappedModel, parent)
+def _uniform_arguments(parent: nn.Module) -> dict | Sequence[dict] | None:
+    """`mixer_kwargs` of all mixers of the parent, None if they differ from block to block, or it was given none."""
+    of_block = _arguments_of_blocks(parent)
+    if of_block == _own_arguments_of_blocks(parent):
+        return getattr(parent, '_model_args', {}).get('mixer_kwargs')
+    first = next(iter(of_block.values()))
     is_uniform = len(_kinds_of_mixers(parent)) == 1 and all(kwargs == first for kwargs in of_block.values())
-    if not is_uniform or len(of_block) < len(swapped.token_blocks()):
-        return {'mixer_kwargs': {}}
-    return {'mixer_kwargs': {key: value for key, value in first.items() if key not in _OF_THE_MODEL}}
+    return first if is_uniform else None
 
 
-def _own_arguments(swap: dict) -> dict:
-    """The arguments of the mixers of a recorded swap, without dropout."""
-    return {key: value for key, value in swap.items() if key not in ('mixer', 'blocks', 'attn_drop', 'proj_drop')}
+def _arguments_of_blocks(model: nn.Module) -> dict[str, dict]:
+    """The arguments of the mixer of each block, by the path of the block."""
+    of_block = _own_arguments_of_blocks(model)
+    paths = list(of_block)
+    for swap in recorded_swaps(model):
+        kwargs = {key: value for key, value in swap.items() if key not in _NOT_OF_THE_MIXER}
+        of_block |= dict.fromkeys([paths[i] for i in swap['blocks']], kwargs)
+    return of_block
+
+
+def _own_arguments_of_blocks(model: nn.Module) -> dict[str, dict]:
+    """The arguments that the mixer of each block was built with before any swap."""
+    given = getattr(model, '_model_args', {})
+    family: Any = SWAPPED_MODELS.get(type(model), type(model))
+    paths = list(family.token_blocks(model)) if issubclass(family, SwappedModel) else []
+    if 'mixer_kwargs' not in given:
+        return {path: {} for path in paths}
+    stages = [int(path.split('.')[1]) if path.startswith('stages.') else 0 for path in paths]
+    mixer = given.get('mixer', signature(type(model)).parameters['mixer'].default)
+    of_stage = per_stage_mixers(mixer, given['mixer_kwargs'], max(stages) + 1)
+    return {path: of_stage[stage][1] for path, stage in zip(paths, stages, strict=True)}
 
 
 def _differing_arguments(model: nn.Module, parent: nn.Module) -> list[str]:
-    """Arguments of swaps in the parent that the same mixer does not have in the model."""
-    kinds, own = _kinds_of_mixers(model), getattr(model, '_model_args', {}).get('mixer_kwargs') or {}
-    # a model with swaps of its own has no others
-    known = [_own_arguments(swap) for swap in recorded_swaps(model)] or [own]
-    differing = []
-    for swap in recorded_swaps(parent):
-        kwargs, mixers = _own_arguments(swap), swap['mixer']
-        name = mixers if isinstance(mixers, str) else mixers[0]
-        if kwargs not in known and mixer_class(name) in kinds:
-            differing.append(f'mixer_kwargs: {known[0]}, not {kwargs} of {describe_swaps([swap])}')
-    return differing
+    """Arguments of mixers in the parent that the same mixers in the same blocks of the model do not have."""
+    parents, new, old = dict(named_mixers(parent)), _arguments_of_blocks(model), _arguments_of_blocks(parent)
+    differing: dict[str, list[int]] = {}
+    for path, mixer in named_mixers(model):
+        block, before = block_of(path), parents.get(path)
+        if block not in new or block not in old:
+            continue
+        # arguments that a model chooses for its mixers are not among those that they were given
+        implied = [{} if x is None else x.implied_arguments() for x in (mixer, before)]
+        if type(before) is type(mixer) and {**new[block], **implied[0]} != {**old[block], **implied[1]}:
+            differing.setdefault(f'mixer_kwargs: {new[block]}, not {old[block]}', []).append(list(old).index(block))
+    return [f'{text} in {describe_blocks(blocks)}' for text, blocks in differing.items()]
 
 
 def _kinds_of_mixers(model: nn.Module) -> set[type]:
@@ -126,7 +151,8 @@ def swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
             f'num_classes={model.num_classes} does not fit the weights of {args.parent}, which are for {num_classes} '
             'classes; leave it out, `vitzoo train` makes a head for the classes of its data'
         )
-    swapped = swap_in(args.parent, model, args.swap, args.mixer_kwargs, args.blocks)
+    img_size = args.model_kwargs.get('img_size')
+    swapped = swap_in(args.parent, model, args.swap, args.mixer_kwargs, args.blocks, img_size)
     reports = list(model.inheritance.values())
     share = sum(report.share for report in reports) / len(reports)
     new = ', '.join(dict.fromkeys(name for report in reports for name in report.initialized)) or 'none'
@@ -139,6 +165,9 @@ def swap_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
 def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     # those of the model that inherits are not the parent's
     kwargs = args.model_kwargs if args.swap else {}
+    if 'img_size' in kwargs and not _has_image_size(build_on_meta(find_model(args.parent))):
+        # only its mixers have one
+        kwargs = {key: value for key, value in kwargs.items() if key != 'img_size'}
     if args.checkpoint:
         # a parent only gives its weights, so its head may be for any classes
         parent = load_official(args.checkpoint, args.parent, kwargs, any_classes=not args.swap)
@@ -156,6 +185,11 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
         # it is that of the published weights
         parent.pretrained_cfg.pop('license', None)
     return parent, weights
+
+
+def _has_image_size(model: nn.Module) -> bool:
+    """Return True if a model is built for an image size, or has a method to change it."""
+    return 'img_size' in accepted_arguments(type(model)) or hasattr(model, 'set_input_size')
 
 
 def _describe_origin(args: argparse.Namespace, weights: str, share: float) -> dict:

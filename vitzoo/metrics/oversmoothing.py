@@ -217,7 +217,7 @@ class OversmoothingProbe:
         self._functions = {name: MEASURES[name].function for name in self.measures}
         if 'cosine' in self._functions:
             self._functions['cosine'] = partial(mean_cosine, absolute=absolute, include_self=include_self)
-        self._image_size, self._has_images = (0, 0), False
+        self._image_size, self._num_images, self._has_images = (0, 0), 0, False
         self._grids = dict.fromkeys(self.blocks.names)
         self._values: dict[tuple[str, str], list[Tensor]] = {name: [] for name in self.names}
 
@@ -270,7 +270,7 @@ class OversmoothingProbe:
 
     def _keep_image_size(self, model: nn.Module, args: tuple) -> None:
         H, W = args[0].shape[-2:]
-        self._image_size, self._has_images = (H, W), True
+        self._image_size, self._num_images, self._has_images = (H, W), len(args[0]), True
 
     @torch.no_grad()
     def _measure_output(self, name: str, block: nn.Module, args: tuple, output: Tensor) -> None:
@@ -292,7 +292,11 @@ class OversmoothingProbe:
     def _measure_attention(self, name: str, attn: nn.Module, args: tuple) -> None:
         for measure, function in self._functions.items():
             if MEASURES[measure].input == 'attn':
-                self._values[measure, name].append(function(attn, *args))
+                values = function(attn, *args)
+                # attention within windows has a value for each window
+                self._values[measure, name].append(
+                    values if len(values) == self._num_images else values.new_full((self._num_images,), torch.nan)
+                )
 
 
 def _undefined(tokens: Tensor) -> Tensor:

@@ -269,7 +269,7 @@ class Pyramid(nn.Module):
             if i in take_indices:
                 image = stage.to_map(self.norm(x) if norm and last else x, grid_size)
                 intermediates.append(image if output_fmt == 'NCHW' else image.flatten(2).transpose(1, 2))
-            if stop_early and i == max_index:
+            if stop_early and i == max_index and not last:
                 break
             x = self.norm(x) if last else stage.to_map(x, grid_size)
         return intermediates if intermediates_only else (x, intermediates)

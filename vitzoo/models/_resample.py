@@ -129,6 +129,9 @@ def _with_patches_of(model: nn.Module, state_dict: dict[str, Tensor], size: tupl
     weight = state_dict.get('patch_embed.proj.weight')
     if weight is None or weight.ndim != 4 or not _has_patches(model):
         return size
+    if tuple(weight.shape[-2:]) == tuple(model.patch_embed.patch_size):
+        # it need not be a multiple of patches, which may be padded
+        return size
     sides = zip(size, weight.shape[-2:], model.patch_embed.patch_size, strict=True)
     H, W = (side // old * new for side, old, new in sides)
     return H, W

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from timm.layers import Attention, AttentionRope, RelPosMlp
+from timm.layers import Attention, AttentionRope, RelPosMlp, to_2tuple
 from timm.models.beit import Attention as BeitAttention
 from timm.models.cait import TalkingHeadAttn
 from timm.models.eva import EvaAttention
@@ -88,7 +88,9 @@ class AttentionParts:
         table, rel_bias = self.weights.get('rel_bias.table'), getattr(mixer, 'rel_bias', None)
         if table is None or rel_bias is None or rel_bias.table.shape == table.shape:
             return self.weights
-        return {**self.weights, 'rel_bias.table': _squared(table, mixer.grid_size)}
+        # Swin's windows need not have the shape of the grid
+        window = getattr(self.attn, 'window_size', None) or mixer.grid_size
+        return {**self.weights, 'rel_bias.table': _squared(table, to_2tuple(window))}
 
     def is_trained(self, name: str) -> bool:
         """True if a weight, or one of those that it is made of, requires a gradient."""
@@ -297,9 +299,9 @@ def _rename(weights: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]
     return {new + name[len(old) :] if name.startswith(old) else name: weight for name, weight in weights.items()}
 
 
-def _squared(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
-    """A bias for the offsets of a grid, for those of a square grid; further offsets have the value of the nearest."""
-    sizes = [2 * size - 1 for size in grid_size]
+def _squared(table: Tensor, window: tuple[int, int]) -> Tensor:
+    """A bias for the offsets of a window, for those of a square one; further offsets have the value of the nearest."""
+    sizes = [2 * size - 1 for size in window]
     if table.shape[0] != sizes[0] * sizes[1]:
         return table
     rows, columns = ((torch.arange(max(sizes)) - (max(sizes) - size) // 2).clamp(0, size - 1) for size in sizes)

@@ -100,11 +100,23 @@ class _ResettableModel(SwappedModel):
         """Initialize the weights as timm does; `needs_reset` also those that layers set when they are built.
 
         Raises:
-            RuntimeError: Some of them belong to mixers, which set them only when they are built.
+            RuntimeError: Some of them belong to mixers, which set them only when they are built, or timm scales the
+                last layer of attention, which a mixer does not have.
         """
+        if hasattr(super(), 'fix_init_weight') and getattr(self, 'fix_init', True):
+            self._check_last_layers()
         if signature(super().init_weights).bind(*args, **kwargs).arguments.get('needs_reset', True):
             check_reset(self.mixers())
         super().init_weights(*args, **kwargs)
+
+    def _check_last_layers(self) -> None:
+        """Raise RuntimeError if a mixer has no layer `proj`, of which timm scales the weights by its depth."""
+        for path, mixer in self.mixers().items():
+            if getattr(mixer, 'proj', None) is None:
+                raise RuntimeError(
+                    f'{path} has no layer proj, whose weights timm scales when it initializes {type(self).__name__};'
+                    f' initialize the model before the swap, or load weights instead.'
+                )
 
 
 class _ResizableModel(_ResettableModel):

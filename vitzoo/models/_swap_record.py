@@ -6,8 +6,8 @@ from typing import Any
 from timm.models._input import get_model_input_config, get_model_traits, update_model_args, update_model_input_size
 
 __all__ = [
-    *('ARCHITECTURE', 'check_mixer_kwargs', 'describe_swaps', 'name_entrypoint', 'parse_blocks', 'parse_swaps'),
-    'recorded_swaps',
+    *('ARCHITECTURE', 'check_mixer_kwargs', 'describe_blocks', 'describe_swaps', 'name_entrypoint', 'parse_blocks'),
+    *('parse_swaps', 'recorded_swaps'),
 ]
 
 # the entrypoint of swapped.py, which is the architecture in the config of every swapped model
@@ -106,19 +106,20 @@ def describe_swaps(swaps: list[dict[str, Any]]) -> str:
     texts = [] if everywhere is None else [f'{everywhere} in all {"other " if mixer_of else ""}blocks']
     for mixer in dict.fromkeys(mixer_of.values()):
         numbers = sorted(index for index, name in mixer_of.items() if name == mixer)
-        texts.append(f'{mixer} in block{"s" if len(numbers) > 1 else ""} {_join_ranges(numbers)}')
+        texts.append(f'{mixer} in {describe_blocks(numbers)}')
     return ', '.join(texts)
 
 
-def _join_ranges(numbers: list[int]) -> str:
-    """Sorted numbers as '2,3,5-11'."""
+def describe_blocks(numbers: list[int]) -> str:
+    """Sorted numbers of blocks as 'blocks 2,3,5-11'."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    return ','.join(f'{first}-{last}' if first < last else f'{first}' for first, last in ranges)
+    text = ','.join(f'{first}-{last}' if first < last else f'{first}' for first, last in ranges)
+    return f'block{"s" if len(numbers) > 1 else ""} {text}'
 
 
 def _split_mixers(text: str) -> dict[str, str | None]:

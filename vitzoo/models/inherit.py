@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.eva import EvaBlockPostNorm
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from timm.models.vision_transformer_relpos import ResPostRelPosBlock
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vitzoo.mixers.base import named_mixers
 
@@ -29,6 +32,9 @@ _PREFIX_TOKENS = ('cls_token', 'dist_token', 'reg_token')
 
 # attributes of modules that change what their weights compute
 _SETTINGS = ('num_heads', 'eps', 'global_pool')
+
+# blocks of timm with the names of pre-norm ones
+_POST_NORM = (ResPostBlock, ResPostRelPosBlock, EvaBlockPostNorm)
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,8 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
 def differing_settings(model: nn.Module, parent: nn.Module) -> list[str]:
     """Settings in which modules of the same name differ, such as 'blocks.*.mlp.act (12): GELU, not QuickGELU'.
 
-    These are what a state dict does not show: numbers of heads, the epsilon of norms, activations, and the pooling.
+    These are what a state dict does not show: numbers of heads, the epsilon of norms, activations, whether norms are
+    before or after the layers of a block, the pooling, and rotary positions.
     """
     parents = dict(parent.named_modules())
     differing: dict[str, list[str]] = {}
@@ -133,6 +140,11 @@ def _settings(path: str, module: nn.Module) -> dict[str, Any]:
     settings = {prefix + name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
     if path.rpartition('.')[2] == 'act':
         settings[path] = type(module).__name__
+    if hasattr(module, 'norm1'):
+        settings[f'{prefix}norm1'] = 'post-norm' if isinstance(module, _POST_NORM) else 'pre-norm'
+    if not path:
+        rope = getattr(module, 'rope', None)
+        settings['rope'] = 'none' if rope is None else type(rope).__name__
     return settings
 
 
@@ -165,30 +177,36 @@ def _fit(model: nn.Module, name: str, parent: dict[str, Tensor]) -> tuple[Tensor
 
 
 def _fit_pos_embed(model: VisionTransformer, parent: dict[str, Tensor]) -> tuple[Tensor, int] | None:
-    """The position embedding of a ViT with a square grid, resampled to the model's grid.
+    """The position embedding of a ViT with the grid of the model or a square one, resampled to the model's grid.
 
-    Positions of prefix tokens that only the parent has, such as DeiT's distillation token, are left out. None if the
-    model has other prefix tokens.
+    Positions of prefix tokens that only the parent has, such as DeiT's distillation token, are left out. They are zero
+    if the parent has none (`no_embed_class`). None if the model has other prefix tokens.
     """
-    old, own = parent['pos_embed'], model.state_dict()
-    old_prefix, new_prefix = (
-        [] if model.no_embed_class else [name for name in _PREFIX_TOKENS for _ in range(_num_tokens(state, name))]
-        for state in (parent, own)
-    )
-    num_patches = old.shape[1] - len(old_prefix)
-    side = math.isqrt(max(0, num_patches))
-    kept = _positions(old_prefix, new_prefix)
-    if (
-        model.pos_embed is None
-        or old.shape[2] != model.pos_embed.shape[2]
-        or side == 0
-        or side**2 != num_patches
-        or kept is None
-    ):
+    old, states = parent['pos_embed'], (parent, model.state_dict())
+    tokens, wanted = ([name for name in _PREFIX_TOKENS for _ in range(_num_tokens(state, name))] for state in states)
+    wanted = [] if model.no_embed_class else wanted
+    kept = _positions(tokens, wanted)
+    if model.pos_embed is None or old.shape[2] != model.pos_embed.shape[2] or kept is None:
         return None
-    old = torch.cat([old[:, kept], old[:, len(old_prefix) :]], dim=1)
-    new = resample_abs_pos_embed(old, model.patch_embed.grid_size, (side, side), num_prefix_tokens=len(kept))
+    counts = (0, len(tokens)) if model.no_embed_class else (len(tokens), 0)
+    layouts = _possible_layouts(old.shape[1], counts, model.patch_embed.grid_size)
+    if not layouts:
+        return None
+    num_prefix, grid_size = layouts[0]
+    positions = F.pad(old, (0, 0, len(tokens) - num_prefix, 0))
+    positions = torch.cat([positions[:, kept], positions[:, len(tokens) :]], dim=1)
+    new = resample_abs_pos_embed(positions, model.patch_embed.grid_size, grid_size, num_prefix_tokens=len(kept))
     return new, min(old.numel(), new.numel())
+
+
+def _possible_layouts(
+    num_positions: int, counts: tuple[int, int], own: tuple[int, int]
+) -> list[tuple[int, tuple[int, int]]]:
+    """Numbers of prefix positions, of those in `counts`, and grids of the others: that of the model, or square ones."""
+    sides = {count: math.isqrt(max(0, num_positions - count)) for count in counts}
+    same = [(count, own) for count in counts if num_positions - count == math.prod(own)]
+    square = [(count, (side, side)) for count, side in sides.items() if side > 0 and side**2 == num_positions - count]
+    return same + square
 
 
 def _num_tokens(state_dict: dict[str, Tensor], name: str) -> int:

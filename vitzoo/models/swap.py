@@ -79,15 +79,12 @@ def swap_mixer(
     chosen = [i for i, path in enumerate(paths) if family.is_default(timm_blocks[path])] if blocks is None else blocks
     names = _mixer_of_block(len(paths), mixer, chosen, mixer_kwargs)
     new = {i: _new_mixers(family, model, i, paths[i], name, mixer_kwargs) for i, name in names.items()}
-    used_rope = _uses_rope(model, timm_blocks)
     for i, mixers in new.items():
         _put(timm_blocks[paths[i]], [mixer for mixer, _ in mixers])
     swapped: Any = model
     swapped.__class__ = family
     _drop_shared_bias(swapped)
-    if _uses_rope(model, timm_blocks) != used_rope:
-        # parameters of rotary positions without a use would have no gradient
-        swapped.rope.requires_grad_(not used_rope)
+    freeze_unused_rope(swapped)
     reports = {i: _merge(timm_blocks[paths[i]], [report for _, report in mixers]) for i, mixers in new.items()}
     swapped.inheritance = {**getattr(model, 'inheritance', {}), **reports}
     if is_first_process():
@@ -250,14 +247,29 @@ def _drop_shared_bias(model: SwappedModel) -> None:
         setattr(model, model.shared_bias, None)
 
 
-def _uses_rope(model: nn.Module, blocks: dict[str, nn.Module]) -> bool:
-    """True if the model has rotary positions and a block, of timm or with a mixer, that uses them."""
-    has_rope = any(
+def freeze_unused_rope(model: Any) -> None:
+    """Freeze rotary positions that no block uses, which would have no gradient; train them again if one does.
+
+    What was frozen before stays frozen.
+    """
+    if getattr(model, 'rope', None) is None:
+        return
+    parameters = dict(model.rope.named_parameters())
+    if _uses_rope(model):
+        for name in model.__dict__.pop('_unused_rope', []):
+            parameters[name].requires_grad_()
+    elif not hasattr(model, '_unused_rope'):
+        model._unused_rope = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        model.rope.requires_grad_(False)
+
+
+def _uses_rope(model: SwappedModel) -> bool:
+    """True if a block, of timm or with a mixer, uses rotary positions."""
+    return any(
         not isinstance(block, SwappedTimmBlock)
         or any(holder.attn.has_rope for holder in block.attention_holders().values())
-        for block in blocks.values()
+        for block in model.token_blocks().values()
     )
-    return has_rope and getattr(model, 'rope', None) is not None
 
 
 def _merge(block: Any, reports: list[Inheritance]) -> Inheritance:

@@ -73,7 +73,8 @@ def build_model(
         PartialState().print(f'note   {source} has a head for the classes {old}; it is kept for the classes {new}')
     if recipe.mixer is not None:
         # after the checkpoint, which mixers inherit as well
-        swapped = swap_in(name, model, recipe.mixer, recipe.mixer_kwargs)
+        img_size = recipe.model_kwargs.get('img_size', recipe.img_size)
+        swapped = swap_in(name, model, recipe.mixer, recipe.mixer_kwargs, img_size=img_size)
         PartialState().print(f'note   the attention of {name} is replaced: {swapped}')
     elif recipe.mixer_kwargs:
         raise UserError(f'mixer_kwargs {recipe.mixer_kwargs} need a mixer; add --mixer NAME, or use --model-kwargs')

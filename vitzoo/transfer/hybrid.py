@@ -15,6 +15,7 @@ from torch import nn
 
 from vitzoo.models._mixer_paths import block_of, index_of
 from vitzoo.models._swap_record import recorded_swaps
+from vitzoo.models.swap import freeze_unused_rope
 from vitzoo.transfer.attention import blocks_of_teacher, lost_shared_bias, mixer_paths
 from vitzoo.transfer.outputs import output_error, output_gap
 
@@ -99,6 +100,7 @@ def restore_softmax_blocks(teacher: nn.Module, student: nn.Module, paths: list[s
         setattr(student, lost_bias, deepcopy(getattr(teacher, lost_bias)))
     for path in paths:
         student.set_submodule(block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
+    freeze_unused_rope(student)
     _forget_swaps(teacher, student, paths)
 
 
