@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from vitzoo._arguments import is_whole
-from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.load import find_models
 from vitzoo.mixers import list_mixers
 from vitzoo.options import read_yaml, to_words
 from vitzoo.study.record import TEACHER_PREFIX, CellRecord
 from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
-from vitzoo.transfer.options import NEUTRAL_TRAINING_KEYS, TRAINING_KEYS, TransferOptions
+from vitzoo.transfer.options import NEUTRAL_TRAINING_KEYS, config_keys
 from vitzoo.transfer.options import parse_args as parse_transfer_args
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.options import parse_args as parse_eval_args
@@ -34,8 +33,7 @@ _OWN_EVAL_KEYS = (
     *('models', 'no_data', 'random_weights', 'checkpoint', 'num_classes', 'ignore_labels'),
     *('results_file', 'plot', 'save_predictions', 'errors', 'from_predictions'),
 )
-_TRANSFER_KEYS = {field.name for field in fields(TransferOptions)} | {'mixer', 'no_random_control', 'split'}
-_TRANSFER_KEYS |= {*DATA_OPTIONS, *TRAINING_KEYS, *NEUTRAL_TRAINING_KEYS}
+_TRANSFER_KEYS = config_keys()
 _EVAL_KEYS = {field.name for field in fields(EvalOptions)} | {'dataset', 'split'}
 # of a transfer, these influence its duration only
 _NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes', *NEUTRAL_TRAINING_KEYS)

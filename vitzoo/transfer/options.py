@@ -99,6 +99,13 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     return options
 
 
+def config_keys() -> set[str]:
+    """The keys that a file for --config may have: the names of the options."""
+    flags = {flag for action in _build_parser()._actions for flag in action.option_strings}
+    names = {flag.removeprefix('--').replace('-', '_') for flag in flags if flag.startswith('--')}
+    return names - {'config', 'help'}
+
+
 def _build_parser() -> CommandParser:
     parser = CommandParser(
         'vitzoo transfer',
