@@ -129,6 +129,13 @@ def with_way(**way) -> dict:
             )
             for key, value in (('random_control', False), ('training', None), ('data_options', None))
         ),
+        *(
+            (
+                with_way(transfer={key: value}, teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
+                f"ways.other.transfer: '{key}' cannot be given here",
+            )
+            for key, value in (('num_classes', 3), ('checkpoint', 'own.pth'))
+        ),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(tmp_path, changes, message):

@@ -49,6 +49,17 @@ def test_a_checkpoint_without_a_head_gets_a_new_one_with_a_note(name, tmp_path, 
     assert {head.out_features for head in heads} == {3}
 
 
+def test_a_checkpoint_in_the_official_layout_of_other_classes_gets_a_new_head(tmp_path, capsys):
+    name, kwargs = 'swin_tiny_patch4_window7_224', dict(depths=[1, 1], num_heads=[1, 2], embed_dim=24)
+    path = str(tmp_path / 'official.safetensors')
+    official = timm.create_model(name, num_classes=4, **kwargs).state_dict()
+    names = {key: key.replace('head.fc.', 'head.').replace('layers.1.down', 'layers.0.down') for key in official}
+    save_file({names[key]: value for key, value in official.items()}, path)
+    model = build_model(Recipe(model=name, model_kwargs=kwargs, initial_checkpoint=path), 3)
+    assert f'{path} has a head for 4 classes; using a new head for 3 classes' in capsys.readouterr().out
+    assert torch.equal(model.norm.weight, official['norm.weight']) and model.head.fc.out_features == 3
+
+
 def test_a_checkpoint_that_lacks_more_than_the_head_is_refused(tmp_path):
     path = str(tmp_path / 'part.safetensors')
     state = timm.create_model('deit_softmax_nano', num_classes=0).state_dict()

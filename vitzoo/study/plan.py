@@ -27,7 +27,10 @@ _WAY_KEYS = {
 }
 # set by the study
 _OWN_TRAIN_KEYS = ('model', 'seed', *NOT_SAVED)
-_OWN_TRANSFER_KEYS = ('teacher', 'mixer', 'mixers', 'seed', 'output', 'resume', 'overwrite', 'probe_only')
+_OWN_TRANSFER_KEYS = (
+    *('teacher', 'checkpoint', 'num_classes', 'mixer', 'mixers'),
+    *('seed', 'output', 'resume', 'overwrite', 'probe_only'),
+)
 # these would contradict the study, or write files of several cells to one place
 _OWN_EVAL_KEYS = (
     *('models', 'no_data', 'random_weights', 'checkpoint', 'num_classes', 'ignore_labels'),

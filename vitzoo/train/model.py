@@ -9,9 +9,9 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitzoo.about import is_trained_folder, read_label_names
-from vitzoo.classes import head_names, label_names, num_classes_in
+from vitzoo.classes import head_names, label_names
 from vitzoo.errors import UserError
-from vitzoo.load import create_model, find_model, fit_data_config, load_weights, swap_in
+from vitzoo.load import create_model, find_model, find_num_classes, fit_data_config, load_weights, swap_in
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.train.average import AveragedModel
 from vitzoo.train.recipe import Recipe
@@ -90,7 +90,7 @@ def build_model(
 def _start_from(model: nn.Module, path: str) -> None:
     """Load a checkpoint; where its head is for another number of classes, or it has none, all but the head."""
     num_classes, weights = model.num_classes, unwrap(read_checkpoint(path))
-    checkpoint_classes = num_classes_in(model, weights)
+    checkpoint_classes = find_num_classes(model, weights)
     if checkpoint_classes == num_classes or (checkpoint_classes is None and not _lacks_only_the_head(model, weights)):
         load_weights(model, path)
         return

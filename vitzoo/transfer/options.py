@@ -41,6 +41,7 @@ class TransferOptions:
     mixer_kwargs: dict[str, dict] = field(default_factory=dict)
     data_options: DataOptions = DataOptions()
     checkpoint: str | None = None
+    num_classes: int | None = None
     img_size: tuple[int, int] | None = None
     steps: int = 500
     lr: float = 1e-4
@@ -122,6 +123,7 @@ def _build_parser() -> CommandParser:
     add_data_options(parser)
     add('--output', metavar='DIR', help='run folder; with several mixers the folder of their run folders')
     add('--checkpoint', metavar='FILE', help='weights of the teacher, .safetensors or .pth')
+    add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the teacher)')
     defaults = TransferOptions('', [], '')
     _add_stages(parser.add_argument_group('stages'), defaults)
@@ -230,6 +232,8 @@ def _check_options(options: TransferOptions) -> None:
         raise UserError('--mixer names no mixer; give one, such as --mixer ls')
     if options.output is None and not options.probe_only:
         raise UserError('--output is missing: name a folder for the result, or use --probe-only')
+    if options.num_classes is not None and options.checkpoint is None:
+        raise UserError(f'--num-classes {options.num_classes} is for the weights of a --checkpoint, which is missing')
     if options.resume and options.overwrite:
         raise UserError('--resume continues a transfer and --overwrite deletes it; choose one')
     if options.keep_softmax == 'auto' and options.tolerance >= 100:
