@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
 import vitzoo
-from vitzoo._arguments import constructor_arguments
+from vitzoo._arguments import constructor_arguments, named_parameters
 from vitzoo.about import fit_config, is_trained_folder, read_about, read_img_size
 from vitzoo.classes import num_classes_in
 from vitzoo.data import resolve_data_config
@@ -206,7 +206,10 @@ def create_model(
     except SafetensorError as error:
         raise UserError(f'the weights of {name} are damaged ({error}); copy or fetch them again') from error
     except OSError as error:
-        raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a checkpoint file') from error
+        advice = 'download the repository, and give its folder'
+        if not name.startswith('hf-hub:'):
+            advice = f'give a folder of them, which `vitzoo convert FILE --model {name} --out DIR` makes of their file'
+        raise UserError(f'cannot fetch the weights of {name} ({error}); {advice}') from error
 
 
 def build_on_meta(name: str) -> nn.Module:
@@ -222,7 +225,7 @@ def _source_of(name: str) -> str:
 
 def accepted_arguments(model_cls: type[nn.Module]) -> set[str]:
     """The arguments that `timm.create_model` takes for models of this class."""
-    of_timm = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
+    of_timm = named_parameters(timm.create_model) | named_parameters(build_model_with_cfg)
     return of_timm | constructor_arguments(model_cls)
 
 

@@ -152,7 +152,10 @@ def test_weights_that_cannot_be_fetched_are_reported(monkeypatch):
         raise OSError('no answer')
 
     monkeypatch.setattr('vitzoo.models._register.download_url_to_file', no_answer)
-    with pytest.raises(UserError, match=r'cannot fetch the weights of vil_tiny .*no answer.*as a checkpoint file'):
+    with pytest.raises(
+        UserError,
+        match=r'cannot fetch the weights of vil_tiny .*no answer.*`vitzoo convert FILE --model vil_tiny --out DIR`',
+    ):
         create_model('vil_tiny', pretrained=True, cache_dir='/nonexistent')
 
 

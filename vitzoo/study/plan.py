@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def read_study(path: str) -> Study:
     Raises:
         UserError: The file cannot be read, or a key, a model or an option is invalid.
     """
-    values = _read_file(path)
+    values = _read_file(path, 'study')
     _check_keys(f"'{path}'", values, _KEYS, required=('output', 'data_dir', 'ways', 'evaluations'))
     folder, data_dir = Path(_text('output', values['output'])), _text('data_dir', values['data_dir'])
     evaluations = {
@@ -210,7 +210,7 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
     _check_keys(place, way, _WAY_KEYS['transfer'], required=('teacher', 'teacher_way', 'mixers'))
     given = dict(_mapping(f'{place}.transfer', way['transfer'] or {}))
     _refuse_own(f'{place}.transfer', given, _OWN_TRANSFER_KEYS)
-    base = _read_config(f'{place}.transfer', given, _read_file, _OWN_TRANSFER_KEYS)
+    base = _read_config(f'{place}.transfer', given, partial(_read_file, command='transfer'), _OWN_TRANSFER_KEYS)
     teachers = [c for c in cells if (c.way, c.model, c.seed) == (way['teacher_way'], way['teacher'], seed)]
     if not teachers or teachers[0].command != 'train':
         raise UserError(
@@ -307,8 +307,8 @@ def _read_config(place: str, given: dict, read: Callable[[str], dict], own: tupl
     return {key: value for key, value in read(config).items() if key not in own}
 
 
-def _read_file(path: str) -> dict:
-    return _mapping(f"'{path}'", read_yaml(path))
+def _read_file(path: str, command: str) -> dict:
+    return _mapping(f"'{path}'", read_yaml(path, command=command))
 
 
 def _mapping(place: str, value: Any) -> dict:

@@ -1,5 +1,7 @@
 """Builds the model of a run from its recipe: weights, mixer, precision, memory format and averaged copy."""
 
+from itertools import zip_longest
+
 import timm
 import torch
 from accelerate import Accelerator, PartialState
@@ -69,8 +71,7 @@ def build_model(
         _start_from(model, recipe.initial_checkpoint)
         source, known = recipe.initial_checkpoint, read_label_names(recipe.initial_checkpoint, num_classes)
     if class_names and known not in ([], class_names):
-        old, new = (', '.join(names[:3]) + ', …' * (len(names) > 3) for names in (known, class_names))
-        PartialState().print(f'note   {source} has a head for the classes {old}; it is kept for the classes {new}')
+        PartialState().print(f'note   the head of {source} is kept for other classes: {_compare(known, class_names)}')
     if recipe.mixer is not None:
         # after the checkpoint, which mixers inherit as well
         swapped = swap_in(name, model, recipe.mixer, recipe.mixer_kwargs)
@@ -103,6 +104,16 @@ def _start_from(model: nn.Module, path: str) -> None:
 def _note_new_head(source: str, old: int | None, new: int) -> None:
     has = f'a head for {old} classes' if old else 'no head'
     PartialState().print(f'note   {source} has {has}; using a new head for {new} classes')
+
+
+def _compare(old: list[str], new: list[str]) -> str:
+    """The first rows of a head whose classes have other names, and the number of others."""
+    rows = [
+        f'row {row} was {before}, is now {after}'
+        for row, (before, after) in enumerate(zip_longest(old, new, fillvalue='no class'))
+        if before != after
+    ]
+    return ', '.join(rows[:3]) + (f', and {len(rows) - 3} more' if rows[3:] else '')
 
 
 def _lacks_only_the_head(model: nn.Module, weights: dict[str, torch.Tensor]) -> bool:

@@ -206,10 +206,11 @@ def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         return
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     words, given = ['', '--mixer', '', '--data-dir', ''], []
+    keys = config_keys()
     for key, value in _read_mapping(path).items():
+        if str(key).replace('-', '_') not in keys:
+            raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(str(key), keys)}")
         flag = format_flag(str(key))
-        if flag not in actions:
-            raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(flag, actions)}")
         new = to_words({key: value})
         if new:
             words += new
@@ -221,7 +222,7 @@ def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:
 
 
 def _read_mapping(path: str) -> dict:
-    values = read_yaml(path)
+    values = read_yaml(path, command='transfer')
     if not isinstance(values, dict):
         raise UserError(f"'{path}' must consist of options and values, such as 'steps: 500'")
     return values
