@@ -767,8 +767,12 @@ def test_a_config_file_gives_options_and_the_command_line_takes_precedence(tmp_p
     # also on a machine whose default is higher
     assert options.workers == 0
     file.write_text('stepps: 7')
-    with pytest.raises(UserError, match=r"unknown option 'stepps' .* did you mean --steps"):
+    with pytest.raises(UserError, match=r"unknown option 'stepps' .* did you mean steps"):
         parse_args(['teacher', '--config', str(file)])
+    # it would print the help and end
+    file.write_text('help: true')
+    with pytest.raises(UserError, match="unknown option 'help' in"):
+        parse_args(['teacher', '--config', str(file), *split('--mixer ls --data-dir x --output y')])
 
 
 @pytest.mark.parametrize(
