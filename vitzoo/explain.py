@@ -63,6 +63,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
         for record in skip_unreadable(records, len(files), unreadable, 'explaining'):
             title = f'{titles[record["label"]]} ({100 * record["probability"]:.0f} %), {record["method"]}'
             draw_explanation(record['path'], unnormalize(record['image'], data_config), record['heat'], title)
+    print(f'wrote {len(files) - len(unreadable)} figures to {args.out}')
     return unreadable
 
 

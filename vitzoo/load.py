@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,12 @@ from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 
 import vitzoo
-from vitzoo._arguments import constructor_arguments
+from vitzoo._arguments import constructor_arguments, named_parameters
 from vitzoo.about import fit_config, is_trained_folder, read_about, read_img_size
+from vitzoo.classes import num_classes_in
 from vitzoo.data import resolve_data_config
-from vitzoo.errors import UserError, did_you_mean
-from vitzoo.models._official import read_checkpoint, unwrap
+from vitzoo.errors import UserError, did_you_mean, is_first_process
+from vitzoo.models._official import has_two_sets, read_checkpoint, unwrap
 from vitzoo.models._resample import resample_checkpoint
 from vitzoo.models._swap_record import ARCHITECTURE, describe_swaps, parse_swaps
 
@@ -205,7 +207,10 @@ def create_model(
     except SafetensorError as error:
         raise UserError(f'the weights of {name} are damaged ({error}); copy or fetch them again') from error
     except OSError as error:
-        raise UserError(f'cannot fetch the weights of {name} ({error}); give them as a checkpoint file') from error
+        advice = 'download the repository, and give its folder'
+        if not name.startswith('hf-hub:'):
+            advice = f'give a folder of them, which `vitzoo convert FILE --model {name} --out DIR` makes of their file'
+        raise UserError(f'cannot fetch the weights of {name} ({error}); {advice}') from error
 
 
 def build_on_meta(name: str) -> nn.Module:
@@ -221,7 +226,7 @@ def _source_of(name: str) -> str:
 
 def accepted_arguments(model_cls: type[nn.Module]) -> set[str]:
     """The arguments that `timm.create_model` takes for models of this class."""
-    of_timm = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
+    of_timm = named_parameters(timm.create_model) | named_parameters(build_model_with_cfg)
     return of_timm | constructor_arguments(model_cls)
 
 
@@ -282,21 +287,50 @@ def load_weights(model: nn.Module, path: str) -> None:
         UserError: The file cannot be read, keys are missing, unexpected or of another shape, or the weights fit at
             several image sizes and nothing in the file's folder tells which they are for.
     """
-    state_dict = unwrap(read_checkpoint(path))
+    state_dict = read_weights(path)
     try:
         resampled = resample_checkpoint(state_dict, model, read_img_size(path))
     except ValueError as error:
         raise UserError(f'the checkpoint {path} is ambiguous: {error}') from error
-    misfit, failure = _load_if_fits(model, resampled), None
+    misfit, converted, failure = _load_if_fits(model, resampled), {}, None
     convert = find_filter(model)
     if misfit and convert is not None:
         # given the weights of another model, a converter may fail in any way: then they do not fit
         try:
-            misfit = _load_if_fits(model, convert(state_dict, model)) and misfit
+            converted = convert(state_dict, model)
+            misfit = _load_if_fits(model, converted) and misfit
         except Exception as error:
             misfit, failure = f'{misfit}; converting it from the official layout fails with {error!r}', error
-    if misfit:
-        raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}') from failure
+    if not misfit:
+        return
+    own = getattr(model, 'num_classes', None)
+    found = _fit_head(model, resampled) or _fit_head(model, converted)
+    if found:
+        raise UserError(f'the checkpoint {path} has {found} classes, and the model {own}; add --num-classes {found}')
+    raise UserError(f'the checkpoint {path} does not fit {type(model).__name__}: {misfit}') from failure
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """The weights in a checkpoint, EMA weights first, with a note if it has both.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    checkpoint = read_checkpoint(path)
+    if has_two_sets(checkpoint) and is_first_process():
+        # a command may write to stdout
+        print(f'note   {path} has averaged weights (EMA) beside others; using the averaged ones', file=sys.stderr)
+    return unwrap(checkpoint)
+
+
+def find_num_classes(model: nn.Module, state_dict: dict[str, Tensor]) -> int | None:
+    """The number of classes of a checkpoint in the layout of the model or the official one; None if it has no head."""
+    num_classes, convert = num_classes_in(model, state_dict), find_filter(model)
+    if num_classes is None and convert is not None:
+        # given the weights of another model, a converter may fail in any way
+        with suppress(Exception):
+            num_classes = num_classes_in(model, convert(state_dict, model))
+    return num_classes
 
 
 def find_filter(model: nn.Module) -> Callable[..., dict] | None:
@@ -372,6 +406,15 @@ def _try_one_image(name: str, model: nn.Module, input_size: tuple[int, int, int]
         model.eval()(image)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise UserError(f'{name} cannot take images of {input_size[1]} x {input_size[2]}: {error}') from error
+
+
+def _fit_head(model: Any, state_dict: dict[str, Tensor]) -> int | None:
+    """Give a model a head for the classes of a state dict; returns their number if the state dict fits then."""
+    found = num_classes_in(model, state_dict)
+    if found in (None, model.num_classes):
+        return None
+    model.reset_classifier(found)
+    return None if _load_if_fits(model, state_dict) else found
 
 
 def _load_if_fits(model: nn.Module, state_dict: dict[str, Tensor]) -> str:

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from vitzoo._resources import resource_folder
-from vitzoo.errors import UserError, format_flag
+from vitzoo.errors import UserError, did_you_mean, format_flag
 
 # a number that PyYAML reads as a string, because it has no dot or no sign
 _EXPONENT = re.compile(r'[-+]?(\d+\.?\d*|\.\d+)e[-+]?\d+', re.IGNORECASE)
@@ -136,10 +136,13 @@ def parse_yaml(text: str) -> Any:
     return float(text) if _EXPONENT.fullmatch(text) else yaml.load(text, _Loader)
 
 
-def find_config(path: str | Path) -> Path:
+def find_config(path: str | Path, command: str = '') -> Path:
     """The file at a path, or if there is none the config of the package with that name, such as 'finetune.yaml'.
 
     'configs/' may precede the name, as in a checkout.
+
+    Args:
+        command: 'train', 'transfer' or 'study', whose configs are named in errors; by default all.
 
     Raises:
         UserError: There is neither.
@@ -151,20 +154,28 @@ def find_config(path: str | Path) -> Path:
     name = Path(path).as_posix().removeprefix('configs/')
     if name in packaged:
         return packaged[name]
-    raise UserError(f"there is no file '{path}'; the configs of the package are {', '.join(packaged)}")
+    # those in no folder of another command are recipes
+    owner = {config: config.partition('/')[0] for config in packaged}
+    own = [config for config in packaged if command in ('', owner[config])]
+    if command == 'train':
+        own = [config for config in packaged if owner[config] not in ('study', 'transfer')]
+    raise UserError(
+        f"there is no file '{path}'{did_you_mean(name, own)}; the configs of the package are {', '.join(own)}"
+    )
 
 
-def read_yaml(path: str | Path, kind: str = '') -> Any:
+def read_yaml(path: str | Path, kind: str = '', command: str = '') -> Any:
     """The contents of a YAML file or of a config of the package; see `find_config`.
 
     Args:
         kind: Put before the path in errors, such as 'the recipe '.
+        command: As in `find_config`.
 
     Raises:
         UserError: The file does not exist, cannot be read, or is not YAML.
     """
     try:
-        return yaml.load(find_config(path).read_text(encoding='utf-8'), _Loader)
+        return yaml.load(find_config(path, command).read_text(encoding='utf-8'), _Loader)
     except OSError as error:
         raise UserError(f"cannot read {kind}'{path}': {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

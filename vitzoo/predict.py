@@ -61,6 +61,8 @@ def predict(argv: list[str] | None = None) -> list[str]:
             _print_table(list(records), dict(zip(names, readable(names))))
         else:
             _write_predictions(records, top_k, args.out)
+            if args.out:
+                print(f'wrote {args.out}')
     return unreadable
 
 

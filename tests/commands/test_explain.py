@@ -44,8 +44,9 @@ def run(*argv) -> list[str]:
 
 
 @pytest.mark.parametrize('method', ('auto', 'rollout', 'gradcam'))
-def test_every_image_gets_a_figure(images, trained, tmp_path, method):
+def test_every_image_gets_a_figure(images, trained, tmp_path, method, capsys):
     assert run(images, '--model', trained, '--out', tmp_path / 'maps', '--method', method) == []
+    assert capsys.readouterr().out == f'wrote 3 figures to {tmp_path}/maps\n'
     assert sorted(path.name for path in (tmp_path / 'maps').iterdir()) == ['a-2.png', 'a.png', 'b.png']
     for path in (tmp_path / 'maps').iterdir():
         with Image.open(path) as figure:

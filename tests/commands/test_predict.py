@@ -112,10 +112,11 @@ def test_batches_and_workers_change_nothing(images, trained, tmp_path, options):
         assert [float(row[key]) for key in PROBABILITIES] == pytest.approx(probabilities, abs=1.01e-5)
 
 
-def test_json_has_a_list_of_labels_for_each_file(images, trained, tmp_path):
+def test_json_has_a_list_of_labels_for_each_file(images, trained, tmp_path, capsys):
     out = tmp_path / 'new' / 'out.json'
     predict([str(images / '9.png'), '--model', str(trained), '--top-k', '2', '--out', str(out)])
     (record,) = json.loads(out.read_text())
+    assert capsys.readouterr().out == f'wrote {out}\n'
     assert record['file'] == str(images / '9.png')
     assert [list(item) for item in record['predictions']] == [['label', 'probability']] * 2
     assert record['predictions'][0]['probability'] > record['predictions'][1]['probability']
@@ -337,6 +338,7 @@ def test_a_model_without_a_classifier_predicts_nothing(images, tmp_path, capsys,
         ('nowhere', '--model run', "there is no file, folder or archive 'nowhere'"),
         ('*.jpg', '--model run', "there is no file, folder or archive '*.jpg'"),
         ('run', '--model run', 'there are no images (.bmp, '),
+        ('a.png empty', '--model run', 'there are no images (.bmp, .gif'),
         ('bad.tar', '--model run', 'cannot read the tar file bad.tar'),
         ('a.png', '--model runn', "unknown model 'runn'"),
         ('a.png', '--model test_vit*', "'test_vit*' stands for"),
@@ -350,8 +352,9 @@ def test_a_mistake_gets_one_sentence(trained, tmp_path, capsys, monkeypatch, ima
     monkeypatch.chdir(tmp_path)
     Path('run').symlink_to(trained)
     Path('bad.tar').write_bytes(b'x' * 2000)
+    Path('empty').mkdir()
     Image.new('RGB', (8, 8)).save('a.png')
-    assert message in fails(capsys, images, *options.split())
+    assert message in fails(capsys, *images.split(), *options.split())
 
 
 def test_a_compressed_tar_is_refused(images, tmp_path):

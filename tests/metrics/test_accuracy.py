@@ -242,6 +242,16 @@ def test_evaluation_needs_images_and_leaves_the_model_in_its_mode():
     assert not model.training
 
 
+def test_labels_that_the_model_does_not_have_are_named():
+    (model, dataset), (_, others) = make_problem(5, num_classes=3), make_problem(5, num_classes=7)
+    evaluate(model, DataLoader(dataset, 2))
+    images = others.tensors[0]
+    with pytest.raises(UserError, match='an image has the label 4, and the model only 3 classes'):
+        evaluate(model, DataLoader(TensorDataset(images, torch.arange(5)), 5))
+    with pytest.raises(UserError, match='the images have 7 labels each, and the model 3 classes'):
+        evaluate(model, DataLoader(with_several_labels(others), 2))
+
+
 def test_an_error_in_a_worker_process_stays_one_sentence():
     model, dataset = make_problem(5)
     with pytest.raises(UserError) as error:

@@ -183,6 +183,11 @@ def test_a_new_measure_is_one_entry_of_the_table(monkeypatch):
     assert token_statistics(model, images, ['mean_norm'])['mean_norm']['mean'] == pytest.approx([expected])
 
 
+def test_a_measure_alone_is_a_list_of_one():
+    model, images = timm.create_model('test_vit').eval(), torch.randn(2, 3, 160, 160)
+    assert token_statistics(model, images, 'cosine') == token_statistics(model, images, ['cosine'])
+
+
 def test_an_unknown_measure_is_named():
     with pytest.raises(UserError, match="unknown measure 'efective_rank', did you mean effective_rank?"):
         OversmoothingProbe(timm.create_model('test_vit'), measures=['efective_rank'])

@@ -485,6 +485,14 @@ def test_the_error_for_an_unknown_keyword_suggests_the_closest_one():
         create_mixer('ls', 24, 2, grid_size=(4, 4), windowsize=3)
 
 
+@pytest.mark.parametrize('name', list_mixers())
+def test_the_error_for_a_mapping_of_keywords_says_how_to_give_them(name):
+    with pytest.raises(TypeError, match=r"argument 'kwarg'(?!.* kwargs)"):
+        create_mixer(name, 64, 2, grid_size=(4, 4), kwarg=3)
+    with pytest.raises(TypeError, match="'mixer_kwargs'; give them as keywords: window_size=3, mode='max'$"):
+        create_mixer(name, 64, 2, grid_size=(4, 4), mixer_kwargs=dict(window_size=3, mode='max'))
+
+
 @pytest.mark.parametrize(
     ('name', 'kwargs', 'message'),
     [

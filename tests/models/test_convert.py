@@ -690,6 +690,32 @@ def test_the_command_that_a_misfit_recommends_works(num_classes, tmp_path, capsy
     assert torch.equal(model.head.weight, parent.head.weight) == (num_classes != 7)
 
 
+@pytest.mark.parametrize(
+    'argv', ['FILE --model vit_tiny_patch16_224', '--from vit_tiny_patch16_224 --checkpoint FILE --swap ls']
+)
+def test_a_file_of_other_classes_names_the_argument_that_converts_it(argv, tmp_path, capsys):
+    file, out = tmp_path / 'own.pth', tmp_path / 'out'
+    model = small('vit_tiny_patch16_224', num_classes=4)
+    torch.save({'state_dict': model.state_dict()}, file)
+    argv = [str(file) if word == 'FILE' else word for word in argv.split()]
+    argv += ['--out', str(out), '--model-kwargs', *words(SMALL['deit'])]
+    error = fails(capsys, *argv)
+    assert error.endswith('has 4 classes, and vit_tiny_patch16_224 1000; add --model-kwargs num_classes=4\n')
+    convert([*argv, 'num_classes=4'])
+    assert torch.equal(loaded(out).head.weight, model.head.weight)
+
+
+def test_a_head_that_the_model_does_not_have_is_named(tmp_path, capsys):
+    file, name = tmp_path / 'own.pth', 'vit_small_patch14_dinov2'
+    kwargs = dict(depth=1, embed_dim=24, num_heads=2, img_size=56)
+    torch.save(timm.create_model(name, num_classes=4, **kwargs).state_dict(), file)
+    argv = [str(file), '--model', name, '--model-kwargs', *words(kwargs)]
+    convert([*argv, '--out', str(tmp_path / 'headless')])
+    assert 'the head for 4 classes is dropped; --model-kwargs num_classes=4 keeps it' in capsys.readouterr().out
+    convert([*argv, 'num_classes=4', '--out', str(tmp_path / 'own')])
+    assert loaded(tmp_path / 'own').num_classes == 4 and 'is dropped' not in capsys.readouterr().out
+
+
 def test_a_parent_of_another_size_is_refused(tmp_path, capsys):
     source = folder_of(small('deit_tiny_patch16_224'), tmp_path / 'parent')
     argv = ['--to', 'deit_ls_tiny', '--model-kwargs', 'embed_dim=60', 'num_heads=3']

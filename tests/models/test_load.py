@@ -58,6 +58,55 @@ def test_a_wrong_argument_is_named(name, kwargs, message):
         create_model(name, **kwargs)
 
 
+def to_official(swin):
+    """The weights of a Swin with two stages by their official names."""
+    pairs = ('head.fc.', 'head.'), ('layers.1.downsample', 'layers.0.downsample')
+    return {key.replace(*pairs[0]).replace(*pairs[1]): value for key, value in swin.items()}
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs'),
+    [
+        ('test_vit', {}),
+        ('test_convnext', {}),
+        ('deit_softmax_nano', {}),
+        ('deit_tiny_distilled_patch16_224', dict(depth=1)),
+        ('vit_small_patch14_dinov2', dict(depth=1, img_size=56)),
+        ('swin_tiny_patch4_window7_224', dict(depths=(1, 1), num_heads=(1, 2), embed_dim=24)),
+    ],
+)
+def test_a_checkpoint_of_other_classes_names_the_option_that_loads_it(name, kwargs, tmp_path):
+    model = timm.create_model(name, num_classes=4, **kwargs)
+    file = str(tmp_path / 'own.safetensors')
+    save_file(to_official(model.state_dict()) if name.startswith('swin') else model.state_dict(), file)
+    classes = timm.create_model(name, **kwargs).num_classes
+    with pytest.raises(UserError, match=f'has 4 classes, and the model {classes}; add --num-classes 4$'):
+        load_model(name, checkpoint=file, model_kwargs=kwargs)
+    found = load_model(name, checkpoint=file, num_classes=4, model_kwargs=kwargs).model.state_dict()
+    assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('averaged', ['state_dict_ema', 'model_ema'])
+def test_averaged_weights_are_taken_with_a_note(averaged, tmp_path, capsys):
+    plain, mean = (timm.create_model('test_vit', num_classes=4).state_dict() for _ in range(2))
+    file = str(tmp_path / 'own.pth')
+    for sets in (dict(state_dict=plain), {averaged: mean}, {'state_dict': plain, averaged: mean}):
+        torch.save(dict(sets, epoch=3), file)
+        head = load_model('test_vit', checkpoint=file, num_classes=4).model.head
+        assert torch.equal(head.weight, sets.get(averaged, plain)['head.weight'])
+        noted = capsys.readouterr().err
+        assert (f'{file} has averaged weights (EMA) beside others; using the averaged ones' in noted) == (
+            len(sets) == 2
+        )
+
+
+def test_a_checkpoint_of_another_model_with_other_classes_is_not_told_about_these(tmp_path):
+    file = str(tmp_path / 'own.safetensors')
+    save_file(timm.create_model('test_vit', num_classes=4, depth=1).state_dict(), file)
+    with pytest.raises(UserError, match=r'does not fit .* missing .*head.weight \(\(4, 64\), not \(1000, 64\)\)'):
+        load_model('test_vit', checkpoint=file, model_kwargs=dict(depth=2))
+
+
 @pytest.mark.parametrize('config', [{'model_type': 'vit'}, {'pretrained_cfg': {}, 'num_classes': 3}])
 @pytest.mark.parametrize('source', ['', 'local-dir:'])
 def test_a_folder_of_another_library_is_refused(config, source, tmp_path):
@@ -103,7 +152,10 @@ def test_weights_that_cannot_be_fetched_are_reported(monkeypatch):
         raise OSError('no answer')
 
     monkeypatch.setattr('vitzoo.models._register.download_url_to_file', no_answer)
-    with pytest.raises(UserError, match=r'cannot fetch the weights of vil_tiny .*no answer.*as a checkpoint file'):
+    with pytest.raises(
+        UserError,
+        match=r'cannot fetch the weights of vil_tiny .*no answer.*`vitzoo convert FILE --model vil_tiny --out DIR`',
+    ):
         create_model('vil_tiny', pretrained=True, cache_dir='/nonexistent')
 
 

@@ -218,11 +218,13 @@ def test_a_pushed_transfer_is_not_taken_for_a_training_when_it_is_pushed_again(r
     assert 'vitzoo train' not in card
 
 
-def test_a_pushed_conversion_is_not_taken_for_a_training_when_it_is_pushed_again(run, tmp_path):
+def test_a_pushed_conversion_is_not_taken_for_a_training_when_it_is_pushed_again(run, tmp_path, capsys):
     folder = swapped_run(run, tmp_path)
     for tag in ('first', 'second'):
         target = tmp_path / 'weights' / f'test_vit_to_aft_full.{tag}'
         push(arguments(folder, str(target), '--data-dir', str(run.parent / 'source')))
+        # elsewhere than in this checkout, no name stands for it
+        assert f"timm.create_model('local-dir:{target}', pretrained=True) loads it" in capsys.readouterr().out
         card = (target / 'README.md').read_text()
         assert 'vitzoo train' not in card and 'Recipe' not in card
         assert not (target / 'recipe.yaml').exists()
@@ -343,7 +345,7 @@ def register(monkeypatch):
     _shipped.shipped_folders.cache_clear()
 
 
-def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch):
+def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch, capsys):
     torch.manual_seed(0)
     model = timm.create_model('deit_pushed_nano', num_classes=3).eval()
     torch.nn.init.normal_(model.head.weight)
@@ -354,7 +356,10 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
         model, named, model_config={key: about[key] for key in ('label_names', 'vitzoo')}, safe_serialization=True
     )
     target = tmp_path / 'weights' / 'deit_pushed_nano.vz_test'
-    push(arguments(named, f'{target}/', '--half'))
+    with monkeypatch.context() as patch:
+        patch.setattr('vitzoo._resources._PACKAGE', tmp_path)
+        push(arguments(named, f'{target}/', '--half'))
+    assert "timm.create_model('deit_pushed_nano.vz_test', pretrained=True) loads it" in capsys.readouterr().out
     names = {path.name for path in target.iterdir()}
     assert names == {'config.json', 'model.safetensors', 'recipe.yaml', 'metrics.csv', 'README.md'}
     assert len({path.stat().st_mode for path in target.iterdir()}) == 1

@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import yaml
 from studies import STUDY, write_study
 from timm.layers import to_2tuple
 
 from vitzoo.errors import UserError
 from vitzoo.mixers import list_mixers
 from vitzoo.options import to_words
-from vitzoo.study.plan import read_study
+from vitzoo.study.plan import _OWN_TRANSFER_KEYS, _TRANSFER_KEYS, read_study
+from vitzoo.transfer.options import parse_args
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs' / 'study').glob('*.yaml'))
 
@@ -144,12 +146,37 @@ def with_way(**way) -> dict:
             with_way(transfer=dict(steps=-1), teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
             "ways.other.transfer: .*'-1' is not",
         ),
+        *(
+            (
+                with_way(transfer={key: value}, teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
+                f"ways.other.transfer: unknown option '{key}'",
+            )
+            for key, value in (('random_control', False), ('training', None), ('data_options', None))
+        ),
+        *(
+            (
+                with_way(transfer={key: value}, teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
+                f"ways.other.transfer: '{key}' cannot be given here",
+            )
+            for key, value in (('num_classes', 3), ('checkpoint', 'own.pth'))
+        ),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(tmp_path, changes, message):
     with pytest.raises(UserError, match=message) as caught:
         read_study(write_study(tmp_path, **changes))
     assert '\n' not in str(caught.value)
+
+
+def test_the_transfer_of_a_cell_takes_every_key_that_a_study_may_give_it(tmp_path):
+    ways = {name: dict(way) for name, way in STUDY['ways'].items()}
+    given = dict.fromkeys(_TRANSFER_KEYS - {*_OWN_TRANSFER_KEYS}) | dict(data_dir='elsewhere')
+    assert {'no_random_control', 'split', 'model_ema', 'log_with', 'sizes'} <= given.keys()
+    ways['converted']['transfer'] = given
+    cell = read_study(write_study(tmp_path, ways=ways)).cells[-1]
+    options = tmp_path / 'options.yaml'
+    options.write_text(yaml.safe_dump(cell.options))
+    assert parse_args(['teacher', '--output', 'student', '--config', str(options)]).mixers == ['performer']
 
 
 def test_a_file_that_is_not_a_mapping_is_refused(tmp_path):

@@ -22,7 +22,9 @@ def notes(capsys, folder, names):
 def test_a_head_for_other_classes_is_kept_with_a_note(tmp_path, capsys):
     folder = save_classifier(tmp_path / 'run')
     (note,) = notes(capsys, folder, ['cat', 'dog', 'cow'])
-    assert 'has a head for the classes blue, green, red; it is kept for the classes cat, dog, cow' in note
+    assert f'the head of {folder} is kept for other classes: row 0 was blue, is now cat, row 1 was green' in note
+    (note,) = notes(capsys, folder, ['blue', 'green', 'zebra'])
+    assert note.endswith(': row 2 was red, is now zebra')
     assert notes(capsys, folder, ['blue', 'green', 'red']) == []
     # of a checkpoint, the names are those of its run
     other = Recipe(
@@ -33,7 +35,14 @@ def test_a_head_for_other_classes_is_kept_with_a_note(tmp_path, capsys):
     build_model(other, 3, ['cat', 'dog', 'cow'])
     assert 'note' not in capsys.readouterr().out
     build_model(other, 3, ['blue', 'green', 'red'])
-    assert 'has a head for the classes cat, dog, cow; it is kept for' in capsys.readouterr().out
+    assert 'is kept for other classes: row 0 was cat, is now blue' in capsys.readouterr().out
+
+
+def test_only_the_first_of_many_renamed_classes_are_named(tmp_path, capsys):
+    names = [f'n{number}' for number in range(9)]
+    folder = save_classifier(tmp_path / 'run', tuple(names))
+    (note,) = notes(capsys, folder, [*names[:4], *(name.upper() for name in names[4:])])
+    assert note.endswith('row 4 was n4, is now N4, row 5 was n5, is now N5, row 6 was n6, is now N6, and 2 more')
 
 
 @pytest.mark.parametrize('name', ['deit_softmax_nano', 'deit_tiny_distilled_patch16_224', 'cvt_nano', 'resnet18'])
@@ -47,6 +56,17 @@ def test_a_checkpoint_without_a_head_gets_a_new_one_with_a_note(name, tmp_path, 
     assert [key for key, tensor in backbone.state_dict().items() if not torch.equal(weights[key], tensor)] == []
     heads = model.get_classifier() if isinstance(model.get_classifier(), tuple) else [model.get_classifier()]
     assert {head.out_features for head in heads} == {3}
+
+
+def test_a_checkpoint_in_the_official_layout_of_other_classes_gets_a_new_head(tmp_path, capsys):
+    name, kwargs = 'swin_tiny_patch4_window7_224', dict(depths=[1, 1], num_heads=[1, 2], embed_dim=24)
+    path = str(tmp_path / 'official.safetensors')
+    official = timm.create_model(name, num_classes=4, **kwargs).state_dict()
+    names = {key: key.replace('head.fc.', 'head.').replace('layers.1.down', 'layers.0.down') for key in official}
+    save_file({names[key]: value for key, value in official.items()}, path)
+    model = build_model(Recipe(model=name, model_kwargs=kwargs, initial_checkpoint=path), 3)
+    assert f'{path} has a head for 4 classes; using a new head for 3 classes' in capsys.readouterr().out
+    assert torch.equal(model.norm.weight, official['norm.weight']) and model.head.fc.out_features == 3
 
 
 def test_a_checkpoint_that_lacks_more_than_the_head_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Recipes: precedence, types and limits of values, and the files in configs/."""
 
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from toys import SHIPPED_RECIPES, read_metrics
 import vitzoo
 from vitzoo.errors import UserError
 from vitzoo.options import find_config
+from vitzoo.study.plan import read_study
 from vitzoo.train.loop import train
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe, read_recipe_file, save_recipe
 from vitzoo.train.recipe_cli import load_recipe
+from vitzoo.transfer.options import parse_args as parse_transfer_args
 
 
 @pytest.fixture
@@ -126,7 +129,7 @@ def test_options_take_several_words():
         (['--scale', '1', '2', '3'], 'scale must have 2 items, not 3'),
         (['--aug', 'cv2'], "aug must be one of timm, albumentations, not 'cv2'"),
         (['--model-kwargs', 'deep'], "model_kwargs must be a mapping, not 'deep'"),
-        (['--config', 'nowhere.yaml'], "there is no file 'nowhere.yaml'; the configs of the package are "),
+        (['--config', 'nowhere'], "there is no file 'nowhere'; the configs of the package are "),
         (['--config'], 'argument --config'),
     ],
 )
@@ -212,6 +215,27 @@ def test_other_files_of_the_package_are_not_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r'papers.bib.; the configs of the package are .*, finetune.yaml, '):
         find_config('../papers.bib')
+
+
+@pytest.mark.parametrize(
+    ('command', 'mistyped', 'meant'),
+    [
+        ('train', 'finetun.yaml', 'finetune.yaml'),
+        ('transfer', 'transfr/gpu.yaml', 'transfer/gpu.yaml'),
+        ('study', 'imagenete.yaml', 'study/imagenette.yaml'),
+    ],
+)
+def test_a_mistyped_config_gets_suggestions_from_those_of_its_command(command, mistyped, meant):
+    read = dict(
+        train=lambda path: load_recipe(['--config', path]),
+        transfer=lambda path: parse_transfer_args(['teacher', '--config', path]),
+        study=read_study,
+    )
+    with pytest.raises(UserError, match=f"no file '{mistyped}', did you mean {meant}") as caught:
+        read[command](mistyped)
+    listed = re.findall(r'[\w/]+\.yaml', str(caught.value).partition('the configs of the package are ')[2])
+    folders = {name.partition('/')[0] for name in listed}
+    assert folders == {command} if command != 'train' else {'study', 'transfer'}.isdisjoint(folders)
 
 
 def test_there_are_recipes_for_every_backbone():

@@ -16,7 +16,7 @@ import pytest
 import timm
 import torch
 from processes import shard_accelerators, start_processes
-from teachers import batches, save_teacher
+from teachers import batches, make_teacher, save_teacher
 
 from vitzoo.data import DataOptions, open_dataset
 from vitzoo.data.held_out import write_held_out
@@ -326,6 +326,19 @@ def test_a_student_is_the_same_after_another_mixer_and_alone(dtype, rate, teache
     second, alone = tmp_path / 'both' / 'linear', tmp_path / 'alone'
     assert read_results(second) == read_results(alone)
     assert (second / 'model.safetensors').read_bytes() == (alone / 'model.safetensors').read_bytes()
+
+
+def test_a_teacher_from_a_file_of_its_own_classes_keeps_them(images, tmp_path):
+    teacher, file = make_teacher(num_classes=3, img_size=48, depth=2), tmp_path / 'own.pth'
+    torch.save(dict(state_dict=teacher.state_dict()), file)
+    base = save_teacher(tmp_path / 'base', num_classes=5)
+    words = [base, '--checkpoint', str(file), '--mixer', 'linear', *QUICK, '--data-dir', images]
+    with pytest.raises(UserError, match='has 3 classes, and the model 5; add --num-classes 3$'):
+        transfer([*words, '--output', str(tmp_path / 'student')])
+    transfer([*words, '--num-classes', '3', '--output', str(tmp_path / 'student')])
+    assert read_results(tmp_path / 'student')['kind'] == 'top1'
+    student = timm.create_model(f'local-dir:{tmp_path / "student"}', pretrained=True)
+    assert student.num_classes == student.pretrained_cfg['num_classes'] == 3
 
 
 @pytest.mark.parametrize('kind', ['knn', 'cosine'])
@@ -770,8 +783,12 @@ def test_a_config_file_gives_options_and_the_command_line_takes_precedence(tmp_p
     # also on a machine whose default is higher
     assert options.workers == 0
     file.write_text('stepps: 7')
-    with pytest.raises(UserError, match=r"unknown option 'stepps' .* did you mean --steps"):
+    with pytest.raises(UserError, match=r"unknown option 'stepps' .* did you mean steps"):
         parse_args(['teacher', '--config', str(file)])
+    # it would print the help and end
+    file.write_text('help: true')
+    with pytest.raises(UserError, match="unknown option 'help' in"):
+        parse_args(['teacher', '--config', str(file), *split('--mixer ls --data-dir x --output y')])
 
 
 @pytest.mark.parametrize(

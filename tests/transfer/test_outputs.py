@@ -6,6 +6,7 @@ import pytest
 import torch
 from teachers import batches, divergence_of, make_student, make_teacher
 
+from vitzoo.transfer import probe
 from vitzoo.transfer.matching import attention_variance, measure_errors
 from vitzoo.transfer.outputs import Outputs, compare, output_error, output_gap
 
@@ -74,3 +75,11 @@ def test_errors_do_not_depend_on_the_batches(num_classes):
         found[-1] += errors['errors'].values()
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_models_of_other_classes_are_refused():
+    teacher, (images,) = make_teacher(), batches(1)
+    student = make_student(make_teacher(num_classes=3), 'linear')
+    for measure in (lambda: probe(teacher, student, [images]), lambda: output_error(teacher, student, [images])):
+        with pytest.raises(ValueError, match='The student has 3 classes and the teacher 5: give models of the same'):
+            measure()

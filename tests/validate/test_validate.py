@@ -447,7 +447,7 @@ def test_a_value_that_makes_no_sense_is_exit_code_2(argv, capsys):
 
 
 def test_a_run_on_other_classes_needs_its_data_dir(trained, capsys):
-    assert 'without --data-dir, a model is validated on the bundled sample' in fails(capsys, trained)
+    assert 'on which a model is validated without --data-dir; give its data as --data-dir' in fails(capsys, trained)
 
 
 def test_a_folder_of_ones_own_is_data_dir_or_dataset(data, trained):

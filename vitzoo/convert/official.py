@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from vitzoo.about import read_img_size
-from vitzoo.classes import num_classes_in
+from vitzoo.classes import head_names, num_classes_in
 from vitzoo.errors import UserError
-from vitzoo.load import create_model, find_filter, find_model
+from vitzoo.load import create_model, find_filter, find_model, read_weights
 from vitzoo.mixers.base import named_mixers
-from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models._resample import is_resizable, resample_weights
 from vitzoo.models.inherit import summarize_names
 
@@ -29,7 +28,7 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
     Raises:
         UserError: The file cannot be read, the model cannot be created, or the checkpoint lacks some of its tensors.
     """
-    official = unwrap(read_checkpoint(path))
+    official = read_weights(path)
     model: Any = create_model(find_model(name), model_kwargs=model_kwargs)
     filter_fn = find_filter(model) or partial(_resample, read_img_size(path))
     if 'img_size' in model_kwargs:
@@ -51,12 +50,19 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
             f'{summarize_names(missing)}; '
             f'if it is of another model, inherit from it with --from NAME --checkpoint {path} --to NAME'
         )
-    wrong = [f'{name} is {tuple(ours[name].shape)}, not {tuple(own[name].shape)}' for name in own]
-    wrong = [text for text, name in zip(wrong, own) if ours[name].shape != own[name].shape]
+    wrong = [name for name in own if ours[name].shape != own[name].shape]
+    if wrong and all(name.rpartition('.')[0] in head_names(model) for name in wrong):
+        raise UserError(
+            f"the checkpoint '{path}' has {num_classes} classes, and {name} {model.num_classes}; add --model-kwargs"
+            f' num_classes={num_classes}'
+        )
     if wrong:
-        raise UserError(f"the checkpoint '{path}' does not fit {type(model).__name__}: {'; '.join(wrong[:3])}")
+        texts = [f'{name} is {tuple(ours[name].shape)}, not {tuple(own[name].shape)}' for name in wrong[:3]]
+        raise UserError(f"the checkpoint '{path}' does not fit {type(model).__name__}: {'; '.join(texts)}")
     model.load_state_dict({name: ours[name] for name in own})
     _print_mapping(trace_names(filter_fn, official, model), official, own)
+    if num_classes and not model.num_classes:
+        print(f'the head for {num_classes} classes is dropped; --model-kwargs num_classes={num_classes} keeps it')
     return model
 
 

@@ -71,13 +71,17 @@ def find_files(patterns: list[str]) -> dict[str, Callable[[], bytes]]:
         A function per image name that reads the file.
 
     Raises:
-        UserError: A pattern matches nothing, an archive cannot be read, or there are no images.
+        UserError: A pattern matches nothing, an archive cannot be read, or a folder, an archive or all globs together
+            have no images.
     """
     files: dict[str, Callable[[], bytes]] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.exists():
-            files |= _find(path)
+            found_in_path = _find(path)
+            if not found_in_path:
+                raise _no_images(pattern)
+            files |= found_in_path
             continue
         found = sorted(_expand(path), key=natural_order)
         if not found:
@@ -86,8 +90,12 @@ def find_files(patterns: list[str]) -> dict[str, Callable[[], bytes]]:
             if path.is_dir() or path.suffix.lower() in (*SUFFIXES, *ARCHIVES):
                 files |= _find(path)
     if not files:
-        raise UserError(f"there are no images ({', '.join(sorted(SUFFIXES))}) in '{', '.join(patterns)}'")
+        raise _no_images(', '.join(patterns))
     return files
+
+
+def _no_images(place: str) -> UserError:
+    return UserError(f"there are no images ({', '.join(sorted(SUFFIXES))}) in '{place}'")
 
 
 def _expand(pattern: Path) -> set[str]:

@@ -95,7 +95,8 @@ def score_images(
         The columns, on the CPU, with one row per image in the order of the dataset.
 
     Raises:
-        UserError: The dataset is empty, an image cannot be read, or its logits are not finite.
+        UserError: The dataset is empty, an image cannot be read, its label is none of the classes, or its logits are
+            not finite.
         RuntimeError: Some image of the dataset was not seen by any process.
     """
     was_training = model.training
@@ -197,9 +198,11 @@ def _score_share(
 
     try:
         for images, target in loader:
+            labels = target
             images, target = (tensor.to(device, non_blocking=True) for tensor in (images, target))
             logits = model(images).float()
             check_logits(logits, model, images, describe_image, name)
+            _check_labels(logits, labels)
             columns = score(logits, target)
             num_rows += len(target)
             batches.append(columns if probe is None else {**columns, probe.key: probe.per_image()})
@@ -208,6 +211,18 @@ def _score_share(
     except UserError as error:
         user_error = error
     return _join(batches), user_error
+
+
+def _check_labels(logits: Tensor, labels: Tensor) -> None:
+    """Raise UserError if the loader's labels are not those of the logits; labels on a GPU are not read."""
+    num_classes = logits.shape[1]
+    if labels.ndim == 2 and labels.shape[1] != num_classes:
+        raise UserError(f'the images have {labels.shape[1]} labels each, and the model {num_classes} classes')
+    if labels.ndim == 1 and labels.device.type == 'cpu' and labels.numel() and labels.max() >= num_classes:
+        raise UserError(
+            f'an image has the label {int(labels.max())}, and the model only {num_classes} classes; give a model and'
+            ' images of the same classes'
+        )
 
 
 def _dataset_indices(loader: Loader, num_rows: int, accelerator: 'Accelerator | None') -> Tensor:

@@ -41,7 +41,7 @@ def token_statistics(
 
     Args:
         images: A batch (B, C, H, W), or an iterable of batches, or of tuples that begin with a batch.
-        measures: Names from `MEASURES`.
+        measures: A name from `MEASURES`, or several.
         options: Those of `OversmoothingProbe`.
 
     Returns:
@@ -184,7 +184,7 @@ class OversmoothingProbe:
 
     Args:
         model: The raw model, not a wrapper.
-        measures: Names from `MEASURES`.
+        measures: A name from `MEASURES`, or several.
         absolute: For cosine, average |cos| instead of cos; costs O(N^2 C).
         include_self: For cosine, include the similarity of each token with itself, as the mean of the N x N matrix.
         include_cls: Include the prefix tokens (class, distillation, registers), except in high_frequency_energy.
@@ -205,7 +205,7 @@ class OversmoothingProbe:
         include_cls: bool = False,
     ) -> None:
         self.model = model
-        self.measures = tuple(measures)
+        self.measures = (measures,) if isinstance(measures, str) else tuple(measures)
         for name in self.measures:
             if name not in MEASURES:
                 hint = did_you_mean(name, MEASURES) or f'; choose from {", ".join(MEASURES)}'

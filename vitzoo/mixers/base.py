@@ -107,8 +107,11 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is None or unknown[1] not in kwargs:
             raise
-        known = constructor_arguments(cls) - {'grid_size'}
-        raise TypeError(f"{name} does not take the argument '{unknown[1]}'{did_you_mean(unknown[1], known)}") from error
+        hint = did_you_mean(unknown[1], constructor_arguments(cls) - {'grid_size'})
+        given = kwargs[unknown[1]]
+        if isinstance(given, dict):
+            hint = f'; give them as keywords: {", ".join(f"{key}={value!r}" for key, value in given.items())}'
+        raise TypeError(f"{name} does not take the argument '{unknown[1]}'{hint}") from error
 
 
 def _check_types(name: str, cls: type, kwargs: dict[str, Any]) -> None:

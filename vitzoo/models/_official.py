@@ -15,9 +15,10 @@ from torch import Tensor
 
 from vitzoo.errors import UserError
 
-__all__ = ['read_checkpoint', 'unwrap']
+__all__ = ['has_two_sets', 'read_checkpoint', 'unwrap']
 
-WRAPPERS = ('state_dict_ema', 'model_ema', 'ema', 'state_dict', 'model', 'net')
+_AVERAGED, _PLAIN = ('state_dict_ema', 'model_ema', 'ema'), ('state_dict', 'model', 'net')
+WRAPPERS = _AVERAGED + _PLAIN
 
 
 def unwrap(checkpoint: dict) -> dict[str, Tensor]:
@@ -27,6 +28,11 @@ def unwrap(checkpoint: dict) -> dict[str, Tensor]:
             return unwrap(checkpoint[key])
     weights = {name: value for name, value in checkpoint.items() if isinstance(value, Tensor)}
     return clean_state_dict(weights)
+
+
+def has_two_sets(checkpoint: dict) -> bool:
+    """Return True for a checkpoint with EMA weights, which `unwrap` takes, beside those that they are averages of."""
+    return all(any(isinstance(checkpoint.get(key), dict) for key in keys) for keys in (_AVERAGED, _PLAIN))
 
 
 def read_checkpoint(path: str | Path) -> dict:

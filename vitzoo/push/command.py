@@ -16,6 +16,7 @@ from timm.models import push_to_hf_hub
 from timm.models._hub import generate_readme
 from torch import Tensor
 
+from vitzoo._resources import resource_folder
 from vitzoo.about import is_trained_folder, read_about
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
@@ -64,7 +65,10 @@ def push(argv: list[str] | None = None) -> None:
             return
         (folder / CARD).write_text(generate_readme(card, folder.name), encoding='utf-8')
         folder.rename(args.to)
-    print(f"wrote {args.to}; timm.create_model('{Path(args.to).name}', pretrained=True) loads it if it is in weights/")
+    target = Path(args.to)
+    is_found = target.parent.resolve() == resource_folder('weights').resolve()
+    name = target.name if is_found else f'local-dir:{target}'
+    print(f"wrote {target}; timm.create_model('{name}', pretrained=True) loads it")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

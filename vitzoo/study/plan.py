@@ -4,19 +4,18 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from vitzoo._arguments import is_whole
-from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.load import find_models
 from vitzoo.mixers import list_mixers
 from vitzoo.options import read_yaml, to_words
 from vitzoo.study.record import TEACHER_PREFIX, CellRecord
 from vitzoo.train.recipe import FIELDS, NEUTRAL, NOT_SAVED, make_recipe, read_recipe_file
-from vitzoo.transfer.options import NEUTRAL_TRAINING_KEYS, TRAINING_KEYS, TransferOptions
+from vitzoo.transfer.options import NEUTRAL_TRAINING_KEYS, config_keys
 from vitzoo.transfer.options import parse_args as parse_transfer_args
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.options import parse_args as parse_eval_args
@@ -28,14 +27,16 @@ _WAY_KEYS = {
 }
 # set by the study
 _OWN_TRAIN_KEYS = ('model', 'seed', *NOT_SAVED)
-_OWN_TRANSFER_KEYS = ('teacher', 'mixer', 'mixers', 'seed', 'output', 'resume', 'overwrite', 'probe_only')
+_OWN_TRANSFER_KEYS = (
+    *('teacher', 'checkpoint', 'num_classes', 'mixer', 'mixers'),
+    *('seed', 'output', 'resume', 'overwrite', 'probe_only'),
+)
 # these would contradict the study, or write files of several cells to one place
 _OWN_EVAL_KEYS = (
     *('models', 'no_data', 'random_weights', 'checkpoint', 'num_classes', 'ignore_labels'),
     *('results_file', 'plot', 'save_predictions', 'errors', 'from_predictions'),
 )
-_TRANSFER_KEYS = {field.name for field in fields(TransferOptions)} | {'mixer', 'no_random_control', 'split'}
-_TRANSFER_KEYS |= {*DATA_OPTIONS, *TRAINING_KEYS, *NEUTRAL_TRAINING_KEYS}
+_TRANSFER_KEYS = config_keys()
 _EVAL_KEYS = {field.name for field in fields(EvalOptions)} | {'dataset', 'split'}
 # of a transfer, these influence its duration only
 _NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes', *NEUTRAL_TRAINING_KEYS)
@@ -156,7 +157,7 @@ def read_study(path: str) -> Study:
     Raises:
         UserError: The file cannot be read, or a key, a model or an option is invalid.
     """
-    values = _read_file(path)
+    values = _read_file(path, 'study')
     _check_keys(f"'{path}'", values, _KEYS, required=('output', 'data_dir', 'ways', 'evaluations'))
     folder, data_dir = Path(_text('output', values['output'])), _text('data_dir', values['data_dir'])
     evaluations = {
@@ -209,7 +210,7 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
     _check_keys(place, way, _WAY_KEYS['transfer'], required=('teacher', 'teacher_way', 'mixers'))
     given = dict(_mapping(f'{place}.transfer', way['transfer'] or {}))
     _refuse_own(f'{place}.transfer', given, _OWN_TRANSFER_KEYS)
-    base = _read_config(f'{place}.transfer', given, _read_file, _OWN_TRANSFER_KEYS)
+    base = _read_config(f'{place}.transfer', given, partial(_read_file, command='transfer'), _OWN_TRANSFER_KEYS)
     teachers = [c for c in cells if (c.way, c.model, c.seed) == (way['teacher_way'], way['teacher'], seed)]
     if not teachers or teachers[0].command != 'train':
         raise UserError(
@@ -325,8 +326,8 @@ def _read_config(place: str, given: dict, read: Callable[[str], dict], own: tupl
     return {key: value for key, value in read(config).items() if key not in own}
 
 
-def _read_file(path: str) -> dict:
-    return _mapping(f"'{path}'", read_yaml(path))
+def _read_file(path: str, command: str) -> dict:
+    return _mapping(f"'{path}'", read_yaml(path, command=command))
 
 
 def _mapping(place: str, value: Any) -> dict:

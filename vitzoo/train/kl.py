@@ -7,8 +7,12 @@ from torch.nn import functional as F
 def kl_divergence(logits: Tensor, teacher_logits: Tensor, multi_label: bool = False) -> Tensor:
     """KL divergence of (B, num_classes) logits from the teacher's in nats, averaged over images.
 
-    With `multi_label`, each logit is that of a label of its own, and the divergences of all labels are added.
+    With `multi_label`, each logit is that of a label of its own, and the divergences of all labels are added. Raises
+    ValueError for other numbers of classes.
     """
+    own, others = logits.shape[1], teacher_logits.shape[1]
+    if own != others:
+        raise ValueError(f'The student has {own} classes and the teacher {others}: give models of the same classes.')
     if not multi_label:
         return _kl(logits.log_softmax(dim=1), teacher_logits.log_softmax(dim=1))
     # of the probability that an image has a label, and of the probability that it does not

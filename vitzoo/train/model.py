@@ -1,5 +1,7 @@
 """Builds the model of a run from its recipe: weights, mixer, precision, memory format and averaged copy."""
 
+from itertools import zip_longest
+
 import timm
 import torch
 from accelerate import Accelerator, PartialState
@@ -9,9 +11,9 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitzoo.about import is_trained_folder, read_label_names
-from vitzoo.classes import head_names, label_names, num_classes_in
+from vitzoo.classes import head_names, label_names
 from vitzoo.errors import UserError
-from vitzoo.load import create_model, find_model, fit_data_config, load_weights, swap_in
+from vitzoo.load import create_model, find_model, find_num_classes, fit_data_config, load_weights, swap_in
 from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.train.average import AveragedModel
 from vitzoo.train.recipe import Recipe
@@ -69,8 +71,7 @@ def build_model(
         _start_from(model, recipe.initial_checkpoint)
         source, known = recipe.initial_checkpoint, read_label_names(recipe.initial_checkpoint, num_classes)
     if class_names and known not in ([], class_names):
-        old, new = (', '.join(names[:3]) + ', …' * (len(names) > 3) for names in (known, class_names))
-        PartialState().print(f'note   {source} has a head for the classes {old}; it is kept for the classes {new}')
+        PartialState().print(f'note   the head of {source} is kept for other classes: {_compare(known, class_names)}')
     if recipe.mixer is not None:
         # after the checkpoint, which mixers inherit as well
         img_size = recipe.model_kwargs.get('img_size', recipe.img_size)
@@ -91,7 +92,7 @@ def build_model(
 def _start_from(model: nn.Module, path: str) -> None:
     """Load a checkpoint; where its head is for another number of classes, or it has none, all but the head."""
     num_classes, weights = model.num_classes, unwrap(read_checkpoint(path))
-    checkpoint_classes = num_classes_in(model, weights)
+    checkpoint_classes = find_num_classes(model, weights)
     if checkpoint_classes == num_classes or (checkpoint_classes is None and not _lacks_only_the_head(model, weights)):
         load_weights(model, path)
         return
@@ -104,6 +105,16 @@ def _start_from(model: nn.Module, path: str) -> None:
 def _note_new_head(source: str, old: int | None, new: int) -> None:
     has = f'a head for {old} classes' if old else 'no head'
     PartialState().print(f'note   {source} has {has}; using a new head for {new} classes')
+
+
+def _compare(old: list[str], new: list[str]) -> str:
+    """The first rows of a head whose classes have other names, and the number of others."""
+    rows = [
+        f'row {row} was {before}, is now {after}'
+        for row, (before, after) in enumerate(zip_longest(old, new, fillvalue='no class'))
+        if before != after
+    ]
+    return ', '.join(rows[:3]) + (f', and {len(rows) - 3} more' if rows[3:] else '')
 
 
 def _lacks_only_the_head(model: nn.Module, weights: dict[str, torch.Tensor]) -> bool:

@@ -316,7 +316,7 @@ def read_recipe_file(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: The file cannot be read, is not a YAML mapping, or has an unknown key.
     """
-    values = read_yaml(path, 'the recipe ')
+    values = read_yaml(path, 'the recipe ', 'train')
     if not isinstance(values, dict | None):
         raise UserError(f"the recipe '{path}' must consist of keys and values, such as 'epochs: 10'")
     unknown = [name for name in values or {} if name not in FIELDS]

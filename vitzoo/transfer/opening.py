@@ -120,7 +120,7 @@ def open_transfer(options: TransferOptions) -> Transfer:
             f' --mixed_precision of the launcher'
         )
     name = find_model(options.teacher)
-    loaded = load_model(name, img_size=options.img_size, checkpoint=options.checkpoint)
+    loaded = load_model(name, img_size=options.img_size, num_classes=options.num_classes, checkpoint=options.checkpoint)
     loaded.require_weights()
     teacher = loaded.model.to(accelerator.device)
     if loaded.weights == 'checkpoint':

@@ -43,6 +43,7 @@ class TransferOptions:
     mixer_kwargs: dict[str, dict] = field(default_factory=dict)
     data_options: DataOptions = DataOptions()
     checkpoint: str | None = None
+    num_classes: int | None = None
     img_size: tuple[int, int] | None = None
     steps: int = 500
     lr: float = 1e-4
@@ -101,6 +102,13 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     return options
 
 
+def config_keys() -> set[str]:
+    """The keys that a file for --config may have: the names of the options."""
+    flags = {flag for action in _build_parser()._actions for flag in action.option_strings}
+    names = {flag.removeprefix('--').replace('-', '_') for flag in flags if flag.startswith('--')}
+    return names - {'config', 'help'}
+
+
 def _build_parser() -> CommandParser:
     parser = CommandParser(
         'vitzoo transfer',
@@ -117,6 +125,7 @@ def _build_parser() -> CommandParser:
     add_data_options(parser)
     add('--output', metavar='DIR', help='run folder; with several mixers the folder of their run folders')
     add('--checkpoint', metavar='FILE', help='weights of the teacher, .safetensors or .pth')
+    add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the teacher)')
     defaults = TransferOptions('', [], '')
     _add_stages(parser.add_argument_group('stages'), defaults)
@@ -199,10 +208,11 @@ def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         return
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     words, given = ['', '--mixer', '', '--data-dir', ''], []
+    keys = config_keys()
     for key, value in _read_mapping(path).items():
+        if str(key).replace('-', '_') not in keys:
+            raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(str(key), keys)}")
         flag = format_flag(str(key))
-        if flag not in actions:
-            raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(flag, actions)}")
         new = to_words({key: value})
         if new:
             words += new
@@ -214,7 +224,7 @@ def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:
 
 
 def _read_mapping(path: str) -> dict:
-    values = read_yaml(path)
+    values = read_yaml(path, command='transfer')
     if not isinstance(values, dict):
         raise UserError(f"'{path}' must consist of options and values, such as 'steps: 500'")
     return values
@@ -225,6 +235,8 @@ def _check_options(options: TransferOptions) -> None:
         raise UserError('--mixer names no mixer; give one, such as --mixer ls')
     if options.output is None and not options.probe_only:
         raise UserError('--output is missing: name a folder for the result, or use --probe-only')
+    if options.num_classes is not None and options.checkpoint is None:
+        raise UserError(f'--num-classes {options.num_classes} is for the weights of a --checkpoint, which is missing')
     if options.resume and options.overwrite:
         raise UserError('--resume continues a transfer and --overwrite deletes it; choose one')
     if options.keep_softmax == 'auto' and options.tolerance >= 100:

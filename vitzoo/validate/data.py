@@ -46,14 +46,23 @@ def open_validation_data(
         except UserError as error:
             if data_dir != 'sample':
                 raise
-            raise UserError(f'{error}; without --data-dir, a model is validated on the bundled sample') from error
+            raise _not_of_sample(loaded.name) from error
         # after the check, so that no class of the data is taken for one that has only a number
         all_names = number_rest(class_names, model.num_classes)
         return Images(dataset.reader, transform, {name: i for i, name in enumerate(all_names)})
     if len(dataset.class_names) != model.num_classes:
+        if data_dir == 'sample':
+            raise _not_of_sample(loaded.name)
         raise UserError(
             f'the model has {model.num_classes} classes and {data_dir} has {len(dataset.class_names)}, which are not '
             f"ImageNet's WordNet ids ({', '.join(dataset.class_names[:3])}, …); validate a model trained on these "
             'classes: the folder of its run, or --num-classes with --checkpoint'
         )
     return dataset
+
+
+def _not_of_sample(name: str) -> UserError:
+    return UserError(
+        f'{name} has other classes than the bundled sample, on which a model is validated without --data-dir; give its'
+        f' data as --data-dir'
+    )
