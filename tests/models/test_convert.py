@@ -241,7 +241,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, capsys):
     error = fails(capsys, file, '--model', 'deit_performer_tiny', *kwargs, 'num_classes=5', '--out', out)
     assert '2 of 34 tensors without a value: blocks.*.attn.features (2)' in error and '--from' in error
     error = fails(capsys, file, '--model', 'deit_softmax_tiny', *kwargs, 'num_classes=7', '--out', out)
-    assert 'head.weight is (5, 24), not (7, 24)' in error
+    assert 'has 5 classes, and deit_softmax_tiny 7; add --model-kwargs num_classes=5' in error
+    error = fails(capsys, file, '--model', 'deit_softmax_tiny', *kwargs, 'num_classes=5', 'mlp_ratio=2', '--out', out)
+    assert 'blocks.0.mlp.fc1.weight is (96, 24), not (48, 24)' in error
     error = fails(capsys, file, '--model', 'cvt_13', '--out', out)
     assert 'without a value' in error
     weights['norm.bias'][0] = float('nan')
