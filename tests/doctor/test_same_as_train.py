@@ -137,7 +137,10 @@ def one_class_in_the_map(root: Path) -> Layout:
 
 def classes_of_the_map_without_images(root: Path) -> Layout:
     (root / 'map.txt').write_text('ant\nbee\n')
-    return str(write(root / 'photos', *several('train/ant', 'val/ant', 'val/bee'))), ['--class-map', str(root / 'map.txt')]
+    return str(write(root / 'photos', *several('train/ant', 'val/ant', 'val/bee'))), [
+        '--class-map',
+        str(root / 'map.txt'),
+    ]
 
 
 def class_only_in_val(root: Path) -> Layout:
