@@ -222,8 +222,8 @@ def check_class_folders(splits: list[ExaminedSplit]) -> Iterator[Finding]:
     yield Finding(
         'no-images',
         'warning',
-        f'{noun} of the class map or of the list of the dataset have no training images, so the model does not learn them',
-        'add training images, or remove them from the list',
+        f'{noun} of the class map or of the dataset have no training images, so the model does not learn them',
+        'add training images, or remove them from the class map or the list of the dataset',
         [name for name in train.images.class_names if name not in counts],
     )
     yield Finding(
