@@ -47,18 +47,19 @@ def estimates(tokens: tuple[int, ...] = DEFAULT_TOKENS) -> dict[str, dict[int, G
 
 def render(found: dict[str, dict[int, GpuEstimate]], rows: list[dict]) -> str:
     """The tables of work and time, and a line on the measurements."""
-    measured = [row for row in rows if is_comparable(row)]
+    rows = of_newest_gpu([row for row in rows if is_comparable(row) or is_of_kernels(row)])
     machine = 'Not yet measured.'
-    if measured:
-        machine = f'Measured on {measured[0]["run"][:10]}: {format_machine(measured[0])}.'
+    if rows:
+        dates = ', '.join(dict.fromkeys(row['run'][:10] for row in rows))
+        machine = f'Measured on {dates}: {format_machine(max(rows, key=lambda row: row["load"] or 0))}.'
     return '\n\n'.join(
         [
             'Work of a forward pass per token, kernels, and the share of the time that memory limits:',
             work_table(found),
             'Time of a forward pass per token, and the speedup over fused softmax attention:',
-            time_table(found, measured),
+            time_table(found, [row for row in rows if is_comparable(row)]),
             machine,
-            kernel_table([row for row in rows if row['table'] == 'kernels' and row['device'] == 'cuda']),
+            kernel_table([row for row in rows if is_of_kernels(row)]),
         ]
     )
 
@@ -67,6 +68,17 @@ def is_comparable(row: dict) -> bool:
     """Return True for a measurement of the case that is estimated."""
     case = dict(table='mixers', what='forward', device='cuda', dtype=DTYPE, dim=DIM, num_heads=HEADS, batch_size=BATCH)
     return all(row.get(key) == value for key, value in case.items())
+
+
+def is_of_kernels(row: dict) -> bool:
+    """Return True for the time of a kernel on a GPU, or of what it is compared with."""
+    return row['table'] == 'kernels' and row['device'] == 'cuda'
+
+
+def of_newest_gpu(rows: list[dict]) -> list[dict]:
+    """The rows of the GPU that was measured last, the newest last."""
+    rows = sorted(rows, key=lambda row: row['run'])
+    return [row for row in rows if row['gpu'] == rows[-1]['gpu']]
 
 
 def work_table(found: dict[str, dict[int, GpuEstimate]]) -> str:

@@ -1,6 +1,6 @@
 """Writes the tables of docs/performance.md from weights/benchmarks.csv. Run by `make docs`.
 
-The rows come from tools/measure.sh; only the latest run of each command and device is shown.
+The rows come from tools/measure.sh; only the latest complete run of each command and device is shown.
 """
 
 import re
@@ -154,13 +154,17 @@ def format_optional(value: float | None, form: str) -> str:
 
 
 def memory_tables(rows: list[dict]) -> list[str]:
-    """Peak memory of every mixer, and its ratio to that of SDPA."""
+    """Peak memory of every mixer, and its ratio to that of SDPA, with dashes for what an interrupted run left out."""
     peaks = {(row['name'], (row['what'], row['tokens'])): row['peak_mb'] for row in rows}
     kinds = sorted({kind for _, kind in peaks})
     lines = []
     for name in dict.fromkeys(row['name'] for row in rows):
-        cells = [(f'{peaks[name, kind]:,.1f}', f'{peaks[name, kind] / peaks[BASELINE, kind]:.2f}') for kind in kinds]
-        lines.append([f'`{name}`', *(cell for pair in cells for cell in pair)])
+        cells = [f'`{name}`']
+        for kind in kinds:
+            peak, of_baseline = peaks.get((name, kind)), peaks.get((BASELINE, kind))
+            cells.append(format_optional(peak, ',.1f'))
+            cells.append(format_optional(peak and of_baseline and peak / of_baseline, '.2f'))
+        lines.append(cells)
     head = [heading for what, tokens in kinds for heading in (f'{what}, N = {tokens:,}', 'over SDPA')]
     return [f'Peak memory in MB; {format_shape(rows[0])}:', to_table(['mixer', *head], lines)]
 

@@ -4,7 +4,8 @@ Run by `make docs`.
 
 python tools/docs_study.py study/imagenette.yaml    # first copies the finished cells
 
-Cells that were finished on another machine, and are not in the study's folder here, are kept.
+Cells that were finished on another machine, and are not in the study's folder here, are kept, also those of models that
+the study had before.
 """
 
 import csv
@@ -21,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pages import ROOT, fill, to_table
 
+from vitzoo.errors import UserError, run_command
 from vitzoo.mixers import list_mixers
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, StudyCell, read_study
@@ -50,9 +52,16 @@ TRAINED_ON, DATA, IMG_SIZE = 'Imagenette', 'Imagenette, 3,925 photographs', '128
 
 
 def main(argv: list[str]) -> None:
-    """Copy the results of a study, and write the page."""
+    """Copy the results of the study, also from a copy of its file, and write the page.
+
+    Raises:
+        UserError: The file is that of another study.
+    """
     for path in argv:
-        study = read_study(path)
+        study, title = read_study(path), read_study(STUDY).title
+        if study.title != title:
+            # its cells would replace those of the same names
+            raise UserError(f"'{path}' is the study '{study.title}', but weights/ has only '{title}'; give {STUDY}")
         merge_cells(study)
         write_results(study)
     REPORT.write_text(study_page())
@@ -160,7 +169,7 @@ def _read_record(line: dict[str, str]) -> dict:
 
 
 def merge_cells(study: Study) -> None:
-    """Replace the lines of the finished cells in study.csv, or add them, in the order of the study."""
+    """Replace the lines of the finished cells in study.csv, or add them, in the order of the study, others last."""
     with TemporaryDirectory() as folder:
         new = Path(folder, CELLS.name)
         write_cells(new, study)
@@ -169,16 +178,17 @@ def merge_cells(study: Study) -> None:
     with CELLS.open('w', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, CELL_COLUMNS)
         writer.writeheader()
-        writer.writerows(lines[key] for key in order if key in lines)
+        writer.writerows(lines[key] for key in dict.fromkeys([*order, *lines]) if key in lines)
 
 
 def write_results(study: Study) -> None:
-    """Replace the rows of the finished cells in results.csv, or add them, in the order of the study."""
+    """Replace the rows of the finished cells in results.csv, or add them, in the order of the study, others last."""
     rows, origin = read_rows(), f'`vitzoo study run {STUDY}`, '
     others = [row for row in rows if not row['reference'].startswith(origin)]
     cells = {found[1]: row for row in rows if (found := re.match(f'{re.escape(origin)}cell ([^,]+)', row['reference']))}
     cells |= {cell.name: _result(cell, origin) for cell in study.cells if cell.record.results(MAIN)}
-    write_rows([*others, *(cells[cell.name] for cell in study.cells if cell.name in cells)])
+    order = dict.fromkeys([*(cell.name for cell in study.cells), *cells])
+    write_rows([*others, *(cells[name] for name in order if name in cells)])
 
 
 def _read_lines(path: Path) -> list[dict[str, str]]:
@@ -223,4 +233,4 @@ def _key(cell: StudyCell) -> tuple[str, str, str]:
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    run_command(main, sys.argv[1:])

@@ -1,6 +1,7 @@
 """Shared by the scripts that write pages: tables, their places in a page, and the benchmarks that they show."""
 
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -30,12 +31,31 @@ def to_table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def latest(rows: list[dict]) -> list[dict]:
-    """The rows of the latest run of each command and device."""
+    """The rows of the latest run of each command and device, of those that were not interrupted."""
     # a run is identified by its start time
-    runs = defaultdict(str)
+    runs: dict[tuple, list[dict]] = defaultdict(list)
     for row in rows:
-        runs[command_of(row)] = max(runs[command_of(row)], row['run'])
-    return [row for row in rows if row['run'] == runs[command_of(row)]]
+        runs[row['run'], command_of(row)].append(row)
+    last: dict[tuple, list[dict]] = {}
+    for start, command in sorted(runs, key=lambda key: key[0]):
+        run = runs[start, command]
+        if command in last and _is_interrupted(run, last[command]):
+            print(f'left out an interrupted run, that of {start} of {command[0]}', file=sys.stderr)
+        else:
+            last[command] = run
+    return [row for row in rows if row['run'] == last[command_of(row)][0]['run']]
+
+
+def _is_interrupted(run: list[dict], earlier: list[dict]) -> bool:
+    """Return True if an earlier run of the command goes on after the last measurement of this run."""
+    *others, final = map(_measurement, earlier)
+    end = _measurement(run[-1])
+    return end != final and end in others
+
+
+def _measurement(row: dict) -> tuple:
+    """Key of a measurement within a run."""
+    return tuple(row.get(key) for key in ('name', 'what', 'against', 'tokens', 'img_size', 'dtype', 'backend'))
 
 
 def command_of(row: dict) -> tuple:

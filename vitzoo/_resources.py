@@ -6,6 +6,6 @@ _PACKAGE = Path(__file__).parent
 
 
 def resource_folder(name: str) -> Path:
-    """The folder `name` of the checkout, or of the installed package."""
-    is_checkout = (_PACKAGE.parent / 'pyproject.toml').is_file()
-    return (_PACKAGE.parent if is_checkout else _PACKAGE) / name
+    """The folder `name` of the installed package, or of the checkout, whose package does not have it."""
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name

@@ -8,7 +8,7 @@ import torch
 from helpers import build as build_mixer
 from torch import nn
 
-from vitzoo.bench._gpu import Gpu, estimate_mixer, memory_bytes
+from vitzoo.bench._gpu import Gpu, GpuEstimate, estimate_mixer, memory_bytes
 from vitzoo.errors import UserError
 from vitzoo.metrics.macs import count_call_macs
 
@@ -79,6 +79,26 @@ def test_the_table_of_an_accelerator_has_a_line_per_mixer_and_the_measurements(m
     assert '| – | – | 2.25 | – | ≤ 4,096 |' in text and 'Measured on 2026-12-01: NVIDIA H100' in text
 
 
+@pytest.mark.parametrize('newest', ['H100', 'A100'])
+def test_the_page_shows_only_the_gpu_that_was_measured_last(newest):
+    case = dict(table='mixers', name='linear', what='forward', device='cuda', dtype='bfloat16', dim=384, num_heads=6)
+    case |= dict(batch_size=16, tokens=196, cpu='x, 2 cores', load=0.1, torch='2', timm='1', threads=1, python='3')
+    rows = []
+    for gpu, ratio in dict(H100=2.25, A100=1.75).items():
+        on_gpu = case | dict(gpu=gpu, ratio=ratio, run='2026-12-03' if gpu == newest else '2026-12-01')
+        rows += [on_gpu, on_gpu | dict(tokens=1024, ratio=ratio + 1), on_gpu | dict(table='models')]
+        rows += [on_gpu | dict(table='kernels', against='kernel', seconds=ratio)]
+    # an earlier run of another command on the same GPU
+    rows += [rows[0] | dict(gpu=newest, run='2026-12-02', tokens=tokens, ratio=9.5) for tokens in (196, 4096)]
+    estimate = GpuEstimate(1, 1, 1, 1.0)
+    found = {name: dict.fromkeys((196, 1024, 4096, 16384), estimate) for name in ('softmax', 'linear')}
+    text = docs_gpu.render(found, rows)
+    ratio = rows[0 if newest == 'H100' else 4]['ratio']
+    assert f'| {ratio:.2f} | {ratio + 1:.2f} | 9.50 | – |' in text
+    assert f'Measured on 2026-12-02, 2026-12-03: {newest};' in text
+    assert f'| `linear` | 6 | forward | 196 | {1e3 * ratio:.2f} |' in text
+
+
 def test_a_kernel_has_a_line_for_each_case_with_its_speedups():
     case = dict(name='aft_conv', num_heads=6, what='forward', tokens=1024)
     rows = [case | dict(against='kernel', seconds=1.5e-3, ratio=1.0), case | dict(against='pytorch', ratio=2.0)]
@@ -91,7 +111,6 @@ def test_the_page_of_gpus_has_every_mixer():
     assert sorted(lines) == sorted(2 * docs_gpu.own_mixers())
 
 
-@pytest.mark.slow
 def test_the_page_of_gpus_is_current(tmp_path):
     docs_gpu.main(page=tmp_path / 'gpu.md')
     assert (tmp_path / 'gpu.md').read_text() == docs_gpu.PAGE.read_text(), 'run `make docs`'

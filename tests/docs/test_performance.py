@@ -184,6 +184,31 @@ def test_the_latest_run_of_a_command_counts(tmp_path):
     assert verdicts(target, [*late, *other]) == {'missed'}
 
 
+@pytest.mark.parametrize('table', docs_performance.TITLES)
+def test_an_interrupted_run_is_shown_only_if_there_is_no_complete_one(table, capsys):
+    rows = [row for row in pages.latest(read_rows(pages.BENCHMARKS)) if row['table'] == table]
+    run = [row for row in rows if pages.command_of(row) == pages.command_of(rows[0])]
+    again = [row | dict(run='9999-01-01T00:00:00Z') for row in run]
+    part = again[: len(run) // 4 * 2]
+    assert pages.latest([*run, *part]) == run
+    assert 'left out an interrupted run, that of 9999' in capsys.readouterr().err
+    assert pages.latest([*run, *again]) == again
+    # a mixer that the earlier run did not have
+    longer = [*part, part[-1] | dict(name='another')]
+    assert pages.latest([*run, *longer]) == longer
+    assert pages.latest(part) == part
+    assert 'Measured on 9999-01-01' in docs_performance.sections(part)['benchmarks']
+
+
+def test_memory_that_was_not_measured_is_a_dash(tmp_path):
+    row = example_rows()['mixers'] | dict(table='memory', against='softmax')
+    cases = [('softmax', 196, 20.0), ('ls', 196, 10.0), ('softmax', 1024, 40.0)]
+    rows = written(tmp_path, [row | dict(name=name, tokens=tokens, peak_mb=peak) for name, tokens, peak in cases])
+    page = docs_performance.sections(rows)['benchmarks']
+    assert '| `softmax` | 20.0 | 1.00 | 40.0 | 1.00 |' in page and '| `ls` | 10.0 | 0.50 | – | – |' in page
+    assert '| `ls` | 10.0 | – |' in docs_performance.sections(rows[1:2])['benchmarks']
+
+
 def test_the_page_has_the_verdict_of_every_target(tmp_path):
     target = targets.Target(targets.CVT_13 | dict(what='forward'), 'ratio', at_least=1.2)
     rows = written(tmp_path, rows_with_value(target, 1.1, ceiling=1.15, matmul_share=0.94))

@@ -135,6 +135,14 @@ def one_class_in_the_map(root: Path) -> Layout:
     return str(write(root / 'photos', *several('ant', 'bee'))), ['--class-map', str(root / 'map.txt')]
 
 
+def classes_of_the_map_without_images(root: Path) -> Layout:
+    (root / 'map.txt').write_text('ant\nbee\n')
+    return str(write(root / 'photos', *several('train/ant', 'val/ant', 'val/bee'))), [
+        '--class-map',
+        str(root / 'map.txt'),
+    ]
+
+
 def class_only_in_val(root: Path) -> Layout:
     return str(write(root, *several('train/a', 'train/b', 'val/a', 'val/c'))), []
 
@@ -187,7 +195,8 @@ LAYOUTS = [
     *(class_called_train, class_called_train_in_a_split, classes_called_like_all_splits, unclear_split),
     *(hard_links, hard_links_in_a_tar, links_in_circles, linked_classes, hidden_folders),
     *(undivided, one_image_each, one_class, wrapped_in_a_tar, archives_of_splits),
-    *(list_of_classes, merged_classes, one_class_in_the_map, class_only_in_val, class_only_in_train),
+    *(list_of_classes, merged_classes, one_class_in_the_map, classes_of_the_map_without_images),
+    *(class_only_in_val, class_only_in_train),
     *(no_training_images, no_validation_images, only_a_training_split, named_splits, the_same_split_twice),
     *(shards, undivided_shards, hugging_face, labels),
 ]
@@ -225,5 +234,8 @@ def test_doctor_reads_a_dataset_as_training_does(layout: Callable[[Path], Layout
         # training holds out some of the images
         train, val = {name: sorted(train[name] + val[name]) for name in train}, None
     assert list(examined[0]) == list(train) and examined[0] == train
+    warned = [finding.where for finding in found if (finding.code, finding.severity) == ('no-images', 'warning')]
+    empty = [name for name, files in train.items() if not files]
+    assert warned == ([empty] if empty else [])
     if val is not None:
         assert examined[1] == {name: files for name, files in val.items() if files}

@@ -22,7 +22,6 @@ NAME = 'deit_softmax_nano_to_linear'
 @pytest.fixture
 def ship(tmp_path, monkeypatch):
     """A function that ships models by the names of their folders, and registers them."""
-    (tmp_path / 'pyproject.toml').write_text('')
     monkeypatch.setattr('vitzoo._resources._PACKAGE', tmp_path / 'vitzoo')
     before = dict(converted.default_cfgs)
     names: set[str] = set()

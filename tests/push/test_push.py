@@ -398,18 +398,18 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
     assert timm.create_model('deit_pushed_nano', pretrained=True, features_only=True)(images)[0].shape[1] == 24
 
 
-def test_shipped_weights_are_found_in_a_checkout_and_in_a_package(tmp_path, monkeypatch):
+def test_shipped_weights_are_found_in_a_checkout_and_in_a_package_beside_other_projects(tmp_path, monkeypatch):
     package = tmp_path / 'vitzoo'
-    for root in (package, tmp_path):
+    (tmp_path / 'pyproject.toml').write_text('')
+    monkeypatch.setattr('vitzoo._resources._PACKAGE', package)
+    # the second hides the first, as the package installed into the folder of a project with weights of its own
+    for root in (tmp_path, package):
         folder = root / 'weights' / f'deit_nano.of_{root.name}'
         folder.mkdir(parents=True)
         (folder / 'config.json').write_text('{}')
-    (tmp_path / 'weights' / 'results.csv').write_text('')
-    monkeypatch.setattr('vitzoo._resources._PACKAGE', package)
-    for root in (package, tmp_path):
+        (tmp_path / 'weights' / 'results.csv').write_text('')
         _shipped.shipped_folders.cache_clear()
         assert list(_shipped.shipped_folders()) == [f'deit_nano.of_{root.name}']
-        (tmp_path / 'pyproject.toml').write_text('')
     _shipped.shipped_folders.cache_clear()
 
 

@@ -4,11 +4,16 @@ import csv
 import json
 import re
 
+import docs_models
 import docs_study
 import pytest
+import yaml
 from docs_models import read_rows
+from studies import write_study
 
 from vitzoo.data.corruptions import CORRUPTIONS
+from vitzoo.errors import UserError
+from vitzoo.options import find_config
 
 
 def test_the_tables_of_the_study_are_current():
@@ -52,3 +57,36 @@ def test_a_cell_is_compared_with_its_baseline(tmp_path, monkeypatch, top1):
     assert f'| cvt_ls_nano | 1 | {float(top1):.2f} | +{float(top1) - 60:.2f} |' in text
     cells = docs_study.read_study(docs_study.STUDY).cells
     assert f'0 of {len(cells)} cells are finished.' in text
+
+
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+    """Copies of the results in weights/."""
+    for module, name in ((docs_study, 'CELLS'), (docs_models, 'RESULTS')):
+        source = getattr(module, name)
+        monkeypatch.setattr(module, name, tmp_path / source.name)
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    for name in ('PAGE', 'PICTURE', 'REPORT'):
+        monkeypatch.setattr(docs_study, name, tmp_path / name)
+
+
+def test_results_of_models_that_were_removed_from_the_study_are_kept(tmp_path, copies):
+    values = yaml.safe_load(find_config(docs_study.STUDY).read_text()) | dict(output=str(tmp_path / 'nothing'))
+    cells, results = docs_study.read_cells(), read_rows()
+    for way in (None, 'cvt_converted'):
+        values['ways'].pop(way, None)
+        (tmp_path / 'study.yaml').write_text(yaml.safe_dump(values, sort_keys=False))
+        study = docs_study.read_study(str(tmp_path / 'study.yaml'))
+        docs_study.merge_cells(study)
+        docs_study.write_results(study)
+        # the records are the same, those of the removed way last
+        assert docs_study.read_cells() == cells
+        assert [*docs_study.read_cells()] == sorted(cells, key=lambda key: key[0] == way)
+        assert read_rows() == sorted(results, key=lambda row: f', cell {way}/' in row['reference'])
+
+
+def test_another_study_is_refused(tmp_path, copies):
+    before = docs_study.CELLS.read_bytes()
+    with pytest.raises(UserError, match="is the study 'study', but weights/ has only 'Mixers on Imagenette"):
+        docs_study.main([write_study(tmp_path)])
+    assert docs_study.CELLS.read_bytes() == before

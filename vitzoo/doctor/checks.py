@@ -220,6 +220,13 @@ def check_class_folders(splits: list[ExaminedSplit]) -> Iterator[Finding]:
         [] if is_listed else [f'{split.prefix}{name}/' for split in splits for name in _empty_classes(split)],
     )
     yield Finding(
+        'no-images',
+        'warning',
+        f'{noun} of the class map or of the dataset have no training images, so the model does not learn them',
+        'add training images, or remove them from the class map or the list of the dataset',
+        [name for name in train.images.class_names if name not in counts],
+    )
+    yield Finding(
         'case-only',
         'warning',
         'names differ only in case; they are the same on Windows and macOS',
@@ -245,7 +252,7 @@ def check_class_folders(splits: list[ExaminedSplit]) -> Iterator[Finding]:
         'error',
         'there is only one class, so training does not start',
         'add images of other classes; if the folder is not a class, see --train-split',
-        list(counts) if len(counts) == 1 and not is_listed else [],
+        train.images.class_names if len(train.images.class_names) == 1 and not is_listed else [],
     )
     most = max(counts.values())
     yield Finding(
@@ -283,7 +290,7 @@ def check_splits(train: ExaminedSplit, val: ExaminedSplit | None) -> Iterator[Fi
         'error',
         f'{noun} are only in the validation split, so training does not start',
         'add training images, correct the name, or remove them',
-        [name for name in in_val if name not in counts],
+        [name for name in in_val if name not in train.images.class_names],
     )
     yield Finding(
         'missing-in-val',

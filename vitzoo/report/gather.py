@@ -20,7 +20,7 @@ from vitzoo.about import describe_architecture, is_trained_folder
 from vitzoo.classes import readable
 from vitzoo.data import Images, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
-from vitzoo.data.variants import Found
+from vitzoo.data.variants import FoundVariant
 from vitzoo.errors import UserError
 from vitzoo.load import find_models, load_model
 from vitzoo.machine import describe_place
@@ -63,7 +63,7 @@ def gather(options: EvalOptions) -> Iterator[dict]:
         yield record | about | describe_place(options.device, options.amp_dtype) | dict(data=options.data_dir)
 
 
-def _validate(name: str, options: EvalOptions, suite: Sequence[Found], with_errors: bool) -> dict:
+def _validate(name: str, options: EvalOptions, suite: Sequence[FoundVariant], with_errors: bool) -> dict:
     """The record of a model, optionally with its error analysis."""
     if not with_errors:
         return validate_model(name, options, None, suite)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitzoo.data import Images, eval_transform
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
-from vitzoo.data.variants import Found
+from vitzoo.data.variants import FoundVariant
 from vitzoo.errors import UserError
 from vitzoo.load import fit_data_config, load_model
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarize
@@ -37,7 +37,7 @@ ACCURACY_KEYS = ('top1', 'top5', 'loss', 'n', 'map', 'labelled')
 
 
 def validate_model(
-    name: str, options: EvalOptions, accelerator: 'Accelerator | None' = None, suite: Sequence[Found] = ()
+    name: str, options: EvalOptions, accelerator: 'Accelerator | None' = None, suite: Sequence[FoundVariant] = ()
 ) -> dict:
     """Evaluate one model and return its record; with --no-data, the values that need images are None.
 
@@ -82,7 +82,7 @@ def validate_model(
     return record | scores
 
 
-def _evaluate(evaluation: Evaluation, probe: OversmoothingProbe | None, suite: Sequence[Found]) -> dict:
+def _evaluate(evaluation: Evaluation, probe: OversmoothingProbe | None, suite: Sequence[FoundVariant]) -> dict:
     """Evaluate a model on --data-dir, with --corrupt under corruptions, and on the suite."""
     options = evaluation.options
     if suite:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitzoo.classes import label_names
 from vitzoo.data import Images, split_eval_transform
 from vitzoo.data.corruptions import CONDITIONS, MIN_SIZE, SEVERITIES, CorruptedImages
-from vitzoo.data.variants import Found, Readout, find_suite
+from vitzoo.data.variants import FoundVariant, Readout, find_suite
 from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.errors import UserError
 from vitzoo.metrics import mark_hits, rank_classes
@@ -58,7 +58,7 @@ def check_corruptible(name: str, data_config: dict) -> None:
         )
 
 
-def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True) -> list[Found]:
+def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True) -> list[FoundVariant]:
     """Find the variants of ImageNet in a folder, check all of them, and list them on stderr.
 
     Raises:
@@ -76,7 +76,7 @@ def open_suite(data_root: str, allow_partial: bool = False, is_main: bool = True
     return suite
 
 
-def evaluate_suite(evaluation: Evaluation, suite: Sequence[Found]) -> dict:
+def evaluate_suite(evaluation: Evaluation, suite: Sequence[FoundVariant]) -> dict:
     """Evaluate a model on the variants of ImageNet that were found.
 
     Returns:

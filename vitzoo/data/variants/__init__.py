@@ -58,7 +58,7 @@ SUITE: tuple[Variant, ...] = (
 
 
 @dataclass
-class Found:
+class FoundVariant:
     """A variant found below the data root, with the folders of its parts."""
 
     variant: Variant
@@ -70,7 +70,7 @@ class Found:
         return images, self.variant.readouts(images, part)
 
 
-def find_suite(root: str, allow_partial: bool = False) -> tuple[list[Found], list[str]]:
+def find_suite(root: str, allow_partial: bool = False) -> tuple[list[FoundVariant], list[str]]:
     """Find the variants below a folder.
 
     Returns:
@@ -83,7 +83,7 @@ def find_suite(root: str, allow_partial: bool = False) -> tuple[list[Found], lis
     if not folder.is_dir():
         raise UserError(f"the data root '{root}' is not a folder")
     places = {variant: variant.find(folder) for variant in SUITE}
-    found = [Found(variant, variant.parts(place, allow_partial)) for variant, place in places.items() if place]
+    found = [FoundVariant(variant, variant.parts(place, allow_partial)) for variant, place in places.items() if place]
     if not found:
         raise UserError(f"no variant of ImageNet is in '{root}'{_folder_hint(folder)}")
     known = {normalize_name(name.split('/')[0]) for variant in SUITE for name in variant.folders}
