@@ -216,7 +216,7 @@ def make_broken_tar(root):
     [
         (make_nothing, 'nowhere. does not exist'),
         (make_empty, 'is empty'),
-        (make_flat, 'has 1 images but no class folders'),
+        (make_flat, 'has 1 image but no class folders'),
         (make_imageless, 'there are no images'),
         (make_no_train, 'has a val split but no split named train'),
         (make_text_file, 'neither a folder nor a .tar or .zip file'),

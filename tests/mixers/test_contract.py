@@ -431,7 +431,7 @@ def test_positions_and_tokens_of_a_mixer_have_no_weight_decay(name):
 
 
 # of positions and tokens that do not start at one value, if it is not 0.02
-SPREADS = {'u_query': 0.01, 'u_key': 0.01, 'kernel': 1.0, 'inducing': (2 / 49) ** 0.5, 'mixing': 0.14}
+SPREADS = {'u_query': 0.01, 'u_key': 0.01, 'kernel': 1.0, 'inducing': (2 / (48 * 6)) ** 0.5, 'mixing': 0.14}
 
 
 @pytest.mark.parametrize('name', mixers_of_ours())
