@@ -430,8 +430,8 @@ def test_positions_and_tokens_of_a_mixer_have_no_weight_decay(name):
         assert own_parameters(mixer) - MATRICES <= mixer.no_weight_decay(), options
 
 
-# of positions and tokens that do not start at one value, if it is not 0.02
-SPREADS = {'u_query': 0.01, 'u_key': 0.01, 'kernel': 1.0, 'inducing': (2 / (48 * 6)) ** 0.5, 'mixing': 0.14}
+# of positions and tokens that do not start at one value, if it is not 0.02; that of set's depends on their number
+SPREADS = {'u_query': 0.01, 'u_key': 0.01, 'kernel': 1.0, 'mixing': 0.14}
 
 
 @pytest.mark.parametrize('name', mixers_of_ours())
@@ -439,7 +439,7 @@ def test_positions_and_tokens_of_a_new_mixer_have_their_spread(name):
     for options in SETTINGS.get(name, [{}]):
         torch.manual_seed(0)
         mixer = create_mixer(name, 48, 4, grid_size=(6, 8), num_prefix_tokens=1, **options)
-        for key in own_parameters(mixer) - MATRICES:
+        for key in own_parameters(mixer) - MATRICES - {'inducing'}:
             parameter = mixer.get_parameter(key)
             if parameter.numel() > 40 and parameter.std() > 0:
                 spread = SPREADS.get(key.rpartition('.')[2], 0.02)
