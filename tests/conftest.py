@@ -1,5 +1,6 @@
 """Settings and fixtures of the whole suite."""
 
+import gc
 import importlib.metadata
 
 import pytest
@@ -13,6 +14,11 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_collection_finish() -> None:
+    # training and validation collect garbage, and would look through all objects of the imported modules each time
+    gc.freeze()
+
+
 @pytest.fixture(scope='session')
 def images(tmp_path_factory) -> str:
     """A folder with 40 training and 11 validation images of three classes."""
@@ -22,13 +28,14 @@ def images(tmp_path_factory) -> str:
 
 @pytest.fixture
 def quick_timing(monkeypatch) -> None:
-    """Time models for 10 milliseconds during `vitzoo validate`."""
+    """Time models for 10 milliseconds during `vitzoo validate` and `vitzoo transfer`."""
     from vitzoo.metrics.speed import measure_throughput
 
     def quick(*args):
         return measure_throughput(*args, seconds=0.01)._replace(doubt=None)
 
-    monkeypatch.setattr('vitzoo.validate.evaluation.measure_throughput', quick)
+    for module in ('vitzoo.validate.evaluation', 'vitzoo.transfer.measurements'):
+        monkeypatch.setattr(f'{module}.measure_throughput', quick)
 
 
 @pytest.fixture

@@ -162,9 +162,11 @@ REPEATED = pytest.mark.xfail(
 )
 def test_recomputed_activations_of_a_timm_model_update_statistics_once(images, tmp_path, compiler):
     trained = []
+    # batches of one size in each split, because another one is compiled again
+    arguments = [*RUN, '--batch-size', '20', *compiler, '--data-dir', images, '--output']
     for name, options in dict(plain=[], recomputed=['--grad-checkpointing']).items():
-        train_module.train([*RUN, *compiler, *options, '--data-dir', images, '--output', str(tmp_path / name)])
+        train_module.train([*arguments, str(tmp_path / name), *options])
         trained.append(load_file(list_checkpoints(tmp_path / name / 'checkpoints')[-1] / 'model.safetensors'))
     plain, recomputed = trained
-    assert plain['bn1.num_batches_tracked'] == 5
+    assert plain['bn1.num_batches_tracked'] == 2
     assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []

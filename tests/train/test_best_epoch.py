@@ -79,9 +79,10 @@ def test_a_score_that_is_not_a_number_is_the_worst():
 
 
 def test_epochs_are_validated_at_intervals_and_at_the_end(images, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr('vitzoo.figures.draw_history', draw_history)
     arguments = [*TINY, '--val-interval', '2', '--data-dir', images, '--output']
-    train([*arguments, str(tmp_path / 'run'), '--epochs', '5'])
+    with monkeypatch.context() as patch:
+        patch.setattr('vitzoo.figures.draw_history', draw_history)
+        train([*arguments, str(tmp_path / 'run'), '--epochs', '5'])
     assert [bool(row['top1']) for row in rows_of(tmp_path / 'run')] == [False, True, False, True, True]
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith('epoch ')]
     assert ['top-1' in line for line in printed] == [False, True, False, True, True]

@@ -130,7 +130,7 @@ ONE_SIZE = {
 }
 
 
-@pytest.mark.usefixtures('fresh_accelerate')
+@pytest.mark.usefixtures('fresh_accelerate', 'quick_timing')
 @pytest.mark.parametrize('family', ONE_SIZE)
 def test_families_that_timm_builds_for_one_size_are_transferred_with_all_measures(family, images, tmp_path):
     name, kwargs, size = ONE_SIZE[family]
@@ -150,7 +150,8 @@ def test_the_run_of_a_model_of_vitzoo_is_transferred(images, tmp_path):
     vil = dict(FAMILIES['vil'][1], patch_size=8, name='vil_nano')
     command = [save_teacher(tmp_path / 'teacher', **vil), '--data-dir', images, '--output', str(tmp_path / 'ls')]
     options = '--mixer ls --mixer-kwargs window_size=1 --keep-softmax 1 --steps 2 --network-steps 2 --evals 1'
-    (results,) = transfer([*command, *split(options), *split('--no-random-control --workers 0 --sizes')])
+    options += ' --network-lr scaled --no-random-control --workers 0 --sizes'
+    (results,) = transfer([*command, *split(options)])
     assert [cost['path'] for cost in results['probe']] == PATHS
     (kept,) = results['keep_softmax'][-1]['kept']
     student = timm.create_model(f'local-dir:{tmp_path / "ls"}', pretrained=True)

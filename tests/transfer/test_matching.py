@@ -242,7 +242,7 @@ def test_distillation_begins_with_the_rates_of_the_students_error():
 
 @pytest.mark.parametrize('steps', [12, 100])
 def test_distillation_trains_at_the_rate_that_trials_find(steps):
-    teacher = make_teacher()
+    teacher = make_teacher(depth=1)
     found, *others = (make_student(teacher, 'xca') for _ in range(9))
     options = dict(steps=steps, eval_every=steps)
     history = distil(teacher, found, TRAIN, HELD_OUT, **options)
