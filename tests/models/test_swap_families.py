@@ -12,7 +12,7 @@ import vitzoo
 from vitzoo.metrics.explanation import rollout
 from vitzoo.mixers import mixer_class, softmax
 from vitzoo.mixers._rope import Rope
-from vitzoo.transfer.hybrid import give_back
+from vitzoo.transfer.hybrid import restore_softmax_blocks
 
 # their outputs are not functions of the products of queries with keys
 WITHOUT_ROPE = [
@@ -236,7 +236,7 @@ def test_rotary_positions_that_were_frozen_stay_frozen():
 def test_blocks_that_are_given_back_train_rotary_positions_again():
     teacher = build('rope mixed')
     student = vitzoo.swap_mixer(copy.deepcopy(teacher), 'pool')
-    give_back(teacher, student, ['blocks.1.attn'])
+    restore_softmax_blocks(teacher, student, ['blocks.1.attn'])
     assert student.rope.freqs.requires_grad
 
 
