@@ -132,7 +132,7 @@ def test_what_a_machine_or_a_precision_cannot_do_is_refused(images, tmp_path, op
 
 
 def test_kron_without_its_package_is_refused(images, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.opt_einsum, 'is_available', lambda: False)
+    monkeypatch.setattr('torch.backends.opt_einsum.is_available', lambda: False)
     with pytest.raises(UserError, match='opt kron needs its package'):
         train([*TINY, '--epochs', '1', '--data-dir', images, '--output', str(tmp_path / 'run'), '--opt', 'kron'])
 
