@@ -154,7 +154,9 @@ def test_the_missing_package_is_named(monkeypatch):
         open_dataset('hfds/me/pets', 'train')
 
 
-def test_a_real_parquet_file_is_read(tmp_path):
+def test_a_real_parquet_file_is_read(tmp_path, monkeypatch):
+    # another test may have put its own package there
+    monkeypatch.delitem(sys.modules, 'datasets', raising=False)
     datasets = pytest.importorskip('datasets')
     features = datasets.Features(
         img=datasets.Image(), label=datasets.ClassLabel(names=['cat', 'dog']), tag=datasets.Value('string')
