@@ -48,6 +48,11 @@ def num_classes_in(model: nn.Module, weights: dict[str, Tensor]) -> int | None:
     return None if not heads or heads[0] is None else len(heads[0])
 
 
+def are_of_head(model: nn.Module, names: Iterable[str]) -> bool:
+    """Return True if all of these tensors belong to the classifier of a model."""
+    return all(name.rpartition('.')[0] in head_names(model) for name in names)
+
+
 def head_names(model: Any) -> list[str]:
     """Names of the layers that classify; distilled models have one for each token."""
     names = model.pretrained_cfg.get('classifier') or []

@@ -8,6 +8,7 @@ from pathlib import Path
 import timm
 import torch
 
+from vitzoo.errors import count_of
 from vitzoo.metrics.speed import is_busy, system_load
 
 
@@ -45,8 +46,7 @@ def was_busy(machine: dict) -> bool:
 
 
 def _format_hardware(machine: dict) -> str:
-    threads = f'{machine["threads"]} thread{"" if machine["threads"] == 1 else "s"}'
-    return machine['gpu'] or f'{machine["cpu"]}, {threads}'
+    return machine['gpu'] or f'{machine["cpu"]}, {count_of(machine["threads"], "thread")}'
 
 
 def _format_versions(machine: dict) -> str:

@@ -154,14 +154,16 @@ def find_config(path: str | Path, command: str = '') -> Path:
     name = Path(path).as_posix().removeprefix('configs/')
     if name in packaged:
         return packaged[name]
-    # those in no folder of another command are recipes
-    owner = {config: config.partition('/')[0] for config in packaged}
-    own = [config for config in packaged if command in ('', owner[config])]
-    if command == 'train':
-        own = [config for config in packaged if owner[config] not in ('study', 'transfer')]
+    own = [config for config in packaged if command in ('', _command_of(config))]
     raise UserError(
         f"there is no file '{path}'{did_you_mean(name, own)}; the configs of the package are {', '.join(own)}"
     )
+
+
+def _command_of(config: str) -> str:
+    """The command whose config has this name; those in no folder of another command are recipes."""
+    folder = config.partition('/')[0]
+    return folder if folder in ('study', 'transfer') else 'train'
 
 
 def read_yaml(path: str | Path, kind: str = '', command: str = '') -> Any:

@@ -12,8 +12,8 @@ from timm.layers import to_2tuple
 from vitzoo.errors import UserError
 from vitzoo.mixers import list_mixers
 from vitzoo.options import to_words
-from vitzoo.study.plan import _OWN_TRANSFER_KEYS, _TRANSFER_KEYS, read_study
-from vitzoo.transfer.options import parse_args
+from vitzoo.study.plan import _OWN_TRANSFER_KEYS, read_study
+from vitzoo.transfer.options import config_keys, parse_args
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs' / 'study').glob('*.yaml'))
 
@@ -170,7 +170,7 @@ def test_a_mistake_is_one_sentence(tmp_path, changes, message):
 
 def test_the_transfer_of_a_cell_takes_every_key_that_a_study_may_give_it(tmp_path):
     ways = {name: dict(way) for name, way in STUDY['ways'].items()}
-    given = dict.fromkeys(_TRANSFER_KEYS - {*_OWN_TRANSFER_KEYS}) | dict(data_dir='elsewhere')
+    given = dict.fromkeys(config_keys() - {*_OWN_TRANSFER_KEYS}) | dict(data_dir='elsewhere')
     assert {'no_random_control', 'split', 'model_ema', 'log_with', 'sizes'} <= given.keys()
     ways['converted']['transfer'] = given
     cell = read_study(write_study(tmp_path, ways=ways)).cells[-1]

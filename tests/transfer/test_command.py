@@ -30,7 +30,7 @@ from vitzoo.transfer.command import transfer
 from vitzoo.transfer.data import open_transfer_data
 from vitzoo.transfer.network import train_network
 from vitzoo.transfer.options import parse_args
-from vitzoo.transfer.record import TransferRecord
+from vitzoo.transfer.record import TransferRecord, hash_weights
 from vitzoo.transfer.stages import try_rates
 from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
 from vitzoo.validate.command import validate
@@ -208,16 +208,20 @@ def test_a_transfer_continues_with_a_teacher_that_was_moved_but_not_with_another
     teacher = tmp_path / 'teacher'
     teacher.mkdir()
     (teacher / 'model.safetensors').write_bytes(b'weights')
-    record = TransferRecord(tmp_path / 'student', dict(teacher=str(teacher), seed=0))
-    record.compute_once('start', lambda: 1)
+
+    def record_of(name):
+        settings = dict(teacher=name, seed=0)
+        return TransferRecord(tmp_path / 'student', settings, teacher_weights=hash_weights(name))
+
+    record_of(str(teacher)).compute_once('start', lambda: 1)
     moved = teacher.rename(tmp_path / 'moved')
     for name in (str(moved), f'local-dir:{moved}', os.path.relpath(moved)):
-        again = TransferRecord(tmp_path / 'student', dict(teacher=name, seed=0))
+        again = record_of(name)
         again.open(resume=True, overwrite=False)
         assert again.results['start'] == 1 and again.results['settings']['teacher'] == name
     (moved / 'model.safetensors').write_bytes(b'others')
     with pytest.raises(UserError, match=f'its teacher is {teacher}, not {moved}'):
-        TransferRecord(tmp_path / 'student', dict(teacher=str(moved), seed=0)).open(resume=True, overwrite=False)
+        record_of(str(moved)).open(resume=True, overwrite=False)
 
 
 def transfer_in_processes(argv: list[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitzoo.about import read_img_size
-from vitzoo.classes import head_names, num_classes_in
+from vitzoo.classes import are_of_head, num_classes_in
 from vitzoo.errors import UserError
 from vitzoo.load import create_model, find_filter, find_model, read_weights
 from vitzoo.mixers.base import named_mixers
@@ -51,7 +51,7 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
             f'if it is of another model, inherit from it with --from NAME --checkpoint {path} --to NAME'
         )
     wrong = [name for name in own if ours[name].shape != own[name].shape]
-    if wrong and all(name.rpartition('.')[0] in head_names(model) for name in wrong):
+    if wrong and are_of_head(model, wrong):
         raise UserError(
             f"the checkpoint '{path}' has {num_classes} classes, and {name} {model.num_classes}; add --model-kwargs"
             f' num_classes={num_classes}'

@@ -36,7 +36,6 @@ _OWN_EVAL_KEYS = (
     *('models', 'no_data', 'random_weights', 'checkpoint', 'num_classes', 'ignore_labels'),
     *('results_file', 'plot', 'save_predictions', 'errors', 'from_predictions'),
 )
-_TRANSFER_KEYS = config_keys()
 _EVAL_KEYS = {field.name for field in fields(EvalOptions)} | {'dataset', 'split'}
 # of a transfer, these influence its duration only
 _NEUTRAL_TRANSFER_KEYS = ('workers', 'sizes', *NEUTRAL_TRAINING_KEYS)
@@ -217,13 +216,13 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
             f"{place}: no cell trains the teacher '{way['teacher']}' in the way '{way['teacher_way']}'; name a model"
             f' and a way of this study that comes before this one'
         )
-    evaluations, found = _choose_evaluations(common, place, way), []
+    evaluations, known, found = _choose_evaluations(common, place, way), config_keys(), []
     mixers = _expand_mixers(f'{place}.mixers', way['mixers'])
     for mixer in mixers:
         options = {**base, 'data_dir': common.data_dir, **given, 'mixer': mixer, 'seed': seed}
         options = _without_kwargs_of(set(mixers) - {mixer}, options)
         words = ['teacher', '--output', 'student', *to_words(options)]
-        _parse(f'{place}.transfer', parse_transfer_args, words, options, _TRANSFER_KEYS)
+        _parse(f'{place}.transfer', parse_transfer_args, words, options, known)
         label = f'{way["teacher"]}_to_{mixer}'
         found.append(StudyCell(name, label, seed, 'transfer', options, evaluations, common.folder, teachers[0]))
     return found
@@ -248,12 +247,9 @@ def _without_kwargs_of(others: set[str], options: dict[str, Any]) -> dict[str, A
         return options
     # a list has KEY=VALUE
     own = [key for key in kwargs if str(key).partition('=')[0].rpartition('.')[0] not in others]
-    rest = {key: value for key, value in options.items() if key != 'mixer_kwargs'}
-    return (
-        rest | dict(mixer_kwargs={key: kwargs[key] for key in own} if isinstance(kwargs, dict) else own)
-        if own
-        else rest
-    )
+    if not own:
+        return {key: value for key, value in options.items() if key != 'mixer_kwargs'}
+    return options | dict(mixer_kwargs={key: kwargs[key] for key in own} if isinstance(kwargs, dict) else own)
 
 
 def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:

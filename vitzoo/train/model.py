@@ -11,7 +11,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitzoo.about import is_trained_folder, read_label_names
-from vitzoo.classes import head_names, label_names
+from vitzoo.classes import are_of_head, label_names
 from vitzoo.errors import UserError
 from vitzoo.load import create_model, find_model, find_num_classes, fit_data_config, load_weights, swap_in
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -119,7 +119,7 @@ def _compare(old: list[str], new: list[str]) -> str:
 
 def _lacks_only_the_head(model: nn.Module, weights: dict[str, torch.Tensor]) -> bool:
     missing = model.state_dict().keys() - weights.keys()
-    return bool(missing) and all(name.rpartition('.')[0] in head_names(model) for name in missing)
+    return bool(missing) and are_of_head(model, missing)
 
 
 def synchronize_batch_norm(model: nn.Module, accelerator: Accelerator) -> nn.Module:

@@ -51,7 +51,8 @@ def _transfer(transfer: Transfer) -> list[dict]:
     if options.probe_only:
         return [dict(mixer=mixer, probe=_probe(transfer, mixer)) for mixer in options.mixers]
     assert options.output is not None
-    summary = TransferRecord(Path(options.output), options.settings, transfer.accelerator.is_main_process)
+    is_main, teacher_weights = transfer.accelerator.is_main_process, transfer.teacher_weights
+    summary = TransferRecord(Path(options.output), options.settings, is_main, teacher_weights)
     if options.mixers[1:]:
         summary.open_summary()
     with ExitStack() as stack:
@@ -134,7 +135,7 @@ def _open_record(transfer: Transfer, mixer: str, folder: Path) -> TransferRecord
     options = transfer.options
     settings = options.settings | dict(mixer=mixer, mixer_kwargs=transfer.arguments(mixer))
     settings |= dict(training_images=len(transfer.data.train), validation_images=len(transfer.data.val))
-    record = TransferRecord(folder, settings, transfer.accelerator.is_main_process)
+    record = TransferRecord(folder, settings, transfer.accelerator.is_main_process, transfer.teacher_weights)
     record.open(options.resume, options.overwrite)
     return record
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitzoo.data import Normalize, eval_loader, train_loader
 from vitzoo.data.loader import TrainBatches
 from vitzoo.errors import UserError
-from vitzoo.load import find_model, fit_data_config, load_model
+from vitzoo.load import LoadedModel, find_model, fit_data_config, load_model
 from vitzoo.metrics.finite import find_non_finite
 from vitzoo.mixers import mixer_class
 from vitzoo.models.swap import without_warnings
@@ -24,6 +24,7 @@ from vitzoo.transfer.data import ImageSubset, TransferData, divide, held_out_bat
 from vitzoo.transfer.descent import StepBatches
 from vitzoo.transfer.options import TransferOptions
 from vitzoo.transfer.outputs import output_error
+from vitzoo.transfer.record import hash_weights
 from vitzoo.transfer.scoring import StudentScorer
 from vitzoo.transfer.students import make_student
 
@@ -33,7 +34,7 @@ class Transfer:
     """A teacher and the images that its students learn from.
 
     Attributes:
-        weights: Origin of the teacher's weights, as in `load_model`.
+        loaded: The teacher and the origin of its weights.
         images: Training images as the student sees them, without those held out.
         held_out_images: Those that choose the best state of a stage.
         held_out: The share of this process of them, in batches.
@@ -43,9 +44,7 @@ class Transfer:
 
     options: TransferOptions
     accelerator: Accelerator
-    name: str
-    teacher: nn.Module
-    weights: str
+    loaded: LoadedModel
     data_config: dict
     data: TransferData
     images: ImageSubset
@@ -54,6 +53,21 @@ class Transfer:
     plan: Plan
     console: Console
     made: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """Name of the teacher."""
+        return self.loaded.name
+
+    @property
+    def teacher(self) -> nn.Module:
+        """The model of the teacher."""
+        return self.loaded.model
+
+    @cached_property
+    def teacher_weights(self) -> str | None:
+        """Hash of the teacher's weights; None if it has no folder."""
+        return hash_weights(self.options.teacher)
 
     @cached_property
     def train(self) -> StepBatches:
@@ -140,9 +154,7 @@ def open_transfer(options: TransferOptions) -> Transfer:
     return Transfer(
         options=options,
         accelerator=accelerator,
-        name=name,
-        teacher=teacher,
-        weights=loaded.weights,
+        loaded=loaded,
         data_config={key: value for key, value in data_config.items() if value is not None},
         data=data,
         images=ImageSubset(data.train, train),

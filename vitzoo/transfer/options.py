@@ -102,9 +102,9 @@ def parse_args(argv: list[str] | None = None) -> TransferOptions:
     return options
 
 
-def config_keys() -> set[str]:
-    """The keys that a file for --config may have: the names of the options."""
-    flags = {flag for action in _build_parser()._actions for flag in action.option_strings}
+def config_keys(parser: argparse.ArgumentParser | None = None) -> set[str]:
+    """The keys that a file for --config may have: the names of the options, those of `parser` if it is at hand."""
+    flags = {flag for action in (parser or _build_parser())._actions for flag in action.option_strings}
     names = {flag.removeprefix('--').replace('-', '_') for flag in flags if flag.startswith('--')}
     return names - {'config', 'help'}
 
@@ -208,7 +208,7 @@ def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         return
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     words, given = ['', '--mixer', '', '--data-dir', ''], []
-    keys = config_keys()
+    keys = config_keys(parser)
     for key, value in _read_mapping(path).items():
         if str(key).replace('-', '_') not in keys:
             raise UserError(f"unknown option '{key}' in '{path}'{did_you_mean(str(key), keys)}")

@@ -24,14 +24,15 @@ class TransferRecord:
         folder: Where the file is; created on the first result.
         settings: All that the results depend on.
         is_main: Whether this process writes.
+        teacher_weights: Hash of the teacher's weights, by which it is known after it was moved; None for one that has
+            no folder.
     """
 
-    def __init__(self, folder: Path, settings: dict, is_main: bool = True) -> None:
+    def __init__(self, folder: Path, settings: dict, is_main: bool = True, teacher_weights: str | None = None) -> None:
         self.folder, self.is_main = folder, is_main
         # as they are read from the file
         self.results: dict[str, Any] = dict(settings=json.loads(json.dumps(settings)), seconds={})
-        # a teacher that was moved, or whose folder is written in another way, is the same
-        self.results['teacher_weights'] = _hash_weights(settings.get('teacher'))
+        self.results['teacher_weights'] = teacher_weights
         # the key that is being computed, and since when its time is not counted yet
         self.in_progress: tuple[str, float] | None = None
 
@@ -155,6 +156,7 @@ class TransferRecord:
         found = self._read('start again with --overwrite')
         before, now = found['settings'], self.results['settings']
         weights = self.results['teacher_weights']
+        # a teacher that was moved, or whose folder is written in another way, is the same
         if weights is not None and found.get('teacher_weights') == weights:
             before['teacher'] = now['teacher']
         changed = [key for key in now if before.get(key) != now[key]]
@@ -167,7 +169,7 @@ class TransferRecord:
         self.results = found
 
 
-def _hash_weights(teacher: str | None) -> str | None:
+def hash_weights(teacher: str) -> str | None:
     """SHA-256 of the weights in the folder of a teacher; None for another name."""
-    weights = Path((teacher or '').removeprefix('local-dir:')).expanduser() / 'model.safetensors'
-    return hashlib.sha256(weights.read_bytes()).hexdigest() if teacher and weights.is_file() else None
+    weights = Path(teacher.removeprefix('local-dir:')).expanduser() / 'model.safetensors'
+    return hashlib.sha256(weights.read_bytes()).hexdigest() if weights.is_file() else None

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from vitzoo.about import read_about
 from vitzoo.classes import label_names
 from vitzoo.data import Images
 from vitzoo.data.held_out import HELD_OUT, Subset, write_held_out
@@ -137,13 +136,13 @@ def export_student(transfer: Transfer, student: nn.Module, record: TransferRecor
     if not transfer.accelerator.is_main_process:
         return verdict
     data, options = transfer.data, transfer.options
-    info: dict[str, Any] = dict(teacher=transfer.name, weights=transfer.weights, data_dir=options.data_dir)
+    info: dict[str, Any] = dict(teacher=transfer.name, weights=transfer.loaded.weights, data_dir=options.data_dir)
     info |= dict(seed=options.seed, transfer=verdict)
     # `vitzoo validate` opens the data with the same options
     info |= data.about
     export_model(record.folder, student, label_names(transfer.teacher), transfer.data_config, info)
     train, val = (images.reader if isinstance(images, Images) else None for images in (data.train, data.val))
-    before = read_about(transfer.name, transfer.weights, options.checkpoint).get('held_out')
+    before = transfer.loaded.about.get('held_out')
     write_held_out(record.folder / HELD_OUT, val if isinstance(val, Subset) else None, train, before)
     rows = [dict(stage=stage, **row) for stage in ('matching', 'network') for row in record.results[stage]]
     write_metrics(record.folder, [{name: value for name, value in row.items() if name != 'errors'} for row in rows])
