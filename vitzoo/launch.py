@@ -45,6 +45,8 @@ def _run_processes(arguments: list[str]) -> None:
     except SignalException as error:
         # the processes got the signal too
         raise SystemExit(128 + error.sigval.value) from None
+    finally:
+        logging.disable(logging.NOTSET)
     raise SystemExit
 
 
