@@ -26,10 +26,12 @@ LAYER = f'--dim {docs_gpu.DIM} --heads {docs_gpu.HEADS} --batch {docs_gpu.BATCH}
 # in order of importance
 COMMANDS = (
     f'bench mixers {LAYER} --tokens {SIZES} --seconds 0.1 --max-seconds 2 --plots {{plots}}',
+    # the time of the kernels, without that of their launches
+    f'bench mixers {LAYER} --tokens {SIZES} --seconds 0.1 --max-seconds 2 --cuda-graphs --plots {{plots}}_graphs',
     f'bench kernels {LAYER} --tokens {SIZES} --seconds 0.2',
     # heads of one channel, as in the paper's models
     f'bench kernels --kernels aft_conv --against pytorch compile {LAYER} --heads {docs_gpu.DIM} --tokens 196 1024',
-    f'bench models {MODELS} --backend eager,compile --dtype bfloat16 --batch 64 --seconds 0.5 --what forward latency',
+    f'bench models {MODELS} --backend eager,compile,cuda-graphs --dtype bfloat16 --batch 64 --seconds 0.3',
 )
 TOY = (
     'bench mixers --mixers linear ls --tokens 16 64 --dim 24 --heads 2 --batch 1 --dtype bfloat16 --seconds 0'

@@ -1,4 +1,4 @@
-"""On a GPU every mixer gives the values and gradients of the CPU, and stays finite under autocast."""
+"""On a GPU every mixer gives the values and gradients of the CPU, in a CUDA graph too, and is finite under autocast."""
 
 import pytest
 import torch
@@ -23,12 +23,35 @@ GRID = (9, 13)
 def test_a_gpu_gives_the_values_and_gradients_of_the_cpu(name, kwargs, num_prefix_tokens):
     mixer = build(name, GRID, num_prefix_tokens, **kwargs).eval()
     x = tokens(mixer)
-    expected, expected_grads = run_with_gradients(lambda x: mixer(x, GRID), [x])
+    expected, expected_grads = run_with_gradients(lambda mixer, x: mixer(x, GRID), [mixer, x])
     mixer.cuda()
-    found, grads = run_with_gradients(lambda x: mixer(x, GRID), [x.cuda()])
+    found, grads = run_with_gradients(lambda mixer, x: mixer(x, GRID), [mixer, x.cuda()])
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-8, atol=1e-8)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad.cpu(), expected_grad, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
+@pytest.mark.parametrize('name, kwargs', CASES)
+def test_a_cuda_graph_gives_the_values_and_gradients_of_other_tokens(name, kwargs, num_prefix_tokens):
+    mixer = build(name, GRID, num_prefix_tokens, **kwargs).eval().cuda()
+    x = tokens(mixer).cuda()
+    # the warm-up that a capture needs, outside of the default stream
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run_with_gradients(lambda mixer, x: mixer(x, GRID), [mixer, x])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found, grads = run_with_gradients(lambda mixer, x: mixer(x, GRID), [mixer, x])
+    with torch.no_grad():
+        x.copy_(x.flip(1) + 1)
+    graph.replay()
+    expected, expected_grads = run_with_gradients(lambda mixer, x: mixer(x, GRID), [mixer, x])
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])

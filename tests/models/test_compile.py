@@ -80,6 +80,18 @@ def test_a_sample_trains_compiled(name, kwargs):
     assert_trains_compiled(build_model(name, depth=1, **kwargs))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('mixer', vitzoo.list_mixers())
+def test_every_mixer_trains_compiled_on_a_gpu(mixer):
+    torch._dynamo.reset()
+    model = build_model(f'deit_{mixer}_tiny', depth=1).double().cuda().train()
+    compiled, reference = torch.compile(model, fullgraph=True), copy.deepcopy(model)
+    x = images(64, 64, batch_size=3).double().cuda()
+    for ours, theirs in zip(gradients(model, compiled, x), gradients(reference, reference, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
 def test_cvts_activation_trains_compiled():
     torch._dynamo.reset()
     x = torch.linspace(-4, 4, 24, dtype=torch.float64).requires_grad_()

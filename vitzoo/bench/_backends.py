@@ -13,7 +13,15 @@ from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
 from vitzoo.options import autocast
 
 # the file format that a runtime needs; None for those of PyTorch, which also train
-BACKENDS: dict[str, str | None] = {'eager': None, 'compile': None, 'onnxruntime': 'onnx', 'openvino': 'openvino'}
+BACKENDS: dict[str, str | None] = {
+    'eager': None,
+    'compile': None,
+    'cuda-graphs': None,
+    'onnxruntime': 'onnx',
+    'openvino': 'openvino',
+}
+# modes of torch.compile
+_MODES = {'compile': None, 'cuda-graphs': 'reduce-overhead'}
 
 
 def backends(text: str) -> list[str]:
@@ -34,7 +42,9 @@ def check_backends(args: argparse.Namespace) -> None:
     """
     if set(args.passes) == {'training step'} and not any(map(can_train, args.backend)):
         raise UserError(f'{" and ".join(args.backend)} cannot train; add --backend eager, or leave out --what')
-    if 'compile' in args.backend:
+    if 'cuda-graphs' in args.backend and args.device.type != 'cuda':
+        raise UserError(f'the backend cuda-graphs needs an NVIDIA GPU, not {args.device}; leave it out')
+    if not _MODES.keys().isdisjoint(args.backend):
         _check_compiler(args.device)
     for name in args.backend:
         file_format = BACKENDS[name]
@@ -54,7 +64,7 @@ def _check_compiler(device: torch.device) -> None:
     except RuntimeError as error:
         reason = str(error).strip().partition('\n')[0]
         raise UserError(
-            f'torch.compile does not work on this machine, leave out the backend compile: {reason}'
+            f'torch.compile does not work on this machine, leave out the backends that compile: {reason}'
         ) from error
 
 
@@ -67,7 +77,7 @@ def run_with(backend: str, model: nn.Module, images: torch.Tensor) -> Callable[[
     """A model in evaluation mode as a function of images of the size of `images`, of which there are at least two."""
     file_format = BACKENDS[backend]
     if file_format is None:
-        return model if backend == 'eager' else torch.compile(model, dynamic=False)
+        return torch.compile(model, dynamic=False, mode=_MODES[backend]) if backend in _MODES else model
     with TemporaryDirectory() as folder:
         path = Path(folder, f'model{FILE_FORMATS[file_format].suffix}')
         write_file(file_format, model, images, path, {})

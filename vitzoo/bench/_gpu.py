@@ -46,12 +46,12 @@ class Gpu:
     bytes: float
 
 
-# https://www.nvidia.com/en-us/data-center/h100/, SXM; PyTorch's products in float32 do not use tensor cores by default
-H100 = Gpu(
-    'H100 SXM',
-    {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.complex64: 66.9e12},
-    3.35e12,
-)
+# PyTorch's products in float32 do not use tensor cores by default
+_HOPPER = {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.complex64: 66.9e12}
+# https://www.nvidia.com/en-us/data-center/h100/, SXM
+H100 = Gpu('H100', _HOPPER, 3.35e12)
+# https://www.nvidia.com/en-us/data-center/h200/, SXM
+H200 = Gpu('H200', _HOPPER, 4.8e12)
 
 
 @dataclass

@@ -99,6 +99,28 @@ def _time(call: Callable[[int], object], number: int, repeats: int, device: torc
     return (time.perf_counter() - start) / repeats
 
 
+def in_cuda_graphs(call: Callable[[int], object], pool: tuple[int, int]) -> Callable[[int], object]:
+    """The call as CUDA graphs, one per input, which launch all kernels at once and so take the time of the kernels.
+
+    Graphs with the same `pool` (`torch.cuda.graph_pool_handle()`) share their memory, so only one may run at a time.
+
+    Raises:
+        RuntimeError: The call waits for the GPU, such as to read a value, and cannot be captured.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # outside of the default stream, as gradients stay on the stream of their first call
+    with torch.cuda.stream(stream):
+        for number in range(INPUT_SETS):
+            call(number)
+    torch.cuda.current_stream().wait_stream(stream)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(INPUT_SETS)]
+    for number, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            call(number)
+    return lambda number: graphs[number % INPUT_SETS].replay()
+
+
 def call_peak_megabytes(call: Callable[[int], object], device: torch.device, warm_up: bool = True) -> float:
     """Peak memory (10^6 bytes) of the tensors that one call allocates, not counting what was allocated before it.
 

@@ -7,9 +7,13 @@ interpolated. The exponent is that of the time between 1024 tokens (or the next 
 over the time of the layer. The ceiling is the speedup of a layer that takes no longer than these products or than
 moving its tensors once, whichever is longer.
 
+A GPU with little work waits for the launches of kernels. With --cuda-graphs all kernels of a pass are launched at once,
+as by torch.compile(mode='reduce-overhead') but without other changes, and the times are those of the kernels.
+
 Examples:
     vitzoo bench mixers
     vitzoo bench mixers --mixers ls performer --tokens 196 1024 4096 --dim 192 --heads 3 --dtype bfloat16
+    vitzoo bench mixers --cuda-graphs --dtype bfloat16
 """
 
 import argparse
@@ -29,6 +33,7 @@ from vitzoo.bench._harness import (
     PRECISIONS,
     Spread,
     call_peak_megabytes,
+    in_cuda_graphs,
     ratios,
     time_in_turn,
 )
@@ -54,6 +59,8 @@ from vitzoo.options import autocast, check_output, nonnegative
 BASELINE = 'softmax'
 # the textbook form, which stores the N x N weights
 UNFUSED = 'softmax, unfused'
+# the backend of rows that are measured with --cuda-graphs
+CUDA_GRAPHS = 'cuda-graphs'
 
 
 @dataclass
@@ -114,9 +121,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar='GB',
         help='skip calls that need more (default: half of the free memory)',
     )
+    add('--cuda-graphs', action='store_true', help='launch the kernels of a pass at once (needs an NVIDIA GPU)')
     add('--plots', default='mixers', metavar='PATH', help='path prefix of the two plots (default: mixers)')
     args = parse_common(parser, argv, min_rounds=3)
     check_layers(args)
+    if args.cuda_graphs and args.device.type != 'cuda':
+        raise UserError(f"--cuda-graphs needs an NVIDIA GPU, and the device is '{args.device.type}'; leave it out")
     check_output(f'{args.plots}_time.png', ('.png',))
     if args.max_memory is None:
         args.max_memory = _free_gigabytes(args.device) / 2
@@ -230,13 +240,28 @@ def measure_mixers(
     with show_rounds(f'{tokens} tokens, {measured_pass}') as on_round:
         # before the times, because it also warms up
         peaks = {name: call_peak_megabytes(call, args.device) for name, call in calls.items()}
+        if args.cuda_graphs:
+            calls = capture_calls(calls, f'{measured_pass} at {tokens} tokens')
         times = time_in_turn(calls, args.device, seconds=args.seconds, min_rounds=args.min_rounds, on_round=on_round)
     cells = {}
-    for name in names:
+    for name in calls:
         spread, baseline = Spread.of(times[name]), Spread.of(times[BASELINE])
         limits = roofline(work[name], rates, spread.median, baseline.median) | dict(gmacs=macs[name] / 1e9)
         cells[name, measured_pass, tokens] = Cell(spread, ratios(times[BASELINE], times[name]), peaks[name], limits)
     return cells
+
+
+def capture_calls(calls: dict[str, Callable[[int], object]], what: str) -> dict[str, Callable[[int], object]]:
+    """The calls as CUDA graphs that share their memory; prints those that cannot be captured, and leaves them out."""
+    pool, captured = torch.cuda.graph_pool_handle(), {}
+    for name, call in calls.items():
+        try:
+            captured[name] = in_cuda_graphs(call, pool)
+        except RuntimeError as error:
+            if name == BASELINE:
+                raise
+            print(f'skipped: {name} {what}, not captured in a CUDA graph: {str(error).strip().partition(chr(10))[0]}')
+    return captured
 
 
 def make_call(
@@ -291,6 +316,7 @@ def cells_to_rows(cells: dict[tuple[str, str, int], Cell], args: argparse.Namesp
     return [
         make_row(cell.times, cell.ratio, table='mixers', name=name, what=measured_pass, against=BASELINE)
         | dict(tokens=tokens, peak_mb=cell.peak_mb, **shape_columns(args), **cell.limits)
+        | dict(backend=CUDA_GRAPHS if args.cuda_graphs else None)
         for (name, measured_pass, tokens), cell in cells.items()
     ]
 
