@@ -6,12 +6,13 @@ BIN := .venv/bin
 DEMO := runs/demo
 TEACHER := cvt_softmax_nano.vz_cifar10
 
-.PHONY: help demo test test-slow test-matrix lint style format docs site dist measure measure-gpu bench-import clean
+.PHONY: help demo test test-slow test-gpu test-matrix lint style format docs site dist measure measure-gpu bench-import clean
 
 help:
 	@echo 'make demo          train a model on the bundled sample, convert another to its attention, and compare them on a page (6 minutes on 2 cores)'
 	@echo 'make test          check the style and run the tests'
 	@echo 'make test-slow     run the tests that take minutes'
+	@echo 'make test-gpu      run the tests of mixers, kernels and compiled models on an NVIDIA GPU'
 	@echo 'make test-matrix   run the tests with the lowest and with the newest versions of Python, torch, timm and others'
 	@echo 'make lint          check the style and the types'
 	@echo 'make format        fix the style'
@@ -35,6 +36,9 @@ test: style
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow $(TESTS)
+
+test-gpu: .venv/installed
+	$(BIN)/python -m pytest -m gpu
 
 test-matrix:
 	$(PYTHON) tools/matrix.py $(CELL:%=--cell %) $(TESTS)

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import os
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from packaging.version import Version
 from toys import make_images
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # the tensors are small, and pytest runs one process per core
     torch.set_num_threads(1)
+    # without -m gpu, tests and the processes they start are the same on all machines
+    if 'gpu' not in config.option.markexpr:
+        os.environ['CUDA_VISIBLE_DEVICES'] = ''
 
 
 def pytest_collection_finish() -> None:

@@ -121,7 +121,7 @@ def speedup_table(measured_pass: str, rows: list[dict], found: dict[str, dict[in
     for name in sorted({row['name'] for row in rows}, key=lambda name: (not name.startswith(BASELINE), name)):
         of_mixer = [row for row in rows if (row['name'], row['what']) == (name, measured_pass)]
         eager, graphs = (
-            {row['tokens']: row for row in of_mixer if row['backend'] == backend} for backend in (None, CUDA_GRAPHS)
+            {row['tokens']: row for row in of_mixer if row.get('backend') == backend} for backend in (None, CUDA_GRAPHS)
         )
         line = [f'`{name}`']
         for known in (eager, graphs):

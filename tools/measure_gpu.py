@@ -25,10 +25,10 @@ SIZES = ' '.join(map(str, docs_gpu.SHOWN))
 LAYER = f'--dim {docs_gpu.DIM} --heads {docs_gpu.HEADS} --batch {docs_gpu.BATCH} --dtype {docs_gpu.DTYPE}'
 # in order of importance
 COMMANDS = (
-    f'bench mixers {LAYER} --tokens {SIZES} --seconds 0.1 --max-seconds 2 --plots {{plots}}',
+    f'bench mixers {LAYER} --tokens {SIZES} --seconds 0.05 --max-seconds 2 --plots {{plots}}',
     # the time of the kernels, without that of their launches
-    f'bench mixers {LAYER} --tokens {SIZES} --seconds 0.1 --max-seconds 2 --cuda-graphs --plots {{plots}}_graphs',
-    f'bench kernels {LAYER} --tokens {SIZES} --seconds 0.2',
+    f'bench mixers {LAYER} --tokens {SIZES} --seconds 0.05 --max-seconds 2 --cuda-graphs --plots {{plots}}_graphs',
+    f'bench kernels {LAYER} --tokens {SIZES} --seconds 0.1',
     # heads of one channel, as in the paper's models
     f'bench kernels --kernels aft_conv --against pytorch compile {LAYER} --heads {docs_gpu.DIM} --tokens 196 1024',
     f'bench models {MODELS} --backend eager,compile,cuda-graphs --dtype bfloat16 --batch 64 --seconds 0.3',

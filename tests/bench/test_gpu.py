@@ -68,15 +68,46 @@ def test_the_table_of_an_accelerator_has_a_line_per_mixer_and_the_measurements(m
     found = docs_gpu.estimates((196, 1024, 4096, 16384))
     text = docs_gpu.render(found, [])
     assert text.count('| `linear` |') == text.count('| `softmax` |') == 2
-    assert text.endswith('Not yet measured.\n\nNo kernel was timed.')
+    assert 'Not yet measured.' in text and text.endswith('No kernel was timed.\n\nNo model was timed.')
     # linear attention needs fewer products, and the more so the more tokens there are
     ratio = {size: found['softmax'][size].flops / estimate.flops for size, estimate in found['linear'].items()}
     assert sorted(ratio.values()) == list(ratio.values()) and ratio[16384] > 5
     case = dict(table='mixers', what='forward', device='cuda', dtype='bfloat16', dim=384, num_heads=6, batch_size=16)
     machine = dict(run='2026-12-01T00:00:00Z', gpu='NVIDIA H100', cpu='x, 2 cores', load=0.1, torch='2', timm='1')
-    rows = [case | machine | dict(name='linear', tokens=4096, ratio=2.25, threads=1, python='3')]
+    row = case | machine | dict(name='linear', threads=1, python='3', peak_mb=1500.0)
+    seconds = 2 * found['linear'][16384].seconds
+    rows = [row | dict(tokens=4096, ratio=2.25), row | dict(tokens=4096, ratio=1.5, what='forward + backward')]
+    rows += [row | dict(tokens=16384, ratio=1.75, what='forward + backward')]
+    rows += [row | dict(tokens=16384, ratio=3.5, seconds=seconds, backend='cuda-graphs')]
     text = docs_gpu.render(found, rows)
-    assert '| – | – | 2.25 | – | ≤ 4,096 |' in text and 'Measured on 2026-12-01: NVIDIA H100' in text
+    assert '| `linear` | – | – | 2.25 | – | ≤ 4,096 | – | – | – | 3.50 | ≤ 16,384 | 2.0 |' in text
+    assert '| `linear` | – | – | 1.50 | 1.75 | ≤ 4,096 | – | – | – | – | – | 1,500 |' in text
+    assert 'Measured on 2026-12-01: NVIDIA H100' in text
+
+
+def test_models_have_their_speed_in_each_backend():
+    row = dict(name='cvt_13', what='forward', batch_size=64)
+    rows = [
+        row | dict(backend='eager', seconds=0.064, ratio=1.0),
+        row | dict(backend='compile', seconds=0.032, ratio=2.0),
+    ]
+    rows += [row | dict(backend='cuda-graphs', seconds=0.016, ratio=4.0, difference=1.5e-3)]
+    rows += [row | dict(what='latency', batch_size=1, backend='eager', seconds=0.01, ratio=1.0)]
+    table = docs_gpu.model_table(rows)
+    assert '| `cvt_13` | forward | 64 | 1,000 | 2,000 | 4,000 | 2.00 | 4.00 | 2e-03 |' in table
+    assert '| `cvt_13` | latency | 1 | 100 | – | – | – | – | – |' in table
+
+
+def test_the_estimates_are_those_of_the_gpu_that_was_measured(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(docs_gpu, 'estimates', lambda gpu: given.append(gpu.name) or {})
+    monkeypatch.setattr(docs_gpu, 'render', lambda found, rows: '')
+    for name in ('NVIDIA H200', 'NVIDIA H100 80GB HBM3'):
+        rows = [dict(run='2026-12-01', table='kernels', device='cuda', gpu=name, what='forward', tokens=4)]
+        monkeypatch.setattr(docs_gpu, 'read_rows', lambda path, rows=rows: rows)
+        docs_gpu.main(page=tmp_path / 'gpu.md')
+    docs_gpu.main(tmp_path / 'none.csv', tmp_path / 'gpu.md')
+    assert given == ['H200', 'H100', 'H100']
 
 
 @pytest.mark.parametrize('newest', ['H100', 'A100'])
@@ -91,8 +122,10 @@ def test_the_page_shows_only_the_gpu_that_was_measured_last(newest):
     # an earlier run of another command on the same GPU
     rows += [rows[0] | dict(gpu=newest, run='2026-12-02', tokens=tokens, ratio=9.5) for tokens in (196, 4096)]
     estimate = GpuEstimate(1, 1, 1, 1.0)
+    rows += [rows[0] | dict(gpu=newest, device='cpu', tokens=16384, run='2026-12-04')]
     found = {name: dict.fromkeys((196, 1024, 4096, 16384), estimate) for name in ('softmax', 'linear')}
-    text = docs_gpu.render(found, rows)
+    # the page starts from all rows
+    text = docs_gpu.render(found, docs_gpu.of_newest_gpu(rows))
     ratio = rows[0 if newest == 'H100' else 4]['ratio']
     assert f'| {ratio:.2f} | {ratio + 1:.2f} | 9.50 | – |' in text
     assert f'Measured on 2026-12-02, 2026-12-03: {newest};' in text

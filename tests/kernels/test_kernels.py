@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 IS_INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
+pytestmark = [pytest.mark.gpu] if DEVICE == 'cuda' else []
 needs_kernels = pytest.mark.skipif(
     not HAS_TRITON or not (IS_INTERPRETED or DEVICE == 'cuda'), reason='runs in a subprocess, or on a GPU'
 )

@@ -15,6 +15,7 @@ from vitzoo.mixers._window import window_attention, window_attention_naive
 
 pytest.importorskip('triton')
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 slow = pytest.mark.slow
 HEADS, SCALE = 2, 0.3
 # relative to the norm: the rounding error of inputs and weights

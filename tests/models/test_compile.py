@@ -35,7 +35,7 @@ def gradients(model, run, x):
     # some mixers draw random numbers in training
     torch.manual_seed(0)
     out = run(x)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
     (out * weights).sum().backward()
     return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 

@@ -122,8 +122,8 @@ def assert_equal(ours, theirs, rounding=0.0):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_softmax_leaves_logits_and_features_as_they_are_at_every_size(family, fused):
     # a sigmoid of the table of offsets, as here, and one of the biases of all pairs, as in timm, differ in the last bit
-    # on some processors
-    rounding = 3e-7 if family == 'relative mlp of Swin' else 0.0
+    # on some processors; so do sums of biases of another memory layout within the fused attention
+    rounding = 3e-7 if family == 'relative mlp of Swin' or (family == 'sam' and fused) else 0.0
     # the fused attention of torch 2.6 rounds biases of another memory layout in another way
     if fused and torch.__version__.startswith('2.6'):
         rounding = 3e-6

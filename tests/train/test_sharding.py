@@ -21,7 +21,7 @@ from vitzoo.errors import UserError
 from vitzoo.train import opening
 from vitzoo.train.opening import create_accelerator
 from vitzoo.train.recipe import make_recipe
-from vitzoo.train.sharding import SHARDABLE, choose_layers
+from vitzoo.train.sharding import SHARDABLE, choose_layers, prepare_optimizer
 
 
 def accelerator_with(names: list[str] | None = None, version: int = 2) -> SimpleNamespace:
@@ -83,9 +83,22 @@ def test_what_cannot_be_sharded_is_refused(monkeypatch, values, version, message
         create_accelerator(make_recipe(values))
 
 
-def optimize(model: nn.Module, opt: str) -> Optimizer:
+@pytest.mark.parametrize(
+    ('opt', 'version', 'foreach'), [('nadamw', 2, False), ('nadamw', 1, None), ('lion', 2, False), ('adamw', 2, None)]
+)
+def test_timms_optimizers_update_one_tensor_after_the_other(opt, version, foreach):
+    first, second = (create_optimizer_v2(nn.Linear(2, 2), opt=opt, lr=0.1) for _ in range(2))
+    prepare_optimizer(accelerator_with(version=version), second)
+    assert second.param_groups[0]['foreach'] is foreach
+    # also when a run goes on that was not sharded
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]['foreach'] is foreach
+
+
+def optimize(model: nn.Module, opt: str, foreach: bool | None = None) -> Optimizer:
     """Three steps, the first of which has no momentum yet."""
-    optimizer = create_optimizer_v2(model, opt=opt, lr=0.01, weight_decay=0.05)
+    optimizer = create_optimizer_v2(model, opt=opt, lr=0.01, weight_decay=0.05, foreach=foreach)
+    prepare_optimizer(accelerator_with(), optimizer)
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         F.cross_entropy(model(images), torch.tensor([0, 1, 2, 0])).backward()
@@ -101,14 +114,18 @@ def compare_sharded() -> None:
     for opt in SHARDABLE:
         torch.manual_seed(0)
         start = timm.create_model('test_vit', img_size=32, num_classes=3)
-        whole, sharded = deepcopy(start), fully_shard(deepcopy(start), mesh=init_device_mesh('cpu', (2,)))
-        optimize(whole, opt)
-        # a checkpoint needs it
-        get_optimizer_state_dict(sharded, optimize(sharded, opt), options=options)
-        weights = get_model_state_dict(sharded, options=options)
-        step = max((weight - start.state_dict()[name]).abs().max() for name, weight in whole.state_dict().items())
-        for name, weight in whole.state_dict().items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-3 * step.item(), msg=f'{opt}: {name}')
+        # torch's optimizers update many tensors at once on a GPU
+        is_torchs = type(optimize(deepcopy(start), opt)).__module__.startswith('torch.')
+        for foreach in (None, True) if is_torchs else (None,):
+            whole, sharded = deepcopy(start), fully_shard(deepcopy(start), mesh=init_device_mesh('cpu', (2,)))
+            optimize(whole, opt, foreach)
+            # a checkpoint needs it
+            get_optimizer_state_dict(sharded, optimize(sharded, opt, foreach), options=options)
+            weights = get_model_state_dict(sharded, options=options)
+            step = max((weight - start.state_dict()[name]).abs().max() for name, weight in whole.state_dict().items())
+            for name, weight in whole.state_dict().items():
+                message = f'{opt}, foreach {foreach}: {name}'
+                torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-3 * step.item(), msg=message)
 
 
 @pytest.mark.slow

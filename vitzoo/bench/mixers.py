@@ -20,6 +20,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import psutil
@@ -227,13 +228,12 @@ def measure_mixers(
     names: list[str], measured_pass: str, tokens: int, args: argparse.Namespace
 ) -> dict[tuple[str, str, int], Cell]:
     """Time a pass of the mixers in turn, and measure their memory."""
-    side = math.isqrt(tokens)
     torch.manual_seed(0)
     inputs = [torch.randn(args.batch, tokens, args.dim, device=args.device) for _ in range(INPUT_SETS)]
     calls, macs, work = {}, {}, {}
     for name in names:
         mixer, calls[name] = make_call(name, inputs, measured_pass, args)
-        macs[name] = count_call_macs(mixer, torch.empty(1, tokens, args.dim, device='meta'), (side, side))
+        macs[name] = layer_macs(name, tokens, args.dim, args.heads)
         out = torch.empty(inputs[0].shape, dtype=PRECISIONS[args.dtype], device='meta')
         work[name] = Work.of(measured_pass, args.batch * macs[name], [inputs[0], out, *mixer.parameters()])
     rates = measure_rates(PRECISIONS[args.dtype], args.device)
@@ -249,6 +249,14 @@ def measure_mixers(
         limits = roofline(work[name], rates, spread.median, baseline.median) | dict(gmacs=macs[name] / 1e9)
         cells[name, measured_pass, tokens] = Cell(spread, ratios(times[BASELINE], times[name]), peaks[name], limits)
     return cells
+
+
+@cache
+def layer_macs(name: str, tokens: int, dim: int, num_heads: int) -> int:
+    """Multiply-accumulates of a mixer or a form of softmax for one sample, which both passes need."""
+    side = math.isqrt(tokens)
+    mixer = create_mixer(name.partition(',')[0], dim, num_heads, grid_size=(side, side), device='meta')
+    return count_call_macs(mixer, torch.empty(1, tokens, dim, device='meta'), (side, side))
 
 
 def capture_calls(calls: dict[str, Callable[[int], object]], what: str) -> dict[str, Callable[[int], object]]:

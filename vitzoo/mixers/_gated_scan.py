@@ -7,8 +7,8 @@ with an a for j <= i and another for j >= i; the token itself counts once. Token
 within a chunk, and a state that passes from chunk to chunk. A few heads at a time are processed in place, so that they
 stay in a CPU cache. D is a product of two factors, from j to the middle of a chunk and from there to i. If they are out
 of range, as with a mean logit of -30 in half a chunk, chunks of 16 are tried; at last, scores are computed in blocks of
-16 tokens with a lower bound of a, then between blocks. Whether they are is read from the device, so a CUDA graph of the
-eager form cannot be captured; the compiled form has blocks only.
+16 tokens with a lower bound of a, then between blocks. Whether they are is read from the device, which a CUDA graph
+cannot do, so in a captured graph and in the compiled form there are blocks only.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ def gated_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, decay_back: Tenso
     """q, k, v and the logits of both directions (B, heads, N, d) -> (B, heads, N, d), in float32 or wider."""
     with no_autocast(q):
         # the compiler does its own fusion
-        if is_traced():
+        if is_traced() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             return _plain(q, k, v, decay, decay_back, scale)
         return _GatedScan.apply(q, k, v, decay, decay_back, scale)
 

@@ -44,7 +44,7 @@ from vitzoo.train.progress import parse_trackers
 from vitzoo.train.recipe import Recipe
 from vitzoo.train.resume import find_run
 from vitzoo.train.run import Run
-from vitzoo.train.sharding import prepare_plugin
+from vitzoo.train.sharding import prepare_optimizer, prepare_plugin
 
 
 def create_accelerator(recipe: Recipe) -> Accelerator:
@@ -111,6 +111,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock, is_resume
         # before the model is wrapped, so that parameters keep their names and order
         ema = build_ema(recipe, raw_model)
         optimizer = build_optimizer(recipe, raw_model, plan.lr)
+        prepare_optimizer(accelerator, optimizer)
         scheduler = build_scheduler(recipe, optimizer, plan.steps_per_epoch)
         mixup = build_mixup(recipe, num_classes, data_config['input_size'][1:])
         loss = build_loss(recipe, mixup, train_set, num_classes)

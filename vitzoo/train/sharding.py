@@ -1,7 +1,8 @@
-"""Settings of FSDP: the layers of a model that it shards, and the recipes that it cannot train."""
+"""Settings of FSDP: the layers of a model that it shards, its optimizers, and the recipes that it cannot train."""
 
 from accelerate import Accelerator
 from torch import nn
+from torch.optim import Optimizer
 
 from vitzoo.errors import UserError
 from vitzoo.train.recipe import Recipe
@@ -32,6 +33,25 @@ def prepare_plugin(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     # all processes have the initial weights, and Accelerate cannot distribute those of the model itself and its buffers
     accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+
+
+def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> None:
+    """With FSDP, let an optimizer of timm update one tensor after the other.
+
+    On a GPU its default are functions of many tensors at once, such as torch._foreach_lerp, some of which do not exist
+    for sharded tensors. Those that torch's own optimizers use do.
+    """
+    if not accelerator.is_fsdp2 or not type(optimizer).__module__.startswith('timm.'):
+        return
+
+    def update_single_tensors(optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            if 'foreach' in group:
+                group['foreach'] = False
+
+    update_single_tensors(optimizer)
+    # a checkpoint has the choice of the run that wrote it
+    optimizer.register_load_state_dict_post_hook(update_single_tensors)
 
 
 def choose_layers(accelerator: Accelerator, model: nn.Module) -> None:
