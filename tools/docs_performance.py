@@ -1,6 +1,7 @@
 """Writes the tables of docs/performance.md from weights/benchmarks.csv. Run by `make docs`.
 
-The rows come from tools/measure.sh; only the latest complete run of each command and device is shown.
+The rows come from tools/measure.sh and tools/measure_gpu.py; only the latest complete run of each command is shown, and
+of GPUs only the one that was measured last.
 """
 
 import re
@@ -14,7 +15,7 @@ from targets import LINEAR
 from vitzoo.bench._harness import LAYER_PASSES
 from vitzoo.bench._results import find_doubt, read_rows
 from vitzoo.bench._show import format_time
-from vitzoo.bench.mixers import BASELINE, exponent, format_crossover
+from vitzoo.bench.mixers import BASELINE, CUDA_GRAPHS, exponent, format_crossover
 from vitzoo.machine import format_machine
 from vitzoo.metrics.speed import MAX_SPREAD
 
@@ -41,8 +42,11 @@ def main() -> None:
 def sections(rows: list[dict]) -> dict[str, str]:
     """The generated part of the page, by the name of its markers."""
     runs = defaultdict(list)
+    on_gpus = sorted((row['run'], row['gpu']) for row in rows if row['device'] == 'cuda')
     for row in rows:
-        if row['table'] in TITLES:
+        # docs/gpu.md has the times in CUDA graphs
+        is_older = row['device'] == 'cuda' and (row['gpu'] != on_gpus[-1][1] or row['backend'] == CUDA_GRAPHS)
+        if row['table'] in TITLES and not is_older:
             runs[command_of(row)].append(row)
     parts = []
     for table, title in TITLES.items():

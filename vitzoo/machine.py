@@ -39,6 +39,15 @@ def describe_place(device: torch.device, amp_dtype: str) -> dict:
     return dict(measured_on=measured_on, load=machine['load'], cores=None if machine['gpu'] else os.cpu_count())
 
 
+def note_slow_bfloat16(device: torch.device, dtype: str) -> list[str]:
+    """A note on bfloat16 on a processor that has no fast products in it, in a list that is empty otherwise."""
+    # oneDNN has them from AVX-512 on, and others convert every number
+    is_slow = device.type == 'cpu' and torch.backends.cpu.get_cpu_capability() in ('DEFAULT', 'AVX2')
+    if dtype != 'bfloat16' or not is_slow or platform.machine() not in ('x86_64', 'AMD64'):
+        return []
+    return ['bfloat16 can be ten times slower than float32 on this processor, which has no AVX-512']
+
+
 def was_busy(machine: dict) -> bool:
     """Return True if other programs slowed a measurement on the CPU of a described machine."""
     cores = re.search(r'(\d+) cores$', machine.get('cpu') or '')

@@ -83,7 +83,11 @@ def test_a_sample_trains_compiled(name, kwargs):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 @pytest.mark.parametrize('mixer', vitzoo.list_mixers())
-def test_every_mixer_trains_compiled_on_a_gpu(mixer):
+def test_every_mixer_trains_compiled_on_a_gpu(mixer, request):
+    if mixer == 'routing' and torch.__version__.startswith('2.11'):
+        request.applymarker(
+            pytest.mark.xfail(reason='the compiler of torch 2.11 reads a buffer that a hook changes too early')
+        )
     torch._dynamo.reset()
     model = build_model(f'deit_{mixer}_tiny', depth=1).double().cuda().train()
     compiled, reference = torch.compile(model, fullgraph=True), copy.deepcopy(model)

@@ -408,6 +408,10 @@ def test_the_recipe_takes_precedence_over_the_precision_of_the_launcher(
 ):
     if launcher:
         monkeypatch.setenv('ACCELERATE_MIXED_PRECISION', launcher)
+    monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: 'AVX2')
+    monkeypatch.setattr('platform.machine', lambda: 'x86_64')
     run_once(images, tmp_path / 'run', *options)
-    assert f'on     1 process on cpu in {precision}, seed 42' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f'on     1 process on cpu in {precision}, seed 42' in out
+    assert ('note   bfloat16 can be ten times slower than float32' in out) is (precision == 'bf16')
     assert f'in {precision}' in (tmp_path / 'run' / 'recipe.yaml').read_text()

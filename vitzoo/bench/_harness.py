@@ -99,15 +99,17 @@ def _time(call: Callable[[int], object], number: int, repeats: int, device: torc
     return (time.perf_counter() - start) / repeats
 
 
-def in_cuda_graphs(call: Callable[[int], object], pool: tuple[int, int]) -> Callable[[int], object]:
+def in_cuda_graphs(
+    call: Callable[[int], object], stream: torch.cuda.Stream, pool: tuple[int, int]
+) -> Callable[[int], object]:
     """The call as CUDA graphs, one per input, which launch all kernels at once and so take the time of the kernels.
 
-    Graphs with the same `pool` (`torch.cuda.graph_pool_handle()`) share their memory, so only one may run at a time.
+    Graphs that are captured on one stream with one `pool` (`torch.cuda.graph_pool_handle()`) share their memory, so
+    only one may run at a time.
 
     Raises:
         RuntimeError: The call waits for the GPU, such as to read a value, and cannot be captured.
     """
-    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # outside of the default stream, as gradients stay on the stream of their first call
     with torch.cuda.stream(stream):

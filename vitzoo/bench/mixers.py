@@ -261,10 +261,10 @@ def layer_macs(name: str, tokens: int, dim: int, num_heads: int) -> int:
 
 def capture_calls(calls: dict[str, Callable[[int], object]], what: str) -> dict[str, Callable[[int], object]]:
     """The calls as CUDA graphs that share their memory; prints those that cannot be captured, and leaves them out."""
-    pool, captured = torch.cuda.graph_pool_handle(), {}
+    stream, pool, captured = torch.cuda.Stream(), torch.cuda.graph_pool_handle(), {}
     for name, call in calls.items():
         try:
-            captured[name] = in_cuda_graphs(call, pool)
+            captured[name] = in_cuda_graphs(call, stream, pool)
         except RuntimeError as error:
             if name == BASELINE:
                 raise

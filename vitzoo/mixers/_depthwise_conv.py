@@ -16,6 +16,8 @@ __all__ = ['depthwise_conv']
 
 # the smallest filters whose gradient is faster here
 _LEAST_SIZE = 5
+# the largest filters that are fast on a GPU with the channels last in memory
+_LARGEST_SIZE = 5
 # elements of the image whose planes are copied at once, 4 MB in float32
 _COPIED = 2**20
 
@@ -43,6 +45,8 @@ def _is_faster(image: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def _convolve(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     reach = weight.shape[-1] // 2
+    if image.is_cuda and weight.shape[-1] > _LARGEST_SIZE:
+        image = image.contiguous()
     # torch.jit.trace of PyTorch 2.6 refuses a single number
     return F.conv2d(image, weight, bias, padding=(reach, reach), groups=len(weight))
 

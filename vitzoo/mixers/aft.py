@@ -109,8 +109,8 @@ def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     with no_autocast(q):
         # (B, N, heads, d), as in memory
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if _is_inference_on_cpu(k):
-            # without the copy of the keys that a softmax over tokens makes
+        if k.device.type != 'cpu' or _is_inference_on_cpu(k):
+            # without the copy of the keys that a softmax over tokens makes on a CPU; on a GPU, few threads share one
             weights = _key_weights(k, v, dim=1)
             mean = (weights * v.to(weights.dtype)).sum(dim=1) / weights.sum(dim=1)
         else:
@@ -192,7 +192,7 @@ def _convolve(
             filters = filters - factor
         factor, filters = (x.repeat_interleave(terms.shape[3], dim=0) for x in (factor.flatten(), filters))
         prefix, grid = terms.flatten(2).split([P, terms.shape[1] - P], dim=1)
-        # the channels stay last in memory, so that nothing is copied
+        # the channels stay last in memory, so that a CPU copies nothing
         image = grid.unflatten(1, grid_size).permute(0, 3, 1, 2)  # (B, heads * (d + 1), H, W)
         near = depthwise_conv(image, filters.unsqueeze(1))
         near = near.permute(0, 2, 3, 1).flatten(1, 2)

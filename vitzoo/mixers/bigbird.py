@@ -85,7 +85,8 @@ def bigbird_attention(
     if not len(rows):
         return out
     global_out = softmax_attention(q.index_select(2, rows), k, v, scale, None, dropout_p)
-    return F.pad(out, (0, 0, P, 0)).index_copy(2, rows, global_out.to(out.dtype))
+    # not index_copy, whose gradient the compiler of torch 2.11 refuses
+    return F.pad(out, (0, 0, P, 0)).scatter(2, rows[:, None].expand_as(global_out), global_out.to(out.dtype))
 
 
 def _attend_blocks(

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeE
 
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, count_of, did_you_mean
+from vitzoo.machine import note_slow_bfloat16
 from vitzoo.metrics.speed import peak_process_megabytes
 from vitzoo.mixers.base import named_mixers
 from vitzoo.train.recipe import FIELDS, NOT_SAVED, Recipe
@@ -49,7 +50,9 @@ def describe_run(run: Run) -> list[str]:
 
 def _notes(run: Run) -> list[str]:
     """Effects of the recipe that a user may not expect."""
-    recipe, plan, notes = run.recipe, run.plan, []
+    recipe, plan = run.recipe, run.plan
+    is_half = run.accelerator.mixed_precision == 'bf16' or recipe.model_dtype == 'bfloat16'
+    notes = note_slow_bfloat16(run.accelerator.device, 'bfloat16') if is_half else []
     grid = smallest_grid(run)
     if run.val_set.is_held_out:
         before, share = run.val_set.held_out_before, f'{100 * recipe.val_fraction:g} % of each class'

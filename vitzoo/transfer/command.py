@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from vitzoo.errors import UserError, is_first_process
-from vitzoo.machine import describe_machine
+from vitzoo.machine import describe_machine, note_slow_bfloat16
 from vitzoo.mixers import mixer_class
 from vitzoo.train.lock import FolderLock
 from vitzoo.train.processes import raise_together
@@ -71,6 +71,8 @@ def _transfer(transfer: Transfer) -> list[dict]:
         transfer.accelerator.wait_for_everyone()
         if transfer.data.note:
             transfer.console.print(f'note   {transfer.name}: {transfer.data.note}')
+        for note in note_slow_bfloat16(transfer.accelerator.device, options.amp_dtype):
+            transfer.console.print(f'note   {note}')
         results = [transfer_to(transfer, mixer, records[mixer], locks[mixer]) for mixer in options.mixers]
     if options.mixers[1:]:
         summary.write_students(results)
