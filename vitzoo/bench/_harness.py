@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -99,9 +99,7 @@ def _time(call: Callable[[int], object], number: int, repeats: int, device: torc
     return (time.perf_counter() - start) / repeats
 
 
-def in_cuda_graphs(
-    call: Callable[[int], object], stream: torch.cuda.Stream, pool: tuple[int, int]
-) -> Callable[[int], object]:
+def in_cuda_graphs(call: Callable[[int], object], stream: torch.cuda.Stream, pool: Any) -> Callable[[int], object]:
     """The call as CUDA graphs, one per input, which launch all kernels at once and so take the time of the kernels.
 
     Graphs that are captured on one stream with one `pool` (`torch.cuda.graph_pool_handle()`) share their memory, so
