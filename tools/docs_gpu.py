@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from docs_mixers import own_mixers
-from pages import BENCHMARKS, ROOT, fill, latest, to_table
+from pages import BENCHMARKS, ROOT, fill, latest, of_newest_gpu, to_table
 
 from vitzoo.bench._gpu import H100, H200, Gpu, GpuEstimate, estimate_mixer
+from vitzoo.bench._harness import CUDA_GRAPHS
 from vitzoo.bench._options import DEFAULT_TOKENS
 from vitzoo.bench._results import read_rows
-from vitzoo.bench.mixers import BASELINE, CUDA_GRAPHS, format_crossover
+from vitzoo.bench.mixers import BASELINE, format_crossover
 from vitzoo.machine import format_machine
 from vitzoo.mixers import create_mixer
 
@@ -30,7 +31,7 @@ _OTHERS = {'pytorch': 'PyTorch', 'compile': 'torch.compile', 'flex': 'flex_atten
 
 def main(results: Path = BENCHMARKS, page: Path = PAGE) -> None:
     """Write the page."""
-    rows = of_newest_gpu(latest(read_rows(str(results))) if results.exists() else [])
+    rows = shown_rows(latest(read_rows(str(results))) if results.exists() else [])
     found = estimates(gpu=H200 if rows and H200.name in rows[-1]['gpu'] else H100)
     page.write_text(fill(PAGE.read_text(), {'gpu': render(found, rows)}))
     print(f'wrote {page}', file=sys.stderr)
@@ -80,10 +81,9 @@ def is_shown(row: dict) -> bool:
     return row['device'] == 'cuda' and is_known
 
 
-def of_newest_gpu(rows: list[dict]) -> list[dict]:
+def shown_rows(rows: list[dict]) -> list[dict]:
     """The rows that the page has of the GPU that was measured last, the newest last."""
-    rows = sorted(filter(is_shown, rows), key=lambda row: row['run'])
-    return [row for row in rows if row['gpu'] == rows[-1]['gpu']]
+    return sorted(of_newest_gpu([row for row in rows if is_shown(row)]), key=lambda row: row['run'])
 
 
 def work_table(found: dict[str, dict[int, GpuEstimate]]) -> str:

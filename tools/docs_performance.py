@@ -9,13 +9,13 @@ import sys
 from collections import defaultdict
 from statistics import median
 
-from pages import BENCHMARKS, ROOT, command_of, fill, latest, to_table
+from pages import BENCHMARKS, ROOT, command_of, fill, latest, of_newest_gpu, to_table
 from targets import LINEAR
 
-from vitzoo.bench._harness import LAYER_PASSES
+from vitzoo.bench._harness import CUDA_GRAPHS, LAYER_PASSES
 from vitzoo.bench._results import find_doubt, read_rows
 from vitzoo.bench._show import format_time
-from vitzoo.bench.mixers import BASELINE, CUDA_GRAPHS, exponent, format_crossover
+from vitzoo.bench.mixers import BASELINE, exponent, format_crossover
 from vitzoo.machine import format_machine
 from vitzoo.metrics.speed import MAX_SPREAD
 
@@ -42,11 +42,9 @@ def main() -> None:
 def sections(rows: list[dict]) -> dict[str, str]:
     """The generated part of the page, by the name of its markers."""
     runs = defaultdict(list)
-    on_gpus = sorted((row['run'], row['gpu']) for row in rows if row['device'] == 'cuda')
-    for row in rows:
+    for row in of_newest_gpu(rows):
         # docs/gpu.md has the times in CUDA graphs
-        is_older = row['device'] == 'cuda' and (row['gpu'] != on_gpus[-1][1] or row['backend'] == CUDA_GRAPHS)
-        if row['table'] in TITLES and not is_older:
+        if row['table'] in TITLES and row.get('backend') != CUDA_GRAPHS:
             runs[command_of(row)].append(row)
     parts = []
     for table, title in TITLES.items():

@@ -46,6 +46,12 @@ def latest(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row['run'] == last[command_of(row)][0]['run']]
 
 
+def of_newest_gpu(rows: list[dict]) -> list[dict]:
+    """The rows without those of GPUs that were measured before another."""
+    runs = sorted((row['run'], row['gpu']) for row in rows if row['device'] == 'cuda')
+    return [row for row in rows if row['device'] != 'cuda' or row['gpu'] == runs[-1][1]]
+
+
 def _is_interrupted(run: list[dict], earlier: list[dict]) -> bool:
     """Return True if an earlier run of the command goes on after the last measurement of this run."""
     *others, final = map(_measurement, earlier)

@@ -126,7 +126,7 @@ def test_the_page_shows_only_the_gpu_that_was_measured_last(newest):
     rows += [rows[0] | dict(gpu=newest, device='cpu', tokens=16384, run='2026-12-04')]
     found = {name: dict.fromkeys((196, 1024, 4096, 16384), estimate) for name in ('softmax', 'linear')}
     # the page starts from all rows
-    text = docs_gpu.render(found, docs_gpu.of_newest_gpu(rows))
+    text = docs_gpu.render(found, docs_gpu.shown_rows(rows))
     ratio = rows[0 if newest == 'H100' else 4]['ratio']
     assert f'| {ratio:.2f} | {ratio + 1:.2f} | 9.50 | – |' in text
     assert f'Measured on 2026-12-02, 2026-12-03: {newest};' in text

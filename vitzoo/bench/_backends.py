@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
+from vitzoo.bench._harness import CUDA_GRAPHS
 from vitzoo.errors import UserError, did_you_mean
 from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
 from vitzoo.options import autocast
@@ -16,12 +17,12 @@ from vitzoo.options import autocast
 BACKENDS: dict[str, str | None] = {
     'eager': None,
     'compile': None,
-    'cuda-graphs': None,
+    CUDA_GRAPHS: None,
     'onnxruntime': 'onnx',
     'openvino': 'openvino',
 }
 # modes of torch.compile
-_MODES = {'compile': None, 'cuda-graphs': 'reduce-overhead'}
+_MODES = {'compile': None, CUDA_GRAPHS: 'reduce-overhead'}
 
 
 def backends(text: str) -> list[str]:
@@ -42,8 +43,8 @@ def check_backends(args: argparse.Namespace) -> None:
     """
     if set(args.passes) == {'training step'} and not any(map(can_train, args.backend)):
         raise UserError(f'{" and ".join(args.backend)} cannot train; add --backend eager, or leave out --what')
-    if 'cuda-graphs' in args.backend and args.device.type != 'cuda':
-        raise UserError(f'the backend cuda-graphs needs an NVIDIA GPU, not {args.device}; leave it out')
+    if CUDA_GRAPHS in args.backend and args.device.type != 'cuda':
+        raise UserError(f'the backend {CUDA_GRAPHS} needs an NVIDIA GPU, not {args.device}; leave it out')
     if not _MODES.keys().isdisjoint(args.backend):
         _check_compiler(args.device)
     for name in args.backend:

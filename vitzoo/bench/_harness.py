@@ -20,6 +20,8 @@ from vitzoo.metrics.speed import synchronize
 PRECISIONS = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 # the two passes of a layer that are measured
 LAYER_PASSES = ('forward', 'forward + backward')
+# the backend of times without those of launches
+CUDA_GRAPHS = 'cuda-graphs'
 # in seconds; a shorter call is repeated within a sample, because the clock and the scheduler are coarse
 SHORTEST_SAMPLE = 0.01
 INPUT_SETS = 3

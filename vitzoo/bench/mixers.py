@@ -29,6 +29,7 @@ from timm.layers import set_fused_attn
 from torch import nn
 
 from vitzoo.bench._harness import (
+    CUDA_GRAPHS,
     INPUT_SETS,
     LAYER_PASSES,
     PRECISIONS,
@@ -60,8 +61,6 @@ from vitzoo.options import autocast, check_output, nonnegative
 BASELINE = 'softmax'
 # the textbook form, which stores the N x N weights
 UNFUSED = 'softmax, unfused'
-# the backend of rows that are measured with --cuda-graphs
-CUDA_GRAPHS = 'cuda-graphs'
 
 
 @dataclass

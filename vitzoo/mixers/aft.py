@@ -110,7 +110,7 @@ def aft_simple(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
         # (B, N, heads, d), as in memory
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if k.device.type != 'cpu' or _is_inference_on_cpu(k):
-            # without the copy of the keys that a softmax over tokens makes on a CPU; on a GPU, few threads share one
+            # a softmax over tokens copies the keys on a CPU, and keeps most of a GPU idle
             weights = _key_weights(k, v, dim=1)
             mean = (weights * v.to(weights.dtype)).sum(dim=1) / weights.sum(dim=1)
         else:
