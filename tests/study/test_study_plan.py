@@ -97,6 +97,20 @@ def test_each_mixer_of_a_way_has_its_own_arguments(tmp_path, kwargs, ls, perform
     assert found == dict(ls=ls, performer=performer)
 
 
+def test_overrides_change_the_options_of_single_models_and_the_last_that_matches_counts(tmp_path):
+    ways = {name: dict(way) for name, way in STUDY['ways'].items()}
+    ways['scratch']['overrides'] = {'*_ls_*': dict(lr=0.1, epochs=9), '*_nano': dict(lr=0.2)}
+    ways['converted']['overrides'] = {'perf*': dict(steps=3)}
+    cells = {cell.model: cell for cell in read_study(write_study(tmp_path, seeds=[0], ways=ways)).cells}
+    softmax, ls = (cells[f'deit_{name}_nano'] for name in ('softmax', 'ls'))
+    assert (ls.options['lr'], ls.options['epochs'], softmax.options['lr']) == (0.2, 9, 0.2)
+    assert softmax.options['epochs'] == STUDY['ways']['scratch']['train']['epochs']
+    students = [cells[f'vit_tiny_patch16_224_to_{mixer}'] for mixer in ('ls', 'performer')]
+    assert [cell.overrides for cell in students] == [{}, dict(steps=3)]
+    # the options are part of the recipe, so that a cell computed with others is not taken for this one
+    assert ls.record.expected['train']['epochs'] == 9
+
+
 def with_way(**way) -> dict:
     return dict(ways={**STUDY['ways'], 'other': way})
 
@@ -125,6 +139,10 @@ def with_way(**way) -> dict:
         (with_way(train=dict(img_size=-1)), 'ways.other.train: img_size must be at least 1, not -1'),
         (with_way(train=dict(config=['a.yaml'])), r"config must be the name of a file, not \['a.yaml'\]"),
         (with_way(train=dict(seed=1)), "ways.other.train: 'seed' cannot be given here"),
+        (with_way(train={}, overrides={'cvt_*': dict(lr=1)}), "ways.other.overrides: 'cvt_.*' matches none of"),
+        (with_way(train={}, overrides={'*': dict(seed=1)}), "ways.other.overrides.*: 'seed' cannot be given here"),
+        (with_way(train={}, overrides={'*': dict(rate=1)}), "ways.other.train: unknown recipe key 'rate'"),
+        (with_way(train={}, overrides=['amp']), 'ways.other.overrides must consist of names and values'),
         (with_way(train={}, evaluations=['clear']), "'clear' is not an evaluation of this study, did you mean clean"),
         (with_way(), 'add train: or transfer:'),
         (with_way(transfer={}, teacher='deit_ls_nano'), 'ways.other has no teacher_way'),

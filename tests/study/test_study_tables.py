@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from studies import Executor, write_study
+from studies import STUDY, Executor, write_study
 
 from vitzoo.errors import UserError
 from vitzoo.study.command import run_study
@@ -12,7 +12,7 @@ from vitzoo.study.intervals import Estimate
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, read_study
 from vitzoo.study.results import ResultColumn, Row, collect, pareto_front, sides
-from vitzoo.study.tables import format_latex, format_markdown, write_csv
+from vitzoo.study.tables import format_latex, format_markdown, format_notes, write_csv
 from vitzoo.study.worker import Worker
 
 # accuracies of the seeds 0, 1 and 2
@@ -214,6 +214,17 @@ def test_a_note_names_the_evaluations_whose_models_had_different_images(study, i
 
     text = format_markdown(study, collect(study, read))
     assert ('In clean the models were evaluated on different images' in text) == is_noted
+
+
+def test_a_note_names_the_models_that_have_options_of_their_own(tmp_path):
+    ways = {name: dict(way) for name, way in STUDY['ways'].items()}
+    ways['scratch']['overrides'] = {'deit_ls_nano': dict(amp=False, lr=0.1)}
+    study = read_study(write_study(tmp_path, ways=ways))
+    Worker(study, execute=Executor()).run()
+    note = 'In scratch, options differ from those of the other models: amp = False, lr = 0.1 for deit_ls_nano.'
+    rows = collect(study)
+    assert note in format_notes(study, rows)
+    assert note not in format_notes(study, [row for row in rows if row.model != 'deit_ls_nano'])
 
 
 def test_a_way_is_ranked_by_the_first_of_its_own_evaluations(tmp_path):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from vitzoo.validate.options import parse_args as parse_eval_args
 
 _KEYS = ('title', 'output', 'data_dir', 'models', 'seeds', 'baseline', 'ways', 'evaluations')
 _WAY_KEYS = {
-    'train': ('train', 'models', 'evaluations'),
-    'transfer': ('transfer', 'teacher', 'teacher_way', 'mixers', 'evaluations'),
+    'train': ('train', 'models', 'overrides', 'evaluations'),
+    'transfer': ('transfer', 'teacher', 'teacher_way', 'mixers', 'overrides', 'evaluations'),
 }
 # set by the study
 _OWN_TRAIN_KEYS = ('model', 'seed', *NOT_SAVED)
@@ -51,6 +51,7 @@ class StudyCell:
         command: 'train' or 'transfer'.
         options: Options of the command, as in a file for `--config`.
         teacher: The cell that trains the teacher of a transfer.
+        overrides: Those of the options that this model has and the others of its way need not have.
     """
 
     way: str
@@ -61,6 +62,7 @@ class StudyCell:
     evaluations: dict[str, dict[str, Any]]
     root: Path
     teacher: 'StudyCell | None' = None
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -191,13 +193,16 @@ def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[Study
     if not models:
         raise UserError(f"{place} has no models; give the study a list of models, such as models: ['deit_*_nano']")
     evaluations, found = _choose_evaluations(common, place, way), []
+    overrides = _read_overrides(place, way, models, _OWN_TRAIN_KEYS)
     for model in models:
-        options = {**base, 'data_dir': common.data_dir, **given, 'model': model, 'seed': seed}
+        own = _overrides_of(model, overrides)
+        options = {**base, 'data_dir': common.data_dir, **given, **own, 'model': model, 'seed': seed}
         try:
             make_recipe(options)
         except UserError as error:
             raise UserError(f'{place}.train: {error}') from error
-        found.append(StudyCell(name, model, seed, 'train', options, evaluations, common.folder))
+        cell = StudyCell(name, model, seed, 'train', options, evaluations, common.folder, overrides=own)
+        found.append(cell)
     return found
 
 
@@ -218,13 +223,35 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
         )
     evaluations, known, found = _choose_evaluations(common, place, way), config_keys(), []
     mixers = _expand_mixers(f'{place}.mixers', way['mixers'])
+    overrides = _read_overrides(place, way, mixers, _OWN_TRANSFER_KEYS)
     for mixer in mixers:
-        options = {**base, 'data_dir': common.data_dir, **given, 'mixer': mixer, 'seed': seed}
+        own = _overrides_of(mixer, overrides)
+        options = {**base, 'data_dir': common.data_dir, **given, **own, 'mixer': mixer, 'seed': seed}
         options = _without_kwargs_of(set(mixers) - {mixer}, options)
         words = ['teacher', '--output', 'student', *to_words(options)]
         _parse(f'{place}.transfer', parse_transfer_args, words, options, known)
         label = f'{way["teacher"]}_to_{mixer}'
-        found.append(StudyCell(name, label, seed, 'transfer', options, evaluations, common.folder, teachers[0]))
+        cell = StudyCell(name, label, seed, 'transfer', options, evaluations, common.folder, teachers[0], own)
+        found.append(cell)
+    return found
+
+
+def _read_overrides(place: str, way: dict, names: list[str], refused: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Options by wildcards of the models, or for a transfer of the mixers, that have them."""
+    place = f'{place}.overrides'
+    found = _mapping(place, way.get('overrides', {}))
+    for pattern, options in found.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"{place}: '{pattern}' matches none of {', '.join(names)}")
+        _refuse_own(f'{place}.{pattern}', _mapping(f'{place}.{pattern}', options), (*refused, 'config'))
+    return found
+
+
+def _overrides_of(name: str, overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The options of all wildcards that match, the last of which counts."""
+    found: dict[str, Any] = {}
+    for pattern, options in overrides.items():
+        found |= options if fnmatchcase(name, pattern) else {}
     return found
 
 

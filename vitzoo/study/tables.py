@@ -322,6 +322,7 @@ def format_notes(study: Study, rows: list[Row]) -> list[str]:
             f'The intervals are not corrected for the number of comparisons, here {judged}: of 20 without a true'
             f' difference, one excludes zero on average.'
         )
+    notes += _override_notes(study, rows)
     mixed = mixed_evaluations(study, rows)
     if mixed:
         notes.append(
@@ -335,6 +336,22 @@ def format_notes(study: Study, rows: list[Row]) -> list[str]:
             ' measured on several machines.'
         )
     return notes
+
+
+def _override_notes(study: Study, rows: list[Row]) -> list[str]:
+    """For each way, the models in the tables that have other options than the rest."""
+    shown = {(row.way, row.model) for row in rows}
+    found: dict[str, dict[str, list[str]]] = {}
+    for cell in study.cells:
+        if cell.overrides and (cell.way, cell.model) in shown:
+            options = ', '.join(f'{key} = {value}' for key, value in cell.overrides.items())
+            models = found.setdefault(cell.way, {}).setdefault(options, [])
+            models += [] if cell.model in models else [cell.model]
+    return [
+        f'In {way}, options differ from those of the other models: {options} for {", ".join(models)}.'
+        for way, groups in found.items()
+        for options, models in groups.items()
+    ]
 
 
 def _to_latex(text: str) -> str:
