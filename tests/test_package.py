@@ -85,7 +85,7 @@ def test_importing_vitzoo_warns_of_nothing(fresh_import):
 
 # the parts of a layer may import from earlier layers only
 LAYERS = [
-    ['_arguments', '_files', '_process', '_resources', '_save', 'errors'],
+    ['_arguments', '_files', '_modes', '_process', '_resources', '_save', 'errors'],
     ['kernels', 'launch', 'options'],
     ['mixers'],
     ['models'],

@@ -26,5 +26,5 @@ def named_parameters(function: Callable) -> set[str]:
 
 
 def is_whole(value: object) -> bool:
-    """Return True for a whole number, of Python or another library; True and False are none."""
+    """Return True for a whole number, of Python or another library; True and False do not count."""
     return hasattr(value, '__index__') and not isinstance(value, bool)

@@ -7,14 +7,18 @@ from pathlib import Path
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """A hidden file next to `path` to write, which replaces it at the end; an interruption leaves the old one.
+    """A hidden file next to `path` to write, which replaces it at the end; an error leaves the old one only.
 
     A link stays, and the file that it leads to is replaced.
     """
     path = path.resolve()
     partial = path.with_name(f'.{path.name}')
-    yield partial
-    partial.replace(path)
+    try:
+        yield partial
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def printable(name: str) -> str:

@@ -26,6 +26,12 @@ def is_trained_folder(name: str | Path) -> bool:
     return (Path(name) / 'config.json').is_file()
 
 
+def find_file(run: Path, name: str) -> Path | None:
+    """A file of a run; the best epoch has a folder of its own inside that of the run."""
+    folders = [run, run.resolve().parent] if run.resolve().name == 'best' else [run]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
 def find_shipped(name: str) -> Path | None:
     """The folder of the published weights of a name in timm, if they come with vitzoo."""
     config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
@@ -46,8 +52,7 @@ def read_about(name: str, weights: str = 'published', checkpoint: str | None = N
     """Facts about the data (multi_label, held_out, …) from the folder or repository of a model; empty for others.
 
     Args:
-        weights: Origin of its weights, as of `load_model`; those of a name are not those of its folder if it is another
-            than 'published'.
+        weights: Origin of its weights, as of `load_model`. If it is not 'published', the facts of a name do not apply.
         checkpoint: The file of the weights; if training wrote it to a folder, the facts are those of that folder.
 
     Raises:
@@ -68,10 +73,9 @@ def read_about(name: str, weights: str = 'published', checkpoint: str | None = N
         shipped = find_shipped(name)
         return {} if shipped is None else read_about(str(shipped))
     about = _facts(folder / 'config.json')
-    # the best epoch has a folder of its own inside that of the run
-    for parent in (folder, folder.resolve().parent):
-        if (parent / HELD_OUT).is_file():
-            return about | {'held_out': parent / HELD_OUT}
+    held_out = find_file(folder, HELD_OUT)
+    if held_out is not None:
+        return about | {'held_out': held_out}
     # a repository of the hub names the file, which may not have been copied
     return {key: value for key, value in about.items() if key != 'held_out'}
 

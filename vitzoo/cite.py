@@ -1,4 +1,4 @@
-"""`vitzoo cite`: print BibTeX of the papers behind a model: of its backbone, its mixers, its weights and its data.
+"""`vitzoo cite`: print BibTeX of the papers of a model: of its backbone, its mixers, its weights and its data.
 
 Examples:
     vitzoo cite cvt_ls_13
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def cite(names: list[str]) -> str:
-    """BibTeX of the papers behind some models, each once, after comments with the reasons to cite it.
+    """BibTeX of the papers of some models, each once, after comments with the reasons to cite it.
 
     Args:
         names: Names from `vitzoo.load.find_models`.
@@ -68,7 +68,7 @@ def cite(names: list[str]) -> str:
 
 
 def find_papers(name: str) -> Iterator[tuple[str, str]]:
-    """The papers behind a model, each an arXiv id, a key of papers.bib or a description, with the reason to cite it.
+    """The papers of a model, each an arXiv id, a key of papers.bib or a description, with the reason to cite it.
 
     Raises:
         UserError: The model cannot be created.

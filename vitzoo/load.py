@@ -319,7 +319,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     checkpoint = read_checkpoint(path)
     if has_two_sets(checkpoint) and is_first_process():
         # a command may write to stdout
-        print(f'note   {path} has averaged weights (EMA) beside others; using the averaged ones', file=sys.stderr)
+        print(f'note   {path} has EMA weights and raw weights; using the EMA weights', file=sys.stderr)
     return unwrap(checkpoint)
 
 

@@ -21,7 +21,7 @@ AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.floa
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML of texts, numbers, lists and mappings: a name such as 2022-03-01 is no date."""
+    """YAML of texts, numbers, lists and mappings: a name such as 2022-03-01 is not a date."""
 
 
 _Loader.add_constructor('tag:yaml.org,2002:timestamp', lambda loader, node: str(node.value))

@@ -131,6 +131,12 @@ def test_the_smallest_images_can_be_corrupted(corruption, size):
         assert corrupt(scene(*size), corruption, severity, 'a').shape == (*size, 3)
 
 
+def test_frost_may_have_no_needles_in_the_smallest_images():
+    with np.errstate(invalid='raise'):
+        for name in range(100):
+            corrupt(scene(MIN_SIZE, MIN_SIZE), 'frost', 1, str(name))
+
+
 def test_an_image_that_is_too_small_is_refused():
     check_corruptible('strips', dict(input_size=(3, 3, 64)))
     with pytest.raises(UserError, match='--corrupt needs images of at least 3x3 pixels, and those of strips are 2x64'):

@@ -69,6 +69,20 @@ def test_a_crop_is_that_of_the_whole_image(mode, kind, options):
     assert (crop.permute(1, 2, 0).numpy() == whole[30:130, 20:130]).all()
 
 
+def test_the_image_of_a_caller_stays_as_it_is():
+    file = BytesIO()
+    Image.new('RGB', (4, 2)).save(file, 'JPEG', exif=turned())
+    image = Image.open(file)
+    assert read_rgb(image).size == (2, 4)
+    assert image.size == (4, 2) and image.getexif()[0x0112] == 6
+
+
+def test_an_image_with_values_that_are_not_finite_is_refused():
+    image = Image.fromarray(np.array([[0.5, np.nan]], np.float32))
+    with pytest.raises(ValueError, match='pixels that are not finite'):
+        read_rgb(image)
+
+
 def test_the_crop_is_chosen_by_the_size_of_the_upright_image():
     sizes = []
     for options in ({}, dict(exif=turned())):
@@ -156,7 +170,7 @@ def test_every_policy_of_timm_runs_at_full_strength(aa):
         assert transform(image).shape == (3, 16, 16)
 
 
-def test_what_is_not_erased_stays_bytes_until_it_is_normalised():
+def test_what_is_not_erased_stays_bytes_until_it_is_normalized():
     pixels = np.array(photograph(64, 64))
     recipe = make_recipe({**CROP_AND_FLIP, 'scale': [1, 1], 'ratio': [1, 1], 'hflip': 0})
     images = torch.stack([train_transform(recipe, CONFIG)(Image.fromarray(pixels))] * 2)

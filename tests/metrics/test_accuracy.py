@@ -242,6 +242,14 @@ def test_evaluation_needs_images_and_leaves_the_model_in_its_mode():
     assert not model.training
 
 
+def test_evaluation_leaves_frozen_modules_in_their_mode():
+    model, dataset = make_problem(5)
+    model = nn.Sequential(nn.BatchNorm2d(3), model).train()
+    model[0].eval()
+    evaluate(model, DataLoader(dataset, 2))
+    assert model.training and not model[0].training
+
+
 def test_labels_that_the_model_does_not_have_are_named():
     (model, dataset), (_, others) = make_problem(5, num_classes=3), make_problem(5, num_classes=7)
     evaluate(model, DataLoader(dataset, 2))

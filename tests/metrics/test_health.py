@@ -127,11 +127,17 @@ def test_a_feature_that_carries_nothing_is_at_the_floor():
     torch.testing.assert_close(share, torch.tensor([0.5], dtype=torch.float64))
 
 
-def test_rfas_normalisers_reach_the_floor_where_the_kernel_is_narrow():
+def test_a_probe_without_images_says_so():
+    model = timm.create_model('deit_performer_nano', img_size=32)
+    with HealthProbe(model) as probe, pytest.raises(UserError, match='the model has seen no images'):
+        probe.report()
+
+
+def test_rfas_normalizers_reach_the_floor_where_the_kernel_is_narrow():
     mixer = build('rfa', num_features=8)
-    wide = signs(mixer)['normalisers_at_floor']
+    wide = signs(mixer)['normalizers_at_floor']
     torch.nn.init.constant_(mixer.sigma, 6.0)
-    assert wide == 0 < signs(mixer)['normalisers_at_floor'] < 1
+    assert wide == 0 < signs(mixer)['normalizers_at_floor'] < 1
 
 
 @pytest.mark.parametrize('landmarks', ['segment', 'grid'])

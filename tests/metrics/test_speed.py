@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from vitzoo.metrics.speed import CLEAR_REFS, PeakMemory, Speed, is_busy, measure_throughput
+from vitzoo.metrics import speed as speed_module
+from vitzoo.metrics.speed import CLEAR_REFS, PeakMemory, Speed, is_busy, measure_throughput, peak_process_megabytes
 
 
 class Recorder(nn.Module):
@@ -36,6 +37,18 @@ def test_peak_memory_is_that_of_the_context():
     with PeakMemory(torch.device('cpu')) as small:
         torch.ones(10)
     assert 250 < large.megabytes - small.megabytes < 400
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='other systems have no such file')
+@pytest.mark.parametrize('text', ['Name: python\n', None])
+def test_peak_memory_needs_no_line_of_linux(text, tmp_path, monkeypatch):
+    expected = peak_process_megabytes(torch.device('cpu'))
+    path = tmp_path / 'status'
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(speed_module, 'STATUS', path)
+    # that since the start of the process, without a reset
+    assert peak_process_megabytes(torch.device('cpu')) > 0.5 * expected
 
 
 @pytest.mark.slow

@@ -108,27 +108,27 @@ def test_sigma_is_the_temperature_of_each_channel():
     assert relative_error(rfa(q, k, v, directions(20_000, 0), sigma), expected) < 0.05
 
 
-def test_rfa_normaliser_is_positive_if_the_estimate_is_negative():
+def test_rfa_normalizer_is_positive_if_the_estimate_is_negative():
     q, k, v = qkv(4)
     k = -q.clone()
     out = rfa(q, k, v, directions(1, 0), torch.full((2, 8), 3.0, dtype=torch.float64))
-    # |phi . phi| <= 1 and the normaliser is at least 0.01 per key
+    # |phi . phi| <= 1 and the normalizer is at least 0.01 per key
     assert out.abs().amax() <= 100 * v.abs().amax()
 
 
-def test_rfa_has_the_normaliser_of_the_authors_with_their_floor():
+def test_rfa_has_the_normalizer_of_the_authors_with_their_floor():
     q, k, v = qkv(20)
-    # many queries opposite to many keys, so that some normalisers are at the floor
+    # many queries opposite to many keys, so that some normalizers are at the floor
     q[:, :, ::2] = -k[:, :, ::2]
     W = directions(16, 0)
-    # random_feature_attention/rfa.py: features of length 0.4, and a normaliser of at least 1
+    # random_feature_attention/rfa.py: features of length 0.4, and a normalizer of at least 1
     phi_q, phi_k = (
         0.1 * torch.cat([f(F.normalize(x, dim=-1) @ W.mT) for f in (torch.sin, torch.cos)], -1) for x in (q, k)
     )
-    normaliser = (phi_q @ phi_k.sum(dim=2).unsqueeze(-1)).clamp(min=1)
-    assert 0 < (normaliser == 1).double().mean() < 1
+    normalizer = (phi_q @ phi_k.sum(dim=2).unsqueeze(-1)).clamp(min=1)
+    assert 0 < (normalizer == 1).double().mean() < 1
     sigma = torch.ones(2, 8, dtype=torch.float64)
-    assert_near(rfa(q, k, v, W, sigma, floor=100 / 16), phi_q @ (phi_k.mT @ v) / normaliser)
+    assert_near(rfa(q, k, v, W, sigma, floor=100 / 16), phi_q @ (phi_k.mT @ v) / normalizer)
     with pytest.raises(ValueError, match='floor of rfa must be positive, not 0'):
         build('rfa', floor=0)
 

@@ -9,7 +9,7 @@ from vitzoo.mixers.softmax import softmax_naive
 
 
 @pytest.mark.parametrize('window_size', [5, 9])
-def test_long_short_with_one_window_and_rank_0_is_softmax_on_normalised_keys_and_values(window_size):
+def test_long_short_with_one_window_and_rank_0_is_softmax_on_normalized_keys_and_values(window_size):
     mixer = build('ls', (5, 5), window_size=window_size, rank=0)
     x = tokens(mixer)
     q, k, v = mixer.to_qkv(x, (5, 5))

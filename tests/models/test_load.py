@@ -95,9 +95,7 @@ def test_averaged_weights_are_taken_with_a_note(averaged, tmp_path, capsys):
         head = load_model('test_vit', checkpoint=file, num_classes=4).model.head
         assert torch.equal(head.weight, sets.get(averaged, plain)['head.weight'])
         noted = capsys.readouterr().err
-        assert (f'{file} has averaged weights (EMA) beside others; using the averaged ones' in noted) == (
-            len(sets) == 2
-        )
+        assert (f'{file} has EMA weights and raw weights; using the EMA weights' in noted) == (len(sets) == 2)
 
 
 def test_a_checkpoint_of_another_model_with_other_classes_is_not_told_about_these(tmp_path):

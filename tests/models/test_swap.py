@@ -427,7 +427,7 @@ def test_what_a_mixer_inherits_from_frozen_weights_stays_frozen(frozen):
 
 
 @pytest.mark.parametrize('mixer', NARROW_KEYS)
-def test_a_mixer_that_cannot_normalise_its_keys_says_so(mixer):
+def test_a_mixer_that_cannot_normalize_its_keys_says_so(mixer):
     with pytest.raises(ValueError, match='qk_norm'):
         vitzoo.swap_mixer(build('qk_norm'), mixer)
 

@@ -108,6 +108,14 @@ def test_an_unfinished_run_tells_what_it_held_out(undivided_run, tmp_path):
     assert held_out(tmp_path / 'next') == held_out(run)
 
 
+def test_a_run_in_the_folder_of_another_has_not_held_out_the_same_images(undivided_run, tmp_path):
+    run, _ = undivided_run
+    outer = shutil.copytree(run, tmp_path / 'outer')
+    inner = shutil.copytree(run / 'best', outer / 'inner')
+    assert read_about(str(outer / 'best'))['held_out'] == outer / 'held_out.csv'
+    assert 'held_out' not in read_about(str(inner))
+
+
 def test_runs_that_held_out_different_images_are_not_compared_silently(undivided_run, tmp_path, capsys):
     run, photos = undivided_run
     other = tmp_path / 'other'

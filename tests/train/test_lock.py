@@ -16,7 +16,16 @@ from accelerate import Accelerator
 from vitzoo.errors import UserError
 from vitzoo.train import lock as lock_module
 from vitzoo.train import loop as train_module
-from vitzoo.train.lock import LOCK_FILE, FolderLock, FolderLocked, LostLock, read_lock
+from vitzoo.train.lock import (
+    LOCK_FILE,
+    FolderLock,
+    FolderLocked,
+    LostLock,
+    identify_process,
+    is_locked,
+    is_process_running,
+    read_lock,
+)
 from vitzoo.train.loop import train
 from vitzoo.train.run_folder import claim_folder
 
@@ -55,6 +64,27 @@ def test_a_folder_is_locked_once_and_released(tmp_path):
             FolderLock(tmp_path).acquire()
         lock.check()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_is_read_where_nothing_can_be_written(tmp_path, monkeypatch):
+    def refuse(**options):
+        raise PermissionError
+
+    monkeypatch.setattr(lock_module.tempfile, 'TemporaryFile', refuse)
+    write_lock(tmp_path, host='elsewhere')
+    assert is_locked(tmp_path)
+    write_lock(tmp_path, host='elsewhere', age=1)
+    assert not is_locked(tmp_path)
+
+
+def test_whether_a_process_that_may_not_be_read_runs_is_unknown(monkeypatch):
+    def refuse(process):
+        raise psutil.AccessDenied
+
+    owner = identify_process(psutil.Process())
+    assert is_process_running(owner)
+    monkeypatch.setattr(psutil.Process, 'status', refuse)
+    assert is_process_running(owner) is None
 
 
 def test_a_lock_is_touched_while_it_is_held(tmp_path):

@@ -389,7 +389,7 @@ def bad(tmp_path, images):
         ('--sched step --decay-epochs 0', 'sched step needs decay_epochs above 0'),
         ('--color-jitter 0 0 0 0.9', 'the hue of color_jitter, its last number, is at most 0.5, not 0.9'),
         ('--model-kwargs num_classes=2', 'has 2 classes, but training needs 3'),
-        ('--model-kwargs features_only=true', 'is no classifier, but training needs 3'),
+        ('--model-kwargs features_only=true', 'is not a classifier, but training needs 3'),
         ('--sched rsqrt --warmup-epochs 0', 'sched rsqrt decays by the length of the warm-up: set warmup_epochs'),
         ('--aa best', "unknown aa 'best'"),
         ('--output run', "there is a run in"),

@@ -274,6 +274,22 @@ def test_stochastic_depth_does_not_keep_a_stage_from_continuing_exactly(tmp_path
     assert distil(teacher, parts, TRAIN, HELD_OUT, **options, state_file=file) == expected
 
 
+@pytest.mark.parametrize('stage', [match_blocks, distil])
+def test_random_numbers_of_a_stage_follow_its_seed_and_leave_those_of_the_caller(stage):
+    teacher = make_teacher(drop_path_rate=0.5)
+    student = make_student(teacher, 'linear', proj_drop=0.5)
+    options = dict(steps=2, eval_every=2, lr=1e-3)
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    first, again, other = (
+        stage(teacher, deepcopy(student), TRAIN, HELD_OUT, **options, seed=seed)[-1]['output_error']
+        for seed in (1, 1, 2)
+    )
+    assert torch.rand(2).equal(expected)
+    assert first == again != other
+
+
 def test_matching_learns_in_an_autocast_context_of_the_caller():
     # the context caches the weights that it has cast
     teacher = make_teacher()

@@ -293,15 +293,15 @@ def test_each_corruption_error_is_divided_by_that_of_alexnet(corruption, error):
 def test_corruption_errors_by_hand():
     even = {name: [50.0] * 5 for name in ALEXNET_ERRORS}
     errors = corruption_errors(even)
-    assert errors['top1'] == errors['mce_unnormalised'] == 50
+    assert errors['top1'] == errors['mce_unnormalized'] == 50
     assert errors['mce'] == pytest.approx(sum(50 / error for error in ALEXNET_ERRORS.values()) / 15)
     # AlexNet itself
     alexnet = {name: [100 - 100 * error] * 5 for name, error in ALEXNET_ERRORS.items()}
     assert corruption_errors(alexnet)['mce'] == pytest.approx(100)
-    assert corruption_errors(alexnet)['mce_unnormalised'] == pytest.approx(78.8993, abs=1e-3)
+    assert corruption_errors(alexnet)['mce_unnormalized'] == pytest.approx(78.8993, abs=1e-3)
     # one corruption, at one severity: an error of 100 there instead of 50 is 10 more on average
     worse = {**even, 'brightness': [50, 50, 0, 50, 50]}
-    assert corruption_errors(worse)['mce_unnormalised'] == pytest.approx(50 + 10 / 15)
+    assert corruption_errors(worse)['mce_unnormalized'] == pytest.approx(50 + 10 / 15)
     assert corruption_errors(worse)['mce'] == pytest.approx(errors['mce'] + 10 / 0.564592 / 15)
 
 
@@ -331,7 +331,7 @@ def test_imagenet_c_has_its_table_and_errors(tmp_path):
     picture(next(folder.iterdir()), 1)
     record = evaluate(tmp_path)
     assert record['imagenet_c_partial']['fog'] == [100, 100, 50, 100, 100]
-    assert record['imagenet_c_mce_unnormalised_partial'] == pytest.approx(50 / 75)
+    assert record['imagenet_c_mce_unnormalized_partial'] == pytest.approx(50 / 75)
     assert record['imagenet_c_mce_partial'] == pytest.approx(10 / 0.819324 / 15)
     assert record['imagenet_c_n_partial'] == 150
 
@@ -551,7 +551,7 @@ def test_the_command_writes_one_record_per_model_and_prints_the_tables(tmp_path,
     write_results(tmp_path / 'results.csv', records)
     printed = capsys.readouterr()
     assert 'found in' in printed.err and 'not found: ImageNetV2' in printed.err
-    for words in ('ImageNet-A (part of it)', 'ImageNet-C mCE, unnormalised (part of it)', 'on a part of ImageNet-C'):
+    for words in ('ImageNet-A (part of it)', 'ImageNet-C mCE, unnormalized (part of it)', 'on a part of ImageNet-C'):
         assert words in printed.out
     assert json.loads((tmp_path / 'results.json').read_text())[1]['imagenet_a_n_partial'] == 5
     with open(tmp_path / 'results.csv', newline='') as file:

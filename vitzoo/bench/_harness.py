@@ -66,6 +66,7 @@ def time_in_turn(
     """
     repeats = {name: _warm_up(call, device, warm_up) for name, call in calls.items()}
     times: dict[_Key, list[float]] = {name: [] for name in calls}
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
@@ -77,7 +78,8 @@ def time_in_turn(
                 times[name].append(_time(call, number, repeats[name], device))
             on_round()
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
     return times
 
 

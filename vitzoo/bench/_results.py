@@ -46,7 +46,7 @@ def check_columns(path: str) -> bool:
     """
     if not Path(path).exists() or not Path(path).stat().st_size:
         return True
-    with open(path, newline='') as file:
+    with open(path, newline='', encoding='utf-8') as file:
         columns = next(csv.reader(file))
     if columns != [*BENCHMARK_COLUMNS]:
         other = ', '.join(sorted({*BENCHMARK_COLUMNS} ^ {*columns})) or 'order'
@@ -67,7 +67,7 @@ def append_rows(path: str, rows: list[dict], **common: Any) -> None:
     if load is not None and is_busy(load, os.cpu_count()):
         common['load'] = max(load, common.get('load') or 0)
     rows = [{**common, **fields} for fields in rows]
-    with open(path, 'a', newline='') as file:
+    with open(path, 'a', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, BENCHMARK_COLUMNS)
         if is_new:
             writer.writeheader()
@@ -94,7 +94,7 @@ def find_doubt(row: dict) -> str | None:
 
 def read_rows(path: str) -> list[dict]:
     """The rows of a results file, with numbers converted and None for empty fields."""
-    with open(path, newline='') as file:
+    with open(path, newline='', encoding='utf-8') as file:
         # rows of earlier versions lack the last columns
         reader = csv.DictReader(file, restval='')
         return [{key: _number(value) for key, value in fields.items()} for fields in reader]

@@ -25,7 +25,7 @@ from itertools import product
 
 import psutil
 import torch
-from timm.layers import set_fused_attn
+from timm.layers import set_fused_attn, use_fused_attn
 from torch import nn
 
 from vitzoo.bench._harness import (
@@ -309,11 +309,12 @@ def without_fused_attn(call: Callable[[int], object]) -> Callable[[int], object]
     """The same call with timm's switch for fused attention off."""
 
     def call_unfused(number: int) -> None:
+        was_fused = bool(use_fused_attn())
         set_fused_attn(False)
         try:
             call(number)
         finally:
-            set_fused_attn(True)
+            set_fused_attn(was_fused)
 
     return call_unfused
 

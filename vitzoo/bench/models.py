@@ -262,7 +262,7 @@ def model_call(
 
 
 def compute_gradients(run: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor, dtype: str) -> None:
-    """The forward pass, the loss for labels of no meaning, and the backward pass."""
+    """The forward pass, the loss for arbitrary labels, and the backward pass."""
     with autocast(images.device, dtype):
         logits = run(images)
     F.cross_entropy(logits.float(), torch.arange(len(images), device=images.device) % logits.shape[1]).backward()

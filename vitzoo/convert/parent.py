@@ -22,9 +22,9 @@ from vitzoo.models._swap_models import SWAPPED_MODELS, SwappedModel
 from vitzoo.models._swap_record import describe_blocks, recorded_swaps
 from vitzoo.models.inherit import differing_settings, inherit_weights
 
-# of a model that inherits from another: its mixers, and what is set beside its parent's settings
+# of a model that inherits from another: its mixers, and the settings that its parent does not share
 OWN_ARGUMENTS = {'mixer', 'mixer_kwargs', 'img_size', 'in_chans', 'num_classes', 'device', 'dtype'}
-# in the record of a swap: what is no argument of the mixer, has no effect in evaluation, or is compared elsewhere
+# settings in the record of a swap that the mixer does not take, that evaluation ignores, or that are compared elsewhere
 _NOT_OF_THE_MIXER = ('mixer', 'blocks', 'attn_drop', 'proj_drop', 'num_heads', 'qkv_bias')
 # a model that inherits less than this fraction was given the wrong parent
 LEAST_SHARE = 0.5

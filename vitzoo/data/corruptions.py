@@ -303,6 +303,7 @@ def _ice(height: int, width: int, rng: np.random.Generator) -> np.ndarray:
     grains = (rng.random((height + 2 * margin, width + 2 * margin)) < 0.15).astype(np.float32)
     angles = np.arange(0, 360, 45) + rng.uniform(0, 45)
     needles = np.stack([_smear(grains, 12, 8, angle)[margin:-margin, margin:-margin] for angle in angles])
-    needles = np.take_along_axis(needles, direction[None], axis=0)[0] / needles.max()
+    # an image of a few pixels may have none
+    needles = np.take_along_axis(needles, direction[None], axis=0)[0] / (needles.max() or 1)
     ice = _plasma(height, width, 1.4, rng) + 0.4 * needles - 0.2
     return ice[..., None].clip(0, 1) * np.array([0.87, 0.95, 1], np.float32)

@@ -41,7 +41,9 @@ def read_rgb(file: BinaryIO | Image.Image) -> Image.Image:
         One of `DECODING_ERRORS`: The file cannot be decoded.
     """
     image = file if isinstance(file, Image.Image) else Image.open(file)
-    ImageOps.exif_transpose(image, in_place=True)
+    # the image of a caller stays as it is
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        image = ImageOps.exif_transpose(image)
     if image.mode[0] in 'IF':
         image = _to_8_bit(image)
     if image.has_transparency_data:
@@ -102,6 +104,8 @@ def _to_8_bit(image: Image.Image) -> Image.Image:
     """Scale 16-bit ('I;16', or 'I' in older versions of PIL) and floating-point ('F') grey to 8 bits."""
     values = np.asarray(image, dtype=np.float32)
     if image.mode == 'F':
+        if not np.isfinite(values).all():
+            raise ValueError('it has pixels that are not finite numbers')
         values = values * 255 if values.max() <= 1 else values
     else:
         values = values / 257

@@ -19,6 +19,9 @@ from vitzoo.data.reader import LabelledReader
 from vitzoo.errors import UserError, content_error
 
 HELD_OUT = 'held_out.csv'
+# of the images that a list has, enough to recognize its data; or a share of them, for a short list; or, for a part of
+# the same data such as some classes or a later split, which has few of them, a share of its own images
+_ENOUGH, _ENOUGH_OF_LIST, _ENOUGH_OF_DATA = 100, 1 / 2, 1 / 25
 
 
 class Subset(LabelledReader):
@@ -129,8 +132,7 @@ def find_held_out(path: Path, reader: LabelledReader) -> Subset | None:
         if number is not None:
             found[number].append(index)
             missing[number][digest] -= 1
-    # a part of the same data, such as some classes or a later split, has few of them, but they are many of its own
-    enough = [min(100, len(rows) / 2, len(reader) / 25) for rows in lists]
+    enough = [min(_ENOUGH, _ENOUGH_OF_LIST * len(rows), _ENOUGH_OF_DATA * len(reader)) for rows in lists]
     chosen = [number for number, indices in enumerate(found) if indices and len(indices) >= enough[number]]
     if not chosen:
         return None

@@ -234,7 +234,7 @@ class Albumentations:
         try:
             result = self._apply(image)
         except (TypeError, ValueError) as error:
-            raise UserError(f'the albumentations pipeline fails on an image of bytes: {error}') from error
+            raise UserError(f'the albumentations pipeline fails on a uint8 image: {error}') from error
         if result.shape[:2] != image.size[::-1]:
             raise UserError('the albumentations pipeline changes the image size; leave cropping to scale and ratio')
         if result.shape[2:] != (3,) or result.dtype != np.uint8:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import IterableDataset
 
+from vitzoo._modes import restored_modes
 from vitzoo.errors import UserError
 from vitzoo.metrics.finite import check_logits
 
@@ -99,12 +100,9 @@ def score_images(
             not finite.
         RuntimeError: Some image of the dataset was not seen by any process.
     """
-    was_training = model.training
-    model.eval()
-    try:
+    with restored_modes(model):
+        model.eval()
         columns, error = _score_share(model, loader, score, accelerator, progress, probe, name)
-    finally:
-        model.train(was_training)
     num_rows = len(next(iter(columns.values()), ()))
     indices, columns = _join_processes(accelerator, columns, error, _dataset_indices(loader, num_rows, accelerator))
 

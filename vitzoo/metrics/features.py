@@ -31,6 +31,6 @@ def linear_probe(bank: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
     shares = counts / bank.new_tensor(len(labels))
     # the same as with one-hot labels, a matrix of all images by all classes
     sums = bank.new_zeros(len(counts), bank.shape[1]).index_add_(0, labels, bank)
-    gram = bank.mT @ bank + _RIDGE * len(bank) * torch.eye(bank.shape[1], dtype=torch.float64)
+    gram = bank.mT @ bank + _RIDGE * len(bank) * torch.eye(bank.shape[1], dtype=bank.dtype, device=bank.device)
     weight = torch.linalg.solve(gram, sums.mT - torch.outer(bank.sum(dim=0), shares))
     return (queries @ weight + shares).argmax(dim=1)

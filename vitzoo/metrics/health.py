@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from vitzoo._modes import restored_modes
 from vitzoo.errors import UserError
 from vitzoo.mixers import QKVMixer
 
@@ -22,12 +23,8 @@ def health(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
     Raises:
         UserError: No mixer of the model approximates softmax attention.
     """
-    was_training = model.training
-    try:
-        with torch.no_grad(), HealthProbe(model.eval()) as probe:
-            model(images)
-    finally:
-        model.train(was_training)
+    with restored_modes(model), torch.no_grad(), HealthProbe(model.eval()) as probe:
+        model(images)
     return probe.report()
 
 
@@ -74,8 +71,16 @@ class HealthProbe:
         return torch.stack(columns, dim=1)
 
     def report(self, means: list[float] | None = None) -> dict[str, dict[str, float]]:
-        """Nest the means of the columns as {mixer: {sign: mean}}; by default the means since the last call."""
-        means = self.per_image().double().mean(dim=0).tolist() if means is None else means
+        """Nest the means of the columns as {mixer: {sign: mean}}; by default the means since the last call.
+
+        Raises:
+            UserError: There are no means, and the model has seen no images since the last call.
+        """
+        if means is None:
+            if not any(self._values.values()):
+                raise UserError('no health to report: the model has seen no images since the last report')
+            # some devices have no float64
+            means = self.per_image().cpu().double().mean(dim=0).tolist()
         signs: dict[str, dict[str, float]] = {mixer: {} for mixer in self.mixers}
         for (mixer, sign), mean in zip(self.names, means, strict=True):
             signs[mixer][sign] = mean

@@ -25,7 +25,7 @@ from vitzoo.models._meta import meta_copy
 FREE_OPS = {
     'reductions': 'sum mean prod amax amin max min argmax argmin any all var std var_mean std_mean logsumexp cumsum '
     'cumprod norm linalg_vector_norm sort topk',
-    'normalisation': '_softmax _log_softmax _safe_softmax native_layer_norm native_group_norm native_batch_norm '
+    'normalization': '_softmax _log_softmax _safe_softmax native_layer_norm native_group_norm native_batch_norm '
     '_native_batch_norm_legit _native_batch_norm_legit_no_training _fused_rms_norm native_dropout',
     'activations': 'abs relu relu6 gelu silu elu celu selu hardtanh hardsigmoid hardswish leaky_relu softplus mish '
     'sigmoid tanh glu log_sigmoid_forward floor_divide',

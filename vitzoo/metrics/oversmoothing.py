@@ -104,7 +104,7 @@ def high_frequency_energy(image: Tensor) -> Tensor:
     """Fraction of the energy of a map in high spatial frequencies, over all channels: (B, H, W, C) -> (B,).
 
     High frequencies have a period below four tokens in either direction: |f| > 1/4 in cycles per token. 0 for a
-    constant map, 1 for a checkerboard, about 3/4 for white noise. After Park and Kim, section 2,
+    constant map that is not zero, 1 for a checkerboard, about 3/4 for white noise. After Park and Kim, section 2,
     https://arxiv.org/abs/2202.06709, with energies instead of log amplitudes.
     """
     energy = torch.fft.fft2(image.float(), dim=(1, 2)).abs().square().sum(dim=-1)  # (B, H, W)
@@ -264,7 +264,7 @@ class OversmoothingProbe:
             blocks=self.blocks.names, stages=self.blocks.stages, grids=list(self._grids.values())
         )
         summary['options'] = self.options
-        for measure, values in zip(self.measures, rows.double().split(len(self.blocks.names), dim=1)):
+        for measure, values in zip(self.measures, rows.cpu().double().split(len(self.blocks.names), dim=1)):
             summary[measure] = dict(mean=values.mean(dim=0).tolist(), std=values.std(dim=0, correction=0).tolist())
         return summary
 

@@ -64,7 +64,7 @@ def corruption_errors(top1: Mapping[str, Sequence[float]]) -> dict:
     """Compute the corruption errors of ImageNet-C, in percent, from the accuracy at each severity of each corruption.
 
     Returns:
-        top1, the mean accuracy; mce_unnormalised, the mean error; mce, the mean of the errors divided by AlexNet's.
+        top1, the mean accuracy; mce_unnormalized, the mean error; mce, the mean of the errors divided by AlexNet's.
 
     Raises:
         UserError: One of the fifteen corruptions is missing, or one of its five severities.
@@ -75,4 +75,4 @@ def corruption_errors(top1: Mapping[str, Sequence[float]]) -> dict:
     errors = {name: 100 - sum(top1[name]) / 5 for name in ALEXNET_ERRORS}
     mean_error = sum(errors.values()) / len(errors)
     mce = sum(errors[name] / error for name, error in ALEXNET_ERRORS.items()) / len(errors)
-    return dict(top1=100 - mean_error, mce_unnormalised=mean_error, mce=mce)
+    return dict(top1=100 - mean_error, mce_unnormalized=mean_error, mce=mce)

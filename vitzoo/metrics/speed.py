@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import re
 import statistics
 import sys
 import time
@@ -10,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from torch import nn
 
@@ -104,12 +106,16 @@ def peak_process_megabytes(device: torch.device) -> float:
     """Peak memory of the process on a device since the last reset, as `PeakMemory` defines it."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device) / 1e6
-    if STATUS.exists():
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith('VmHWM'))
-        return int(line.split()[1]) * 1024 / 1e6
-    # in kilobytes, except on macOS; imported here because Windows does not have the module
+    if sys.platform == 'win32':
+        return psutil.Process().memory_info().peak_wset / 1e6
+    # some containers have no such line
+    peaks = re.findall(r'^VmHWM:\s*(\d+)', STATUS.read_text(), re.MULTILINE) if STATUS.exists() else []
+    if peaks:
+        return int(peaks[0]) * 1024 / 1e6
+    # imported here because Windows does not have the module
     import resource
 
+    # in kilobytes, except on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024) / 1e6
 
 

@@ -1,7 +1,7 @@
 """Softmax attention in bfloat16 on a CPU without gradients, some samples, heads and queries at a time.
 
-PyTorch's fused kernel takes about twice as long. Scores are rounded before the softmax, large ones by more. So the keys
-lose their mean, which takes the same from all scores of a query and leaves the softmax as it is.
+PyTorch's fused kernel takes about twice as long. Scores are rounded before the softmax, large ones by more. So the
+mean key is subtracted from all keys: this shifts all scores of a query equally, which does not change the softmax.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def softmax_attention_cpu(
 
 
 def scaled_scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Scores (B, heads, N, M) of the queries, in half precision less a number for each query."""
+    """Scores (B, heads, N, M) of the queries, in half precision minus a constant for each query."""
     if k.dtype in _HALF:
         return q @ _center_keys(k, scale).mT
     # the copy of the shorter sequence is smaller

@@ -5,7 +5,7 @@
     I^_i = phi(q_i) . sum_j phi(k_j) / O_j      O^_j = phi(k_j) . sum_i phi(q_i) / I_i
 
 I_i is the flow into output i and O_j the flow out of value j; those with a hat are the same once the opposite side is
-normalised to 1. Linear in the number of tokens: O(N dim head_dim). There is no scale of the scores. The sums do not
+normalized to 1. Linear in the number of tokens: O(N dim head_dim). There is no scale of the scores. The sums do not
 depend on the order of tokens, so the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. As in
 the official code, O^ is clamped to [-1, 1], which limits about half of the values, as its mean is 1, and 1e-6 is added
 to each factor of a flow and to the flow; `clamp=False` leaves out the clamp, which the paper does not have. Flowformer,

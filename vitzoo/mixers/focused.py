@@ -39,7 +39,7 @@ def focused_naive(
     grid_size: tuple[int, int],
     power: float,
 ) -> torch.Tensor:
-    """The N x N attention matrix of the features, row-normalised; arguments as `focused_attention`."""
+    """The N x N attention matrix of the features, row-normalized; arguments as `focused_attention`."""
 
     def phi(x: torch.Tensor) -> torch.Tensor:
         x = (x.relu() + _EPS) / (1 + divisor.exp()).log()

@@ -5,7 +5,7 @@
 There are no parameters. O(N dim log(N dim)). FNet transforms the sequence of tokens and the channels; here the sequence
 is two dimensions, the rows and columns of the grid. Prefix tokens have no position: FNet's class token is the first of
 the sequence, whose output is the zero frequency (the sum of all tokens), and here each prefix token's output is the
-zero frequency of itself and the grid; grid tokens do not depend on prefix tokens. FNet normalises after the residual
+zero frequency of itself and the grid; grid tokens do not depend on prefix tokens. FNet normalizes after the residual
 sum and leaves out the factor 1 / sqrt(H W C), which makes the transform unitary and so keeps the scale of the tokens
 before the sum. FNet, section 3.2, https://arxiv.org/abs/2105.03824
 """

@@ -30,7 +30,7 @@ _FLOOR = 1e-12
 def hedgehog_naive(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_map: torch.Tensor, k_map: torch.Tensor
 ) -> torch.Tensor:
-    """The N x N attention matrix of the features, row-normalised; arguments as `hedgehog_attention`."""
+    """The N x N attention matrix of the features, row-normalized; arguments as `hedgehog_attention`."""
 
     def phi(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         u = torch.einsum('bhnd,hdf->bhnf', x, weight)

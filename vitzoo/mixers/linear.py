@@ -19,7 +19,7 @@ __all__ = ['Linear', 'linear_attention', 'linear_naive']
 
 
 def linear_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The N x N attention matrix of the feature maps, row-normalised; arguments as `linear_attention`."""
+    """The N x N attention matrix of the feature maps, row-normalized; arguments as `linear_attention`."""
     attn = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
     return attn / attn.sum(dim=-1, keepdim=True) @ v
 

@@ -6,7 +6,7 @@
 
 The window is the query's w x w segment and max(1, w // 2) tokens around it. Prefix tokens are global: all grid tokens
 attend them, and they attend themselves and the *outputs* of the grid tokens. With r = 0, no prefix tokens and a window
-that covers the grid it is softmax attention on normalised keys and values. Linear in the number of tokens: O(N (4 w^2 +
+that covers the grid it is softmax attention on normalized keys and values. Linear in the number of tokens: O(N (4 w^2 +
 r + P) dim). Long-Short Transformer, sections 3.2 and 3.3, https://arxiv.org/abs/2107.02192
 """
 
@@ -110,7 +110,7 @@ def long_short_attention(
 
 
 def _norm_tokens(norm: nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
-    """Normalise each token of (B, heads, N, d) over all heads together."""
+    """Normalize each token of (B, heads, N, d) over all heads together."""
     if norm is None:
         return x
     B, heads, N, d = x.shape

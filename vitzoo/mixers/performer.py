@@ -60,7 +60,7 @@ def performer_naive(
     kernel: str = 'softmax',
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """The N x N attention matrix of the feature maps, row-normalised; arguments as `performer_attention`."""
+    """The N x N attention matrix of the feature maps, row-normalized; arguments as `performer_attention`."""
 
     def phi(x: torch.Tensor, over: int | tuple[int, int]) -> torch.Tensor:
         x = scale**0.5 * x

@@ -6,7 +6,7 @@ Linear in the number of tokens: O(N dim head_dim). There is no scale of the scor
 of tokens, so the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. A query without a positive
 channel gives 0. With `scales` there are further heads for each scale s, whose queries, keys and values come from those
 of the first heads by an s x s depthwise convolution on the grid, which prefix tokens bypass, and then by a linear map
-inside each head. The official code normalises the output by batch norm, which is left out, as it makes an image depend
+inside each head. The official code normalizes the output by batch norm, which is left out, as it makes an image depend
 on its batch; in evaluation it is part of the output projection. EfficientViT, https://arxiv.org/abs/2205.14756
 """
 
@@ -29,7 +29,7 @@ _EPS = 1e-15
 
 
 def relu_linear_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The N x N attention matrix of the features, row-normalised; arguments as `relu_linear_attention`."""
+    """The N x N attention matrix of the features, row-normalized; arguments as `relu_linear_attention`."""
     attn = q.relu() @ k.relu().mT
     return attn / (attn.sum(dim=-1, keepdim=True) + _EPS) @ v
 

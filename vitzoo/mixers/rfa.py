@@ -225,14 +225,14 @@ class RFA(RandomFeatureMixer):
     def health(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]
     ) -> dict[str, torch.Tensor]:
-        """Adds `normalisers_at_floor`, the share of queries whose normalizer is at its lower bound."""
+        """Adds `normalizers_at_floor`, the share of queries whose normalizer is at its lower bound."""
         signs = super().health(q, k, v, grid_size)
         with no_autocast(q):
             dtype = wide_dtype(q)
             directions = self.sigma.unsqueeze(1).to(dtype) * self.directions.to(dtype)
             q, k = _features(q.to(dtype), directions), _features(k.to(dtype), directions)
             at_floor = q @ k.sum(dim=2).unsqueeze(-1) <= (_EPS * k.shape[2] if self.floor is None else self.floor)
-        return {**signs, 'normalisers_at_floor': at_floor.to(dtype).flatten(1).mean(dim=1)}
+        return {**signs, 'normalizers_at_floor': at_floor.to(dtype).flatten(1).mean(dim=1)}
 
     def no_weight_decay(self) -> set[str]:
         return {'sigma'}

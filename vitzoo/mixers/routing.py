@@ -7,8 +7,8 @@
 Queries and keys are not shared, as in the paper's encoders. A token in several clusters has one softmax over the keys
 of all of them, in which a key counts once per cluster that contains both; a token in no cluster attends only itself and
 the prefix tokens. Prefix tokens are global and not routed: n = 1 for all pairs with them. In training a centroid is an
-exponential moving average of the mean of the queries and keys nearest to it, normalised to the unit sphere; there is no
-auxiliary loss. Algorithm 1 differs in two points: it layer-normalises queries and keys before the attention, and moves
+exponential moving average of the mean of the queries and keys nearest to it, normalized to the unit sphere; there is no
+auxiliary loss. Algorithm 1 differs in two points: it layer-normalizes queries and keys before the attention, and moves
 a centroid by the means of queries and of keys in equal parts. The authors' code has one softmax in each cluster, whose
 outputs are averaged over the clusters of a token, 0 for a token in none, a loss for the centroids, and no scale. Grid
 tokens have no order and there is no causal mask. With one cluster, or clusters of all tokens and no prefix tokens, it

@@ -4,7 +4,7 @@
     K'_ip  = sum_j S_ij m_jp k_jp / M_ip,   V'_ip = sum_j S_ij m_jp v_jp / M_ip,   M_ip = sum_j S_ij m_jp
     out of block i = softmax(scale * q_i . [K_i ; K'_i] + [0 ; log M_i]) [V_i ; V'_i]
 
-`sinkhorn` normalises the columns and the rows of exp(x) alternately, in log space, and ends with the rows, where the
+`sinkhorn` normalizes the columns and the rows of exp(x) alternately, in log space, and ends with the rows, where the
 paper ends with the columns: rows sum to 1, columns only nearly, the less so the sharper the sort and the fewer the
 iterations. Blocks are b x b tiles of the grid, p is a position in a tile and m_jp is 0 if position p of tile j is
 outside the grid, else 1: a sorted token is the weighted mean of the tokens sorted into its position and counts with

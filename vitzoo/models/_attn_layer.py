@@ -9,6 +9,8 @@ from torch import nn
 
 from vitzoo.mixers import TokenMixer, mixer_class
 
+from ._block import check_tokens
+
 __all__ = ['attn_layer']
 
 
@@ -66,14 +68,8 @@ def attn_layer(
 
         def forward(self, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
             """(B, P + H*W, dim) -> (B, P + H*W, dim); raises ValueError for a mask or a different number of tokens."""
-            if attn_mask is not None or is_causal:
-                raise ValueError('Token mixers do not support attn_mask or is_causal.')
-            P, (H, W) = self.num_prefix_tokens, self.grid_size
-            if x.shape[1] != P + H * W:
-                raise ValueError(
-                    f'{cls.__name__} is set to {P} prefix tokens and a {H} x {W} grid, and got {x.shape[1]} tokens: '
-                    f'pass img_size, patch_size and num_prefix_tokens of the model to attn_layer.'
-                )
+            advice = 'pass img_size, patch_size and num_prefix_tokens of the model to attn_layer'
+            check_tokens(self, x, attn_mask, is_causal, advice)
             return super().forward(x, self.grid_size)
 
     MixerLayer.__name__ = MixerLayer.__qualname__ = f'{cls.__name__}Layer'

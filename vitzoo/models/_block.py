@@ -11,7 +11,7 @@ from torch.types import Device
 from vitzoo.mixers import TokenMixer, create_mixer
 from vitzoo.mixers._rope import Rope
 
-__all__ = ['Block', 'check_reset', 'drop_path_rates']
+__all__ = ['Block', 'check_reset', 'check_tokens', 'drop_path_rates']
 
 
 class Block(nn.Module):
@@ -92,3 +92,15 @@ def check_reset(mixers: dict[str, TokenMixer]) -> None:
                         f'{name}.{tensor} is set when its mixer is built, and cannot be initialized again; build the'
                         f' model on its device, or load weights instead.'
                     )
+
+
+def check_tokens(mixer: TokenMixer, x: torch.Tensor, attn_mask: object, is_causal: bool, advice: str) -> None:
+    """Raise ValueError for a mask, or for tokens (B, P + H*W, C) that do not fit the grid of a mixer."""
+    if attn_mask is not None or is_causal:
+        raise ValueError('Token mixers do not support attn_mask or is_causal.')
+    P, (H, W) = mixer.num_prefix_tokens, mixer.grid_size
+    if x.shape[1] != P + H * W:
+        raise ValueError(
+            f'{type(mixer).__name__} is set to {P} prefix tokens and a {H} x {W} grid, and got {x.shape[1]} tokens: '
+            f'{advice}.'
+        )

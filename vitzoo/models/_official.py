@@ -31,7 +31,7 @@ def unwrap(checkpoint: dict) -> dict[str, Tensor]:
 
 
 def has_two_sets(checkpoint: dict) -> bool:
-    """Return True for a checkpoint with EMA weights, which `unwrap` takes, beside those that they are averages of."""
+    """Return True for a checkpoint with EMA weights, which `unwrap` takes, next to the raw weights."""
     return all(any(isinstance(checkpoint.get(key), dict) for key in keys) for keys in (_AVERAGED, _PLAIN))
 
 

@@ -291,7 +291,7 @@ class Pyramid(nn.Module):
         return take_indices
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
-        """Images (B, in_chans, H, W) -> normalised tokens of the last stage, (B, P + H*W, C)."""
+        """Images (B, in_chans, H, W) -> normalized tokens of the last stage, (B, P + H*W, C)."""
         for stage in self.stages[:-1]:
             x = stage.to_map(*stage(x))
         x, _ = self.stages[-1](x)

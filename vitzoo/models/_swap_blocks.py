@@ -22,6 +22,7 @@ from vitzoo.mixers import TokenMixer
 from vitzoo.mixers._rope import Rope
 
 from ._block import Block as ZooBlock
+from ._block import check_tokens
 from ._swap_attention import Unsupported
 
 __all__ = ['SWAPPED_BLOCKS', 'SwappedBlock', 'SwappedTimmBlock']
@@ -52,15 +53,9 @@ class SwappedTimmBlock(_Block):
         is_causal: bool = False,
     ) -> torch.Tensor:
         """(B, P + H*W, C) -> (B, P + H*W, C); raises ValueError for a mask or a different number of tokens."""
-        if attn_mask is not None or is_causal:
-            raise ValueError('Token mixers do not support attn_mask or is_causal.')
-        P, (H, W) = mixer.num_prefix_tokens, mixer.grid_size
-        if x.shape[1] != P + H * W:
-            raise ValueError(
-                f'{type(mixer).__name__} is set to {P} prefix tokens and a {H} x {W} grid, and got {x.shape[1]} '
-                f'tokens: call model.set_input_size() with the image size.'
-            )
-        return mixer(x, (H, W)) if rope is None or not mixer.has_rope else mixer(x, (H, W), rope)
+        check_tokens(mixer, x, attn_mask, is_causal, 'call model.set_input_size() with the image size')
+        grid_size = mixer.grid_size
+        return mixer(x, grid_size) if rope is None or not mixer.has_rope else mixer(x, grid_size, rope)
 
 
 @register_notrace_module

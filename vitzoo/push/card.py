@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import vitzoo
-from vitzoo.about import describe_architecture
+from vitzoo.about import describe_architecture, find_file
 from vitzoo.cite import find_papers, read_papers
 from vitzoo.push.folder import (
     CONFIG,
     RECIPE,
     WEIGHTS,
     describe_precision,
-    find_file,
     read_json,
     read_recipe,
     without_paths,
@@ -141,7 +140,7 @@ def _training_hours(run: Path) -> float | None:
     path = find_file(run, 'metrics.csv')
     if path is None:
         return None
-    with path.open(newline='') as file:
+    with path.open(newline='', encoding='utf-8') as file:
         rows = [row for row in csv.DictReader(file) if row.get('images_per_second')]
     if not rows:
         return None

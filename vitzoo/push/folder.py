@@ -14,6 +14,7 @@ import yaml
 from timm.models._hub import load_model_config_from_path
 from torch import Tensor
 
+from vitzoo.about import find_file
 from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError
@@ -75,12 +76,6 @@ def read_recipe(run: Path) -> dict:
         if path is not None:
             return read_yaml(path, 'the recipe ') or {}
     return transfer_recipe(read_json(run / RECORD)['settings']) if (run / RECORD).is_file() else {}
-
-
-def find_file(run: Path, name: str) -> Path | None:
-    """A file of a run; the best epoch has a folder of its own inside that of the run."""
-    folders = [run, run.resolve().parent] if run.resolve().name == 'best' else [run]
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def halve(weights: dict[str, Tensor], generator: torch.Generator | None = None) -> dict[str, Tensor] | None:

@@ -1,4 +1,4 @@
-"""Accuracies that conversions keep: of students beside those of their teacher and of the same mixers from scratch."""
+"""Accuracies of students next to those of their teachers and of models with the same mixers from scratch."""
 
 import warnings
 from collections.abc import Callable

@@ -98,7 +98,7 @@ def read_state(checkpoint: Path) -> dict:
         DamagedCheckpoint: A file is missing or damaged.
     """
     try:
-        state = json.loads((checkpoint / 'state.json').read_text())
+        state = json.loads((checkpoint / 'state.json').read_text(encoding='utf-8'))
         changed = [name for name, written in state['files'].items() if _fingerprint(checkpoint / name) != written]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f'{checkpoint} is damaged: {content_error(error, "state.json")}') from error

@@ -174,7 +174,8 @@ def identify_process(process: psutil.Process) -> dict:
 
 
 def is_process_running(owner: dict) -> bool | None:
-    """Return True if the owner still runs, and None if that is unknown: another host, or a number that was reused."""
+    """Return True if the owner still runs, and None if that is unknown: it is on another host, may not be read, or has
+    a number that was reused."""
     if owner.get('host') != _host():
         return None
     try:
@@ -183,6 +184,8 @@ def is_process_running(owner: dict) -> bool | None:
         started, status = process.create_time(), process.status()
     except psutil.NoSuchProcess:
         return False
+    except psutil.AccessDenied:
+        return None
     if abs(started - owner['started']) > 1:
         return None
     return status != psutil.STATUS_ZOMBIE
@@ -213,6 +216,9 @@ def _describe(owner: dict) -> str:
 
 
 def _file_server_time(folder: Path) -> float:
-    """The time as the file system of a folder sees it."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return os.fstat(file.fileno()).st_mtime
+    """The time as the file system of a folder sees it; that of this machine, if no file can be written there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()

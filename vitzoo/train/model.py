@@ -54,7 +54,7 @@ def build_model(
     )
     found = getattr(model, 'num_classes', None)
     if found != num_classes:
-        has = 'is no classifier' if found is None else f'has {found} classes'
+        has = 'is not a classifier' if found is None else f'has {found} classes'
         raise UserError(
             f'{name} with model_kwargs {recipe.model_kwargs} {has}, but training needs {num_classes}; correct them'
         )

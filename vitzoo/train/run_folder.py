@@ -201,7 +201,7 @@ def set_aside(folder: Path, later: list[Path], epochs: int) -> Path:
 def best_epoch(folder: Path) -> int:
     """The epoch of the model in best/, 0 if there is none."""
     try:
-        return json.loads((folder / 'best' / 'config.json').read_text())['vitzoo']['epochs']
+        return json.loads((folder / 'best' / 'config.json').read_text(encoding='utf-8'))['vitzoo']['epochs']
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
@@ -235,7 +235,7 @@ def write_on_main(
 
 def write_metrics(folder: Path, history: list[dict]) -> None:
     """Rewrite metrics.csv, so that a resumed run does not repeat a row."""
-    with replace_file(folder / 'metrics.csv') as partial, partial.open('w', newline='') as file:
+    with replace_file(folder / 'metrics.csv') as partial, partial.open('w', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(chain(*history))))
         writer.writeheader()
         writer.writerows(history)

@@ -1,18 +1,21 @@
 """Training that cannot make a student worse: the best state by the error on held-out images, the start included."""
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vitzoo._files import replace_file
+from vitzoo._modes import restored_modes
 from vitzoo.data.loader import STEP_STREAM, seed_everything, stop_workers
 from vitzoo.errors import DivergenceError
 from vitzoo.mixers import set_step
@@ -68,6 +71,7 @@ def descend(
     *,
     steps: int,
     eval_every: int,
+    seed: int = 0,
     accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
@@ -80,6 +84,7 @@ def descend(
         backward: Adds the gradients of a batch.
         evaluate: Returns measurements, the one that decides under 'output_error'.
         eval_every: Steps between evaluations; there is one before the first step and one after the last.
+        seed: Of dropout, stochastic depth and other random numbers of the forward pass.
         accelerator: Averages the gradients of its processes, and has the precision; None for a single process.
         state_file: Written after each evaluation; if it exists, training continues from it.
         progress: Called with each row of measurements.
@@ -92,8 +97,8 @@ def descend(
         DivergenceError: The error is no longer finite; the student is in its best state.
         ValueError: The loader has no images.
     """
-    with _training_only(student, groups):
-        descent = _Descent(student, groups, evaluate, steps, accelerator, state_file, progress)
+    with _training_only(student, groups), _restored_generators(next(student.parameters()).device):
+        descent = _Descent(student, groups, evaluate, steps, seed, accelerator, state_file, progress)
         batches = _batches(loader, descent.step, descent.device)
         try:
             while descent.step < steps and groups:
@@ -117,11 +122,12 @@ class _Descent:
         groups: list[dict],
         evaluate: Callable[[], dict],
         steps: int,
+        seed: int,
         accelerator: 'Accelerator | None',
         state_file: Path | None,
         progress: Callable[[dict], None] | None,
     ) -> None:
-        self.student, self.evaluate, self.accelerator = student, evaluate, accelerator
+        self.student, self.evaluate, self.seed, self.accelerator = student, evaluate, seed, accelerator
         self.state_file, self.progress = state_file, progress
         self.autocast = nullcontext if accelerator is None else accelerator.autocast
         self.device = next(student.parameters()).device
@@ -141,7 +147,7 @@ class _Descent:
         set_step(self.student, self.step)
         # dropout and stochastic depth, also of a resumed stage
         rank = 0 if self.accelerator is None else self.accelerator.process_index
-        seed_everything(STEP_STREAM, self.step, rank)
+        seed_everything(self.seed, STEP_STREAM, self.step, rank)
         self.schedule.step_update(self.step)
         with self.autocast():
             backward(images)
@@ -213,17 +219,28 @@ def _save_state(path: Path, state: dict) -> None:
 @contextmanager
 def _training_only(student: nn.Module, groups: list[dict]) -> Iterator[None]:
     """Let only parameter groups require a gradient, and restore this and the mode of the student at the end."""
-    was_training = student.training
     flags = {parameter: parameter.requires_grad for parameter in student.parameters()}
     trainable = {id(parameter) for group in groups for parameter in group['params']}
     for parameter in flags:
         parameter.requires_grad_(id(parameter) in trainable)
     try:
-        yield
+        with restored_modes(student):
+            yield
     finally:
-        student.train(was_training)
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
+
+
+@contextmanager
+def _restored_generators(device: torch.device) -> Iterator[None]:
+    """Give Python, NumPy and torch the states of their generators back, which every step seeds."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _batches(loader: Iterable | StepBatches, step: int, device: torch.device) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vitzoo._modes import restored_modes
 from vitzoo.errors import DivergenceError
 from vitzoo.mixers import no_autocast
 from vitzoo.train.network_loss import NetworkLoss
@@ -33,6 +34,7 @@ def distil(
     block_weight: float = 0.1,
     temperature: float = 1.0,
     eval_every: int = 50,
+    seed: int = 0,
     accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
@@ -58,6 +60,7 @@ def distil(
         block_weight: Weight of the attention outputs in the loss.
         temperature: Of the logits.
         eval_every: Steps between evaluations.
+        seed: Of dropout, stochastic depth and other random numbers of the forward pass.
         accelerator: The `Accelerator` whose processes share the batches and the held-out images.
         state_file: Where the state is kept, so that the same call continues after an interruption.
         progress: Called with each row of the result.
@@ -82,7 +85,7 @@ def distil(
                     error.backward()
 
         groups, evaluate = parameter_groups(student, **rates), lambda: dict(output_error=error(student))
-        settings = dict(steps=steps, eval_every=eval_every, accelerator=accelerator, **options)
+        settings = dict(steps=steps, eval_every=eval_every, seed=seed, accelerator=accelerator, **options)
         return descend(student, groups, loader, backward, evaluate, **settings)
 
     def error(student: nn.Module) -> float:
@@ -96,7 +99,6 @@ def distil(
         except DivergenceError:
             return math.inf
 
-    was_training = student.training
-    rates = choose_rates(lr, new_lr, steps, lambda: error(student), trial)
-    student.train(was_training)
+    with restored_modes(student):
+        rates = choose_rates(lr, new_lr, steps, lambda: error(student), trial)
     return train(student, steps, eval_every, rates, state_file=state_file, progress=progress)

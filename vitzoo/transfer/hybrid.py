@@ -13,6 +13,7 @@ import torch
 from timm.models._input import update_model_args
 from torch import nn
 
+from vitzoo._modes import restored_modes
 from vitzoo.models._mixer_paths import block_of, index_of
 from vitzoo.models._swap_record import recorded_swaps
 from vitzoo.models.swap import freeze_unused_rope
@@ -68,8 +69,6 @@ def keep_softmax(
         raise ValueError(f"keep_softmax takes 'auto' or 0 to {len(paths) - 1} of {len(paths)} blocks, not {count!r}.")
     gap = gap or (lambda model: output_gap(teacher, model, loader, accelerator, multi_label))
     error = partial(output_error, teacher, loader=loader, accelerator=accelerator, multi_label=multi_label)
-    was_training = student.training
-    student.eval()
     rows = list(done or [])
 
     def add_row(kept: list[str]) -> None:
@@ -78,13 +77,14 @@ def keep_softmax(
         if progress is not None:
             progress(rows[-1])
 
-    if not rows:
-        add_row([])
-    while len(rows) <= limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
-        kept = rows[-1]['kept']
-        add_row([*kept, _most_useful(teacher, student, error, kept, paths)])
+    with restored_modes(student):
+        student.eval()
+        if not rows:
+            add_row([])
+        while len(rows) <= limit and not (count == 'auto' and rows[-1]['gap'] <= tolerance):
+            kept = rows[-1]['kept']
+            add_row([*kept, _most_useful(teacher, student, error, kept, paths)])
     restore_softmax_blocks(teacher, student, rows[-1]['kept'])
-    student.train(was_training)
     return rows
 
 
@@ -99,7 +99,8 @@ def restore_softmax_blocks(teacher: nn.Module, student: nn.Module, paths: list[s
     if lost_bias:
         setattr(student, lost_bias, deepcopy(getattr(teacher, lost_bias)))
     for path in paths:
-        student.set_submodule(block_of(path), deepcopy(teacher.get_submodule(block_of(path))))
+        block = deepcopy(teacher.get_submodule(block_of(path)))
+        student.set_submodule(block_of(path), block.train(student.training))
     freeze_unused_rope(student)
     _forget_swaps(teacher, student, paths)
 

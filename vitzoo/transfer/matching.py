@@ -37,6 +37,7 @@ def match_blocks(
     lr: float = 1e-4,
     new_lr: float = 2e-3,
     eval_every: int = 25,
+    seed: int = 0,
     accelerator: 'Accelerator | None' = None,
     state_file: Path | None = None,
     progress: Callable[[dict], None] | None = None,
@@ -55,6 +56,7 @@ def match_blocks(
         lr: Learning rate of inherited parameters.
         new_lr: Learning rate of parameters that attention does not have, such as gates and feature maps.
         eval_every: Steps between evaluations.
+        seed: Of dropout, stochastic depth and other random numbers of the forward pass.
         accelerator: The `Accelerator` whose processes share the batches and the held-out images.
         state_file: Where the state is kept, so that the same call continues after an interruption.
         progress: Called with each row of the result.
@@ -93,6 +95,7 @@ def match_blocks(
         lambda: measure_errors(teacher, student, held_out, variance, accelerator, multi_label),
         steps=steps,
         eval_every=eval_every,
+        seed=seed,
         accelerator=accelerator,
         state_file=state_file,
         progress=progress,

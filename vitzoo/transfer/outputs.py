@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo._modes import restored_modes
 from vitzoo.models._final_tokens import channels_last, normalize_tokens
 from vitzoo.train.kl import kl_divergence, same_classes
 from vitzoo.transfer.attention import images_of
@@ -104,12 +105,13 @@ def _mean(
     accelerator: 'Accelerator | None' = None,
 ) -> float:
     """Mean over the images of a loader of a measurement of each batch."""
-    model.eval()
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=widest_dtype(device), device=device)
-    for batch in loader:
-        images = images_of(batch).to(device)
-        sums += len(images) * torch.stack([measure(images).to(sums.dtype), sums.new_ones(())])
+    with restored_modes(model):
+        model.eval()
+        for batch in loader:
+            images = images_of(batch).to(device)
+            sums += len(images) * torch.stack([measure(images).to(sums.dtype), sums.new_ones(())])
     total, num_images = (sums if accelerator is None else accelerator.reduce(sums, reduction='sum')).tolist()
     if not num_images:
         raise ValueError('The loader has no images.')

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitzoo._modes import restored_modes
 from vitzoo.mixers._op_calls import recorded_calls
 from vitzoo.models._final_tokens import channels_last
 from vitzoo.models._mixer_paths import block_of, index_of
@@ -55,8 +56,6 @@ def probe(teacher: nn.Module, student: nn.Module, loader: Iterable, *, multi_lab
     paths = mixer_paths(student)
     device = next(student.parameters()).device
     reference = _with_softmax(teacher, student)
-    was_training = student.training
-    student.eval()
     sums = {path: torch.zeros(4, dtype=torch.float64) for path in paths}
     num_images = 0
 
@@ -66,16 +65,17 @@ def probe(teacher: nn.Module, student: nn.Module, loader: Iterable, *, multi_lab
         sums[path][0] += error.sum().cpu()
         sums[path][1] += _shift_ratios(reference, path, call).sum().cpu()
 
-    for batch in loader:
-        images = images_of(batch).to(device)
-        with visit_attention(teacher, paths, compare):
-            features = teacher.forward_features(images)
-        for path in paths:
-            others = [other for other in paths if block_of(other) != block_of(path)]
-            with blocks_of_teacher(student, teacher, others) as hybrid:
-                sums[path][2:] += _compare_outputs(teacher, hybrid, features, images, multi_label)
-        num_images += len(images)
-    student.train(was_training)
+    with restored_modes(student):
+        student.eval()
+        for batch in loader:
+            images = images_of(batch).to(device)
+            with visit_attention(teacher, paths, compare):
+                features = teacher.forward_features(images)
+            for path in paths:
+                others = [other for other in paths if block_of(other) != block_of(path)]
+                with blocks_of_teacher(student, teacher, others) as hybrid:
+                    sums[path][2:] += _compare_outputs(teacher, hybrid, features, images, multi_label)
+            num_images += len(images)
     if not num_images:
         raise ValueError('The loader has no images.')
     costs = []

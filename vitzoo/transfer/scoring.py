@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitzoo._modes import restored_modes
 from vitzoo.metrics.features import linear_probe, nearest_neighbors
 from vitzoo.train.kl import kl_divergence, same_classes
 from vitzoo.train.processes import raise_together
@@ -62,8 +63,11 @@ class StudentScorer:
             images with the teacher's top class or labels, and `divergence` of the logits in nats. By kind, `top1`, or
             `knn` and `linear_probe`.
         """
-        was_training = model.training
-        model.eval()
+        with restored_modes(model):
+            model.eval()
+            return self._score(model)
+
+    def _score(self, model: nn.Module) -> dict[str, float]:
         found = _collect(model, self.val, self.has_head, self.accelerator)
         if self.expected is None:
             self.expected = found
@@ -79,7 +83,6 @@ class StudentScorer:
             bank, _, bank_labels = _collect(model, self.bank, False, self.accelerator)
             scores['knn'] = _percent(nearest_neighbors(bank, bank_labels, features) == labels)
             scores['linear_probe'] = _percent(linear_probe(bank, bank_labels, features) == labels)
-        model.train(was_training)
         return dict(score=scores[self.kind], **scores)
 
 

@@ -38,6 +38,7 @@ def match(transfer: Transfer, student: nn.Module, record: TransferRecord) -> Non
             lr=options.lr,
             new_lr=options.new_lr,
             eval_every=max(1, options.steps // options.evals),
+            seed=options.seed,
             accelerator=transfer.accelerator,
             state_file=record.state_file('matching'),
             progress=show,

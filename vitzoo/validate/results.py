@@ -54,7 +54,7 @@ SUITE_ROWS = {
     'imagenet_9_gap': 'ImageNet-9 gap, in points',
     'imagenet_c_top1': 'ImageNet-C, mean',
     'imagenet_c_mce': "ImageNet-C mCE, AlexNet's is 100",
-    'imagenet_c_mce_unnormalised': 'ImageNet-C mCE, unnormalised',
+    'imagenet_c_mce_unnormalized': 'ImageNet-C mCE, unnormalized',
 }
 CORRUPTION_TABLES = {
     'imagenet_c': 'ImageNet-C',
@@ -72,7 +72,7 @@ def write_results(path: str, records: list[dict]) -> None:
     keys = (*RECORD_KEYS, *dict.fromkeys(more))
     records = [{key: without_nan(record.get(key)) for key in keys} for record in records]
     # the file has the records of earlier models, which an interruption must not truncate
-    with replace_file(Path(path)) as partial, partial.open('w', newline='') as file:
+    with replace_file(Path(path)) as partial, partial.open('w', newline='', encoding='utf-8') as file:
         if Path(path).suffix.lower() == '.json':
             json.dump(records, file, indent=2, allow_nan=False)
         else:
