@@ -53,24 +53,16 @@ def vitzoo_swapped(
     # timm takes a PretrainedCfg too
     config = resolve_pretrained_cfg(ARCHITECTURE, pretrained_cfg, pretrained_cfg_overlay)  # type: ignore[arg-type]
     is_saved = bool(config.has_weights or config.state_dict)
-    # its constructor has no image size
-    is_pvt = is_model_in_modules(base_model, 'pvt_v2')
-    left_out = (*_FEATURES, 'img_size') if is_pvt else _FEATURES
-    own = {key: value for key, value in kwargs.items() if key not in left_out}
     if is_saved:
         source = {'pretrained_cfg': _without_source(config)}
-        if is_pvt:
-            # timm passes the size of a fixed one to the constructor
-            source['pretrained_cfg']['fixed_input_size'] = False
     else:
         given = None if pretrained_cfg is None or _is_default(pretrained_cfg) else pretrained_cfg
         source = {'pretrained_cfg': given or tag or None, 'pretrained_cfg_overlay': pretrained_cfg_overlay}
-    model = timm.model_entrypoint(base_model)(pretrained and not is_saved, **source, cache_dir=cache_dir, **own)
+    model = _build_base(base_model, pretrained and not is_saved, source, {**kwargs, 'cache_dir': cache_dir})
     with swap.without_warnings() if is_saved else nullcontext():
         for arguments in swap_mixer or ():
             swap.swap_mixer(model, **arguments)
-    if kwargs.get('img_size') is not None and (is_pvt or hasattr(model, 'embeds')):
-        # these, and NaFlexVit, are built for images of any size
+    if kwargs.get('img_size') is not None and _takes_any_size(base_model, model):
         model.set_input_size(kwargs['img_size'])
     if is_saved:
         # it would be what the mixers inherit from random weights
@@ -94,6 +86,22 @@ def vitzoo_swapped(
 
 # not a deprecated model, but timm has no other way to leave a name out of its lists
 _deprecated_models[ARCHITECTURE] = None
+
+
+def _build_base(name: str, pretrained: bool, source: dict, kwargs: dict) -> nn.Module:
+    """The base model, without the arguments that are for the swapped one."""
+    own = {key: value for key, value in kwargs.items() if key not in _FEATURES}
+    if is_model_in_modules(name, 'pvt_v2'):
+        # its constructor has no image size, and timm passes the size of a fixed one to it
+        own.pop('img_size', None)
+        if isinstance(source['pretrained_cfg'], dict):
+            source = {**source, 'pretrained_cfg': {**source['pretrained_cfg'], 'fixed_input_size': False}}
+    return timm.model_entrypoint(name)(pretrained, **source, **own)
+
+
+def _takes_any_size(base_model: str, model: nn.Module) -> bool:
+    """Return True for PVT and NaFlexVit, which are built for images of any size, and swapped for those of one."""
+    return is_model_in_modules(base_model, 'pvt_v2') or hasattr(model, 'embeds')
 
 
 def _check_base(base_model: str | None, swaps: list[dict] | None) -> tuple[str, str]:
