@@ -21,7 +21,17 @@ AMP_DTYPES = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.floa
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML of texts, numbers, lists and mappings: a name such as 2022-03-01 is not a date."""
+    """YAML of texts, numbers, lists and mappings with each key once: a name such as 2022-03-01 is not a date."""
+
+    # the stubs of PyYAML have a dict of anchors
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != '<<']
+        for position, key in enumerate(keys):
+            if any(key.value == earlier.value for earlier in keys[:position]):
+                problem = f"the key '{key.value}' is there twice; remove one of them"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+        return node
 
 
 _Loader.add_constructor('tag:yaml.org,2002:timestamp', lambda loader, node: str(node.value))

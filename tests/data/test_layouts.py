@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import tarfile
 import zipfile
 from collections import Counter
@@ -470,6 +471,15 @@ def test_shards_without_a_validation_part_are_divided(tmp_path):
         ({}, 'there are no shards'),
         ({'a.png': b'', 'b.cls': b'1'}, "the image 'a.png' of the shard .*0.tar has no .cls or .json"),
         ({'a.png': b'', 'a.json': b'{"caption": "a cat"}'}, "'a.json' of the shard .*0.tar has no label, cls"),
+        (
+            {'a.png': b'', 'a.json': b'{"label": null}'},
+            'has the label None, which is neither a name',
+        ),
+        ({'a.png': b'', 'a.json': b'{"label": [1]}'}, r'has the label \[1\], which is neither'),
+        ({'a.png': b'', 'a.json': b'{"label": 0.5}'}, 'has the label 0.5, which is neither'),
+        ({'a.png': b'', 'a.cls': b' '}, "'a.cls' of the shard .*0.tar has no label; remove its image"),
+        ({'a.png': b'', 'a.cls': b'-1'}, "'a.cls' of the shard .*0.tar has the label -1; remove its image"),
+        ({'a.png': b'', 'a.cls': b'p\xeache'}, "'a.cls' of the shard .*0.tar is not UTF-8"),
         ({'a.txt': b''}, 'contain no images'),
     ],
 )
@@ -480,6 +490,23 @@ def test_shards_that_cannot_be_used_get_one_sentence(tmp_path, files, sentence):
         open_dataset(f'wds/{tmp_path}', 'train')
 
 
+@pytest.mark.parametrize(
+    ('names', 'sentence'),
+    [(b'p\xeache\nsea', "classnames.txt' is not UTF-8"), (b'tench\n', 'has 1 name, and none for the label 1; add it')],
+)
+def test_a_file_of_class_names_that_cannot_be_used_gets_one_sentence(tmp_path, names, sentence):
+    data_dir = make_shards(tmp_path, dict(train=['0', '1']))
+    (tmp_path / 'classnames.txt').write_bytes(names)
+    with pytest.raises(UserError, match=sentence):
+        open_dataset(data_dir, 'train')
+
+
+def test_class_names_of_shards_may_begin_with_a_byte_order_mark(tmp_path):
+    data_dir = make_shards(tmp_path, dict(train=['0', '1']))
+    (tmp_path / 'classnames.txt').write_text('tench\nbee\n', encoding='utf-8-sig')
+    assert open_dataset(data_dir, 'train').class_names == ['tench', 'bee']
+
+
 def test_a_folder_of_shards_that_is_not_there_gets_one_sentence():
     with pytest.raises(UserError, match="the folder of shards 'nowhere' does not exist"):
         open_dataset('wds/nowhere', 'train')
@@ -488,6 +515,31 @@ def test_a_folder_of_shards_that_is_not_there_gets_one_sentence():
 UNDIVIDED = pictures(
     *(f'cat/{i}.png' for i in range(10)), *(f'dog/{i}.png' for i in range(4)), 'ant/1.png', 'ant/2.png', 'bee/1.png'
 )
+
+
+@pytest.mark.parametrize(
+    'written', [('recipe.yaml', 'curves.png'), ('transfer.json', 'curves.png'), ('confusion.csv', 'confusion.png')]
+)
+def test_pictures_that_vitzoo_wrote_are_not_images_of_a_class(tmp_path, written):
+    files = pictures('cat/1.png', 'dog/1.png', 'dog/curves.png', 'runs/deit/best/1.png')
+    files |= {f'runs/deit/{name}': picture('runs') for name in written}
+    reader = open_dataset(write('folder', tmp_path, files), 'train').reader
+    assert reader.class_names == ['cat', 'dog'] and len(reader) == 3
+
+
+def test_a_class_folder_whose_name_no_file_of_a_run_could_have_is_refused(tmp_path):
+    name = os.fsdecode(b'\xe9t\xe9')
+    data_dir = write('folder', tmp_path, pictures('cat/1.png') | {f'{name}/1.png': picture('a')})
+    with pytest.raises(UserError, match='class folder .* is not UTF-8; rename it'):
+        open_dataset(data_dir, 'train')
+
+
+def test_a_folder_with_the_name_of_the_bundled_data_needs_a_path(tmp_path, monkeypatch):
+    write_files(tmp_path / 'sample', pictures('cat/1.png', 'dog/1.png'))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match='write ./sample for the folder'):
+        open_dataset('sample', 'train')
+    assert open_dataset('./sample', 'train').class_names == ['cat', 'dog']
 
 
 @pytest.mark.parametrize('kind', WRITERS)
@@ -761,6 +813,7 @@ def test_of_several_labels_the_rarest_decides_what_is_held_out(tmp_path):
         (table(a='x', b='y'), "lists 'b.png', which does not exist"),
         (b'file,labels\na.png,x\na.png,y\n', 'lists a.png twice'),
         (table(a=''), 'gives no image a label'),
+        ('file,labels\na.png,pêche\n'.encode('latin-1'), "labels.csv' is not UTF-8; save it as CSV UTF-8"),
     ],
 )
 def test_a_table_that_cannot_be_used_gets_one_sentence(tmp_path, content, sentence):

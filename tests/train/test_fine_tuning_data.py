@@ -108,10 +108,19 @@ def test_an_unfinished_run_tells_what_it_held_out(undivided_run, tmp_path):
     assert held_out(tmp_path / 'next') == held_out(run)
 
 
+def test_a_student_holds_out_the_images_that_its_teacher_held_out(undivided_run, tmp_path):
+    run, photos = undivided_run
+    options = ['--kd-model-name', str(run), '--epochs', '1', '--val-fraction', '0.4', '--seed', '9']
+    train([*TINY, '--data-dir', str(photos), *options, '--output', str(tmp_path / 'student')])
+    assert held_out(tmp_path / 'student') == held_out(run)
+
+
 def test_a_run_in_the_folder_of_another_has_not_held_out_the_same_images(undivided_run, tmp_path):
     run, _ = undivided_run
     outer = shutil.copytree(run, tmp_path / 'outer')
-    inner = shutil.copytree(run / 'best', outer / 'inner')
+    # as runs of earlier versions
+    (outer / 'best' / 'held_out.csv').unlink()
+    inner = shutil.copytree(run / 'best', outer / 'inner', ignore=shutil.ignore_patterns('held_out.csv'))
     assert read_about(str(outer / 'best'))['held_out'] == outer / 'held_out.csv'
     assert 'held_out' not in read_about(str(inner))
 

@@ -11,7 +11,7 @@ from toys import SHIPPED_RECIPES, read_metrics
 
 import vitzoo
 from vitzoo.errors import UserError
-from vitzoo.options import find_config
+from vitzoo.options import find_config, read_yaml
 from vitzoo.study.plan import read_study
 from vitzoo.train.loop import train
 from vitzoo.train.recipe import FIELDS, Recipe, make_recipe, read_recipe_file, save_recipe
@@ -91,6 +91,15 @@ def test_a_value_has_the_type_of_its_key(recipe_file, name, text, value):
     assert type(from_line) is type(value)
     if name != 'output':
         assert getattr(load_recipe(['--config', recipe_file(f'{name}: {text}')]), name) == value
+
+
+def test_a_key_that_is_there_twice_is_refused_and_merged_mappings_are_not(tmp_path):
+    path = tmp_path / 'recipe.yaml'
+    path.write_text('epochs: 3\nlr: 0.1\nepochs: 1\n')
+    with pytest.raises(UserError, match=r"the key 'epochs' is there twice.*line 3"):
+        read_recipe_file(str(path))
+    path.write_text('a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {<<: *b, y: 4}')
+    assert read_yaml(path)['c'] == dict(x=1, y=4)
 
 
 def test_words_are_numbers_where_yaml_would_read_others():

@@ -96,12 +96,15 @@ class Zip:
 
 
 Archive = Folder | Tar | Zip
+# files in the folder of a run, of a transfer and of the error analysis of `vitzoo validate`
+_WRITTEN = ({'recipe.yaml', 'curves.png'}, {'transfer.json', 'curves.png'}, {'confusion.csv', 'confusion.png'})
 
 
 def list_files(root: Path) -> Iterator[str]:
     """Yield all visible files below a folder, and hidden or empty folders with a trailing '/'.
 
-    Symbolic links are followed, except those to a folder around them, which would be followed in a circle.
+    Symbolic links are followed, except those to a folder around them, which would be followed in a circle. Folders that
+    vitzoo wrote pictures to, such as a run, are left out: these are not images of a class.
     """
     home = root.resolve()
     # the resolved path of each folder, after those of the folders around it
@@ -109,6 +112,9 @@ def list_files(root: Path) -> Iterator[str]:
     for parent, folders, files in os.walk(root, followlinks=True):
         below = os.path.relpath(parent, root).replace(os.sep, '/')
         prefix, chain = '' if below == '.' else f'{below}/', chains.pop(parent)
+        if prefix and any(written <= {*files} for written in _WRITTEN):
+            folders.clear()
+            continue
         yield from (prefix + name for name in files)
         if prefix and not files and not folders:
             yield prefix

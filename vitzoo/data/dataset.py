@@ -285,6 +285,8 @@ def _split_finder(data_dir: str, multi_label: bool | None, options: DataOptions)
             )
         return partial(find_third_party, data_dir, options=options)
     check_options(data_dir, options, ('train_split', 'val_split'))
+    if data_dir == 'sample' and Path(data_dir).is_dir():
+        raise UserError("the data 'sample' is that of vitzoo, but also a folder here; write ./sample for the folder")
     root = SAMPLE if data_dir == 'sample' else Path(data_dir).expanduser()
     if not root.exists():
         raise UserError(f"the data folder '{root}' does not exist")

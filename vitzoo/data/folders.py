@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from vitzoo._files import printable
 from vitzoo.data.archives import Archive, ArchiveReader, Folder, list_files, open_archive
 from vitzoo.data.label_table import LabelTableReader
 from vitzoo.data.layout import (
@@ -21,7 +22,7 @@ from vitzoo.data.layout import (
 )
 from vitzoo.data.options import DataOptions
 from vitzoo.data.reader import LabelledReader
-from vitzoo.errors import NoClassesError, count_of
+from vitzoo.errors import NoClassesError, UserError, count_of
 
 
 class FolderReader(ArchiveReader):
@@ -35,7 +36,7 @@ class FolderReader(ArchiveReader):
         prefix: The folder around the class folders, such as 'photos/train/'.
 
     Raises:
-        UserError: There are no images in class folders.
+        UserError: There are no images in class folders, or the name of a folder is not UTF-8.
     """
 
     def __init__(self, archive: Archive, prefix: str = '') -> None:
@@ -43,6 +44,10 @@ class FolderReader(ArchiveReader):
         classes = group_by_class(names)
         if not classes:
             raise NoClassesError(_explain_no_images(archive.root / prefix, names))
+        for name in classes:
+            if printable(name) != name:
+                # a model could be trained, but its files could not have the name
+                raise UserError(f"the class folder '{archive.root / prefix / printable(name)}' is not UTF-8; rename it")
         labels = {name: label for label, names in enumerate(classes.values()) for name in names}
         super().__init__(archive, prefix, labels, list(classes))
 

@@ -43,7 +43,8 @@ def read_label_table(archive: Archive, prefix: str = '') -> dict[str, list[str]]
     """Read the label names of each image.
 
     Raises:
-        UserError: The table is missing, lacks a column, or lists an image that does not exist, or one twice.
+        UserError: The table is missing, is not UTF-8, lacks a column, or lists an image twice or one that does not
+            exist.
     """
     path, existing = archive.root / prefix / LABEL_TABLE, set(archive.names)
     if prefix + LABEL_TABLE not in existing:
@@ -51,8 +52,11 @@ def read_label_table(archive: Archive, prefix: str = '') -> dict[str, list[str]]
             f"--multi-label, or a run that was trained with it, needs '{path}', a table with the columns file and"
             f' labels (a{SEPARATOR}b)'
         )
-    # Excel writes UTF-8 with a byte order mark
-    text = archive.read(prefix + LABEL_TABLE).decode('utf-8-sig', errors='replace')
+    try:
+        # Excel writes UTF-8 with a byte order mark
+        text = archive.read(prefix + LABEL_TABLE).decode('utf-8-sig')
+    except UnicodeDecodeError as error:
+        raise UserError(f"'{path}' is not UTF-8; save it as CSV UTF-8") from error
     lines = csv.DictReader(StringIO(text, newline=''))
     if not {'file', 'labels'} <= set(lines.fieldnames or ()):
         raise UserError(f'{path} has the columns {", ".join(lines.fieldnames or ())}, but needs file and labels')

@@ -19,7 +19,7 @@ from vitzoo.data.archives import Tar
 from vitzoo.data.layout import SPLIT_NAMES, SUFFIXES, Split, is_hidden, is_image, natural_order, split_names
 from vitzoo.data.options import NO_OPTIONS, DataOptions
 from vitzoo.data.reader import LabelledReader
-from vitzoo.errors import UserError, is_first_process
+from vitzoo.errors import UserError, count_of, is_first_process
 
 # keys of a .json file that may hold the label
 JSON_KEYS = ('label', 'cls', 'class')
@@ -77,6 +77,11 @@ class ShardReader(LabelledReader):
             suffixes = options.input_key or ', '.join(sorted(SUFFIXES))
             raise UserError(f"the shards in '{root}' contain no images ({suffixes})")
         listed = {str(number): name for number, name in enumerate(_read_class_names(root))}
+        unnamed = next((name for name in names if listed and name.isdecimal() and name not in listed), None)
+        if unnamed is not None:
+            raise UserError(
+                f"'{root}/classnames.txt' has {count_of(len(listed), 'name')}, and none for the label {unnamed}; add it"
+            )
         names = [listed.get(name, name) for name in names]
         self.class_names = list(dict.fromkeys([*listed.values(), *sorted(set(names), key=natural_order)]))
         label_of = {name: label for label, name in enumerate(self.class_names)}
@@ -158,19 +163,38 @@ def _is_input(name: str, suffix: str, input_key: str | None) -> bool:
 
 
 def _read_label(tar: Tar, name: str, keys: tuple[str, ...]) -> str:
-    text = tar.read(name).decode(errors='replace').strip()
-    if not name.lower().endswith('.json'):
-        return text
+    place, content = f"'{name}' of the shard {tar.root}", tar.read(name)
+    try:
+        label = content.decode().strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f'{place} is not UTF-8; write it again') from error
+    if name.lower().endswith('.json'):
+        label = _label_in_json(place, label, keys)
+    if label in ('', '-1'):
+        raise UserError(f'{place} has {f"the label {label}" if label else "no label"}; remove its image, or label it')
+    return label
+
+
+def _label_in_json(place: str, text: str, keys: tuple[str, ...]) -> str:
     try:
         content = json.loads(text)
-        return str(next(content[key] for key in keys if key in content))
+        label = next(content[key] for key in keys if key in content)
     except (ValueError, TypeError, StopIteration) as error:
-        raise UserError(f"'{name}' of the shard {tar.root} has no {', '.join(keys)}; see --target-key") from error
+        raise UserError(f'{place} has no {", ".join(keys)}; see --target-key') from error
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
+    if not isinstance(label, str | int):
+        raise UserError(f'{place} has the label {label!r}, which is neither a name nor a whole number; correct it')
+    return str(label).strip()
 
 
 def _read_class_names(folder: Path) -> list[str]:
     """The lines of classnames.txt, or [] if it does not exist or has duplicates."""
     path = folder / 'classnames.txt'
-    names = path.read_text(encoding='utf-8').split('\n') if path.is_file() else []
+    try:
+        # Windows' editor writes a byte order mark
+        names = path.read_text(encoding='utf-8-sig').split('\n') if path.is_file() else []
+    except UnicodeDecodeError as error:
+        raise UserError(f"'{path}' is not UTF-8; save it in this encoding") from error
     names = [name.strip() for name in names if name.strip()]
     return names if len(set(names)) == len(names) else []

@@ -147,13 +147,17 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock, is_resume
 
 
 def find_held_out_list(recipe: Recipe) -> Path | None:
-    """The list of the images that this run held out, if it is resumed, or the run of its initial weights."""
+    """The list of the images that this run held out, if it is resumed, or the run of its initial weights or teacher."""
     if recipe.resume is not None:
         own = find_run(recipe.resume, recipe.output)[0] / HELD_OUT
         if own.is_file():
             return own
     weights = 'published' if has_initial_weights(recipe) else 'random weights'
-    return read_about(find_model(recipe.model), weights, recipe.initial_checkpoint).get('held_out')
+    found = read_about(find_model(recipe.model), weights, recipe.initial_checkpoint).get('held_out')
+    if found is None and recipe.kd_model_name is not None:
+        # a student is not compared on images that its teacher was trained on
+        found = read_about(find_model(recipe.kd_model_name)).get('held_out')
+    return found
 
 
 def open_data(recipe: Recipe) -> tuple[Images, Images]:
