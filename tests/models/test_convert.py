@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from vitzoo.about import read_about
 from vitzoo.convert import convert, main
 from vitzoo.convert.official import trace_names
 from vitzoo.errors import UserError
+from vitzoo.load import find_filter
 from vitzoo.models import cvt, vil
-from vitzoo.models._official import read_checkpoint
+from vitzoo.models._official import read_checkpoint, unwrap
 from vitzoo.models.inherit import summarize_names
 
 VIL = ['num_classes=10', 'embed_dims=[16,32,64,96]']
@@ -203,6 +205,56 @@ def test_pickles_of_numpy_1_and_2_are_read(tmp_path):
         assert checkpoint['history'].tolist() == [0, 1, 2]
 
 
+def test_pickles_of_paths_are_read(tmp_path):
+    args = argparse.Namespace(output_dir=Path('out'))
+    torch.save({'model': {'weight': torch.ones(2)}, 'args': args}, tmp_path / 'a.pth')
+    assert read_checkpoint(tmp_path / 'a.pth')['args'] == args
+    # Python 3.13 writes another module, and reads both
+    torch.save({'args': args}, tmp_path / 'b.pth', _use_new_zipfile_serialization=False)
+    text = (tmp_path / 'b.pth').read_bytes()
+    for module in (b'cpathlib\n', b'cpathlib._local\n'):
+        written = re.sub(rb'cpathlib(\._local)?\n', module, text)
+        assert module in written
+        (tmp_path / 'b.pth').write_bytes(written)
+        assert read_checkpoint(tmp_path / 'b.pth')['args'].output_dir == Path('out')
+
+
+WEIGHTS = {'norm.weight': torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    'checkpoint',
+    [
+        {'model_state_dict': WEIGHTS, 'epoch': 3},
+        {'module': WEIGHTS},
+        {'state_dict': {'model.norm.weight': torch.ones(2), 'criterion.weight': torch.ones(3)}},
+        {
+            'student': {'backbone.norm.weight': torch.zeros(2)},
+            'teacher': {'module.backbone.norm.weight': torch.ones(2)},
+        },
+        {'backbone.norm.weight': torch.ones(2), 'head.mlp.0.weight': torch.ones(2)},
+    ],
+    ids=['tutorial', 'DeepSpeed', 'Lightning', 'DINO', 'head'],
+)
+def test_weights_are_found_in_the_checkpoints_of_other_trainers(checkpoint):
+    found = unwrap(checkpoint)
+    assert found.keys() == WEIGHTS.keys() and torch.equal(found['norm.weight'], WEIGHTS['norm.weight'])
+
+
+def test_the_names_of_a_model_that_has_other_parts_keep_their_prefix():
+    weights = {'backbone.norm.weight': torch.ones(2), 'neck.weight': torch.ones(2)}
+    assert unwrap(weights).keys() == weights.keys()
+
+
+def test_files_in_other_formats_are_named(tmp_path):
+    np.savez(tmp_path / 'a.npz', x=np.zeros(2))
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / 'a.pt')
+    (tmp_path / 'model.safetensors.index.json').write_text('{}')
+    for name, message in (('a.npz', 'of NumPy'), ('a.pt', 'TorchScript'), ('model.safetensors.index.json', 'a list')):
+        with pytest.raises(UserError, match=message):
+            read_checkpoint(tmp_path / name)
+
+
 def test_reading_leaves_no_global_allowed(tmp_path):
     before = set(torch.serialization.get_safe_globals())
     torch.save(official_layout({}), tmp_path / 'a.pth')
@@ -244,6 +296,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, capsys):
     assert 'has 5 classes, and deit_softmax_tiny 7; add --model-kwargs num_classes=5' in error
     error = fails(capsys, file, '--model', 'deit_softmax_tiny', *kwargs, 'num_classes=5', 'mlp_ratio=2', '--out', out)
     assert 'blocks.0.mlp.fc1.weight is (96, 24), not (48, 24)' in error
+    torch.save({'vit.encoder.norm': torch.ones(2)}, tmp_path / 'other.pth')
+    error = fails(capsys, tmp_path / 'other.pth', '--model', 'deit_softmax_tiny', '--out', out)
+    assert 'has none of the' in error and 'such as cls_token; it has vit.encoder.norm' in error
     error = fails(capsys, file, '--model', 'cvt_13', '--out', out)
     assert 'without a value' in error
     weights['norm.bias'][0] = float('nan')
@@ -251,6 +306,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, capsys):
     error = fails(capsys, file, '--model', 'deit_softmax_tiny', *kwargs, 'num_classes=5', '--out', out)
     assert 'not finite' in error
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'message'),
+    [
+        (dict(init_values=0.1), r'blocks.0.ls1.gamma.*add --model-kwargs init_values=1e-5'),
+        (dict(qk_norm=True), r'blocks.0.attn.q_norm.weight.*add --model-kwargs qk_norm=True'),
+        (
+            dict(depth=2),
+            r'has 12 tensors that .* lacks: blocks.1.*add --model-kwargs depth=2, or name the model that it is of',
+        ),
+    ],
+)
+@pytest.mark.parametrize('command', ['convert', 'swap'])
+def test_weights_that_the_model_would_compute_without_are_refused(kwargs, message, command, tmp_path, capsys):
+    file, name, small_vit = tmp_path / 'a.pth', 'vit_tiny_patch16_224', {**SMALL['deit'], 'depth': 1, 'num_classes': 5}
+    torch.save(timm.create_model(name, **{**small_vit, **kwargs}).state_dict(), file)
+    words_of_model = ['--model-kwargs', *words(small_vit), '--out', tmp_path / 'out']
+    argv = [file, '--model', name] if command == 'convert' else ['--from', name, '--checkpoint', file, '--swap', 'ls']
+    assert re.search(message, fails(capsys, *argv, *words_of_model))
+    assert not (tmp_path / 'out').exists()
 
 
 def test_wrong_arguments_are_one_sentence(tmp_path, capsys):
@@ -304,6 +380,19 @@ def test_the_mapping_names_what_each_tensor_is_made_of():
     assert trace_names(cvt.checkpoint_filter_fn, bare, small('cvt_13')) == {
         'stages.0.embed.proj.weight': ['stage0.patch_embed.proj.weight']
     }
+
+
+def test_a_tensor_that_the_filter_adds_up_has_all_its_sources(tmp_path):
+    name, size = 'vit_small_patch14_reg4_dinov2', dict(depth=1, embed_dim=24, num_heads=2, img_size=28)
+    model = timm.create_model(name, **size)
+    official = dict(model.state_dict())
+    official['register_tokens'] = official.pop('reg_token')
+    official['mask_token'] = torch.zeros(1, 24)
+    official['pos_embed'] = torch.cat([torch.ones(1, 1, 24), official['pos_embed']], dim=1)
+    sources = trace_names(find_filter(model), official, model)
+    assert sorted(sources['cls_token']) == ['cls_token', 'pos_embed']
+    assert sources['reg_token'] == ['register_tokens']
+    assert 'mask_token' not in {source for found in sources.values() for source in found}
 
 
 def test_a_tensor_that_the_filter_sets_has_no_source(tmp_path, capsys):

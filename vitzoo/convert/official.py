@@ -1,5 +1,6 @@
 """Loads a checkpoint in the layout of its authors, and says which of its tensors became which of ours."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,12 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from vitzoo.about import read_img_size
-from vitzoo.classes import are_of_head, num_classes_in
+from vitzoo.classes import are_of_head, head_names, num_classes_in
 from vitzoo.errors import UserError
 from vitzoo.load import create_model, find_filter, find_model, read_weights
 from vitzoo.mixers.base import named_mixers
 from vitzoo.models._resample import is_resizable, resample_weights
 from vitzoo.models.inherit import summarize_names
+
+# the number of models in an average, which timm and torch count
+_WITHOUT_EFFECT = ('n_averaged',)
+# arguments of timm's ViT by parts of the names of tensors that only models with them have
+_HINTS = {
+    '.ls1.gamma': 'init_values=1e-5',
+    '.attn.q_norm.': 'qk_norm=True',
+    '.attn.qkv.bias': 'qkv_bias=True',
+    'norm_pre.': 'pre_norm=True',
+}
 
 
 def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = False) -> nn.Module:
@@ -26,7 +37,8 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
         any_classes: Give the model a head for the number of classes of the checkpoint's.
 
     Raises:
-        UserError: The file cannot be read, the model cannot be created, or the checkpoint lacks some of its tensors.
+        UserError: The file cannot be read, the model cannot be created, or the checkpoint lacks some of its tensors or
+            has others.
     """
     official = read_weights(path)
     model: Any = create_model(find_model(name), model_kwargs=model_kwargs)
@@ -38,18 +50,14 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
         ours = filter_fn(dict(official), model)
     except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
         # given the weights of another model, a filter does not find the tensors that it expects
-        raise UserError(f"the checkpoint '{path}' is not of a {type(model).__name__}: {error!r}") from error
+        unknown = [name for name in official if name not in model.state_dict()]
+        has = f'; it has {summarize_names(unknown, 3)}, which {name} has not' if unknown else ''
+        raise UserError(f"the checkpoint '{path}' is not of a {type(model).__name__}: {error!r}{has}") from error
     num_classes = num_classes_in(model, ours)
     if any_classes and num_classes is not None and num_classes != model.num_classes:
         model.reset_classifier(num_classes)
     own = model.state_dict()
-    missing = [name for name in own if name not in ours]
-    if missing:
-        raise UserError(
-            f"the checkpoint '{path}' leaves {len(missing)} of {len(own)} tensors without a value: "
-            f'{summarize_names(missing)}; '
-            f'if it is of another model, inherit from it with --from NAME --checkpoint {path} --to NAME'
-        )
+    _check_names(path, ours, model)
     wrong = [name for name in own if ours[name].shape != own[name].shape]
     if wrong and are_of_head(model, wrong):
         raise UserError(
@@ -66,6 +74,48 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
     return model
 
 
+def _check_names(path: str, weights: dict[str, Tensor], model: Any) -> None:
+    """Check that weights are all of those of a model, and no others, which the model would compute without.
+
+    Raises:
+        UserError: They are not.
+    """
+    own = model.state_dict()
+    missing = [name for name in own if name not in weights]
+    if len(missing) == len(own):
+        raise UserError(
+            f"the checkpoint '{path}' has none of the {len(own)} tensors of a {type(model).__name__}, such as"
+            f' {next(iter(own))}; it has {summarize_names([*weights], 3) or "no tensors"}'
+        )
+    heads = () if model.num_classes else tuple(f'{name}.' for name in head_names(model))
+    extra = [name for name in weights if name not in own and name not in _WITHOUT_EFFECT and not name.startswith(heads)]
+    if missing:
+        raise UserError(
+            f"the checkpoint '{path}' leaves {len(missing)} of {len(own)} tensors without a value: "
+            f'{summarize_names(missing)}; '
+            f'if it is of another model, inherit from it with --from NAME --checkpoint {path} --to NAME'
+        )
+    if extra:
+        raise UserError(
+            f"the checkpoint '{path}' has {len(extra)} tensors that this {type(model).__name__} lacks:"
+            f' {summarize_names(extra)}; {_advise_on_extra(extra, model)}'
+        )
+
+
+def _advise_on_extra(extra: list[str], model: nn.Module) -> str:
+    """The arguments of a ViT with these tensors, too; they need not be all."""
+    blocks = [re.match(r'blocks\.(\d+)\.', name) for name in extra]
+    depth = len(getattr(model, 'blocks', ()))
+    last = max((int(block[1]) for block in blocks if block), default=0)
+    hints = [f'depth={last + 1}'] if 0 < depth <= last else []
+    # blocks that the model lacks have everything
+    others = [name for name, block in zip(extra, blocks) if block is None or int(block[1]) < depth]
+    hints += [hint for part, hint in _HINTS.items() if any(part in name for name in others)]
+    if not hints:
+        return 'name the model that it is of, with its arguments'
+    return f'add --model-kwargs {" ".join(hints)}, or name the model that it is of'
+
+
 def _resample(img_size: tuple[int, int] | None, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Weights of our layout for a swapped model, whose class has no filter, at the image size of the model."""
     return resample_weights(weights, model, img_size) if any(named_mixers(model)) and is_resizable(model) else weights
@@ -75,14 +125,19 @@ def trace_names(filter_fn: Callable[..., dict], official: dict[str, Tensor], mod
     """The names of the official tensors that each converted tensor is made of.
 
     Every official tensor is filled with its index, which is then looked up in the output of the filter. The filter may
-    also scale values, so it is called a second time with indices that are larger by their number.
+    also scale values, so it is called a second time with indices that are larger by their number. Values that add up
+    several tensors look like another index, which a third call with random numbers shows.
     """
     names = list(official)
-    numbered, shifted = (
-        {name: torch.tensor(float(start + i)).expand(official[name].shape) for i, name in enumerate(names)}
-        for start in (0, len(names))
-    )
-    converted, converted_shifted = filter_fn(dict(numbered), model), filter_fn(dict(shifted), model)
+    random = torch.rand(len(names), generator=torch.Generator().manual_seed(0))
+
+    def fill(values: Tensor) -> dict[str, Tensor]:
+        return {name: value.expand(official[name].shape) for name, value in zip(names, values)}
+
+    indices = torch.arange(len(names), dtype=torch.float32)
+    numbered = fill(indices)
+    fillings = numbered, fill(indices + len(names)), fill(random)
+    converted, shifted, shuffled = (filter_fn(dict(filling), model) for filling in fillings)
     # most are only renamed, so their values need not be searched
     same = {id(tensor): name for name, tensor in numbered.items()}
     sources = {}
@@ -90,11 +145,33 @@ def trace_names(filter_fn: Callable[..., dict], official: dict[str, Tensor], mod
         if id(tensor) in same:
             sources[name] = [same[id(tensor)]]
             continue
-        scale = (converted_shifted[name] - tensor) / len(names)
+        scale = (shifted[name] - tensor) / len(names)
         # elsewhere the filter has set a constant
         is_read = scale != 0
-        sources[name] = [names[int(i)] for i in (tensor[is_read] / scale[is_read]).round().unique()]
+        found = (tensor[is_read] / scale[is_read]).round().long().clamp(0, len(names) - 1)
+        if torch.allclose(shuffled[name][is_read], scale[is_read] * random[found], atol=1e-3):
+            sources[name] = [names[i] for i in found.unique()]
+        else:
+            sources[name] = _search_sources(partial(filter_fn, model=model), name, official, names)
     return sources
+
+
+def _search_sources(
+    filter_fn: Callable[[dict], dict], converted: str, official: dict[str, Tensor], names: list[str]
+) -> list[str]:
+    """The official tensors among `names` that a converted tensor depends on, by halving those that are not zero."""
+    filling = {name: torch.tensor(float(name in names)).expand(x.shape) for name, x in official.items()}
+    zeros = {name: torch.tensor(0.0).expand(x.shape) for name, x in official.items()}
+    if torch.equal(filter_fn(filling)[converted], filter_fn(zeros)[converted]):
+        return []
+    if len(names) == 1:
+        return names
+    half = len(names) // 2
+    return [
+        source
+        for part in (names[:half], names[half:])
+        for source in _search_sources(filter_fn, converted, official, part)
+    ]
 
 
 def _print_mapping(sources: dict[str, list[str]], official: dict[str, Tensor], own: dict[str, Tensor]) -> None:

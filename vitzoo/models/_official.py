@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import Any
 
@@ -17,17 +17,32 @@ from vitzoo.errors import UserError
 
 __all__ = ['has_two_sets', 'read_checkpoint', 'unwrap']
 
-_AVERAGED, _PLAIN = ('state_dict_ema', 'model_ema', 'ema'), ('state_dict', 'model', 'net')
+# in DINO, the teacher is the average of the student
+_AVERAGED = ('state_dict_ema', 'model_ema', 'ema', 'teacher')
+_PLAIN = ('state_dict', 'model', 'net', 'student', 'model_state_dict', 'module', 'weights', 'params')
 WRAPPERS = _AVERAGED + _PLAIN
+# put before the names of a model by what trained it, such as Lightning and DINO
+_PREFIXES = ('model.', 'backbone.')
+# tensors that such training has next to the model
+_OF_TRAINING = ('head.', 'criterion.', 'loss.')
+
+_OTHER_FORMATS = {
+    '.npz': 'of NumPy; load it with timm.models.load_checkpoint, and save the state_dict() as .safetensors',
+    '.json': 'not weights, but perhaps a list of the files that have them; give one file with all weights',
+}
 
 
 def unwrap(checkpoint: dict) -> dict[str, Tensor]:
-    """The weights in a checkpoint such as `{'model': …}`, EMA weights first, without a `module.` prefix."""
+    """The weights in a checkpoint such as `{'model': …}`, EMA weights first, without prefixes such as `module.`."""
     for key in WRAPPERS:
         if isinstance(checkpoint.get(key), dict):
             return unwrap(checkpoint[key])
-    weights = {name: value for name, value in checkpoint.items() if isinstance(value, Tensor)}
-    return clean_state_dict(weights)
+    weights = clean_state_dict({name: value for name, value in checkpoint.items() if isinstance(value, Tensor)})
+    for prefix in _PREFIXES:
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        if own and all(name.startswith((prefix, *_OF_TRAINING)) for name in weights):
+            return own
+    return weights
 
 
 def has_two_sets(checkpoint: dict) -> bool:
@@ -38,18 +53,20 @@ def has_two_sets(checkpoint: dict) -> bool:
 def read_checkpoint(path: str | Path) -> dict:
     """The contents of a .safetensors or .pth file, restricted to tensors and plain values.
 
-    In addition to the types that `torch.load(weights_only=True)` allows, a pickle may hold an argparse.Namespace and
-    numpy scalars and arrays, as the checkpoints of DeiT and ViL do. Raises UserError if the file cannot be read or
+    In addition to the types that `torch.load(weights_only=True)` allows, a pickle may hold an argparse.Namespace, paths
+    and numpy scalars and arrays, as the checkpoints of DeiT and ViL do. Raises UserError if the file cannot be read or
     holds any other type.
     """
     if Path(path).is_dir():
         raise UserError(f"the checkpoint '{path}' is a folder; pass the file in it, or the folder as the model")
     if not Path(path).is_file():
         raise UserError(f"the checkpoint '{path}' does not exist, or is not a file")
+    if Path(path).suffix in _OTHER_FORMATS:
+        raise UserError(f"the checkpoint '{path}' is {_OTHER_FORMATS[Path(path).suffix]}")
     try:
         if Path(path).suffix == '.safetensors':
             return load_file(path)
-        with torch.serialization.safe_globals([argparse.Namespace, *_numpy_globals()]):
+        with torch.serialization.safe_globals([argparse.Namespace, *_path_globals(), *_numpy_globals()]):
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except UnpicklingError as error:
         forbidden = re.search(r'GLOBAL (\S+)', str(error))
@@ -60,10 +77,21 @@ def read_checkpoint(path: str | Path) -> dict:
             'if you trust it, save the state_dict() of its model as .safetensors'
         ) from error
     except (EOFError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+        if 'TorchScript' in str(error):
+            raise UserError(
+                f"the checkpoint '{path}' is a TorchScript program; save the state_dict() of torch.jit.load('{path}')"
+                f' as .safetensors'
+            ) from error
         raise UserError(f"the checkpoint '{path}' is damaged, or not .safetensors or .pth") from error
     if not isinstance(checkpoint, dict):
         raise UserError(f"the checkpoint '{path}' holds a {type(checkpoint).__name__}, not weights by name")
     return checkpoint
+
+
+def _path_globals() -> list:
+    """The classes of paths, under the module names of Python before 3.13 and of later ones."""
+    classes: list[Any] = [type(Path()), PurePosixPath]
+    return [(cls, f'{module}.{cls.__name__}') for cls in classes for module in ('pathlib', 'pathlib._local')]
 
 
 def _numpy_globals() -> list:
