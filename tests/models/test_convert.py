@@ -470,6 +470,22 @@ def test_the_real_sizes_inherit_70_percent_too(parent):
             assert vitzoo.inherit_weights(model, weights).share >= 0.7
 
 
+def test_a_layer_scale_of_the_parent_is_multiplied_into_the_layers_before_it():
+    kwargs = {**SMALL['deit'], 'num_classes': 5}
+    parent = timm.create_model('vit_tiny_patch16_224', init_values=0.5, **kwargs).eval()
+    with torch.no_grad():
+        for parameter in parent.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = timm.create_model('deit_softmax_tiny', **kwargs).eval()
+    inheritance = vitzoo.inherit_weights(model, parent.state_dict())
+    assert inheritance.share == 1 and not inheritance.dropped and not inheritance.initialized
+    x = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(model(x), parent(x), rtol=1e-5, atol=1e-5)
+    # without a projection, that of attention has no place
+    model = timm.create_model('deit_pool_tiny', **kwargs)
+    assert 'blocks.0.ls1.gamma' in vitzoo.inherit_weights(model, parent.state_dict()).dropped
+
+
 def test_the_share_counts_parameters_of_the_parent():
     parent, model = small('deit_tiny_patch16_224', num_classes=3), small('deit_aft_conv_tiny')
     inheritance = vitzoo.inherit_weights(model, parent.state_dict())

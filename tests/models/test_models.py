@@ -276,6 +276,23 @@ def test_intermediates_are_the_features_of_the_forward_pass(name):
         assert image.shape == (2, info['num_chs'], 64 // info['reduction'], 64 // info['reduction'])
 
 
+@pytest.mark.parametrize('name', ['deit_softmax_small', 'aft_conv_small', 'cvt_13', 'vil_small'])
+def test_intermediates_are_also_a_dict_with_the_keys_of_timm(name):
+    model, x = build(name), images()
+    has_prefixes = hasattr(model, 'blocks') and model.num_prefix_tokens > 0
+    options = dict(indices=1, return_prefix_tokens=True) if has_prefixes else dict(indices=1)
+    with torch.no_grad():
+        final, maps = model.forward_intermediates(x, **options)
+        found = model.forward_intermediates(x, **options, output_dict=True)
+        partial = model.forward_intermediates(x, **options, output_dict=True, intermediates_only=True)
+    expected = {'image_features': final, 'image_intermediates': maps}
+    if has_prefixes:
+        grids, prefixes = zip(*maps)
+        expected |= {'image_intermediates': [*grids], 'image_intermediates_prefix': [*prefixes]}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert partial.keys() == expected.keys() - {'image_features'}
+
+
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
 def test_cvts_activation_is_timms_and_keeps_its_input_alone(dtype):
     x = (4 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()

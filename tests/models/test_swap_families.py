@@ -248,6 +248,24 @@ def test_initialization_names_a_mixer_without_the_layer_that_timm_scales(family,
     vitzoo.swap_mixer(model, 'linear').init_weights(needs_reset=False)
 
 
+@pytest.mark.parametrize('window_size', [3, 4])
+def test_swin_has_the_windows_and_the_bias_of_swin(window_size):
+    model = build('swin', img_size=96, depths=(2, 2), window_size=window_size)
+    x = torch.randn(2, 3, 96, 96)
+    expected = model(x)
+    vitzoo.swap_mixer(model, 'swin')
+    assert {block.attn.window_size for layer in model.layers for block in layer.blocks} == {window_size}
+    assert not any(report.lost for report in model.inheritance.values())
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_of_attention_weights_that_a_mixer_does_not_have_names_the_argument_to_leave_out():
+    model = build('dinov3', attn_drop_rate=0.1)
+    with pytest.raises(ValueError, match='performer never forms .* attn_drop_rate=0.1 of the model.*pass attn_drop=0'):
+        vitzoo.swap_mixer(model, 'performer')
+    vitzoo.swap_mixer(model, 'performer', attn_drop=0.0)
+
+
 def test_a_bias_of_windows_that_are_not_square_is_kept():
     model = build('swin', window_size=(4, 6))
     table = model.layers[0].blocks[0].attn.relative_position_bias_table.detach().clone()

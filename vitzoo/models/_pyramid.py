@@ -257,7 +257,8 @@ class Pyramid(nn.Module):
         stop_early: bool = False,
         output_fmt: str = 'NCHW',
         intermediates_only: bool = False,
-    ) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]]:
+        output_dict: bool = False,
+    ) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]] | dict[str, Any]:
         """Final features and the map of each stage in `indices`; `norm` applies the final norm to the last one."""
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt is 'NCHW' or 'NLC', not {output_fmt!r}.")
@@ -272,6 +273,9 @@ class Pyramid(nn.Module):
             if stop_early and i == max_index and not last:
                 break
             x = self.norm(x) if last else stage.to_map(x, grid_size)
+        if output_dict:
+            found = {'image_intermediates': intermediates}
+            return found if intermediates_only else {**found, 'image_features': x}
         return intermediates if intermediates_only else (x, intermediates)
 
     def prune_intermediate_layers(

@@ -173,15 +173,16 @@ class DeiT(VisionTransformer):
         stop_early: bool = False,
         output_fmt: str = 'NCHW',
         intermediates_only: bool = False,
+        output_dict: bool = False,
         attn_mask: None = None,
-    ) -> list | tuple[torch.Tensor, list]:
+    ) -> list | tuple[torch.Tensor, list] | dict[str, Any]:
         """Final features and grid tokens after each block in `indices`, as in timm's VisionTransformer."""
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt is 'NCHW' or 'NLC', not {output_fmt!r}.")
         if attn_mask is not None:
             raise ValueError('Token mixers do not support attn_mask.')
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
-        intermediates, P = [], self.num_prefix_tokens
+        intermediates, prefixes, P = [], [], self.num_prefix_tokens
         x, grid_size = self.embed(x)
         positions = self.positions(grid_size)
         for i, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
@@ -191,8 +192,15 @@ class DeiT(VisionTransformer):
                 grid = tokens[:, P:]
                 if output_fmt == 'NCHW':
                     grid = grid.transpose(1, 2).unflatten(2, grid_size).contiguous()
-                intermediates.append((grid, tokens[:, :P]) if return_prefix_tokens and P else grid)
-        return intermediates if intermediates_only else (self.norm(x), intermediates)
+                intermediates.append(grid)
+                prefixes.append(tokens[:, :P])
+        has_prefixes = return_prefix_tokens and P > 0
+        if output_dict:
+            found = {'image_intermediates': intermediates}
+            found |= {'image_intermediates_prefix': prefixes} if has_prefixes else {}
+            return found if intermediates_only else {**found, 'image_features': self.norm(x)}
+        pairs = list(zip(intermediates, prefixes)) if has_prefixes else intermediates
+        return pairs if intermediates_only else (self.norm(x), pairs)
 
     def embed(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
         """Images (B, in_chans, H, W) -> tokens (B, P + N, C) with positions, and their grid size."""

@@ -80,9 +80,11 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
 
     A fused qkv layer with fewer keys inherits queries and values; position embeddings are resampled to the model's
     grid; relative position bias keeps the values of its offsets, and offsets beyond the parent's range take the nearest
-    one. The head is not inherited if the number of classes differs.
+    one. The head is not inherited if the number of classes differs. The layer scale of a parent is multiplied into the
+    layers before it, if the model has none.
     """
     own = model.state_dict()
+    parent = _fold_layer_scale(parent, own)
     buffers = {name for name, _ in model.named_buffers()}
     inherited, copied = {}, set()
     # values of each tensor of the parent that are inherited
@@ -116,6 +118,21 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
         lost=[name for name, tensor in parent.items() if num_used[name] < tensor.numel()],
         share=num_inherited / max(1, num_parent),
     )
+
+
+def _fold_layer_scale(parent: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a parent without the layer scales that a model lacks, which are factors of the layers before."""
+    folded = dict(parent)
+    for name, gamma in parent.items():
+        path, _, scale = name.rpartition('.ls')
+        layer = {'1.gamma': f'{path}.attn.proj', '2.gamma': f'{path}.mlp.fc2'}.get(scale)
+        if name in own or layer is None or f'{layer}.weight' not in parent.keys() & own.keys():
+            continue
+        del folded[name]
+        folded[f'{layer}.weight'] = gamma[:, None] * parent[f'{layer}.weight']
+        if f'{layer}.bias' in parent:
+            folded[f'{layer}.bias'] = gamma * parent[f'{layer}.bias']
+    return folded
 
 
 def differing_settings(model: nn.Module, parent: nn.Module) -> list[str]:

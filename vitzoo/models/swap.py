@@ -197,7 +197,13 @@ def _new_mixers(
         if cls.has_own_rope and getattr(model, 'rope', None) is not None:
             # the weights are made for the positions of the model
             settings['rope'] = False
-        mixer = create_mixer(name, **{**settings, **mixer_kwargs})
+        settings |= mixer_kwargs
+        if settings.get('attn_drop') and not cls.attn_weights and 'attn_drop' not in mixer_kwargs:
+            raise ValueError(
+                f'{name} never forms attention weights, on which the attn_drop_rate={settings["attn_drop"]} of the'
+                f' model acts; pass attn_drop=0 to swap_mixer, or build the model without it.'
+            )
+        mixer = create_mixer(name, **settings)
         mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
         _restart_at_zero(mixer)
         proj = getattr(mixer, 'proj', None)
