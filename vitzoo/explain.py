@@ -22,7 +22,7 @@ from vitzoo.classes import class_names, readable
 from vitzoo.classifier import load_classifier, open_images, skip_unreadable
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.unlabelled import find_files
-from vitzoo.errors import CommandParser, UserError, did_you_mean, run_command
+from vitzoo.errors import CommandParser, UserError, count_of, did_you_mean, run_command
 from vitzoo.load import fit_data_config
 from vitzoo.metrics.explanation import METHODS, explain
 from vitzoo.metrics.finite import check_logits
@@ -63,7 +63,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
         for record in skip_unreadable(records, len(files), unreadable, 'explaining'):
             title = f'{titles[record["label"]]} ({100 * record["probability"]:.0f} %), {record["method"]}'
             draw_explanation(record['path'], unnormalize(record['image'], data_config), record['heat'], title)
-    print(f'wrote {len(files) - len(unreadable)} figures to {args.out}')
+    print(f'wrote {count_of(len(files) - len(unreadable), "figure")} to {args.out}')
     return unreadable
 
 
@@ -74,7 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('images', nargs='+', metavar='IMAGES', help='files, folders, .tar or .zip archives, or globs in quotes')
     add('--model', required=True, help='folder of a trained model, or timm name')
     add('--out', required=True, metavar='DIR', help='folder for the figures, one .png per image')
-    add('--method', choices=METHODS, default='auto', help='auto: gradient for models with mixers, gradcam for CNNs')
+    add('--method', choices=METHODS, default='auto', help='auto: gradient for vision transformers, gradcam for CNNs')
     add('--target', metavar='CLASS', help='name or index of the class to explain (default: the most likely)')
     add_model_options(parser)
     # gradients need as much memory as training

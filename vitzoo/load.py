@@ -129,7 +129,8 @@ def load_model(
 
     Args:
         name: A name from `find_models`.
-        img_size: Height and width, for models built for one image size.
+        img_size: Height and width, for models built for one image size; by default those that the folder of the
+            checkpoint has, then those of the name.
         num_classes: New number of classes; without a checkpoint the weights are then random.
         checkpoint: A .safetensors or .pth file.
         pretrained: Whether to download published weights.
@@ -148,13 +149,18 @@ def load_model(
     elif num_classes is not None:
         weights = 'random weights'
     pretrained = weights in ('trained', 'published')
+    # the images that a file of a run was trained on, not those of the name
+    is_given = img_size is not None or 'img_size' in (model_kwargs or {})
+    own_size = None if checkpoint is None or is_given else read_img_size(checkpoint)
     model = create_model(
-        name, img_size=img_size, model_kwargs=model_kwargs, num_classes=num_classes, pretrained=pretrained
+        name, img_size=img_size or own_size, model_kwargs=model_kwargs, num_classes=num_classes, pretrained=pretrained
     )
     if checkpoint is not None:
         load_weights(model, checkpoint)
     if checkpoint is not None or num_classes is not None:
         fit_config(name, model, checkpoint)
+    if own_size is not None:
+        model.pretrained_cfg['input_size'] = (model.pretrained_cfg['input_size'][0], *own_size)
     return LoadedModel(name, model.eval(), weights, checkpoint)
 
 

@@ -96,6 +96,24 @@ def test_a_rectangular_size_and_a_checkpoint_are_exported(trained, tmp_path):
     assert FILE_FORMATS['torch'].open(out)(torch.zeros(1, 3, 32, 48)).shape == (1, 3)
 
 
+def test_a_model_without_weights_is_exported_only_if_asked(tmp_path):
+    out = tmp_path / 'a.pt2'
+    argv = ['deit_linear_nano', '--to', 'torch', '--img-size', '32', '--out', str(out)]
+    with pytest.raises(UserError, match='there are no weights of deit_linear_nano'):
+        export_to_file(argv)
+    assert not out.exists()
+    export_to_file([*argv, '--random-weights'])
+    assert read_facts('torch', out)['weights'] == 'random weights'
+
+
+@pytest.mark.parametrize('to', ['onnx', 'openvino'])
+def test_a_mixer_that_a_format_lacks_is_refused_before_it_is_traced(to, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, 'check_packages', lambda *args: None)
+    model = timm.create_model('deit_reformer_nano', depth=1, img_size=32)
+    with pytest.raises(UserError, match=f'{to} has no form of reformer'):
+        write_file(to, model, torch.zeros(2, 3, 32, 32), tmp_path / 'a.onnx', {})
+
+
 def test_the_classes_of_a_file_are_in_the_order_of_the_logits():
     model = timm.create_model('deit_linear_nano', num_classes=12)
     loaded = LoadedModel('deit_linear_nano', model, 'random weights')

@@ -10,7 +10,7 @@ from timm.models import save_for_hf
 
 from vitzoo.classes import class_names
 from vitzoo.errors import UserError
-from vitzoo.load import create_model, find_model, load_model, load_weights
+from vitzoo.load import create_model, find_model, fit_data_config, load_model, load_weights
 
 
 @pytest.mark.parametrize('img_size', [48, [48, 32]])
@@ -84,6 +84,21 @@ def test_a_checkpoint_of_other_classes_names_the_option_that_loads_it(name, kwar
         load_model(name, checkpoint=file, model_kwargs=kwargs)
     found = load_model(name, checkpoint=file, num_classes=4, model_kwargs=kwargs).model.state_dict()
     assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('name', ['test_vit', 'test_convnext'])
+def test_a_file_of_a_run_has_the_image_size_of_the_run(name, tmp_path):
+    kwargs = {} if name == 'test_convnext' else dict(img_size=96)
+    model = timm.create_model(name, num_classes=4, **kwargs)
+    model.pretrained_cfg['input_size'] = (3, 96, 96)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    file = str(tmp_path / 'model.safetensors')
+    loaded = load_model(name, checkpoint=file, num_classes=4).model
+    assert fit_data_config(name, loaded)['input_size'] == (3, 96, 96)
+    x = torch.randn(1, 3, 96, 96)
+    assert torch.equal(loaded(x), model.eval()(x))
+    other = load_model(name, checkpoint=file, num_classes=4, img_size=(64, 64)).model
+    assert fit_data_config(name, other, (64, 64))['input_size'] == (3, 64, 64)
 
 
 @pytest.mark.parametrize('averaged', ['state_dict_ema', 'model_ema'])

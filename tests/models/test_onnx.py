@@ -11,14 +11,12 @@ from timm.models import save_for_hf
 from torch import nn
 
 import vitzoo
-from vitzoo.export.formats import trace
+from vitzoo.export.formats import NOT_IN_ONNX, trace
 
 onnxruntime = pytest.importorskip('onnxruntime')
 pytest.importorskip('onnxscript')
 
 OPSET = 18
-# torch's exporter has no translation for its stable sort
-NOT_EXPORTED = ('reformer',)
 # a window, a sort, a convolution, landmarks; the exporter takes seconds for each mixer
 QUICK = ('aft_conv', 'ls', 'nystrom', 'sinkhorn')
 DOCS = Path(__file__).resolve().parents[2] / 'docs' / 'export.md'
@@ -36,7 +34,7 @@ def run_exported(model, x, path):
     [
         pytest.param(mixer, marks=[] if mixer in QUICK else pytest.mark.slow)
         for mixer in vitzoo.list_mixers()
-        if mixer not in NOT_EXPORTED
+        if mixer not in NOT_IN_ONNX
     ],
 )
 @pytest.mark.filterwarnings('ignore')
@@ -63,7 +61,7 @@ class OnGrid(nn.Module):
     [
         pytest.param(mixer, marks=[] if mixer in ('local', 'relu_linear') else pytest.mark.slow)
         for mixer in vitzoo.list_mixers()
-        if mixer not in NOT_EXPORTED
+        if mixer not in NOT_IN_ONNX
     ],
 )
 @pytest.mark.filterwarnings('ignore')
@@ -106,4 +104,4 @@ def test_the_documentation_says_what_exports():
         cells = [cell.strip().strip('`') for cell in line.split('|')]
         if len(cells) == 5 and cells[1] in vitzoo.list_mixers():
             table[cells[1]] = cells[3]
-    assert table == {mixer: 'no' if mixer in NOT_EXPORTED else 'yes' for mixer in mixers_of_ours()}
+    assert table == {mixer: 'no' if mixer in NOT_IN_ONNX else 'yes' for mixer in mixers_of_ours()}

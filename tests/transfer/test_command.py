@@ -841,3 +841,14 @@ def test_a_teacher_has_the_symbol_of_its_row_on_the_page_or_one_that_no_model_ha
 
 def _taught_by(results: dict, teacher: str) -> dict:
     return results | dict(settings=results['settings'] | dict(teacher=teacher))
+
+
+def test_a_teacher_that_its_config_has_at_another_size_is_one_sentence(images, tmp_path):
+    kwargs = dict(embed_dim=24, num_heads=2, depth=2, num_classes=3, img_size=64, neck_chans=8, window_size=2)
+    model = timm.create_model('samvit_base_patch16_224', global_attn_indexes=(0,), **kwargs)
+    timm.models.save_for_hf(model, str(tmp_path / 'sam'), safe_serialization=True)
+    argv = [str(tmp_path / 'sam'), '--mixer', 'ls', *QUICK, '--data-dir', images, '--output', str(tmp_path / 'out')]
+    # timm writes the size of the name
+    with pytest.raises(UserError, match='cannot take 224 x 224 pixels; choose another --img-size'):
+        transfer(argv)
+    assert not (tmp_path / 'out').exists()

@@ -32,6 +32,7 @@ def parse_common(parser: argparse.ArgumentParser, argv: list[str] | None, min_ro
     args = parser.parse_args(argv)
     check_output(args.results_file, ('.csv',))
     check_columns(args.results_file)
+    print(f'results are appended to {args.results_file}')
     args.command = _command_line(parser.prog, sys.argv[1:] if argv is None else argv)
     if args.threads:
         torch.set_num_threads(args.threads)

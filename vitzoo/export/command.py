@@ -27,7 +27,8 @@ def export_to_file(argv: list[str] | None = None) -> None:
     """Run `vitzoo export` with these arguments.
 
     Raises:
-        UserError: The model or an option is not valid, the model cannot be exported, or the file's logits differ.
+        UserError: The model or an option is not valid, the model has no weights or cannot be exported, or the file's
+            logits differ.
     """
     args = parse_args(argv)
     file_format = FILE_FORMATS[args.to]
@@ -40,6 +41,8 @@ def export_to_file(argv: list[str] | None = None) -> None:
     check_packages(f'--to {args.to}', args.to)
     name = find_model(args.model)
     loaded = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
+    if not args.random_weights:
+        loaded.require_weights()
     model = loaded.model
     data_config = fit_data_config(name, model, args.img_size)
     batches = random_batches(data_config['input_size'])
@@ -74,6 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--out', required=True, metavar='FILE', help=f'file to write ({suffixes})')
     add('--checkpoint', metavar='FILE', help='weights to load, .safetensors or .pth')
     add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint')
+    add('--random-weights', action='store_true', help='allow a model without weights, to measure its speed')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the model)')
     add('--tolerance', type=nonnegative, default=1e-3, metavar='T',
         help='largest difference of the logits, as a fraction of the largest logit (default: 1e-3)')  # fmt: skip

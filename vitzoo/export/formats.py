@@ -17,6 +17,8 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from vitzoo.errors import UserError
+from vitzoo.mixers import mixer_class
+from vitzoo.mixers.base import named_mixers
 
 OPSET = 18
 INPUT, OUTPUT = 'images', 'logits'
@@ -59,12 +61,20 @@ def trace(model: nn.Module, images: torch.Tensor) -> ExportedProgram:
         return torch.export.export(model, (images,), dynamic_shapes=({0: batch},), strict=False)
 
 
+# whose sorting PyTorch's exporter does not translate
+NOT_IN_ONNX = ('reformer',)
+
+
 def write_file(file_format: str, model: nn.Module, images: torch.Tensor, path: Path, facts: dict) -> None:
     """Write a model for images of the size of `images`.
 
     Raises:
         UserError: The exporter cannot translate the model.
     """
+    mixers = [mixer for _, mixer in named_mixers(model)]
+    refused = [name for name in NOT_IN_ONNX if any(isinstance(mixer, mixer_class(name)) for mixer in mixers)]
+    if refused and file_format != 'torch':
+        raise UserError(f'{file_format} has no form of {refused[0]}, as docs/export.md says; choose --to torch')
     try:
         with warnings.catch_warnings():
             # exporters warn of their own future versions

@@ -60,7 +60,8 @@ def _notes(run: Run) -> list[str]:
         if before is not None:
             held_out = f'the images in {before} are held out, and {share} without any'
         notes.append(f'no validation split: {held_out} (seed {recipe.seed}, listed in {HELD_OUT})')
-    notes += [images.describe_left_out() for images in (run.train_set, run.val_set) if images.left_out]
+    # the same, if they are parts of data without splits
+    notes += dict.fromkeys(images.describe_left_out() for images in (run.train_set, run.val_set) if images.left_out)
     if plan.batch_size < recipe.batch_size:
         notes.append(f'batch_size {recipe.batch_size} is reduced to {plan.batch_size}: there are no more images')
     if recipe.balance != 'sampler':
@@ -73,6 +74,8 @@ def _notes(run: Run) -> list[str]:
     if recipe.warmup_epochs >= recipe.epochs:
         notes.append(f'lr is never reached: warmup_epochs {recipe.warmup_epochs:g} of {recipe.epochs} epochs')
     notes += [f'{name} has no effect {why}' for name, why in unused_keys(recipe).items()]
+    if recipe.sync_bn and run.accelerator.num_processes == 1:
+        notes.append('sync_bn has no effect with one process')
     if run.frozen:
         trained = sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad) / 1e6
         notes.append(f'frozen except for {trained:.2f} M parameters')

@@ -15,6 +15,7 @@ from vitzoo.transfer.hybrid import first_paths
 from vitzoo.transfer.measurements import measure_blocks, measure_controls, measure_oversmoothing, measure_speed
 from vitzoo.transfer.opening import Transfer, open_transfer
 from vitzoo.transfer.options import parse_args
+from vitzoo.transfer.probing import with_softmax
 from vitzoo.transfer.record import TransferRecord
 from vitzoo.transfer.stages import choose_softmax_blocks, distil_network, export_student, match
 from vitzoo.transfer.stopping import Stopped, raise_on_sigterm
@@ -46,7 +47,9 @@ def _transfer(transfer: Transfer) -> list[dict]:
     for mixer in options.mixers:
         student = transfer.student(mixer)
         with transfer.accelerator.autocast():
-            check_student(transfer.name, student, transfer.data_config['input_size'])
+            # the probe compares both
+            for model in (student, with_softmax(transfer.teacher, student)):
+                check_student(transfer.name, model, transfer.data_config['input_size'])
         _check_count(options.keep_softmax, student)
     if options.probe_only:
         return [dict(mixer=mixer, probe=_probe(transfer, mixer)) for mixer in options.mixers]

@@ -136,22 +136,24 @@ def _build_parser() -> CommandParser:
 def _add_stages(group: argparse._ArgumentGroup, defaults: TransferOptions) -> None:
     add = group.add_argument
     add('--probe-only', action='store_true', help='measure each block without training, and stop')
-    add('--steps', type=natural, metavar='N', default=defaults.steps, help='block matching [500]')
-    add('--lr', type=_positive_number, metavar='X', default=defaults.lr, help='of inherited weights in it [1e-4]')
-    add('--new-lr', type=_positive_number, metavar='X', default=defaults.new_lr, help='of other parameters [2e-3]')
+    add('--steps', type=natural, metavar='N', default=defaults.steps, help='steps of block matching [500]')
+    add('--lr', type=_positive_number, metavar='X', default=defaults.lr,
+        help='learning rate of inherited weights in block matching [1e-4]')  # fmt: skip
+    add('--new-lr', type=_positive_number, metavar='X', default=defaults.new_lr, help='that of other parameters [2e-3]')
     add('--keep-softmax', type=_count, metavar='K|auto', default=0, help='blocks that keep softmax attention [0]')
     add('--tolerance', type=nonnegative, metavar='X', default=defaults.tolerance,
         help='percentage points below the teacher at which auto stops [0.5]')  # fmt: skip
     add('--network-steps', type=natural, metavar='N', default=defaults.network_steps,
-        help='distillation of the whole network [1000]')  # fmt: skip
+        help='steps of the network stage, which distils the whole network [1000]')  # fmt: skip
     add('--network-lr', type=_rate_or_rule, metavar='X|auto|scaled', default=defaults.network_lr,
-        help='of it; scaled: 1e-4 times the error of the outputs at its start, at most 3e-5; auto: this, or a larger '
-        'one that short trials find [auto]')  # fmt: skip
+        help='learning rate of inherited weights in the network stage; scaled: 1e-4 times the error of the outputs at '
+        'its start, at most 3e-5; auto: this, or a larger one that short trials find [auto]')  # fmt: skip
     add('--network-new-lr', type=_rate, metavar='X|auto', default=defaults.network_new_lr,
-        help='of parameters that are not inherited; auto: ten times --network-lr [auto]')  # fmt: skip
+        help='that of other parameters; auto: ten times --network-lr [auto]')  # fmt: skip
     add('--block-weight', type=nonnegative, metavar='X', default=defaults.block_weight,
-        help='weight of the attention outputs in it [0.1]')  # fmt: skip
-    add('--labels', action='store_true', help="also learn the classes of the images in it, which must be the teacher's")
+        help='network stage: weight of the attention outputs in the loss [0.1]')  # fmt: skip
+    add('--labels', action='store_true',
+        help="network stage: also learn the classes of the images, which must be the teacher's")  # fmt: skip
     for name in TRAINING_KEYS + NEUTRAL_TRAINING_KEYS:
         _add_training_option(group, name)
 
@@ -165,7 +167,7 @@ def _add_run(group: argparse._ArgumentGroup, defaults: TransferOptions) -> None:
     add('--no-random-control', dest='random_control', action='store_false',
         help='leave out the student from random weights, which takes as long as the stages')  # fmt: skip
     add('--sizes', nargs='*', type=positive, metavar='N', default=defaults.sizes,
-        help='image sizes at which to measure the speed [224 512 1024]')  # fmt: skip
+        help='image sizes at which to measure the speed, or none to leave it out [224 512 1024]')  # fmt: skip
     add('--seed', type=natural, metavar='N', default=defaults.seed, help='random seed [0]')
     add('--resume', action='store_true', help='continue the transfer in --output, or start it')
     add('--overwrite', action='store_true', help='replace the transfer in --output')
@@ -190,13 +192,20 @@ def _to_options(args: dict[str, Any]) -> TransferOptions:
     return TransferOptions(**args)
 
 
+# a stage has no epochs, between which a training saves checkpoints
+_HELP = {'checkpoint_minutes': 'minutes between checkpoints (0: only at every evaluation)'}
+_METAVARS = {'grad_accum_steps': 'N', 'log_with': 'NAMES'}
+
+
 def _add_training_option(parser: argparse._ArgumentGroup, name: str) -> None:
     default, metadata = getattr(Recipe(), name), FIELDS[name].metadata
-    text = f'in it, {metadata["help"]}' + ('' if default is None else f' [{default}]')
+    text = f'network stage: {_HELP.get(name, metadata["help"])}' + ('' if default is None else f' [{default}]')
     if isinstance(default, bool):
         parser.add_argument(format_flag(name), action='store_const', const=True, help=text)
     else:
-        parser.add_argument(format_flag(name), metavar='|'.join(metadata['choices']) or 'X', help=text)
+        parser.add_argument(
+            format_flag(name), metavar='|'.join(metadata['choices']) or _METAVARS.get(name, 'X'), help=text
+        )
 
 
 def _use_config(parser: argparse.ArgumentParser, argv: list[str]) -> None:

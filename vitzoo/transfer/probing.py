@@ -55,7 +55,7 @@ def probe(teacher: nn.Module, student: nn.Module, loader: Iterable, *, multi_lab
     """
     paths = mixer_paths(student)
     device = next(student.parameters()).device
-    reference = _with_softmax(teacher, student)
+    reference = with_softmax(teacher, student)
     sums = {path: torch.zeros(4, dtype=torch.float64) for path in paths}
     num_images = 0
 
@@ -98,7 +98,7 @@ def _compare_outputs(
     return torch.stack([cosine, change]).cpu().double()
 
 
-def _with_softmax(teacher: nn.Module, student: nn.Module) -> nn.Module:
+def with_softmax(teacher: nn.Module, student: nn.Module) -> nn.Module:
     """The teacher with our softmax attention, which has the same access to the keys for every family of models."""
     blocks = sorted({index_of(student, path) for path in mixer_paths(student)})
     with without_warnings():

@@ -44,9 +44,9 @@ def open_validation_data(
         try:
             Images(dataset.reader, transform, class_to_idx)
         except UserError as error:
-            if data_dir != 'sample':
-                raise
-            raise _not_of_sample(loaded.name) from error
+            if data_dir == 'sample':
+                raise _not_of_sample(loaded.name) from error
+            raise UserError(f'{loaded.name} does not fit the data: {error}') from error
         # after the check, so that no class of the data is taken for one that has only a number
         all_names = number_rest(class_names, model.num_classes)
         return Images(dataset.reader, transform, {name: i for i, name in enumerate(all_names)})
@@ -54,8 +54,8 @@ def open_validation_data(
         if data_dir == 'sample':
             raise _not_of_sample(loaded.name)
         raise UserError(
-            f'the model has {model.num_classes} classes and {data_dir} has {len(dataset.class_names)}, which are not '
-            f"ImageNet's WordNet ids ({', '.join(dataset.class_names[:3])}, …); validate a model trained on these "
+            f'{loaded.name} has {model.num_classes} classes and {data_dir} has {len(dataset.class_names)}, which are '
+            f"not ImageNet's WordNet ids ({', '.join(dataset.class_names[:3])}, …); validate a model trained on these "
             'classes: the folder of its run, or --num-classes with --checkpoint'
         )
     return dataset

@@ -130,8 +130,10 @@ def _score(evaluation: Evaluation, images: Any, probe: OversmoothingProbe | Heal
     options = evaluation.options
     if getattr(images, 'is_held_out', False) and evaluation.is_main:
         missing = f', without {images.num_missing} that have gone or changed' if images.num_missing else ''
+        # that of a --checkpoint is not the name of its model
+        run = evaluation.name if options.checkpoint is None else images.reader.listed_in.parent
         print(
-            f'vitzoo: evaluating the {len(images)} images of {options.data_dir} that {evaluation.name} held out for'
+            f'vitzoo: evaluating the {len(images)} images of {options.data_dir} that {run} held out for'
             f' validation{missing}',
             file=sys.stderr,
         )
