@@ -34,4 +34,5 @@ class StopSignal:
 
     def __exit__(self, *exc_info: object) -> None:
         if self.is_installed:
-            signal.signal(signal.SIGTERM, self.previous)
+            # None is a handler of another language, which Python cannot set again
+            signal.signal(signal.SIGTERM, self.previous or signal.SIG_DFL)

@@ -25,4 +25,5 @@ def raise_on_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        # None is a handler of another language, which Python cannot set again
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
