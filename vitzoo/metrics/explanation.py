@@ -14,6 +14,7 @@ gradcam    relu(sum_c a_c x_c), where x are the features that the head pools and
 
 from functools import partial, reduce
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +128,16 @@ def _last_stage(model: nn.Module, images: Tensor) -> tuple[list[tuple[nn.Module,
     return calls, blocks.read(names[-1], args, output, (H, W))
 
 
+class _Seen(NamedTuple):
+    """Tokens x that a block got, or that came out of it, with the arguments of the call."""
+
+    name: str
+    args: tuple
+    x: Tensor
+    # of the features that the head reads; by default that of the block
+    num_chs: int | None = None
+
+
 @torch.enable_grad()
 def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[tuple[Tokens, Tokens]]:
     """The input tokens of each block's mixer, then those that the head pools, each with the gradients of the logits.
@@ -139,10 +150,10 @@ def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[
         # at batch size 1, torch's CPU batch norm computes wrong gradients for channels-last inputs, as in CvT
         images = images.expand(2, -1, -1, -1)
         target = None if target is None else target.expand(2)
-    seen: list[tuple[str, tuple, Tensor, int | None]] = []
+    seen: list[_Seen] = []
 
     def keep(name: str, module: nn.Module, args: tuple, output: Tensor | None = None) -> None:
-        seen.append((name, args, args[0] if output is None else output, None))
+        seen.append(_Seen(name, args, args[0] if output is None else output))
 
     hooks = [
         block.attn.register_forward_pre_hook(partial(keep, name))
@@ -156,24 +167,24 @@ def _gradients(model: nn.Module, images: Tensor, target: Tensor | None) -> list[
     finally:
         for hook in hooks:
             hook.remove()
-    called = {name for name, *_ in seen}
+    called = {found.name for found in seen}
     blocks.check_called(name for name in blocks.names if name not in called)
-    seen.append((blocks.names[-1], seen[-1][1], features, model.num_features))
+    seen.append(_Seen(blocks.names[-1], seen[-1].args, features, model.num_features))
     H, W = images.shape[2:]
+
+    def read(found: _Seen, x: Tensor) -> Tokens:
+        return blocks.read(found.name, found.args, x, (H, W), found.num_chs)
+
     # some models return several tensors, which have no single gradient
-    for name, args, x, num_chs in seen:
-        blocks.read(name, args, x, (H, W), num_chs)
+    for found in seen:
+        read(found, found.x)
     # clone, because the head may change the features in place
     logits = model.forward_head(features.clone())
     target = logits.argmax(dim=1) if target is None else target
     # logits do not depend on other images, so one backward pass of their sum serves the batch
     score = logits.gather(1, target[:, None]).sum()
-    gradients = torch.autograd.grad(score, [x for _, _, x, _ in seen])
-
-    def read(t: Tensor, name: str, args: tuple, num_chs: int | None) -> Tokens:
-        return blocks.read(name, args, t[:B].detach(), (H, W), num_chs)
-
+    gradients = torch.autograd.grad(score, [found.x for found in seen])
     return [
-        (read(x, name, args, num_chs), read(gradient, name, args, num_chs))
-        for (name, args, x, num_chs), gradient in zip(seen, gradients)
+        (read(found, found.x[:B].detach()), read(found, gradient[:B].detach()))
+        for found, gradient in zip(seen, gradients)
     ]
