@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != '<<']
         for position, key in enumerate(keys):
-            if any(key.value == earlier.value for earlier in keys[:position]):
+            if any((key.tag, key.value) == (earlier.tag, earlier.value) for earlier in keys[:position]):
                 problem = f"the key '{key.value}' is there twice; remove one of them"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
         return node

@@ -473,7 +473,7 @@ def test_shards_without_a_validation_part_are_divided(tmp_path):
         ({'a.png': b'', 'a.json': b'{"caption": "a cat"}'}, "'a.json' of the shard .*0.tar has no label, cls"),
         (
             {'a.png': b'', 'a.json': b'{"label": null}'},
-            'has the label None, which is neither a name',
+            "'a.json' of the shard .*0.tar has no label, cls",
         ),
         ({'a.png': b'', 'a.json': b'{"label": [1]}'}, r'has the label \[1\], which is neither'),
         ({'a.png': b'', 'a.json': b'{"label": 0.5}'}, 'has the label 0.5, which is neither'),
@@ -499,6 +499,19 @@ def test_a_file_of_class_names_that_cannot_be_used_gets_one_sentence(tmp_path, n
     (tmp_path / 'classnames.txt').write_bytes(names)
     with pytest.raises(UserError, match=sentence):
         open_dataset(data_dir, 'train')
+
+
+def test_class_names_of_shards_may_be_numbers(tmp_path):
+    data_dir = make_shards(tmp_path, dict(train=['10', '20']))
+    (tmp_path / 'classnames.txt').write_text('10\n20\n')
+    assert open_dataset(data_dir, 'train').class_names == ['10', '20']
+
+
+def test_numbers_of_classes_of_shards_may_be_padded(tmp_path):
+    data_dir = make_shards(tmp_path, dict(train=['00', '01']))
+    (tmp_path / 'classnames.txt').write_text('cat\ndog\n')
+    dataset = open_dataset(data_dir, 'train')
+    assert (dataset.class_names, dataset.targets) == (['cat', 'dog'], [0, 1])
 
 
 def test_class_names_of_shards_may_begin_with_a_byte_order_mark(tmp_path):

@@ -1,6 +1,7 @@
 """Official checkpoints and the weights of other models, as folders that timm loads."""
 
 import argparse
+import copy
 import json
 import os
 import pickle
@@ -233,12 +234,24 @@ WEIGHTS = {'norm.weight': torch.ones(2)}
             'teacher': {'module.backbone.norm.weight': torch.ones(2)},
         },
         {'backbone.norm.weight': torch.ones(2), 'head.mlp.0.weight': torch.ones(2)},
+        {'state_dict': {'model._orig_mod.backbone.norm.weight': torch.ones(2)}},
+        {'state_dict': WEIGHTS, 'teacher': {'other.weight': torch.ones(2)}},
+        {'model': WEIGHTS, 'teacher': {'name': 'vit'}},
+        {**WEIGHTS, 'params': {'lr': 1.0}, 'module': {}},
+        {'model': {'name': 'vit'}, 'weights': WEIGHTS},
     ],
-    ids=['tutorial', 'DeepSpeed', 'Lightning', 'DINO', 'head'],
+    ids=[
+        *('tutorial', 'DeepSpeed', 'Lightning', 'DINO', 'head', 'compiled', 'distilled', 'name', 'settings', 'config'),
+    ],
 )
 def test_weights_are_found_in_the_checkpoints_of_other_trainers(checkpoint):
     found = unwrap(checkpoint)
     assert found.keys() == WEIGHTS.keys() and torch.equal(found['norm.weight'], WEIGHTS['norm.weight'])
+
+
+def test_a_linear_head_next_to_a_backbone_is_its_head():
+    head = {f'head.{name}': torch.ones(2) for name in ('weight', 'bias')}
+    assert unwrap({'backbone.norm.weight': torch.ones(2), **head}).keys() == {'norm.weight', *head}
 
 
 def test_the_names_of_a_model_that_has_other_parts_keep_their_prefix():
@@ -327,6 +340,15 @@ def test_weights_that_the_model_would_compute_without_are_refused(kwargs, messag
     argv = [file, '--model', name] if command == 'convert' else ['--from', name, '--checkpoint', file, '--swap', 'ls']
     assert re.search(message, fails(capsys, *argv, *words_of_model))
     assert not (tmp_path / 'out').exists()
+
+
+def test_weights_that_the_model_does_not_need_are_dropped(tmp_path):
+    model = timm.create_model('test_vit_relpos')
+    weights = {**dict(model.named_buffers()), **model.state_dict(), 'decoder_embed.weight': torch.ones(2, 2)}
+    assert weights.keys() > model.state_dict().keys() | {'decoder_embed.weight'}
+    torch.save({**weights, 'mask_token': torch.ones(1, 1, 2)}, tmp_path / 'a.pth')
+    convert([str(tmp_path / 'a.pth'), '--model', 'test_vit_relpos', '--out', str(tmp_path / 'out')])
+    assert loaded(tmp_path / 'out').state_dict().keys() == model.state_dict().keys()
 
 
 def test_wrong_arguments_are_one_sentence(tmp_path, capsys):
@@ -481,6 +503,9 @@ def test_a_layer_scale_of_the_parent_is_multiplied_into_the_layers_before_it():
     assert inheritance.share == 1 and not inheritance.dropped and not inheritance.initialized
     x = torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(model(x), parent(x), rtol=1e-5, atol=1e-5)
+    # a mixer with two output layers keeps it to itself
+    parent, model = (vitzoo.swap_mixer(copy.deepcopy(x), 'ttt') for x in (parent, model))
+    assert 'blocks.0.ls1.gamma' in vitzoo.inherit_weights(model, parent.state_dict()).dropped
     # without a projection, that of attention has no place
     model = timm.create_model('deit_pool_tiny', **kwargs)
     assert 'blocks.0.ls1.gamma' in vitzoo.inherit_weights(model, parent.state_dict()).dropped

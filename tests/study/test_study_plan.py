@@ -107,7 +107,18 @@ def test_overrides_change_the_options_of_single_models_and_the_last_that_matches
     assert softmax.options['epochs'] == STUDY['ways']['scratch']['train']['epochs']
     students = [cells[f'vit_tiny_patch16_224_to_{mixer}'] for mixer in ('ls', 'performer')]
     assert [cell.overrides for cell in students] == [{}, dict(steps=3)]
-    # the options are part of the recipe, so that a cell computed with others is not taken for this one
+    ways['scratch'] = dict(
+        train=dict(model_kwargs=dict(img_size=64)), overrides={'*_ls_*': dict(model_kwargs=dict(drop_rate=0.1))}
+    )
+    cells = {cell.model: cell for cell in read_study(write_study(tmp_path, seeds=[0], ways=ways)).cells}
+    assert cells['deit_ls_nano'].options['model_kwargs'] == dict(img_size=64, drop_rate=0.1)
+
+
+def test_the_options_of_overrides_are_part_of_the_recipe(tmp_path):
+    ways = {name: dict(way) for name, way in STUDY['ways'].items()}
+    ways['scratch']['overrides'] = {'*_ls_*': dict(epochs=9)}
+    ls = next(cell for cell in read_study(write_study(tmp_path, ways=ways)).cells if cell.model == 'deit_ls_nano')
+    # so that a cell computed with others is not taken for this one
     assert ls.record.expected['train']['epochs'] == 9
 
 
@@ -141,7 +152,7 @@ def with_way(**way) -> dict:
         (with_way(train=dict(seed=1)), "ways.other.train: 'seed' cannot be given here"),
         (with_way(train={}, overrides={'cvt_*': dict(lr=1)}), "ways.other.overrides: 'cvt_.*' matches none of"),
         (with_way(train={}, overrides={'*': dict(seed=1)}), "ways.other.overrides.*: 'seed' cannot be given here"),
-        (with_way(train={}, overrides={'*': dict(rate=1)}), "ways.other.train: unknown recipe key 'rate'"),
+        (with_way(train={}, overrides={'*': dict(rate=1)}), "train with its overrides: unknown recipe key 'rate'"),
         (with_way(train={}, overrides=['amp']), 'ways.other.overrides must consist of names and values'),
         (with_way(train={}, evaluations=['clear']), "'clear' is not an evaluation of this study, did you mean clean"),
         (with_way(), 'add train: or transfer:'),

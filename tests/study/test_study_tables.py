@@ -218,7 +218,7 @@ def test_a_note_names_the_evaluations_whose_models_had_different_images(study, i
 
 def test_a_note_names_the_models_that_have_options_of_their_own(tmp_path):
     ways = {name: dict(way) for name, way in STUDY['ways'].items()}
-    ways['scratch']['overrides'] = {'deit_ls_nano': dict(amp=False, lr=0.1)}
+    ways['scratch']['overrides'] = {'deit_ls_nano': dict(amp=False, lr=0.1, epochs=3)}
     study = read_study(write_study(tmp_path, ways=ways))
     Worker(study, execute=Executor()).run()
     note = 'In scratch, options differ from those of the other models: amp = False, lr = 0.1 for deit_ls_nano.'

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from vitzoo.about import read_img_size
 from vitzoo.classes import are_of_head, head_names, num_classes_in
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, count_of
 from vitzoo.load import create_model, find_filter, find_model, read_weights
 from vitzoo.mixers.base import named_mixers
 from vitzoo.models._resample import is_resizable, resample_weights
 from vitzoo.models.inherit import summarize_names
 
-# the number of models in an average, which timm and torch count
-_WITHOUT_EFFECT = ('n_averaged',)
+# the number of models in an average, which timm and torch count, and what masked pretraining has for its own task
+_WITHOUT_EFFECT = ('n_averaged', 'mask_token', 'decoder')
 # arguments of timm's ViT by parts of the names of tensors that only models with them have
 _HINTS = {
     '.ls1.gamma': 'init_values=1e-5',
@@ -88,7 +88,9 @@ def _check_names(path: str, weights: dict[str, Tensor], model: Any) -> None:
             f' {next(iter(own))}; it has {summarize_names([*weights], 3) or "no tensors"}'
         )
     heads = () if model.num_classes else tuple(f'{name}.' for name in head_names(model))
-    extra = [name for name in weights if name not in own and name not in _WITHOUT_EFFECT and not name.startswith(heads)]
+    # some tools also save buffers that follow from the settings of a model
+    own |= dict(model.named_buffers())
+    extra = [name for name in weights if name not in own and not name.startswith((*_WITHOUT_EFFECT, *heads))]
     if missing:
         raise UserError(
             f"the checkpoint '{path}' leaves {len(missing)} of {len(own)} tensors without a value: "
@@ -96,8 +98,9 @@ def _check_names(path: str, weights: dict[str, Tensor], model: Any) -> None:
             f'if it is of another model, inherit from it with --from NAME --checkpoint {path} --to NAME'
         )
     if extra:
+        number = count_of(len(extra), 'tensor')
         raise UserError(
-            f"the checkpoint '{path}' has {len(extra)} tensors that this {type(model).__name__} lacks:"
+            f"the checkpoint '{path}' has {number} that this {type(model).__name__} lacks:"
             f' {summarize_names(extra)}; {_advise_on_extra(extra, model)}'
         )
 

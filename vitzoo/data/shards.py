@@ -77,7 +77,10 @@ class ShardReader(LabelledReader):
             suffixes = options.input_key or ', '.join(sorted(SUFFIXES))
             raise UserError(f"the shards in '{root}' contain no images ({suffixes})")
         listed = {str(number): name for number, name in enumerate(_read_class_names(root))}
-        unnamed = next((name for name in names if listed and name.isdecimal() and name not in listed), None)
+        # 007 is the number 7
+        names = [str(int(name)) if listed and name.isdecimal() else name for name in names]
+        known = {*listed, *listed.values()}
+        unnamed = next((name for name in names if listed and name.isdecimal() and name not in known), None)
         if unnamed is not None:
             raise UserError(
                 f"'{root}/classnames.txt' has {count_of(len(listed), 'name')}, and none for the label {unnamed}; add it"
@@ -178,8 +181,8 @@ def _read_label(tar: Tar, name: str, keys: tuple[str, ...]) -> str:
 def _label_in_json(place: str, text: str, keys: tuple[str, ...]) -> str:
     try:
         content = json.loads(text)
-        label = next(content[key] for key in keys if key in content)
-    except (ValueError, TypeError, StopIteration) as error:
+        label = next(content[key] for key in keys if content.get(key) is not None)
+    except (ValueError, AttributeError, StopIteration) as error:
         raise UserError(f'{place} has no {", ".join(keys)}; see --target-key') from error
     if isinstance(label, float) and label.is_integer():
         label = int(label)

@@ -17,15 +17,13 @@ from vitzoo.errors import UserError
 
 __all__ = ['has_two_sets', 'read_checkpoint', 'unwrap']
 
-# in DINO, the teacher is the average of the student
-_AVERAGED = ('state_dict_ema', 'model_ema', 'ema', 'teacher')
+_AVERAGED = ('state_dict_ema', 'model_ema', 'ema')
 _PLAIN = ('state_dict', 'model', 'net', 'student', 'model_state_dict', 'module', 'weights', 'params')
 WRAPPERS = _AVERAGED + _PLAIN
 # put before the names of a model by what trained it, such as Lightning and DINO
 _PREFIXES = ('model.', 'backbone.')
 # tensors that such training has next to the model
 _OF_TRAINING = ('head.', 'criterion.', 'loss.')
-
 _OTHER_FORMATS = {
     '.npz': 'of NumPy; load it with timm.models.load_checkpoint, and save the state_dict() as .safetensors',
     '.json': 'not weights, but perhaps a list of the files that have them; give one file with all weights',
@@ -34,20 +32,41 @@ _OTHER_FORMATS = {
 
 def unwrap(checkpoint: dict) -> dict[str, Tensor]:
     """The weights in a checkpoint such as `{'model': …}`, EMA weights first, without prefixes such as `module.`."""
-    for key in WRAPPERS:
-        if isinstance(checkpoint.get(key), dict):
-            return unwrap(checkpoint[key])
-    weights = clean_state_dict({name: value for name, value in checkpoint.items() if isinstance(value, Tensor)})
-    for prefix in _PREFIXES:
-        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        if own and all(name.startswith((prefix, *_OF_TRAINING)) for name in weights):
-            return own
-    return weights
+    found = _averaged(checkpoint) or _in_wrapper(checkpoint, _PLAIN)
+    own = {name: value for name, value in checkpoint.items() if isinstance(value, Tensor)}
+    return found or _without_prefixes(own)
 
 
 def has_two_sets(checkpoint: dict) -> bool:
     """Return True for a checkpoint with EMA weights, which `unwrap` takes, next to the raw weights."""
-    return all(any(isinstance(checkpoint.get(key), dict) for key in keys) for keys in (_AVERAGED, _PLAIN))
+    return bool(_averaged(checkpoint) and _in_wrapper(checkpoint, _PLAIN))
+
+
+def _averaged(checkpoint: dict) -> dict[str, Tensor]:
+    """The EMA weights in a checkpoint, empty if there are none."""
+    teacher, student = (_in_wrapper(checkpoint, (key,)) for key in ('teacher', 'student'))
+    # in DINO, the teacher is the average of the student; in other distillation it is another model
+    is_average = bool(teacher) and {k: x.shape for k, x in teacher.items()} == {k: x.shape for k, x in student.items()}
+    return _in_wrapper(checkpoint, _AVERAGED) or (teacher if is_average else {})
+
+
+def _in_wrapper(checkpoint: dict, keys: tuple[str, ...]) -> dict[str, Tensor]:
+    """The weights under the first of the keys that has some."""
+    for key in keys:
+        if isinstance(checkpoint.get(key), dict) and (weights := unwrap(checkpoint[key])):
+            return weights
+    return {}
+
+
+def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    weights = clean_state_dict(weights)
+    for prefix in _PREFIXES:
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        if own and all(name.startswith((prefix, *_OF_TRAINING)) for name in weights):
+            # a linear classifier; those of self-supervised training have more layers
+            head = {name: weights[name] for name in ('head.weight', 'head.bias') if name in weights}
+            return _without_prefixes({**head, **own})
+    return weights
 
 
 def read_checkpoint(path: str | Path) -> dict:

@@ -26,7 +26,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from vitzoo.mixers import QKVMixer, TokenMixer
 from vitzoo.mixers._qkv import LinearQKV
-from vitzoo.mixers.swin import Swin
 
 __all__ = ['AttentionParts', 'Unsupported', 'take_apart']
 
@@ -82,9 +81,6 @@ class AttentionParts:
             settings.update(talking_heads=True)
         if hasattr(self.attn, 'sr') and cls.has_reduction:
             settings.update(sr_ratio=1 if self.attn.sr is None else self.attn.sr.stride[0])
-        if isinstance(self.attn, WindowAttention) and issubclass(cls, Swin):
-            height, width = self.attn.window_size
-            settings.update({'window_size': height} if height == width else {})
         return settings
 
     def weights_for(self, mixer: TokenMixer) -> dict[str, Tensor]:

@@ -80,8 +80,8 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
 
     A fused qkv layer with fewer keys inherits queries and values; position embeddings are resampled to the model's
     grid; relative position bias keeps the values of its offsets, and offsets beyond the parent's range take the nearest
-    one. The head is not inherited if the number of classes differs. The layer scale of a parent is multiplied into the
-    layers before it, if the model has none.
+    one. The head is not inherited if the number of classes differs. The layer scale of a parent (`ls1`, `ls2`) is
+    multiplied into the layers before it, if the model has none.
     """
     own = model.state_dict()
     parent = _fold_layer_scale(parent, own)
@@ -121,12 +121,17 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
 
 
 def _fold_layer_scale(parent: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a parent without the layer scales that a model lacks, which are factors of the layers before."""
+    """The weights of a parent without the layer scales that a model lacks, which are factors of the layers before.
+
+    That of a mixer with several output layers, such as `proj_conv` next to `proj`, stays.
+    """
     folded = dict(parent)
     for name, gamma in parent.items():
         path, _, scale = name.rpartition('.ls')
         layer = {'1.gamma': f'{path}.attn.proj', '2.gamma': f'{path}.mlp.fc2'}.get(scale)
         if name in own or layer is None or f'{layer}.weight' not in parent.keys() & own.keys():
+            continue
+        if any(other.startswith(f'{layer}_') for other in parent):
             continue
         del folded[name]
         folded[f'{layer}.weight'] = gamma[:, None] * parent[f'{layer}.weight']

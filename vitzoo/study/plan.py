@@ -196,11 +196,11 @@ def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[Study
     overrides = _read_overrides(place, way, models, _OWN_TRAIN_KEYS)
     for model in models:
         own = _overrides_of(model, overrides)
-        options = {**base, 'data_dir': common.data_dir, **given, **own, 'model': model, 'seed': seed}
+        options = _merge({**base, 'data_dir': common.data_dir, **given}, own) | dict(model=model, seed=seed)
         try:
             make_recipe(options)
         except UserError as error:
-            raise UserError(f'{place}.train: {error}') from error
+            raise UserError(f'{place}.train{" with its overrides" if own else ""}: {error}') from error
         cell = StudyCell(name, model, seed, 'train', options, evaluations, common.folder, overrides=own)
         found.append(cell)
     return found
@@ -226,10 +226,10 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
     overrides = _read_overrides(place, way, mixers, _OWN_TRANSFER_KEYS)
     for mixer in mixers:
         own = _overrides_of(mixer, overrides)
-        options = {**base, 'data_dir': common.data_dir, **given, **own, 'mixer': mixer, 'seed': seed}
+        options = _merge({**base, 'data_dir': common.data_dir, **given}, own) | dict(mixer=mixer, seed=seed)
         options = _without_kwargs_of(set(mixers) - {mixer}, options)
         words = ['teacher', '--output', 'student', *to_words(options)]
-        _parse(f'{place}.transfer', parse_transfer_args, words, options, known)
+        _parse(f'{place}.transfer{" with its overrides" if own else ""}', parse_transfer_args, words, options, known)
         label = f'{way["teacher"]}_to_{mixer}'
         cell = StudyCell(name, label, seed, 'transfer', options, evaluations, common.folder, teachers[0], own)
         found.append(cell)
@@ -251,8 +251,18 @@ def _overrides_of(name: str, overrides: dict[str, dict[str, Any]]) -> dict[str, 
     """The options of all wildcards that match, the last of which counts."""
     found: dict[str, Any] = {}
     for pattern, options in overrides.items():
-        found |= options if fnmatchcase(name, pattern) else {}
+        found = _merge(found, options) if fnmatchcase(name, pattern) else found
     return found
+
+
+def _merge(options: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Options in which others take precedence; of mappings, such as `model_kwargs`, their keys."""
+    both = {key: {**options[key], **value} for key, value in own.items() if _are_mappings(options.get(key), value)}
+    return {**options, **own, **both}
+
+
+def _are_mappings(*values: Any) -> bool:
+    return all(isinstance(value, dict) for value in values)
 
 
 def _choose_evaluations(common: _Common, place: str, way: dict) -> dict[str, dict[str, Any]]:

@@ -343,8 +343,10 @@ def _override_notes(study: Study, rows: list[Row]) -> list[str]:
     shown = {(row.way, row.model) for row in rows}
     found: dict[str, dict[str, list[str]]] = {}
     for cell in study.cells:
-        if cell.overrides and (cell.way, cell.model) in shown:
-            options = ', '.join(f'{key} = {value}' for key, value in cell.overrides.items())
+        others = [other.options for other in study.cells if other.way == cell.way and not other.overrides]
+        own = {key: value for key, value in cell.overrides.items() if any(x.get(key) != value for x in others)}
+        if own and (cell.way, cell.model) in shown:
+            options = ', '.join(f'{key} = {value}' for key, value in own.items())
             models = found.setdefault(cell.way, {}).setdefault(options, [])
             models += [] if cell.model in models else [cell.model]
     return [
