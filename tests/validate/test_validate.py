@@ -109,7 +109,7 @@ def test_an_imagenet_model_finds_a_few_classes_by_their_wordnet_ids(tmp_path):
 
 def test_a_mistake_in_one_model_leaves_what_was_found_of_the_others(data, trained, tmp_path, capsys):
     argv = [trained, 'test_resnet', '--random-weights', '--data-dir', data, '--results-file', tmp_path / 'results.csv']
-    with pytest.raises(UserError, match='the model has 1000 classes'):
+    with pytest.raises(UserError, match='test_resnet has 1000 classes'):
         validate([*map(str, argv), '--workers', '0'])
     with open(tmp_path / 'results.csv', newline='') as file:
         (row,) = csv.DictReader(file)
