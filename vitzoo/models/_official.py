@@ -19,7 +19,6 @@ __all__ = ['has_two_sets', 'read_checkpoint', 'unwrap']
 
 _AVERAGED = ('state_dict_ema', 'model_ema', 'ema')
 _PLAIN = ('state_dict', 'model', 'net', 'student', 'model_state_dict', 'module', 'weights', 'params')
-WRAPPERS = _AVERAGED + _PLAIN
 # put before the names of a model by what trained it, such as Lightning and DINO
 _PREFIXES = ('model.', 'backbone.')
 # tensors that such training has next to the model

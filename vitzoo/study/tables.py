@@ -343,9 +343,11 @@ def _override_notes(study: Study, rows: list[Row]) -> list[str]:
     shown = {(row.way, row.model) for row in rows}
     found: dict[str, dict[str, list[str]]] = {}
     for cell in study.cells:
+        if not cell.overrides or (cell.way, cell.model) not in shown:
+            continue
         others = [other.options for other in study.cells if other.way == cell.way and not other.overrides]
         own = {key: value for key, value in cell.overrides.items() if any(x.get(key) != value for x in others)}
-        if own and (cell.way, cell.model) in shown:
+        if own:
             options = ', '.join(f'{key} = {value}' for key, value in own.items())
             models = found.setdefault(cell.way, {}).setdefault(options, [])
             models += [] if cell.model in models else [cell.model]

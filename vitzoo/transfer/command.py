@@ -47,10 +47,11 @@ def _transfer(transfer: Transfer) -> list[dict]:
     for mixer in options.mixers:
         student = transfer.student(mixer)
         with transfer.accelerator.autocast():
-            # the probe compares both
-            for model in (student, with_softmax(transfer.teacher, student)):
-                check_student(transfer.name, model, transfer.data_config['input_size'])
+            check_student(transfer.name, student, transfer.data_config['input_size'])
         _check_count(options.keep_softmax, student)
+    # the probe compares the students with it, the same for all of them
+    with transfer.accelerator.autocast():
+        check_student(transfer.name, with_softmax(transfer.teacher, student), transfer.data_config['input_size'])
     if options.probe_only:
         return [dict(mixer=mixer, probe=_probe(transfer, mixer)) for mixer in options.mixers]
     assert options.output is not None
