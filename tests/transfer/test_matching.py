@@ -300,6 +300,17 @@ def test_matching_learns_in_an_autocast_context_of_the_caller():
 
 
 @pytest.mark.parametrize('stage', STAGES)
+def test_an_autocast_context_of_the_caller_sees_the_weights_that_a_stage_has_left(stage):
+    teacher = make_teacher()
+    student = make_student(teacher, 'linear')
+    with torch.autocast('cpu', torch.bfloat16):
+        student(TRAIN[0])
+        STAGES[stage](teacher, student, TRAIN, HELD_OUT, steps=1, **RATES[stage])
+        found, expected = student(TRAIN[0]), deepcopy(student)(TRAIN[0])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize('stage', STAGES)
 def test_gradients_are_computed_outside_of_autocast(stage):
     teacher = make_teacher()
     student, within = make_student(teacher, 'linear'), set()

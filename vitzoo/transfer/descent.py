@@ -129,7 +129,6 @@ class _Descent:
     ) -> None:
         self.student, self.evaluate, self.seed, self.accelerator = student, evaluate, seed, accelerator
         self.state_file, self.progress = state_file, progress
-        self.autocast = nullcontext if accelerator is None else accelerator.autocast
         self.device = next(student.parameters()).device
         self.trainable = [parameter for group in groups for parameter in group['params']]
         self.optimizer: Any = None
@@ -141,6 +140,17 @@ class _Descent:
         self.history: list[dict] = []
         if not self._load():
             self.measure()
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The accelerator's autocast, with weights that are cast again also within an autocast context of the caller.
+
+        That keeps what it has cast: weights of another step, and before torch 2.7 also those without gradients.
+        """
+        torch.clear_autocast_cache()
+        with nullcontext() if self.accelerator is None else self.accelerator.autocast():
+            yield
+        torch.clear_autocast_cache()
 
     def train_step(self, backward: Callable[[Tensor], None], images: Tensor) -> None:
         self.student.train()
@@ -154,8 +164,6 @@ class _Descent:
         _average_gradients(self.trainable, self.accelerator)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # an autocast context of the caller would keep the weights of the first step
-        torch.clear_autocast_cache()
         self.step += 1
 
     def measure(self) -> None:
