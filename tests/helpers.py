@@ -5,6 +5,7 @@ import functools
 import math
 import re
 import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,11 @@ def images(*size: int, batch_size: int = 2, in_chans: int = 3) -> torch.Tensor:
 def blocks(model: nn.Module) -> list[Block]:
     """The transformer blocks of a model."""
     return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def one_in(number: int, cases: Iterable) -> list:
+    """Cases of which one in `number` is quick, and the others are slow."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * bool(i % number)) for i, case in enumerate(cases)]
 
 
 def mixers_of_ours() -> list[str]:

@@ -1,6 +1,7 @@
 """`vitzoo export`: the file gives the model's logits for any batch size, and says what preprocessing needs."""
 
 import json
+from functools import partial
 
 import pytest
 import timm
@@ -96,7 +97,9 @@ def test_a_rectangular_size_and_a_checkpoint_are_exported(trained, tmp_path):
     assert FILE_FORMATS['torch'].open(out)(torch.zeros(1, 3, 32, 48)).shape == (1, 3)
 
 
-def test_a_model_without_weights_is_exported_only_if_asked(tmp_path):
+def test_a_model_without_weights_is_exported_only_if_asked(tmp_path, monkeypatch):
+    # the exporter takes seconds for each block
+    monkeypatch.setattr(timm, 'create_model', partial(timm.create_model, depth=1))
     out = tmp_path / 'a.pt2'
     argv = ['deit_linear_nano', '--to', 'torch', '--img-size', '32', '--out', str(out)]
     with pytest.raises(UserError, match='there are no weights of deit_linear_nano'):
@@ -133,7 +136,7 @@ def test_the_reason_of_a_failed_export_is_its_cause(monkeypatch, tmp_path):
             raise RuntimeError('step 2 of 3\nfailed') from error
 
     monkeypatch.setitem(FILE_FORMATS, 'torch', Format('.pt2', (), fail, None))
-    model = timm.create_model('deit_linear_nano').eval()
+    model = timm.create_model('deit_linear_nano', depth=1).eval()
     with pytest.raises(UserError, match='^DeiT cannot be exported to torch: no such operator$'):
         write_file('torch', model, torch.randn(2, 3, 128, 128), tmp_path / 'a.pt2', {})
 

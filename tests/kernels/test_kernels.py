@@ -152,6 +152,7 @@ def test_a_kernel_equals_the_naive_form_with_gradients(case, dtype, experimental
 
 
 @needs_kernels
+@slow
 def test_the_kernel_of_aft_conv_is_precise_if_keys_or_weights_are_far_apart(experimental, calls):
     args = far_keys_case((5, 9), 1, 16, 3)
     got = run(aft_conv, args, torch.float32, DEVICE)
@@ -167,6 +168,7 @@ def test_the_kernel_of_aft_conv_is_precise_if_keys_or_weights_are_far_apart(expe
 
 
 @needs_kernels
+@slow
 def test_the_kernel_of_aft_conv_keeps_its_precision_within_autocast(experimental, calls):
     # three tiles of one sample
     q, k, v, *others = aft_case((1, 17), 1, 1, 3)

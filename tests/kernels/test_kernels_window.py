@@ -104,9 +104,9 @@ def kernel_calls(monkeypatch):
     return import_and_watch
 
 
-QUICK = [('none', torch.float32), ('far', torch.float32), ('one', torch.float32), ('far', torch.bfloat16)]
+QUICK = [('none', torch.float32), ('one', torch.float32), ('far', torch.bfloat16)]
 # the interpreter takes seconds for each
-THOROUGH = [(shape, torch.float32) for shape in ('half', 'whole', 'blocks')]
+THOROUGH = [(shape, torch.float32) for shape in ('half', 'whole', 'blocks', 'far')]
 THOROUGH += [(shape, dtype) for shape in ('half', 'blocks') for dtype in (torch.bfloat16, torch.float16)]
 
 
@@ -260,10 +260,10 @@ def test_unsupported_inputs_fall_back_to_pytorch(device, kernel_calls):
 
 
 MIXERS = [
-    ('ls', {'window_size': 3, 'rank': 2, 'rel_bias': 'table'}),
+    pytest.param('ls', {'window_size': 3, 'rank': 2, 'rel_bias': 'table'}, marks=slow),
     pytest.param('longformer', {'window_size': 2, 'rel_bias': 'table'}, marks=slow),
     pytest.param('longformer', {'window_size': 2, 'exact': True}, marks=slow),
-    pytest.param('local', {'block_size': 3, 'memory_halo': 1}, marks=slow),
+    ('local', {'block_size': 3, 'memory_halo': 1}),
 ]
 
 

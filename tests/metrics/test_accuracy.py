@@ -171,7 +171,7 @@ def evaluate_in_process(folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize('world', (2, 3))
+@pytest.mark.parametrize('world', (pytest.param(2, marks=pytest.mark.slow), 3))
 def test_counts_are_the_same_for_any_number_of_processes(world, tmp_path):
     outcome = start_processes(world, evaluate_in_process, str(tmp_path))
     assert outcome.codes == [0] * world, outcome.err

@@ -158,7 +158,10 @@ REPEATED = pytest.mark.xfail(
 
 @pytest.mark.parametrize(
     'compiler',
-    [pytest.param([], id='eager'), pytest.param(['--torchcompile', 'aot_eager'], id='compiled', marks=REPEATED)],
+    [
+        pytest.param([], id='eager'),
+        pytest.param(['--torchcompile', 'aot_eager'], id='compiled', marks=[REPEATED, pytest.mark.slow]),
+    ],
 )
 def test_recomputed_activations_of_a_timm_model_update_statistics_once(images, tmp_path, compiler):
     trained = []

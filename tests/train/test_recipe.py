@@ -277,7 +277,9 @@ def test_the_header_of_a_paper_recipe_is_complete(path):
     'config',
     [
         # large models
-        pytest.param(path, marks=[pytest.mark.slow] if path.parent.name == 'imagenet' else [], id=path.stem)
+        pytest.param(
+            path, marks=[pytest.mark.slow] * (path.parent.name == 'imagenet' or '13' in path.stem), id=path.stem
+        )
         for path in SHIPPED_RECIPES
     ],
 )

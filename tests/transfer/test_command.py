@@ -113,10 +113,7 @@ DURING = {
 
 @pytest.mark.parametrize(
     'stage',
-    [
-        pytest.param(stage, marks=[pytest.mark.slow] * (stage not in ('matching', 'network', 'export')))
-        for stage in DURING
-    ],
+    [pytest.param(stage, marks=[pytest.mark.slow] * (stage != 'network')) for stage in DURING],
 )
 def test_sigterm_ends_a_transfer_with_a_sentence_and_it_continues_to_the_same_bytes(
     stage, teacher, images, finished, tmp_path, monkeypatch, capsys
@@ -316,7 +313,9 @@ def test_a_folder_is_the_same_for_all_processes_until_each_has_looked_at_it(fini
     assert not {'transfer.json', 'model.safetensors'} & {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize('dtype, rate', [('float32', 'auto'), ('bfloat16', 'scaled')])
+@pytest.mark.parametrize(
+    'dtype, rate', [pytest.param('float32', 'auto', marks=pytest.mark.slow), ('bfloat16', 'scaled')]
+)
 def test_a_student_is_the_same_after_another_mixer_and_alone(dtype, rate, teacher, images, tmp_path):
     command = [
         teacher,
@@ -465,7 +464,7 @@ def test_trials_that_were_made_are_not_repeated(teacher, images, tmp_path, monke
     assert made == [row['lr'] for row in read_results(tmp_path)['network_trials']]
 
 
-@pytest.mark.parametrize('what', ['loss', 'weights'])
+@pytest.mark.parametrize('what', ['loss', pytest.param('weights', marks=pytest.mark.slow)])
 def test_a_trial_that_diverges_ends_the_search(what, teacher, images, tmp_path, monkeypatch):
     def train(*args, lr, **options):
         if lr > 2e-5:
