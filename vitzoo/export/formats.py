@@ -63,6 +63,8 @@ def trace(model: nn.Module, images: torch.Tensor) -> ExportedProgram:
 
 # whose sorting PyTorch's exporter does not translate
 NOT_IN_ONNX = ('reformer',)
+# whose Fourier transforms torch 2.6 leaves out of a program
+NOT_IN_TORCH_2_6 = ('circulant', 'fourier')
 
 
 def write_file(file_format: str, model: nn.Module, images: torch.Tensor, path: Path, facts: dict) -> None:
@@ -71,10 +73,12 @@ def write_file(file_format: str, model: nn.Module, images: torch.Tensor, path: P
     Raises:
         UserError: The exporter cannot translate the model.
     """
-    mixers = [mixer for _, mixer in named_mixers(model)]
-    refused = [name for name in NOT_IN_ONNX if any(isinstance(mixer, mixer_class(name)) for mixer in mixers)]
+    refused = _mixers_of(model, NOT_IN_ONNX)
     if refused and file_format != 'torch':
         raise UserError(f'{file_format} has no form of {refused[0]}, as docs/export.md says; choose --to torch')
+    refused = _mixers_of(model, NOT_IN_TORCH_2_6)
+    if refused and torch.__version__.startswith('2.6.'):
+        raise UserError(f'torch {torch.__version__} cannot export {refused[0]}; use torch 2.7')
     try:
         with warnings.catch_warnings():
             # exporters warn of their own future versions
@@ -82,6 +86,12 @@ def write_file(file_format: str, model: nn.Module, images: torch.Tensor, path: P
             FILE_FORMATS[file_format].write(trace(model, images), path, facts)
     except (RuntimeError, ValueError) as error:
         raise UserError(f'{type(model).__name__} cannot be exported to {file_format}: {_reason(error)}') from error
+
+
+def _mixers_of(model: nn.Module, names: tuple[str, ...]) -> list[str]:
+    """Those of the named mixers that a model has."""
+    mixers = [mixer for _, mixer in named_mixers(model)]
+    return [name for name in names if any(isinstance(mixer, mixer_class(name)) for mixer in mixers)]
 
 
 def _reason(error: BaseException) -> str:
