@@ -145,7 +145,7 @@ class _Descent:
     def autocast(self) -> Iterator[None]:
         """The accelerator's autocast, with weights that are cast again also within an autocast context of the caller.
 
-        That keeps what it has cast: weights of another step, and before torch 2.7 also those without gradients.
+        That keeps what it has cast: weights of another step, and with torch 2.6 also those without gradients.
         """
         torch.clear_autocast_cache()
         with nullcontext() if self.accelerator is None else self.accelerator.autocast():
