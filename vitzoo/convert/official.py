@@ -163,18 +163,17 @@ def _search_sources(
     filter_fn: Callable[[dict], dict], converted: str, official: dict[str, Tensor], names: list[str]
 ) -> list[str]:
     """The official tensors among `names` that a converted tensor depends on, by halving those that are not zero."""
-    filling = {name: torch.tensor(float(name in names)).expand(x.shape) for name, x in official.items()}
     zeros = {name: torch.tensor(0.0).expand(x.shape) for name, x in official.items()}
-    if torch.equal(filter_fn(filling)[converted], filter_fn(zeros)[converted]):
-        return []
-    if len(names) == 1:
-        return names
-    half = len(names) // 2
-    return [
-        source
-        for part in (names[:half], names[half:])
-        for source in _search_sources(filter_fn, converted, official, part)
-    ]
+    constant = filter_fn(dict(zeros))[converted]
+
+    def search(names: list[str]) -> list[str]:
+        ones = {name: torch.tensor(1.0).expand(official[name].shape) for name in names}
+        if torch.equal(filter_fn(zeros | ones)[converted], constant):
+            return []
+        half = len(names) // 2
+        return names if not half else [*search(names[:half]), *search(names[half:])]
+
+    return search(names)
 
 
 def _print_mapping(sources: dict[str, list[str]], official: dict[str, Tensor], own: dict[str, Tensor]) -> None:
