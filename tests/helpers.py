@@ -205,6 +205,13 @@ SMALL = {
     'vil': dict(embed_dims=(16, 24, 24, 32), num_heads=(1, 2, 2, 2), depths=(1, 1, 1, 1)),
 }
 SMALLEST = {'aft': 'tiny', 'cvt': '13', 'deit': 'tiny', 'vil': 'tiny'}
+# models of the registered widths with one block per stage
+SHALLOW = {
+    'aft': dict(depth=1),
+    'cvt': dict(depths=(1, 1, 1)),
+    'deit': dict(depth=1),
+    'vil': dict(depths=(1, 1, 1, 1)),
+}
 
 
 def combinations() -> list:
@@ -245,8 +252,10 @@ def blocks(model: nn.Module) -> list[Block]:
 
 
 def one_in(number: int, cases: Iterable) -> list:
-    """Cases of which one in `number` is quick, and the others are slow."""
-    return [pytest.param(case, marks=[pytest.mark.slow] * bool(i % number)) for i, case in enumerate(cases)]
+    """Cases, which may be `pytest.param`, of which one in `number` is quick, and the others are slow."""
+    params = [case if hasattr(case, 'marks') else pytest.param(case) for case in cases]
+    slow = [[pytest.mark.slow] * bool(i % number) for i in range(len(params))]
+    return [pytest.param(*p.values, marks=[*p.marks, *extra], id=p.id) for p, extra in zip(params, slow)]
 
 
 def mixers_of_ours() -> list[str]:

@@ -8,6 +8,7 @@ import docs_models
 import pages
 import pytest
 import timm
+from helpers import one_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,13 +21,9 @@ def name_of(row: dict) -> str:
     return f'{row["model"]}-{row["img_size"]}-{ROWS.index(row)}'
 
 
-# some of the many rows that differ only in the mixer
-QUICK = [row for row in ROWS if row['model'] != 'vitzoo_swapped' and float(row['gmacs']) < 5]
-QUICK += [row for row in ROWS if row['model'] == 'vitzoo_swapped'][::6]
-
-
+# small models first, because those of many MACs take seconds
 @pytest.mark.parametrize(
-    'row', [pytest.param(row, marks=[] if row in QUICK else pytest.mark.slow, id=name_of(row)) for row in ROWS]
+    'row', one_in(6, [pytest.param(row, id=name_of(row)) for row in sorted(ROWS, key=lambda row: float(row['gmacs']))])
 )
 def test_parameters_and_macs_of_every_row_are_those_of_the_model(row):
     params, macs = docs_models.measure(row)

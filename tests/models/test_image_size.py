@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import SMALL, SMALLEST, build_model, mixers_of_ours, perturb
+from helpers import SHALLOW, SMALL, SMALLEST, build_model, mixers_of_ours, perturb
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
@@ -64,19 +64,15 @@ def registered_names():
     smallest = {}
     for name in sorted(pinned, key=lambda name: not re.search(r'_nano(?=_|$)', name)):
         smallest.setdefault(re.sub(r'_(tiny|small|base|medium\w*|13|21|w24|nano)(?=_|$)', '', name), name)
-    bound = re.compile(f'_({"|".join(BOUND)})_')
-    # of the mixers that keep nothing for a grid, every fourth name
-    return [
-        pytest.param(name, marks=[] if bound.search(name) or i % 4 == 0 else pytest.mark.slow)
-        for i, name in enumerate(sorted(smallest.values()))
-    ]
+    return sorted(smallest.values())
 
 
 @pytest.mark.parametrize('name', registered_names())
 def test_every_name_has_the_shapes_of_its_new_image_size(name):
+    kwargs = SHALLOW[name.split('_')[0]]
     with torch.device('meta'):
-        weights = timm.create_model(name, img_size=(160, 96)).state_dict()
-        model = timm.create_model(name, img_size=(128, 224))
+        weights = timm.create_model(name, img_size=(160, 96), **kwargs).state_dict()
+        model = timm.create_model(name, img_size=(128, 224), **kwargs)
     model.pretrained_cfg['input_size'] = (3, 160, 96)
     resampled = sys.modules[type(model).__module__].checkpoint_filter_fn(weights, model)
     model.load_state_dict(resampled, strict=True)

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from helpers import build_model as build
-from helpers import images, mixers_of_ours
+from helpers import images, mixers_of_ours, one_in
 from timm.models import save_for_hf
 from torch import nn
 
@@ -17,8 +17,7 @@ onnxruntime = pytest.importorskip('onnxruntime')
 pytest.importorskip('onnxscript')
 
 OPSET = 18
-# a window, a sort, a convolution, landmarks; the exporter takes seconds for each mixer
-QUICK = ('aft_conv', 'ls', 'nystrom', 'sinkhorn')
+IN_ONNX = [mixer for mixer in vitzoo.list_mixers() if mixer not in NOT_IN_ONNX]
 DOCS = Path(__file__).resolve().parents[2] / 'docs' / 'export.md'
 
 
@@ -29,14 +28,8 @@ def run_exported(model, x, path):
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
 
-@pytest.mark.parametrize(
-    'mixer',
-    [
-        pytest.param(mixer, marks=[] if mixer in QUICK else pytest.mark.slow)
-        for mixer in vitzoo.list_mixers()
-        if mixer not in NOT_IN_ONNX
-    ],
-)
+# the exporter takes seconds for each mixer
+@pytest.mark.parametrize('mixer', one_in(20, IN_ONNX))
 @pytest.mark.filterwarnings('ignore')
 def test_an_onnx_model_gives_the_same_logits(mixer, tmp_path):
     model, x = build(f'deit_{mixer}_tiny', depth=1), images()
@@ -58,11 +51,7 @@ class OnGrid(nn.Module):
 
 @pytest.mark.parametrize(
     'mixer',
-    [
-        pytest.param(mixer, marks=[] if mixer in ('local', 'relu_linear') else pytest.mark.slow)
-        for mixer in vitzoo.list_mixers()
-        if mixer not in NOT_IN_ONNX
-    ],
+    [pytest.param(mixer, marks=[] if mixer in ('local', 'relu_linear') else pytest.mark.slow) for mixer in IN_ONNX],
 )
 @pytest.mark.filterwarnings('ignore')
 def test_an_onnx_mixer_without_prefix_tokens_takes_any_batch_size(mixer, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from helpers import COMBINATIONS, GRID, SETTINGS, SMALL, images, tokens
+from helpers import COMBINATIONS, GRID, SETTINGS, SMALL, images, one_in, tokens
 from helpers import build as build_mixer
 from helpers import build_model as build
 from processes import start_processes
@@ -106,7 +106,7 @@ def assert_compiles_once(module, batch):
     assert counter.frame_count == frames <= 2
 
 
-@pytest.mark.parametrize('mixer', [compilable(mixer) for mixer in vitzoo.list_mixers()])
+@pytest.mark.parametrize('mixer', one_in(3, map(compilable, vitzoo.list_mixers())))
 def test_a_compiled_mixer_has_no_graph_break_and_stays_compiled_on_the_last_batch(mixer):
     kwargs = SETTINGS.get(mixer, [{}])[0]
     module = build_mixer(mixer, num_prefix_tokens=1, dtype=torch.float32, **kwargs).eval()
@@ -136,9 +136,7 @@ def test_a_random_shift_compiles_to_one_graph_for_all_neighbours():
     assert not torch.equal(logits[0].expand_as(logits), logits)
 
 
-@pytest.mark.parametrize(
-    'mixer', [compilable(mixer, marks=[slow] * bool(i % 3)) for i, mixer in enumerate(vitzoo.list_mixers())]
-)
+@pytest.mark.parametrize('mixer', one_in(6, map(compilable, vitzoo.list_mixers())))
 def test_an_exported_mixer_takes_any_batch_size(mixer):
     module = build_mixer(mixer, num_prefix_tokens=1, dtype=torch.float32, **SETTINGS.get(mixer, [{}])[0]).eval()
     x = [tokens(module, B, dtype=torch.float32) for B in (2, 3)]
