@@ -151,6 +151,28 @@ def test_going_back_starts_a_branch_and_keeps_the_other(run):
     assert train(['--resume', str(aside)])['folder'] == str(aside)
 
 
+def test_a_branch_that_is_interrupted_at_once_has_a_best_epoch_of_its_own(run, monkeypatch):
+    found = []
+
+    def interrupt(run, *args, **kwargs):
+        found.append(run.best_from)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_module, 'train_step', interrupt)
+    for source in (run / 'checkpoints' / 'step-00000010', run):
+        with pytest.raises(KeyboardInterrupt):
+            train(['--resume', str(source)])
+    assert found == [1, 1]
+    assert epochs_of(run / 'best') == 2
+
+
+def test_a_run_whose_best_model_is_gone_exports_that_of_a_later_epoch(run):
+    # as of a branch that was interrupted before it could write anything
+    shutil.rmtree(run / 'best')
+    train(['--resume', str(run)])
+    assert epochs_of(run / 'best') == 3
+
+
 def test_overwriting_a_run_keeps_the_files_of_others(images, run):
     photo, events = run / 'best' / 'photo.jpg', run / 'vitzoo' / 'events.out.tfevents.1'
     photo.write_text('photo')

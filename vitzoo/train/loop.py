@@ -52,8 +52,8 @@ def train_in_folder(run: Run, checkpoints: list[Path], stop: StopSignal) -> dict
             resume_run(run, checkpoints)
     is_elsewhere = bool(checkpoints) and not contains_checkpoint(run.folder, checkpoints[0])
     open_folder(run, is_new=not checkpoints or is_elsewhere)
-    if is_elsewhere:
-        # so that --resume auto finds where this run began
+    if is_elsewhere or run.later_checkpoints:
+        # so that --resume auto finds where this run, or this branch of it, began
         save_run(run)
     with stop, Display(run) as display:
         while len(run.history) < run.plan.epochs:

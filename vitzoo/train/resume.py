@@ -103,9 +103,10 @@ def resume_run(run: Run, checkpoints: list[Path]) -> None:
     run.later_checkpoints = [
         path for path in list_checkpoints(run.folder / 'checkpoints') if path.name > f'step-{run.step:08d}'
     ]
-    is_branch = not contains_checkpoint(run.folder, checkpoint) or bool(
-        run.later_checkpoints and best_epoch(run.folder) > len(run.history)
-    )
+    best = best_epoch(run.folder)
+    # without best/, which an earlier start of this branch has set aside, no earlier epoch has a model
+    is_branch = not contains_checkpoint(run.folder, checkpoint) or best == 0
+    is_branch = is_branch or bool(run.later_checkpoints and best > len(run.history))
     run.best_from = len(run.history) if is_branch else state['best_from']
     run.console.print(f'resumed from {checkpoint} at step {run.step} of {run.plan.steps}')
 
