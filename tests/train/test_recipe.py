@@ -174,6 +174,12 @@ def test_a_saved_recipe_replays_but_writes_elsewhere(tmp_path):
     assert asdict(replayed) == {**asdict(recipe), 'output': None, 'resume': None}
 
 
+@pytest.mark.parametrize('name', ['a\nb: c', 'a\r', 'a\u2028b', '\x1b[1m'], ids=ascii)
+def test_a_name_in_the_summary_of_a_recipe_may_have_any_characters(tmp_path, name):
+    save_recipe(make_recipe(dict(epochs=7, data_dir=name)), tmp_path / 'recipe.yaml', [f'data   {name}: 3 images'])
+    assert load_recipe(['--config', str(tmp_path / 'recipe.yaml')]) == make_recipe(dict(epochs=7, data_dir=name))
+
+
 def test_help_groups_every_key(capsys):
     with pytest.raises(SystemExit):
         load_recipe(['--help'])

@@ -330,7 +330,12 @@ def save_recipe(recipe: Recipe, path: Path, header: list[str]) -> None:
     values = {name: value for name, value in asdict(recipe).items() if name not in NOT_SAVED}
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
     with replace_file(path) as partial:
-        partial.write_text(''.join(f'# {line}\n' for line in header) + text, encoding='utf-8')
+        partial.write_text(''.join(f'# {_one_line(line)}\n' for line in header) + text, encoding='utf-8')
+
+
+def _one_line(text: str) -> str:
+    """A comment, whose names of folders and classes may have line breaks and other characters that YAML refuses."""
+    return ''.join(letter if letter.isprintable() else ' ' for letter in text)
 
 
 def option_types(name: str) -> tuple[type, ...]:
