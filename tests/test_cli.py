@@ -85,6 +85,21 @@ def test_another_rank_waits_for_the_first_before_it_prints_an_error_that_it_may_
     assert capsys.readouterr() == ('', 'vitzoo: error: empty\n')
 
 
+def test_a_process_that_loses_another_one_says_so_in_one_sentence(capsys, monkeypatch):
+    error = RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:29057.')
+    monkeypatch.setenv('RANK', '1')
+    with pytest.raises(RuntimeError):
+        run_command(fail(error))
+    monkeypatch.setattr(errors, '_have_joined', lambda: True)
+    with pytest.raises(RuntimeError, match='shapes'):
+        run_command(fail(RuntimeError('shapes cannot be multiplied')))
+    with pytest.raises(SystemExit) as end:
+        run_command(fail(error))
+    assert end.value.code == 2
+    message = 'vitzoo: error: process 1 ends, because another process has ended; see its error\n'
+    assert capsys.readouterr() == ('', message)
+
+
 def test_an_interrupt_is_exit_code_130(capsys):
     with pytest.raises(SystemExit) as end:
         run_command(fail(KeyboardInterrupt()))

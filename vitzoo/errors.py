@@ -15,6 +15,8 @@ from typing import NoReturn
 
 # time for rank 0 to meet the error that another rank has found
 WAIT_SECONDS = 30
+# of gloo, whose other errors are bugs
+_LOST_CONNECTION = ('Connection closed by peer', 'Connection reset by peer')
 
 
 class UserError(ValueError):
@@ -55,9 +57,10 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
 
     A `UserError` is printed as one line on stderr with exit code 2, in a distributed run by rank 0 only, and a
     `RankError` by the rank that raises it. Before the processes have joined, the other ranks wait for rank 0 to print
-    its error, because launchers kill all processes when the first one fails. A full disk is such an error, too. Ctrl-C
-    exits with 130, and a closed output pipe, as with `head`, with 141. Every other exception keeps its traceback. A
-    warning of vitzoo is printed as one line too, and characters that the terminal lacks are printed as escapes.
+    its error, because launchers kill all processes when the first one fails. A full disk is such an error, too, and so
+    is the end of another process, which prints the cause. Ctrl-C exits with 130, and a closed output pipe, as with
+    `head`, with 141. Every other exception keeps its traceback. A warning of vitzoo is printed as one line too, and
+    characters that the terminal lacks are printed as escapes.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors='backslashreplace')
@@ -72,6 +75,12 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
             time.sleep(WAIT_SECONDS)
         if is_first or not _have_joined() or isinstance(error, RankError):
             print(f'vitzoo: error: {error}', file=sys.stderr)
+        raise SystemExit(2) from None
+    except RuntimeError as error:
+        if not _have_joined() or not any(words in str(error) for words in _LOST_CONNECTION):
+            raise
+        rank = os.environ.get('RANK', '0')
+        print(f'vitzoo: error: process {rank} ends, because another process has ended; see its error', file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -430,3 +430,11 @@ def test_an_unreadable_image_is_reported_on_one_line_by_loader_worker_and_proces
     assert outcome.codes == [2]
     (line,) = outcome.err.splitlines()
     assert line.startswith('vitzoo: error: cannot read the image red/0.jpg of ')
+
+
+def test_an_unreadable_image_is_reported_once_by_two_processes(bad):
+    arguments = [*TINY, '--data-dir', str(bad / 'damaged'), '--output', str(bad / 'two')]
+    outcome = start_processes(2, main, arguments)
+    assert 2 in outcome.codes and 'Traceback' not in outcome.err
+    found = [line for line in outcome.err.splitlines() if 'cannot read the image red/0.jpg of ' in line]
+    assert len(found) == 1
