@@ -283,6 +283,11 @@ def test_the_batch_is_global(values, world, expected):
     assert plan.lr == pytest.approx(5e-4 * plan.batch_size / 512)
 
 
+def test_too_few_images_for_the_processes_are_refused_with_advice():
+    with pytest.raises(UserError, match='5 training images are too few for 6 processes .*; add images, or reduce'):
+        plan_batches(make_recipe(dict(batch_size=6)), 5, 6)
+
+
 @pytest.mark.parametrize(('scale', 'rate'), [('linear', 0.025), ('sqrt', 0.05)])
 def test_the_rate_follows_the_size_of_the_batch(scale, rate):
     values = dict(batch_size=64, lr_base=0.1, lr_base_size=256, lr_base_scale=scale)

@@ -25,7 +25,8 @@ def plan_batches(recipe: Recipe, num_images: int, world_size: int) -> Plan:
     batch_size = min(recipe.batch_size, num_images // num_micro_batches * num_micro_batches)
     if not batch_size:
         raise UserError(
-            f'{num_images} training images are too few for {world_size} processes x {accum_steps} grad_accum_steps'
+            f'{num_images} training images are too few for {world_size} processes x {accum_steps} grad_accum_steps; add'
+            f' images, or reduce one of them'
         )
     ratio = batch_size / recipe.lr_base_size
     scaled_lr = recipe.lr_base * (ratio if recipe.lr_base_scale == 'linear' else ratio**0.5)
