@@ -326,6 +326,16 @@ def test_long_names_leave_room_for_the_marks():
         assert all(float(a) <= float(b) for a, b in ends)
 
 
+def test_long_names_of_classes_leave_room_for_the_confusion_matrix():
+    record = make_record(0)
+    record['mistakes']['class_names'] = ['cat', 'dog', 'x' * 150]
+    found = re.search(r'<svg[^>]*aria-label="confusion matrix of .*?</svg>', render(make_data(record)), re.DOTALL)[0]
+    assert float(re.search(r' width="(\d+)"', found)[1]) < 400
+    assert f'{"x" * 15}…{"x" * 16}</text>' in found
+    # the mark of a cell has the whole name
+    assert f'images of {"x" * 150} predicted as' in found
+
+
 def test_the_last_cosine_is_that_of_the_last_block():
     (column,) = (column for column in MODEL_COLUMNS if column.heading == 'cosine')
     assert column.read(dict(oversmoothing=[0.1, 0.2])) == 0.2

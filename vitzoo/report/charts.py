@@ -185,16 +185,17 @@ def bars(label: str, rows: list[tuple[int, str, float, float | None]], x_label: 
 
 def matrix(label: str, counts: list[list[int]], names: list[str]) -> Element:
     """A confusion matrix with a row per class and a column per predicted class."""
-    cell, left = 22 if len(names) <= 12 else 12, 10 + CHARACTER * max(map(len, names))
+    short = [shorten(name) for name in names]
+    cell, left = 22 if len(names) <= 12 else 12, 10 + CHARACTER * max(map(len, short))
     side = cell * len(names)
     width, height = left + side + 6, left + side + 6
     root = tag('svg', viewBox=f'0 0 {width:.0f} {height:.0f}', width=f'{width:.0f}', height=f'{height:.0f}', role='img')
     root.set('aria-label', label)
     for i, row in enumerate(counts):
         middle = left + cell * (i + 0.5)
-        root.append(tag('text', names[i], class_='row end', x=left - 6.0, y=middle + 3.5))
+        root.append(tag('text', short[i], class_='row end', x=left - 6.0, y=middle + 3.5))
         root.append(
-            tag('text', names[i], class_='row', transform=f'translate({middle + 3.5:.1f} {left - 6:.1f}) rotate(-90)')
+            tag('text', short[i], class_='row', transform=f'translate({middle + 3.5:.1f} {left - 6:.1f}) rotate(-90)')
         )
         for j, count in enumerate(row):
             # opacity is the square root, because errors are few compared with correct predictions
