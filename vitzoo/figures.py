@@ -51,6 +51,8 @@ def draw_token_statistics(path: str, records: list[dict]) -> None:
         axes.set_prop_cycle(cycler(linestyle=['-', '--', ':']) * rcParams['axes.prop_cycle'])
         for name, found in statistics.items():
             label = literal(', '.join([_legend_name(name, statistics), *found.get('options', ())]))
+            # matplotlib leaves labels out of a legend that begin with an underscore
+            label = f' {label}' if label.startswith('_') else label
             # more models need fainter bands, which overlap
             _plot_curve(axes, found, measure, label, same_depth, min(0.2, 0.5 / len(statistics)))
         axes.set_xlabel('block' if same_depth else 'relative depth (block / number of blocks)')

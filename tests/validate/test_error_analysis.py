@@ -151,3 +151,11 @@ def test_curves_of_several_models_and_measures_share_a_figure(tmp_path):
         assert two.width > 1.5 * one.width and len(two.convert('RGB').getcolors(1 << 20)) > 5
     with pytest.raises(UserError, match='no oversmoothing curve'):
         draw_token_statistics(tmp_path / 'none.png', [dict(model='none', token_statistics=None)])
+
+
+def test_a_model_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path):
+    records = [dict(model=f'runs/{name}', token_statistics=statistics(2, cosine=0.5)) for name in ('_a', 'b')]
+    draw_token_statistics(tmp_path / 'curves.svg', records)
+    # comments name the texts that are drawn as shapes
+    text = (tmp_path / 'curves.svg').read_text()
+    assert '<!--  _a -->' in text and '<!-- b -->' in text
