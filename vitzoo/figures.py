@@ -78,7 +78,8 @@ def _plot_curve(axes: Axes, statistics: dict, measure: str, label: str, same_dep
     axes.plot(depth[last], mean[last], marker='o', markersize=7, linestyle='', color=line.get_color())
 
 
-def _cut(text: str, length: int = 30) -> str:
+def cut(text: str, length: int = 30) -> str:
+    """Text for a figure that has no room for more characters."""
     return text if len(text) <= length else f'{text[: length - 1]}…'
 
 
@@ -107,8 +108,8 @@ def draw_confusion(path: str, matrix: Tensor, class_names: list[str]) -> None:
     axes.set_xlabel('predicted class')
     axes.set_ylabel('class of the image')
     if len(names) <= 30:
-        axes.set_xticks(range(len(columns)), [literal(_cut(name)) for name in columns], rotation=90)
-        axes.set_yticks(range(len(names)), [literal(_cut(name)) for name in names])
+        axes.set_xticks(range(len(columns)), [literal(cut(name)) for name in columns], rotation=90)
+        axes.set_yticks(range(len(names)), [literal(cut(name)) for name in names])
         for i, j in matrix.nonzero().tolist():
             color = 'white' if shares[i, j] > 0.4 else 'black'
             axes.text(j, i, f'{matrix[i, j]:,}', ha='center', va='center', color=color, fontsize='x-small')

@@ -135,6 +135,21 @@ def test_dollar_signs_in_names_are_drawn_as_they_are(name, tmp_path, monkeypatch
             assert drawn.tobytes() == plain.tobytes(), kind
 
 
+def test_long_names_leave_room_for_the_end_of_a_title_and_for_the_next_image(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(vitzoo.figures, 'draw_mistakes', lambda path, rows: drawn.extend(rows))
+    label, top = torch.tensor([0, 1]), torch.tensor([[1], [1]])
+    files = [f'{"i" * 90}.jpg', 'b.jpg']
+    columns = dict(label=label, top=top, prob=torch.tensor([[0.8], [0.9]]))
+    predictions = Predictions(files, {0: 'c' * 90, 1: 'd' * 90}, columns)
+    write_error_analysis(str(tmp_path), predictions, lambda index: Image.new('RGB', (8, 8)))
+    ((title, ((_, caption),)),) = drawn
+    assert title == f'{"c" * 29}… predicted as {"d" * 29}… once'
+    assert caption == f'{"i" * 29}…\n80 % confident'
+    # the tables have room
+    assert read(tmp_path / 'confused.csv')[1] == ['c' * 90, 'd' * 90, '1', files[0]]
+
+
 def statistics(depth: int, **measures: float) -> dict:
     curves = {name: dict(mean=[value] * depth, std=[0.1] * depth) for name, value in measures.items()}
     return dict(blocks=[f'blocks.{i}' for i in range(depth)], stages=[0] * depth, **curves)

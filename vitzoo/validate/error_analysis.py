@@ -137,10 +137,13 @@ def _to_figure_row(
     files: list[str],
     load_image: Callable,
 ) -> tuple[str, list[tuple[Image.Image, str]]]:
-    """Title and captioned images of a confused pair."""
-    captions = (f'{printable(Path(files[index]).name)}\n{100 * confidence[index]:.0f} % confident' for index in indices)
+    """Title and captioned images of a confused pair, with names that fit into the figure."""
+    from vitzoo.figures import cut
+
+    shown = (cut(printable(Path(files[index]).name)) for index in indices)
+    captions = (f'{file}\n{100 * confidence[index]:.0f} % confident' for file, index in zip(shown, indices))
     often = f'{times} times' if times > 1 else 'once'
-    return f'{name} predicted as {taken_for} {often}', list(zip(map(load_image, indices), captions))
+    return f'{cut(name)} predicted as {cut(taken_for)} {often}', list(zip(map(load_image, indices), captions))
 
 
 def _write_csv(folder: str, name: str, header: Iterable[str], rows: Iterable[list]) -> None:
