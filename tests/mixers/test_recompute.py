@@ -235,6 +235,24 @@ def test_recomputed_sequences_are_the_same_under_autocast(name, group_heads):
         assert (recomputed - whole).norm() <= 0.02 * whole.norm()
 
 
+@pytest.mark.parametrize('create_graph', [False, True])
+@pytest.mark.parametrize('in_forward', [False, True])
+def test_heads_are_recomputed_in_the_dtype_of_the_forward_pass(in_forward, create_graph, group_heads):
+    group_heads(1)
+    x, y = (torch.randn(2, 2, 3, 3, requires_grad=True) for _ in range(2))
+    found = []
+
+    def multiply(x, y):
+        found.append((x @ y).dtype)
+        return x @ y
+
+    with torch.autocast('cpu', torch.bfloat16, enabled=in_forward):
+        total = recompute_heads(multiply, (x, y), 9).sum()
+    with torch.autocast('cpu', torch.bfloat16, enabled=not in_forward):
+        torch.autograd.grad(total, [x, y], create_graph=create_graph)
+    assert set(found) == {torch.bfloat16 if in_forward else torch.float32} and len(found) > 4
+
+
 @pytest.mark.parametrize('name', ['deit_hedgehog_nano', 'vil_swin_nano', 'cvt_rfa_nano'])
 def test_long_sequences_train_with_gradient_checkpointing(name, group_heads):
     model, x = build_model(name).train(), images()

@@ -70,10 +70,11 @@ class _RecomputedHeads(torch.autograd.Function):
         ctx.function, ctx.size, *tensors = inputs
         ctx.save_for_backward(*tensors)
         device = tensors[0].device.type
-        # the backward pass runs outside of autocast; meta tensors have none
+        # the backward pass may run within another autocast than the forward pass, or without; meta tensors have none
         ctx.autocast = nullcontext
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            ctx.autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device))
+        if torch.amp.is_autocast_available(device):
+            dtype, is_enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+            ctx.autocast = partial(torch.autocast, device, dtype, is_enabled)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
