@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from vitzoo import create_mixer, list_mixers, register_mixer
 from vitzoo.mixers import QKVMixer, TokenMixer, _recompute, _window, mixer_class
 from vitzoo.mixers._chunked import chunk_attention
+from vitzoo.mixers._gated_scan import gated_scan
 from vitzoo.mixers._window import window_attention
 from vitzoo.mixers.performer import performer_attention
 
@@ -209,16 +210,19 @@ def test_a_forward_pass_copies_no_numbers_to_the_device(name, kwargs, num_prefix
         lambda q, k, v: chunk_attention(q[0], k[0], v[0], 0.5, torch.zeros(1, 16, 32))[0],
         lambda q, k, v: performer_attention(q, k, v, torch.ones(6, 4), 0.5),
         lambda q, k, v: window_attention(q, k, v, k[:, :, :3], v[:, :, :3], (4, 4), 2, 1, 0.5),
+        lambda q, k, v: gated_scan(q, k, v, q, k, 0.5),
     ],
-    ids=['chunks', 'features', 'windows'],
+    ids=['chunks', 'features', 'windows', 'scan'],
 )
-def test_a_function_with_a_gradient_of_its_own_computes_it_outside_of_autocast(function):
+@pytest.mark.parametrize('create_graph', [False, True])
+def test_a_function_with_a_gradient_of_its_own_computes_it_outside_of_autocast(function, create_graph):
     inputs = [torch.randn(2, 2, 16, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     inputs = [x.requires_grad_() for x in inputs]
     out, found = function(*inputs), []
+    weight = torch.ones_like(out)
     for is_enabled in (False, True):
         with torch.autocast('cpu', torch.bfloat16, enabled=is_enabled):
-            found.append(torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True))
+            found.append(torch.autograd.grad(out, inputs, weight, retain_graph=True, create_graph=create_graph))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

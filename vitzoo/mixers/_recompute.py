@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._numerics import is_compiled, is_empty
+from ._numerics import is_compiled, is_empty, no_autocast
 
 __all__ = [
     'apply_to_heads', 'differentiable_gradients', 'heads_at_once', 'is_stored', 'recompute_heads', 'slice_heads',
@@ -152,7 +152,10 @@ def differentiable_gradients(
     """
     # views, because one tensor may be several arguments
     inputs = [None if x is None else x.view_as(x) for x in tensors]
-    return _gradients(function(*inputs), (*inputs, *closed_over), needed, grad, create_graph=True, allow_unused=True)
+    # backward may be called within autocast
+    with no_autocast(grad if isinstance(grad, Tensor) else grad[0]):
+        out = function(*inputs)
+        return _gradients(out, (*inputs, *closed_over), needed, grad, create_graph=True, allow_unused=True)
 
 
 def apply_to_heads(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], num_elements: int) -> Tensor:
