@@ -11,9 +11,9 @@ The convolution is on the grid, padded with zeros. There is no scale of the scor
 keeps the normalizer positive; the official code does not ensure that, and agrees for positive weights. A weight at or
 below 0 gets the gradient of a positive one, so that it can grow. Its normalizer is not the paper's:
 `normalizer='position'` mixes, in place of z_b, the normalizers phi(q_l) . z_{b(l)} of the tokens l at the same position
-in each block; a block that is too small to have that token counts as 0. The layer norm that the official class applies
-first is here that of the transformer block. MHLA: Restoring Expressivity of Linear Attention via Token-Level
-Multi-Head, https://arxiv.org/abs/2601.07832
+in each block; a block that is too small to have that token counts as 0. The official class applies a layer norm of its
+own after that of the transformer block, which is left out. MHLA: Restoring Expressivity of Linear Attention via
+Token-Level Multi-Head, https://arxiv.org/abs/2601.07832
 """
 
 import math
