@@ -6,9 +6,10 @@ The grid is divided into at most n x n windows. R(i) has the tokens of the k win
 mean key and the mean query of the window of i, over all heads together; the choice has no gradient. lepe is a depthwise
 convolution. The authors pad a grid that n does not divide, and attend the padding; here windows have ceil(H / n) x
 ceil(W / n) tokens, fewer at the border, so that a side may have fewer than n of them, and the means are over their
-tokens. Prefix tokens are global: every token attends them and they attend every token. If all windows are chosen, and
-without lepe, it is softmax attention with this scale. With windows of s tokens, O(N (k s + P) dim). BiFormer: Vision
-Transformer with Bi-Level Routing Attention, section 3.2, https://arxiv.org/abs/2303.08810
+tokens. Prefix tokens are global: every token attends them and they attend every token. The 3 x 3 depthwise convolution
+that the authors' blocks add to the tokens before the norm belongs to the block and is not here. If all windows are
+chosen, and without lepe, it is softmax attention with this scale. With windows of s tokens, O(N (k s + P) dim).
+BiFormer: Vision Transformer with Bi-Level Routing Attention, section 3.2, https://arxiv.org/abs/2303.08810
 """
 
 from typing import Any
