@@ -640,9 +640,12 @@ def test_a_model_of_other_channels_averages_the_preprocessing_of_its_parent(tmp_
     kwargs = words({**SMALL['deit'], 'depth': 9, 'in_chans': 1})
     argv = ['--from', str(tmp_path / 'p'), '--to', 'deit_softmax_tiny', '--model-kwargs', *kwargs]
     convert([*argv, '--out', str(tmp_path / 'out')])
-    config = loaded(tmp_path / 'out').pretrained_cfg
+    model = loaded(tmp_path / 'out')
+    config = model.pretrained_cfg
     assert config['mean'] == pytest.approx([0.4]) and config['std'] == pytest.approx([0.2])
     assert config['input_size'][0] == 1
+    # as timm adapts the first convolution
+    torch.testing.assert_close(model.patch_embed.proj.weight, parent.patch_embed.proj.weight.sum(dim=1, keepdim=True))
 
 
 @pytest.mark.parametrize('file', ['', 'config.json'])
@@ -869,6 +872,13 @@ def test_an_official_last_stage_of_srformer_keeps_its_reduction_of_1():
     sr = model.stages[3].blocks[0].attn.sr
     assert sr.kernel_size == (1, 1) and sr.bias is None
     assert model(torch.rand(1, 3, 64, 64)).isfinite().all()
+
+
+def test_a_model_of_a_distilled_parent_takes_its_arguments(tmp_path):
+    save_for_hf(small('deit_tiny_distilled_patch16_224'), str(tmp_path / 'p'), safe_serialization=True)
+    convert(['--from', str(tmp_path / 'p'), '--to', 'deit_softmax_tiny', '--out', str(tmp_path / 'out')])
+    model = loaded(tmp_path / 'out')
+    assert (model.embed_dim, len(model.blocks), model.blocks[0].attn.num_heads) == (24, 2, 2)
 
 
 @pytest.mark.parametrize('size', [64, 96])

@@ -402,9 +402,9 @@ def test_layers_of_a_mixer_are_wrapped_as_those_of_timm(mixer):
     torch.testing.assert_close(logits(model), before)
 
 
-def test_whole_numbers_of_other_libraries_are_saved_as_pythons():
-    model = vitzoo.swap_mixer(build(), 'ls', blocks=np.arange(2), window_size=np.int64(3))
-    swap = dict(mixer='ls', blocks=[0, 1], window_size=3)
+def test_numbers_of_other_libraries_are_saved_as_pythons():
+    model = vitzoo.swap_mixer(build(), 'ls', blocks=np.arange(2), window_size=np.int64(3), proj_drop=np.float32(0.5))
+    swap = dict(mixer='ls', blocks=[0, 1], window_size=3, proj_drop=0.5)
     assert json.loads(json.dumps(model._model_args['swap_mixer'])) == [swap]
 
 

@@ -3,16 +3,19 @@
 import pytest
 import timm
 import torch
-from helpers import COMBINATIONS, GRID, SETTINGS, SMALL, images, one_in, tokens
+from helpers import COMBINATIONS, GRID, SETTINGS, SMALL, SMALLEST, images, one_in, tokens
 from helpers import build as build_mixer
 from helpers import build_model as build
 from processes import start_processes
+from timm.layers import set_fused_attn
 from timm.models import save_for_hf
 from timm.models._features_fx import create_feature_extractor, get_graph_node_names
+from timm.utils import AttentionExtract
 from torch._dynamo.testing import CompileCounter
 
 import vitzoo
 from vitzoo.export.formats import trace
+from vitzoo.mixers.base import named_mixers
 
 slow = pytest.mark.slow
 # each mixer in one block, alternating between backbones, because compiling and exporting take seconds per block
@@ -28,6 +31,46 @@ OPTIONS = [
     ('deit_nystrom_tiny', dict(depth=1, mixer_kwargs={'num_landmarks': 5, 'landmarks': 'grid'})),
     ('cvt_longformer_13', dict(mixer_kwargs={'window_size': 3, 'exact': True, 'global_proj': True})),
 ]
+
+
+@pytest.fixture
+def unfused():
+    """Form the weights of softmax attention."""
+    set_fused_attn(False)
+    yield
+    set_fused_attn(True)
+
+
+@pytest.mark.parametrize(
+    'backbone, options',
+    [
+        *(('cvt', {}), ('cvt', {'talking_heads': True})),
+        *(
+            ('deit', {}),
+            ('deit', {'talking_heads': True}),
+            ('deit', {'rel_bias': 'table'}),
+            ('deit', {'qk_norm': True}),
+        ),
+    ],
+)
+def test_timm_extracts_the_weights_of_softmax_attention(backbone, options, unfused):
+    model = build(f'{backbone}_softmax_{SMALLEST[backbone]}', mixer_kwargs=options)
+    found = AttentionExtract(model, method='hook')(images())
+    mixers = dict(named_mixers(model))
+    assert [name.removesuffix('.attn_drop') for name in found] == list(mixers)
+    for weights, mixer in zip(found.values(), mixers.values(), strict=True):
+        assert weights.shape[:2] == (2, mixer.num_heads)
+        if mixer.token_weights:
+            torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
+
+
+def test_timm_extracts_the_same_weights_before_and_after_a_swap(unfused):
+    model, x = timm.create_model('vit_tiny_patch16_224', img_size=64, depth=2, embed_dim=24, num_heads=2), images()
+    before = AttentionExtract(model, method='hook')(x)
+    after = AttentionExtract(vitzoo.swap_mixer(model, 'softmax'), method='hook')(x)
+    assert list(before) == list(after) and len(before) == 2
+    for name in before:
+        torch.testing.assert_close(after[name], before[name])
 
 
 @pytest.mark.parametrize('name', COMBINATIONS)

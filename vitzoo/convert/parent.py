@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from timm.layers import to_2tuple
+from timm.models import adapt_input_conv
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from vitzoo.about import fit_config
@@ -45,9 +48,11 @@ def start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
     settings = _settings_of(parent, name, args.model_kwargs)
     model = create_model(name, model_kwargs={**settings, **args.model_kwargs}, **kwargs)
     own_chans = args.model_kwargs.get('in_chans', in_chans)
+    weights = parent.state_dict()
     if own_chans != in_chans:
         data_config |= {key: (fmean(data_config[key]),) * own_chans for key in ('mean', 'std')}
-    inheritance = inherit_weights(model, parent.state_dict())
+        weights |= _for_channels(own_chans, weights, parent)
+    inheritance = inherit_weights(model, weights)
     if inheritance.share < LEAST_SHARE:
         raise UserError(
             f'{args.to} can inherit only {inheritance.share:.1%} of the parameters of {args.parent}: choose a parent '
@@ -64,6 +69,13 @@ def start_from_parent(args: argparse.Namespace) -> tuple[nn.Module, dict, dict]:
     return model, data_config, {'label_names': names, 'vitzoo': about}
 
 
+def _for_channels(in_chans: int, weights: dict[str, torch.Tensor], parent: nn.Module) -> dict[str, torch.Tensor]:
+    """The first convolutions for other channels, as timm adapts those of color images, the only ones that it can."""
+    first = parent.pretrained_cfg.get('first_conv') or ()
+    names = [f'{name}.weight' for name in ([first] if isinstance(first, str) else first)]
+    return {name: adapt_input_conv(in_chans, weights[name]) for name in names if weights[name].shape[1] == 3}
+
+
 def _settings_of(parent: nn.Module, name: str, model_kwargs: dict) -> dict:
     """Arguments that the parent was made with, other than its name's, for a model of the same class.
 
@@ -72,6 +84,8 @@ def _settings_of(parent: nn.Module, name: str, model_kwargs: dict) -> dict:
     model = build_on_meta(name)
     classes = {swapped: cls for cls, swapped in SWAPPED_MODELS.items()}
     cls = classes.get(type(parent), type(parent))
+    # its base has the same arguments, and lacks only the token of the distillation
+    cls = VisionTransformer if cls is VisionTransformerDistilled else cls
     if not isinstance(model, cls):
         return {}
     given = getattr(parent, '_model_args', {})

@@ -36,6 +36,7 @@ def softmax_naive(
     dropout_p: float = 0.0,
     proj_l: nn.Linear | None = None,
     proj_w: nn.Linear | None = None,
+    attn_drop: nn.Module | None = None,
 ) -> torch.Tensor:
     """The textbook formula; arguments as `softmax_attention`."""
     scores = scale * q @ k.transpose(-2, -1)
@@ -59,11 +60,13 @@ def softmax_attention(
     dropout_p: float = 0.0,
     proj_l: nn.Linear | None = None,
     proj_w: nn.Linear | None = None,
+    attn_drop: nn.Module | None = None,
 ) -> torch.Tensor:
     """Queries (B, heads, N, d), keys and values (B, heads, M, d) -> (B, heads, N, d).
 
     The bias is (heads, N, M), or (B, heads, N, M) if it depends on the queries. `proj_l` and `proj_w` mix the heads of
-    the scores and of the weights.
+    the scores and of the weights. `attn_drop` is the module with this dropout rate, whose hooks get the weights if they
+    are formed.
     """
     # torch.export decomposes sdpa with a bias into operations whose output strides do not match
     is_unsuitable = (bias is not None and is_exporting()) or _is_fused_backward_slower(q, k, v, bias)
@@ -80,7 +83,8 @@ def softmax_attention(
     scores = _mix_heads(scores, proj_l)
     attn = scores.softmax(dim=-1, dtype=wide_dtype(scores)).to(v.dtype)
     attn = _mix_heads(attn, proj_w)
-    return F.dropout(attn, dropout_p) @ v
+    attn = F.dropout(attn, dropout_p) if attn_drop is None else attn_drop(attn)
+    return attn @ v
 
 
 def prepend_global_tokens(
@@ -171,7 +175,8 @@ class Softmax(QKVMixer):
         self.token_weights = not talking_heads
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor:
-        return self.op(q, k, v, self.scale, self.bias(q, grid_size), self.dropout_p, self.proj_l, self.proj_w)
+        heads = self.proj_l, self.proj_w, self.attn_drop
+        return self.op(q, k, v, self.scale, self.bias(q, grid_size), self.dropout_p, *heads)
 
     def bias(self, q: torch.Tensor, grid_size: tuple[int, int]) -> torch.Tensor | None:
         """Relative bias of every pair of tokens, (heads, P + H*W, P + H*W); (B, heads, …) if it is of the queries."""

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from math import log
+from numbers import Real
 from operator import index as as_int
 from typing import Any
 
@@ -69,8 +70,7 @@ def swap_mixer(
     """
     family = _family(model)
     _check_choice(mixer, blocks)
-    # those of numpy and torch cannot be saved in a config
-    mixer_kwargs = {key: as_int(x) if is_whole(x) else x for key, x in mixer_kwargs.items()}
+    mixer_kwargs = {key: _as_python(x) for key, x in mixer_kwargs.items()}
     for key in _OF_THE_MODEL:
         if key in mixer_kwargs:
             raise ValueError(f'The {key} of a mixer is that of the model; leave {key}={mixer_kwargs[key]} out.')
@@ -96,6 +96,13 @@ def swap_mixer(
     update_model_args(model, swap_mixer=[*swaps, {'mixer': recorded, 'blocks': list(names), **mixer_kwargs}])
     name_entrypoint(model)
     return model
+
+
+def _as_python(value: Any) -> Any:
+    """A number of another library as Python's, because those of numpy and torch cannot be saved in a config."""
+    if is_whole(value):
+        return as_int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
 def _check_choice(mixer: Any, blocks: Any) -> None:
