@@ -56,6 +56,15 @@ def found(root: Path, *options: str) -> dict[str, list[str]]:
     return {one.code: one.where for one in findings}
 
 
+def test_a_validation_split_alone_is_examined(clean):
+    shutil.rmtree(clean / 'train')
+    (clean / 'val' / 'bee' / '8.png').write_bytes(b'broken')
+    where = found(clean)
+    assert where.pop('no-training') == [str(clean / 'val')]
+    assert [text.partition(' ')[0] for text in where.pop('unreadable')] == ['val/bee/8.png']
+    assert not where
+
+
 def plant_hidden(root):
     save_new(root, 'train/.ipynb_checkpoints/0.png', 'train/ant/._0.png', 'val/bee/.trash/0.png')
     (root / 'train' / '.DS_Store').write_bytes(b'x')

@@ -115,6 +115,11 @@ class Splits:
         self._find = cache(_split_finder(str(data_dir), multi_label, options))
 
     @property
+    def has_train(self) -> bool:
+        """True if the data has training images: a split of its own, or data that is not divided."""
+        return self._find('train') is not None
+
+    @property
     def has_val(self) -> bool:
         """True if the data has a validation split of its own."""
         return self._has('val')

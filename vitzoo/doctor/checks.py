@@ -117,7 +117,7 @@ def check(
     """Run all checks; errors come first.
 
     Args:
-        train: The training split, with the facts about its images.
+        train: The training split, with the facts about its images, or the validation split if there is no other.
         val: The validation split, if there is one; its classes may differ from those of `train`.
         root: The folder that contains the splits, if there is one.
         img_size: The size that images are going to be resized to.
@@ -268,6 +268,15 @@ def check_splits(train: ExaminedSplit, val: ExaminedSplit | None) -> Iterator[Fi
     """Find classes that are in one split only, or cannot be held out if there is no validation split."""
     noun = 'labels' if train.images.is_multi_label else 'classes'
     counts = train.class_counts()
+    if train.name == 'val':
+        yield Finding(
+            'no-training',
+            'error',
+            'there is no training split, so training does not start',
+            'move part of the images of each class into train/; `vitzoo validate` needs none',
+            [train.images.root],
+        )
+        return
     if val is None:
         yield Finding(
             'no-validation',

@@ -73,9 +73,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def open_splits(data_dir: str, multi_label: bool = False, options: DataOptions = NO_OPTIONS) -> list[ExaminedSplit]:
-    """Open the training split and the validation split if there is one, as training does."""
+    """Open the training split and the validation split if there is one, as training does; the latter may be alone."""
     found = Splits(data_dir, multi_label, options)
-    readers = dict(train=found.open('train'))
+    readers = {} if found.has_val and not found.has_train else dict(train=found.open('train'))
     if found.has_val:
         readers['val'] = found.open('val')
     splits = []
