@@ -54,6 +54,18 @@ def test_options_override_the_file_of_a_transfer_and_the_cell_chooses_mixer_and_
     assert cell.options == dict(steps=4, network_steps=5, data_dir='sample', mixer='performer', seed=2)
 
 
+def test_options_whose_data_is_null_have_that_of_the_study(tmp_path):
+    empty = dict(data_dir=None)
+    ways = dict(
+        scratch=dict(train=dict(data_dir='elsewhere'), overrides={'*_ls_*': empty}),
+        teacher=dict(train=empty, models='vit_tiny_patch16_224'),
+        converted=dict(transfer=empty, teacher='vit_tiny_patch16_224', teacher_way='teacher', mixers='ls'),
+    )
+    study = read_study(write_study(tmp_path, data_dir='photos', seeds=0, ways=ways, evaluations=dict(clean=empty)))
+    assert [cell.options['data_dir'] for cell in study.cells] == ['elsewhere', 'photos', 'photos', 'photos']
+    assert {cell.evaluations['clean']['data_dir'] for cell in study.cells} == {'photos'}
+
+
 def test_a_wildcard_stands_for_all_its_models(tmp_path):
     study = read_study(
         write_study(tmp_path, models=['deit_l*_nano'], baseline='deit_ls_nano', ways=dict(a=dict(train={})))

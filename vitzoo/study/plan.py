@@ -196,7 +196,8 @@ def _train_cells(common: _Common, name: str, way: dict, seed: int) -> list[Study
     overrides = _read_overrides(place, way, models, _OWN_TRAIN_KEYS)
     for model in models:
         own = _overrides_of(model, overrides)
-        options = _merge({**base, 'data_dir': common.data_dir, **given}, own) | dict(model=model, seed=seed)
+        options = _with_data(_merge({**base, 'data_dir': None, **given}, own), common.data_dir)
+        options |= dict(model=model, seed=seed)
         try:
             make_recipe(options)
         except UserError as error:
@@ -226,7 +227,8 @@ def _transfer_cells(common: _Common, name: str, way: dict, seed: int, cells: Ite
     overrides = _read_overrides(place, way, mixers, _OWN_TRANSFER_KEYS)
     for mixer in mixers:
         own = _overrides_of(mixer, overrides)
-        options = _merge({**base, 'data_dir': common.data_dir, **given}, own) | dict(mixer=mixer, seed=seed)
+        options = _with_data(_merge({**base, 'data_dir': None, **given}, own), common.data_dir)
+        options |= dict(mixer=mixer, seed=seed)
         options = _without_kwargs_of(set(mixers) - {mixer}, options)
         words = ['teacher', '--output', 'student', *to_words(options)]
         _parse(f'{place}.transfer{" with its overrides" if own else ""}', parse_transfer_args, words, options, known)
@@ -261,6 +263,13 @@ def _merge(options: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return {**options, **own, **both}
 
 
+def _with_data(options: dict[str, Any], data_dir: str) -> dict[str, Any]:
+    """Options with the data of the study, unless they name their own."""
+    # null is no name: the commands would take the images of the package for it, or none
+    own = {key: value for key, value in options.items() if value is not None or key != 'data_dir'}
+    return {'data_dir': data_dir, **own}
+
+
 def _are_mappings(*values: Any) -> bool:
     return all(isinstance(value, dict) for value in values)
 
@@ -293,7 +302,7 @@ def _read_evaluation(name: str, options: Any, data_dir: str) -> dict[str, Any]:
     place = f'evaluations.{name}'
     if name in _WAY_KEYS:
         raise UserError(f"{place}: '{name}' is the name of a command; choose another")
-    options = {'data_dir': data_dir, **_mapping(place, options)}
+    options = _with_data(_mapping(place, options), data_dir)
     _refuse_own(place, options, _OWN_EVAL_KEYS)
     size = options.get('img_size')
     if isinstance(size, list):
