@@ -221,6 +221,30 @@ def test_a_transfer_continues_with_a_teacher_that_was_moved_but_not_with_another
         record_of(str(moved)).open(resume=True, overwrite=False)
 
 
+@pytest.mark.parametrize('is_checkpoint', [False, True], ids=['folder', 'checkpoint'])
+def test_a_transfer_does_not_continue_with_other_weights_in_the_place_of_its_teacher(is_checkpoint, tmp_path):
+    file = tmp_path / 'model.safetensors'
+    teacher = 'vit_tiny_patch16_224' if is_checkpoint else str(tmp_path)
+    checkpoint = str(file) if is_checkpoint else None
+
+    def open_record(teacher=teacher):
+        settings = dict(teacher=teacher, checkpoint=checkpoint)
+        weights = hash_weights(teacher, checkpoint)
+        record = TransferRecord(tmp_path / 'student', settings, teacher_weights=weights)
+        record.open(resume=True, overwrite=False)
+        return record
+
+    file.write_bytes(b'weights')
+    open_record().compute_once('start', lambda: 1)
+    assert open_record().results['start'] == 1
+    if is_checkpoint:
+        with pytest.raises(UserError, match='its teacher is vit_tiny_patch16_224, not deit_tiny_patch16_224'):
+            open_record('deit_tiny_patch16_224')
+    file.write_bytes(b'others')
+    with pytest.raises(UserError, match=f"the weights of its teacher, in '{checkpoint or teacher}', have changed"):
+        open_record()
+
+
 def transfer_in_processes(argv: list[str]) -> None:
     main(argv)
 

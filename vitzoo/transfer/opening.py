@@ -66,8 +66,8 @@ class Transfer:
 
     @cached_property
     def teacher_weights(self) -> str | None:
-        """Hash of the teacher's weights; None if it has no folder."""
-        return hash_weights(self.options.teacher)
+        """Hash of the teacher's weights; None if they have no file here."""
+        return hash_weights(self.options.teacher, self.options.checkpoint)
 
     @cached_property
     def train(self) -> StepBatches:

@@ -24,8 +24,8 @@ class TransferRecord:
         folder: Where the file is; created on the first result.
         settings: All that the results depend on.
         is_main: Whether this process writes.
-        teacher_weights: Hash of the teacher's weights, by which it is known after it was moved; None for one that has
-            no folder.
+        teacher_weights: Hash of the teacher's weights, by which it is known after it was moved, and that must not
+            change; None for one that has no file.
     """
 
     def __init__(self, folder: Path, settings: dict, is_main: bool = True, teacher_weights: str | None = None) -> None:
@@ -45,8 +45,8 @@ class TransferRecord:
         """Continue the file in the folder, or begin one; with `overwrite`, `clear` must follow.
 
         Raises:
-            UserError: There is a transfer and `resume` and `overwrite` are false, or it has other settings, or the
-                folder has another run.
+            UserError: There is a transfer and `resume` and `overwrite` are false, or it has other settings or another
+                teacher, or the folder has another run.
         """
         if self._students() is not None:
             raise UserError(
@@ -156,8 +156,8 @@ class TransferRecord:
         found = self._read('start again with --overwrite')
         before, now = found['settings'], self.results['settings']
         weights = self.results['teacher_weights']
-        # a teacher that was moved, or whose folder is written in another way, is the same
-        if weights is not None and found.get('teacher_weights') == weights:
+        # a teacher that was moved, or whose folder is written in another way, is the same; a checkpoint fits several
+        if weights is not None and not now.get('checkpoint') and found.get('teacher_weights') == weights:
             before['teacher'] = now['teacher']
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
@@ -166,10 +166,16 @@ class TransferRecord:
                 f"cannot resume '{self.folder}': its {key} is {before.get(key)}, not {now[key]}; keep it, or"
                 f' start again with --overwrite'
             )
+        if None not in (weights, found.get('teacher_weights')) and found['teacher_weights'] != weights:
+            source = now.get('checkpoint') or now['teacher']
+            raise UserError(
+                f"cannot resume '{self.folder}': the weights of its teacher, in '{source}', have changed; restore them,"
+                f' or start again with --overwrite'
+            )
         self.results = found
 
 
-def hash_weights(teacher: str) -> str | None:
-    """SHA-256 of the weights in the folder of a teacher; None for another name."""
-    weights = Path(teacher.removeprefix('local-dir:')).expanduser() / 'model.safetensors'
+def hash_weights(teacher: str, checkpoint: str | None = None) -> str | None:
+    """SHA-256 of the file of a teacher's weights, or of those in its folder; None for another name."""
+    weights = Path(checkpoint or Path(teacher.removeprefix('local-dir:')).expanduser() / 'model.safetensors')
     return hashlib.sha256(weights.read_bytes()).hexdigest() if weights.is_file() else None
