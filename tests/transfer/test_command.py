@@ -585,6 +585,16 @@ def test_recorded_options_are_used_if_others_are_not_given_and_they_suit_the_dat
     assert (f'without {flag} of its run, because' in data.note) == (kind == 'knn')
 
 
+@pytest.mark.parametrize(
+    ('other', 'end'), [('wasp', 'training classes'), ('greens', 'training classes, did you mean green?')]
+)
+def test_the_reason_to_measure_by_neighbours_is_without_the_advice_of_other_commands(other, end, teacher, images):
+    loaded = load_model(teacher)
+    data_config = fit_data_config(teacher, loaded.model)
+    data = open_transfer_data(loaded, images, data_config, DataOptions(class_map=dict(green=other)), 0)
+    assert data.kind == 'knn' and f"the class '{other}' of " in data.reason and data.reason.endswith(end)
+
+
 def test_recorded_options_are_not_refused_for_images_without_classes(images, tmp_path):
     name = save_teacher(tmp_path / 'teacher')
     path, recorded = tmp_path / 'teacher' / 'config.json', dict(class_map=dict(red='blue'), val_split='dev')

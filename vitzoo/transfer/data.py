@@ -1,6 +1,7 @@
 """The images of a transfer: with classes or labels if the data has those of the teacher or others, else without."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -208,7 +209,8 @@ def _describe_data(options: DataOptions, recorded: dict) -> dict:
 
 def _fact(error: UserError) -> str:
     """The fault that an error describes, without the advice after it, which is for other commands."""
-    return str(error).partition('; ')[0]
+    # the advice on a class that was not trained on is a sentence of its own
+    return re.split(r'; |(?<=[.?]) (?=[A-Z])', str(error))[0].removesuffix('.')
 
 
 def _open_unlabelled(data_dir: str, recipe: Recipe, data_config: dict, about: dict, reason: str) -> TransferData:
