@@ -186,12 +186,16 @@ def read_yaml(path: str | Path, kind: str = '', command: str = '') -> Any:
     Raises:
         UserError: The file does not exist, cannot be read, or is not YAML.
     """
+    file = find_config(path, command)
     try:
-        return yaml.load(find_config(path, command).read_text(encoding='utf-8'), _Loader)
+        return yaml.load(file.read_text(encoding='utf-8'), _Loader)
     except OSError as error:
         raise UserError(f"cannot read {kind}'{path}': {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{kind}'{path}' is not YAML: {error}") from error
+    except (ValueError, KeyError) as error:
+        # of PyYAML, for a tag such as !!int or a prefix such as 0x
+        raise UserError(f"{kind}'{path}' has a value that does not fit its tag or prefix: {error}") from error
 
 
 def to_words(options: Mapping[str, Any], separator: str | None = None) -> list[str]:

@@ -156,6 +156,8 @@ def test_a_mistake_on_the_command_line_gets_one_sentence(arguments, sentence):
         ('learning_rate: 3', "unknown key 'learning_rate' in the recipe"),
         ('- epochs', 'must consist of keys and values'),
         ('epochs: [', 'is not YAML'),
+        ('epochs: !!int x', 'has a value that does not fit its tag or prefix: invalid literal'),
+        ('amp: !!bool x', "has a value that does not fit its tag or prefix: 'x'"),
         ('epochs: ten', "epochs must be a whole number, not 'ten'"),
     ],
 )
