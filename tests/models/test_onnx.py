@@ -29,7 +29,7 @@ def run_exported(model, x, path):
 
 
 # the exporter takes seconds for each mixer
-@pytest.mark.parametrize('mixer', one_in(20, IN_ONNX))
+@pytest.mark.parametrize('mixer', one_in(30, IN_ONNX))
 @pytest.mark.filterwarnings('ignore')
 def test_an_onnx_model_gives_the_same_logits(mixer, tmp_path):
     model, x = build(f'deit_{mixer}_tiny', depth=1), images()
