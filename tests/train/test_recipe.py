@@ -52,7 +52,7 @@ def test_height_and_width_are_given_in_a_file_as_on_the_command_line(recipe_file
     assert load_recipe(['--config', recipe_file('img_size: 64x96')]).img_size == [64, 96]
 
 
-@pytest.mark.parametrize('text', ['64x', '64x96x3'])
+@pytest.mark.parametrize('text', ['64x', '64x96x3', '32.5', '[32.5, 64]'])
 def test_what_is_not_a_size_is_refused(text):
     with pytest.raises(UserError, match='img_size must'):
         load_recipe(['--img-size', text])

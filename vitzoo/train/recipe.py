@@ -373,7 +373,9 @@ def _to_type(value: Any, types: tuple[type, ...]) -> Any:
     if isinstance(value, bool) and bool in types:
         return value
     if isinstance(value, list | tuple) and list in types:
-        return [item if isinstance(item, dict) and str in types else _to_type(item, (int, float)) for item in value]
+        # a key that is a whole number may be a list of them
+        of_items = (int,) if int in types else (int, float)
+        return [item if isinstance(item, dict) and str in types else _to_type(item, of_items) for item in value]
     if isinstance(value, dict) and dict in types:
         return value
     if isinstance(value, str) and str in types:
