@@ -105,8 +105,8 @@ def resume_run(run: Run, checkpoints: list[Path]) -> None:
     ]
     best = best_epoch(run.folder)
     # without best/, which an earlier start of this branch has set aside, no earlier epoch has a model
-    is_branch = not contains_checkpoint(run.folder, checkpoint) or best == 0
-    is_branch = is_branch or bool(run.later_checkpoints and best > len(run.history))
+    has_best = best > 0 and not (run.later_checkpoints and best > len(run.history))
+    is_branch = not contains_checkpoint(run.folder, checkpoint) or not has_best
     run.best_from = len(run.history) if is_branch else state['best_from']
     run.console.print(f'resumed from {checkpoint} at step {run.step} of {run.plan.steps}')
 
