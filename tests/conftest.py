@@ -11,8 +11,9 @@ from toys import make_images
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # the tensors are small, and pytest runs one process per core
+    # the tensors are small, and pytest runs one process per core; the variable is for the processes that tests start
     torch.set_num_threads(1)
+    os.environ['OMP_NUM_THREADS'] = '1'
     # without -m gpu, tests and the processes they start are the same on all machines
     if 'gpu' not in config.option.markexpr or 'not gpu' in config.option.markexpr:
         os.environ['CUDA_VISIBLE_DEVICES'] = ''

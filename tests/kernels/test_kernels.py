@@ -48,7 +48,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}
 
 
 def child(*command: str, **env: str) -> subprocess.CompletedProcess:
-    env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1') | env
+    env = os.environ | dict(PYTHONPATH=str(ROOT)) | env
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
 
 

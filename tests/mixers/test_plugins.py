@@ -58,7 +58,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS='1'),
+        env=dict(os.environ, PYTHONPATH=path),
         capture_output=True,
         text=True,
         timeout=300,

@@ -123,7 +123,7 @@ FAULTS = {
 
 def check(*args: str, script: str = 'check.py', **variables: str) -> subprocess.CompletedProcess:
     """Run the check with further environment variables."""
-    env = dict(os.environ, OMP_NUM_THREADS='1', **variables)
+    env = dict(os.environ, **variables)
     command = [sys.executable, FOLDER / script, *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600)
 

@@ -158,7 +158,7 @@ def test_a_mistake_that_one_process_sees_is_printed_once_by_the_first(tmp_path):
 
 @pytest.mark.slow
 def test_two_machines_launched_by_accelerate_give_the_numbers_of_one_process(images, single, tmp_path):
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'GLOO_SOCKET_IFNAME': 'lo'}
+    environment = {**os.environ, 'GLOO_SOCKET_IFNAME': 'lo'}
     train, port = ['train.py', *RUN, '--data-dir', images, '--output', str(tmp_path / 'run')], free_port()
     options = dict(cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     machines = [subprocess.Popen([*launch_command(2, 2, rank, port), *train], **options) for rank in (0, 1)]

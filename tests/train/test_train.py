@@ -1,7 +1,6 @@
 """Training runs on generated images: their files, resuming, options and error messages."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -42,8 +41,7 @@ pytestmark = pytest.mark.usefixtures('fresh_accelerate')
 
 def run_in_root(command: list[str]) -> subprocess.CompletedProcess:
     """Run a command in the root of the repository."""
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -296,7 +296,6 @@ def validate_in_two_processes(folder: Path, *argv) -> tuple[dict, str]:
     child = subprocess.run(
         [*launch, *map(str, argv), '--workers', '0', '--results-file', str(folder / 'two.json')],
         cwd=ROOT,
-        env=dict(os.environ, OMP_NUM_THREADS='1'),
         capture_output=True,
         text=True,
         timeout=900,

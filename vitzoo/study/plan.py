@@ -172,8 +172,11 @@ def read_study(path: str) -> Study:
     # the first seed of all ways, then the second, so that a study that is stopped early compares all models
     for seed in _read_seeds(values.get('seeds', [0])):
         for name, way in ways.items():
-            made = _train_cells(common, name, way, seed) if 'train' in way else None
-            for cell in made or _transfer_cells(common, name, way, seed, cells.values()):
+            if 'train' in way:
+                found = _train_cells(common, name, way, seed)
+            else:
+                found = _transfer_cells(common, name, way, seed, cells.values())
+            for cell in found:
                 if cell.name in cells:
                     raise UserError(f'ways.{name}: two cells have the folder {cell.name}; remove one of their models')
                 cells[cell.name] = cell
