@@ -130,6 +130,24 @@ def test_a_failed_cell_is_reported_and_only_stops_those_that_need_it(study, tmp_
         run_study(['run', str(tmp_path / 'study.yaml')])
 
 
+def test_a_failure_behind_a_launcher_is_told_by_its_own_sentence(tmp_path):
+    study = read_study(write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch'])))
+
+    def fail(command, log, claim, should_stop):
+        with log.open('a') as file:
+            print('$ accelerate launch', file=file)
+            # as it is written by the processes, and then by accelerate
+            for line in ('a note', error, 'vitzoo: error: process 1 ends', 'Traceback:', 'CalledProcessError: 2'):
+                print(line, file=file)
+        return 1
+
+    for error in ('vitzoo: error: no such folder', 'vitzoo: error: the disk is full'):
+        for cell in study.cells:
+            cell.record.forget_failure()
+        Worker(study, launch=['accelerate', 'launch'], execute=fail).run()
+        assert {cell.record.failure['message'] for cell in study.cells} == {error.removeprefix('vitzoo: error: ')}
+
+
 def test_retry_computes_failed_cells_again(tmp_path, monkeypatch):
     path = write_study(tmp_path)
     study = read_study(path)

@@ -22,6 +22,8 @@ from vitzoo.validate.options import parse_args
 LOG = 'study.log'
 # options of the training or the transfer, a file for --config
 OPTIONS_FILE = 'options.yaml'
+# beginnings of lines in the log: of a command, and of its error
+_PROMPT, _ERROR = '$ ', 'vitzoo: error: '
 _POLL_SECONDS = 0.2
 # exit codes of processes that were ended by SIGHUP, SIGINT or SIGTERM, also through a launcher
 _STOPPED = (-1, -2, -15, 129, 130, 143)
@@ -118,7 +120,7 @@ class Worker:
                 _log(f'{cell.name}: stopped; run the study again to continue')
                 return
             if not is_done:
-                message = _last_line(cell.folder / LOG)
+                message = _find_message(cell.folder / LOG)
                 cell.record.fail(step, code, message)
                 _log(f'{cell.name}: {step} failed with exit code {code}: {message}')
                 return
@@ -146,7 +148,7 @@ def run_process(command: list[str], log: Path, claim: Claim, should_stop: Callab
         UserError: The command does not exist.
     """
     with log.open('ab') as file:
-        file.write(f'$ {shlex.join(command)}\n'.encode())
+        file.write(f'{_PROMPT}{shlex.join(command)}\n'.encode())
         file.flush()
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
@@ -217,9 +219,13 @@ def _write_options(cell: StudyCell) -> Path:
     return path
 
 
-def _last_line(log: Path) -> str:
+def _find_message(log: Path) -> str:
+    """The error that the newest command in a log ended with, or its last line."""
     lines = log.read_text(encoding='utf-8', errors='replace').strip().splitlines() if log.is_file() else []
-    return lines[-1].removeprefix('vitzoo: error: ') if lines else 'no output'
+    start = max((number for number, line in enumerate(lines) if line.startswith(_PROMPT)), default=0)
+    # a launcher adds a traceback of its own, and other processes say that they end because of the first
+    errors = [line for line in lines[start:] if line.startswith(_ERROR)]
+    return (errors or lines[-1:] or ['no output'])[0].removeprefix(_ERROR)
 
 
 def _log(text: str) -> None:
