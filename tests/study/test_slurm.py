@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from studies import write_study
+from studies import STUDY, Executor, write_study
 
 from vitzoo.errors import UserError
 from vitzoo.study.command import run_study
@@ -91,6 +91,19 @@ def test_without_submitit_or_slurm_there_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'submitit', None)
     with pytest.raises(UserError, match='needs the package submitit; install it'):
         submit_workers('study.yaml', [sys.executable], settings, tmp_path)
+
+
+def test_a_job_refuses_a_study_that_was_changed_while_it_was_queued(tmp_path, monkeypatch):
+    path, executor = write_study(tmp_path, seeds=[0]), Executor()
+    monkeypatch.setattr('vitzoo.study.worker.run_process', executor)
+    job = WorkerJob(path, ['python'], ['scratch/*'])
+    job()
+    number = len(executor.commands)
+    ways = {**STUDY['ways'], 'scratch': dict(train=dict(epochs=4))}
+    write_study(tmp_path, seeds=[0, 1], ways=ways)
+    with pytest.raises(UserError, match='was computed with train epochs = 3, not 4; undo the change'):
+        job()
+    assert len(executor.commands) == number > 0
 
 
 @pytest.mark.slow

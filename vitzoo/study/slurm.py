@@ -30,8 +30,11 @@ class WorkerJob:
 
     def __call__(self) -> None:
         with StopSignal() as stop:
-            study = read_study(self.path).choose(self.cells)
-            Worker(study, launch=self.launch, should_stop=lambda: stop.received).run()
+            study = read_study(self.path)
+            # the file may have changed while the job was queued
+            for cell in study.cells:
+                cell.record.check()
+            Worker(study.choose(self.cells), launch=self.launch, should_stop=lambda: stop.received).run()
 
     def checkpoint(self) -> Any:
         """Queue the job again, which submitit asks for before a time limit and on preemption.
