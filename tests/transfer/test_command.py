@@ -689,6 +689,18 @@ def test_a_student_knows_what_its_teacher_held_out(kind, images, tmp_path, quick
         assert record['n'] == number
 
 
+def test_a_student_that_is_stopped_before_its_held_out_images_are_listed_is_no_model(
+    teacher, images, tmp_path, monkeypatch
+):
+    def stop(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr('vitzoo.transfer.stages.write_held_out', stop)
+    options = ['--mixer', 'linear', *QUICK, '--no-random-control', '--data-dir', images]
+    assert transfer([teacher, *options, '--output', str(tmp_path)]) is None
+    assert (tmp_path / 'transfer.json').is_file() and not (tmp_path / 'model.safetensors').exists()
+
+
 def test_images_without_classes_are_validated_on_their_val_split(images, tmp_path):
     name = save_teacher(tmp_path / 'teacher')
     files = sorted(Path(images).rglob('*.jpg'))

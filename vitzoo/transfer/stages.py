@@ -141,12 +141,13 @@ def export_student(transfer: Transfer, student: nn.Module, record: TransferRecor
     info |= dict(seed=options.seed, transfer=verdict)
     # `vitzoo validate` opens the data with the same options
     info |= data.about
-    export_model(record.folder, student, label_names(transfer.teacher), transfer.data_config, info)
     train, val = (images.reader if isinstance(images, Images) else None for images in (data.train, data.val))
     before = transfer.loaded.about.get('held_out')
     write_held_out(record.folder / HELD_OUT, val if isinstance(val, Subset) else None, train, before)
     rows = [dict(stage=stage, **row) for stage in ('matching', 'network') for row in record.results[stage]]
     write_metrics(record.folder, [{name: value for name, value in row.items() if name != 'errors'} for row in rows])
+    # the last, because a model without its list would be validated on images that it was trained on
+    export_model(record.folder, student, label_names(transfer.teacher), transfer.data_config, info)
     return verdict
 
 
