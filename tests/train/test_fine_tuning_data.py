@@ -18,6 +18,8 @@ from vitzoo.data import open_dataset
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
 from vitzoo.train.loop import train
+from vitzoo.train.opening import open_data
+from vitzoo.train.recipe import make_recipe
 from vitzoo.validate.command import validate
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +168,15 @@ def test_a_resumed_run_keeps_its_list_of_held_out_images(undivided_run, start, t
     train(['--resume', str(run / start), '--data-dir', str(photos), '--epochs', '3'])
     assert (run / 'held_out.csv').read_text() == written
     assert [path.read_text() for path in run.glob('abandoned/*/held_out.csv')] == [written] * bool(start)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_images_of_its_recipe(
+    undivided_run, tmp_path
+):
+    run, photos = undivided_run
+    shutil.copy(run / 'held_out.csv', tmp_path)
+    options = dict(data_dir=str(photos), output=str(tmp_path), resume='auto', seed=3)
+    assert [len(images) for images in open_data(make_recipe(options | dict(val_fraction=0.2)))] == [13, 3]
 
 
 def test_data_that_was_held_out_completely_is_refused(undivided_run, tmp_path):

@@ -149,9 +149,10 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock, is_resume
 def find_held_out_list(recipe: Recipe) -> Path | None:
     """The list of the images that this run held out, if it is resumed, or the run of its initial weights or teacher."""
     if recipe.resume is not None:
-        own = find_run(recipe.resume, recipe.output)[0] / HELD_OUT
-        if own.is_file():
-            return own
+        folder, checkpoints = find_run(recipe.resume, recipe.output)
+        # without a checkpoint the run begins again, perhaps with another seed or fraction
+        if checkpoints and (folder / HELD_OUT).is_file():
+            return folder / HELD_OUT
     weights = 'published' if has_initial_weights(recipe) else 'random weights'
     found = read_about(find_model(recipe.model), weights, recipe.initial_checkpoint).get('held_out')
     if found is None and recipe.kd_model_name is not None:
