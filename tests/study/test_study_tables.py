@@ -227,6 +227,17 @@ def test_a_note_names_the_models_that_have_options_of_their_own(tmp_path):
     assert note not in format_notes(study, [row for row in rows if row.model != 'deit_ls_nano'])
 
 
+def test_a_note_names_all_models_if_each_has_options_of_its_own(tmp_path):
+    ways = {name: dict(way) for name, way in STUDY['ways'].items()}
+    ways['scratch']['overrides'] = {'*_softmax_*': dict(lr=0.1, epochs=9), '*_ls_*': dict(lr=0.2, epochs=9)}
+    study = read_study(write_study(tmp_path, ways=ways))
+    Worker(study, execute=Executor()).run()
+    assert [note for note in format_notes(study, collect(study)) if note.startswith('In scratch')] == [
+        f'In scratch, options differ from those of the other models: lr = {lr} for deit_{mixer}_nano.'
+        for mixer, lr in (('softmax', 0.1), ('ls', 0.2))
+    ]
+
+
 def test_a_way_is_ranked_by_the_first_of_its_own_evaluations(tmp_path):
     ways = dict(
         easy=dict(train=dict(epochs=3), evaluations=['clean']), hard=dict(train=dict(epochs=4), evaluations=['corrupt'])

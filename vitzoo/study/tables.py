@@ -345,8 +345,15 @@ def _override_notes(study: Study, rows: list[Row]) -> list[str]:
     for cell in study.cells:
         if not cell.overrides or (cell.way, cell.model) not in shown:
             continue
-        others = [other.options for other in study.cells if other.way == cell.way and not other.overrides]
-        own = {key: value for key, value in cell.overrides.items() if any(x.get(key) != value for x in others)}
+        of_way = [other for other in study.cells if other.way == cell.way]
+        # without a model that has the options of the way only, all are compared
+        others = [other.options for other in of_way if not other.overrides] or [other.options for other in of_way]
+        # of a mapping, an override has some keys; a mixer has no arguments of others
+        own = {
+            key: value
+            for key, value in cell.overrides.items()
+            if key in cell.options and any(x.get(key) != cell.options[key] for x in others)
+        }
         if own:
             options = ', '.join(f'{key} = {value}' for key, value in own.items())
             models = found.setdefault(cell.way, {}).setdefault(options, [])
