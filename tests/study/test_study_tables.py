@@ -265,6 +265,12 @@ def test_latex_is_escaped(study):
     assert r'top-1 \%' in text
 
 
+def test_names_of_models_that_are_paths_are_escaped_in_latex(study):
+    rows = collect(study)
+    rows[0].model = r'runs\a^b~'
+    assert r'& runs\textbackslash{}a\textasciicircum{}b\textasciitilde{} & 3' in format_latex(study, rows)
+
+
 def test_the_report_writes_all_files(path, study, tmp_path):
     run_study(['report', path, '--out', str(tmp_path / 'tables')])
     with (tmp_path / 'tables' / 'table.csv').open() as file:

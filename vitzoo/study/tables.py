@@ -42,7 +42,9 @@ _RETENTION = (
     *('mixer', 'converted', '% of the teacher', 'from scratch'),
     *('before training', 'after matching', 'without attention'),
 )
-_ESCAPES = {character: f'\\{character}' for character in '&%$#_{}'} | {'~': r'\textasciitilde{}', '±': r'$\pm$'}
+_ESCAPES = {character: f'\\{character}' for character in '&%$#_{}'} | {'±': r'$\pm$'}
+# of paths of models
+_ESCAPES |= {'~': r'\textasciitilde{}', '^': r'\textasciicircum{}', '\\': r'\textbackslash{}'}
 
 
 class GridCell(NamedTuple):
