@@ -331,7 +331,8 @@ def test_accuracies_that_a_transfer_recorded_are_of_the_inputs_and_seeds_of_the_
         start = dict(top1=50.0 + cell.seed)
         return dict(top1=80.0, transfer=dict(kind='top1', start=start, controls={}) if cell.teacher else None)
 
-    for first, start in ((dict(), '50.50'), (dict(img_size=96), '–'), (dict(data_dir='other'), '–')):
+    others = (dict(img_size=96), dict(data_dir='other'), dict(dataset='other'), dict(split='test'))
+    for first, start in ((dict(), '50.50'), *((other, '–') for other in others)):
         study = read_study(write_study(tmp_path, evaluations=dict(first=first)))
         assert f'| ls | 80.00 | 100.0 | – | {start} | – |' in format_markdown(study, collect(study, read))
 

@@ -16,6 +16,8 @@ from vitzoo.study.results import ResultColumn, Row, score_column, sides
 
 # options of a transfer and of an evaluation that choose the validation images
 _DATA = ('data_dir', *(name for name in DATA_OPTIONS if name != 'train_split'))
+# other names that the commands have for these
+_OTHER_NAMES = {'dataset': 'data_dir', 'split': 'val_split'}
 
 
 class KeptAccuracy(NamedTuple):
@@ -162,4 +164,10 @@ def _has_inputs(cell: StudyCell, evaluation: dict) -> bool:
     own = cell.options.get('img_size') or teachers
     # a student keeps the size of its conversion
     has_size = size is None or (own is not None and sides(size) == sides(own))
-    return has_size and all(evaluation.get(key) == cell.options.get(key) for key in _DATA)
+    return has_size and _data_of(evaluation) == _data_of(cell.options)
+
+
+def _data_of(options: dict) -> dict:
+    """The options that choose the validation images, by their first names."""
+    named = {_OTHER_NAMES.get(key, key): value for key, value in options.items()}
+    return {key: named.get(key) for key in _DATA}
