@@ -148,6 +148,17 @@ def test_a_failure_behind_a_launcher_is_told_by_its_own_sentence(tmp_path):
         assert {cell.record.failure['message'] for cell in study.cells} == {error.removeprefix('vitzoo: error: ')}
 
 
+def test_the_message_of_a_command_that_was_killed_at_its_start_is_not_the_command(tmp_path):
+    study = read_study(write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch'])))
+
+    def kill(command, log, claim, should_stop):
+        log.write_text('$ python -m vitzoo.train\nvitzoo: error: of an earlier attempt\n$ python -m vitzoo.train\n')
+        return -9
+
+    Worker(study, execute=kill).run()
+    assert {cell.record.failure['message'] for cell in study.cells} == {'no output'}
+
+
 def test_retry_computes_failed_cells_again(tmp_path, monkeypatch):
     path = write_study(tmp_path)
     study = read_study(path)

@@ -220,11 +220,12 @@ def _write_options(cell: StudyCell) -> Path:
 
 
 def _find_message(log: Path) -> str:
-    """The error that the newest command in a log ended with, or its last line."""
+    """The error that the newest command in a log ended with, or its last line of output."""
     lines = log.read_text(encoding='utf-8', errors='replace').strip().splitlines() if log.is_file() else []
-    start = max((number for number, line in enumerate(lines) if line.startswith(_PROMPT)), default=0)
+    start = max((number for number, line in enumerate(lines) if line.startswith(_PROMPT)), default=-1)
+    lines = lines[start + 1 :]
     # a launcher adds a traceback of its own, and other processes say that they end because of the first
-    errors = [line for line in lines[start:] if line.startswith(_ERROR)]
+    errors = [line for line in lines if line.startswith(_ERROR)]
     return (errors or lines[-1:] or ['no output'])[0].removeprefix(_ERROR)
 
 
