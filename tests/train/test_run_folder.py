@@ -166,6 +166,30 @@ def test_a_branch_that_is_interrupted_at_once_has_a_best_epoch_of_its_own(run, m
     assert epochs_of(run / 'best') == 2
 
 
+def test_a_kill_leaves_no_part_of_a_checkpoint_that_is_replaced_or_deleted(run, monkeypatch):
+    rmtree = shutil.rmtree
+
+    def interrupt(folder, **options):
+        if (folder / 'state.json').is_file():
+            (folder / 'state.json').unlink()
+            raise KeyboardInterrupt
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(shutil, 'rmtree', interrupt)
+    # a branch begins by writing its checkpoint again
+    with pytest.raises(KeyboardInterrupt):
+        train(['--resume', str(run / 'checkpoints' / 'step-00000005')])
+    monkeypatch.undo()
+    assert steps(run) == [5]
+    # left by a kill while writing
+    for name in ('checkpoints/.partial-step-00000007', 'best/.export', '.export'):
+        (run / name).mkdir(parents=True)
+        (run / name / 'model.safetensors').touch()
+    train(['--resume', str(run), '--epochs', '2'])
+    assert steps(run) == [5, 10]
+    assert list(run.rglob('.*')) == []
+
+
 def test_a_run_whose_best_model_is_gone_exports_that_of_a_later_epoch(run):
     # as of a branch that was interrupted before it could write anything
     shutil.rmtree(run / 'best')

@@ -55,12 +55,13 @@ def save_checkpoint(
         _check_finite(state['step'], model, ema)
         try:
             _write(partial, accelerator, state, model, ema, optimizer_state)
-            shutil.rmtree(final, ignore_errors=True)
+            old = [_hide(final)] if final.exists() else []
             partial.rename(final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        for old in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+        old += [_hide(checkpoint) for checkpoint in list_checkpoints(folder)[:-keep]]
+        for path in old:
+            shutil.rmtree(path)
 
     write_on_main(accelerator, lock, write, lambda error: _explain_failure(folder, error))
 
@@ -159,6 +160,13 @@ def _write(
     files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
     (folder / 'state.json').write_text(json.dumps(dict(state, files=files)))
     unify_modes(folder, 'state.json')
+
+
+def _hide(checkpoint: Path) -> Path:
+    """Rename a checkpoint that is to be deleted, so that a kill leaves none of it that is not removed later."""
+    hidden = checkpoint.with_name(f'.partial-{checkpoint.name}-old')
+    shutil.rmtree(hidden, ignore_errors=True)
+    return checkpoint.rename(hidden)
 
 
 def _fingerprint(path: Path) -> list[int]:

@@ -164,14 +164,21 @@ def remove_old_run(folder: Path) -> None:
     written += (folder / 'vitzoo').rglob('events.out.tfevents*')
     for file in written:
         file.unlink(missing_ok=True)
-    unfinished = ('checkpoints/.partial-step-*', PARTIAL, f'best/{PARTIAL}')
-    for pattern in ('checkpoints/step-*', 'abandoned/step-*', *unfinished):
+    for pattern in ('checkpoints/step-*', 'abandoned/step-*'):
         for path in folder.glob(pattern):
             shutil.rmtree(path)
+    remove_unfinished(folder)
     for name in RUN_FOLDERS:
         # not empty if somebody has put other files there
         with suppress(OSError):
             (folder / name).rmdir()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a process has left that was killed while it wrote or deleted a checkpoint, or wrote a model."""
+    for pattern in ('checkpoints/.partial-step-*', PARTIAL, f'best/{PARTIAL}'):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
 
 
 def set_aside(folder: Path, later: list[Path], epochs: int) -> Path:
