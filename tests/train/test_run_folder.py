@@ -166,6 +166,31 @@ def test_a_branch_that_is_interrupted_at_once_has_a_best_epoch_of_its_own(run, m
     assert epochs_of(run / 'best') == 2
 
 
+@pytest.mark.parametrize('last', ['metrics.csv', 'best'])
+def test_a_branch_that_is_interrupted_while_the_other_is_set_aside_resumes(run, last, monkeypatch):
+    found, rename = [], Path.rename
+
+    def interrupt(path, target):
+        if path.name == last:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    def stop(run, *args, **kwargs):
+        found.append(run.best_from)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, 'rename', interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(['--resume', str(run / 'checkpoints' / 'step-00000010')])
+    monkeypatch.setattr(Path, 'rename', rename)
+    monkeypatch.setattr(train_module, 'train_step', stop)
+    # evaluates epoch 2, and does not keep the model of epoch 3 of the other branch
+    with pytest.raises(KeyboardInterrupt):
+        train(['--resume', str(run)])
+    assert found == [1]
+    assert epochs_of(run / 'best') == 2
+
+
 def test_a_kill_leaves_no_part_of_a_checkpoint_that_is_replaced_or_deleted(run, monkeypatch):
     rmtree = shutil.rmtree
 

@@ -103,9 +103,10 @@ def resume_run(run: Run, checkpoints: list[Path]) -> None:
     run.later_checkpoints = [
         path for path in list_checkpoints(run.folder / 'checkpoints') if path.name > f'step-{run.step:08d}'
     ]
-    best = best_epoch(run.folder)
-    # without best/, which an earlier start of this branch has set aside, no earlier epoch has a model
-    has_best = best > 0 and not (run.later_checkpoints and best > len(run.history))
+    # the checkpoint of the end of an epoch is written before its evaluation, which may have made best/; the model of a
+    # later epoch is of another branch, which is set aside now or was not completely before a kill
+    is_end = not run.later_checkpoints and run.step == run.plan.end_of(len(run.history))
+    has_best = 0 < best_epoch(run.folder) <= len(run.history) + is_end
     is_branch = not contains_checkpoint(run.folder, checkpoint) or not has_best
     run.best_from = len(run.history) if is_branch else state['best_from']
     run.console.print(f'resumed from {checkpoint} at step {run.step} of {run.plan.steps}')

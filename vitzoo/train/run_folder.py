@@ -36,6 +36,8 @@ from vitzoo.train.recipe import Recipe
 
 RUN_FILES = ('recipe.yaml', HELD_OUT, 'metrics.csv', 'curves.png', 'config.json', 'model.safetensors')
 RUN_FOLDERS = ('checkpoints', 'best', 'abandoned')
+# images held out, and options, which the new branch replaces in one step, so that it resumes if it is killed before
+_OF_BOTH_BRANCHES = (HELD_OUT, 'recipe.yaml')
 # the first words of the summary in recipe.yaml, by which a run is told from other folders
 _MARK = '# model  '
 # raised by the libraries if the disk is full, or a file is not in their format
@@ -196,12 +198,11 @@ def set_aside(folder: Path, later: list[Path], epochs: int) -> Path:
     moved = [name for name in RUN_FILES if (folder / name).exists()]
     if best_epoch(folder) > epochs:
         moved.append('best')
-    if HELD_OUT in moved:
-        # both branches hold out the same images
-        moved.remove(HELD_OUT)
-        shutil.copyfile(folder / HELD_OUT, aside / HELD_OUT)
     for name in moved:
-        (folder / name).rename(aside / name)
+        if name in _OF_BOTH_BRANCHES:
+            shutil.copyfile(folder / name, aside / name)
+        else:
+            (folder / name).rename(aside / name)
     return aside
 
 
