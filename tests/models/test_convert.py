@@ -801,6 +801,15 @@ def test_arguments_of_mixers_that_are_lost_are_named(name, kwargs, swap, child, 
     assert ('mixer_kwargs' in printed) == bool(expected)
 
 
+def test_a_bias_that_mixers_had_from_the_attention_is_named_as_an_argument_that_is_lost(tmp_path, capsys):
+    parent = vitzoo.swap_mixer(small('vit_relpos_small_patch16_224'), 'ls', window_size=2)
+    kwargs = words({**SMALL['deit'], 'mixer_kwargs': '{window_size: 2}'})
+    argv = ['--from', folder_of(parent, tmp_path / 'parent'), '--to', 'deit_ls_tiny', '--model-kwargs', *kwargs]
+    convert([*argv, '--out', str(tmp_path / 'out')])
+    own, parents = ({'window_size': 2, 'rel_bias': bias} for bias in ('none', 'table'))
+    assert f'mixer_kwargs: {own}, not {parents} in blocks 0-1' in capsys.readouterr().out
+
+
 def test_an_official_checkpoint_can_be_the_parent(tmp_path):
     parent = timm.create_model('deit_tiny_patch16_224')
     file, out = tmp_path / 'deit.pth', tmp_path / 'out'

@@ -145,10 +145,15 @@ def _differing_arguments(model: nn.Module, parent: nn.Module) -> list[str]:
         block, before = block_of(path), parents.get(path)
         if block not in new or block not in old:
             continue
+        if type(before) is not type(mixer):
+            continue
         # arguments that a model chooses for its mixers are not among those that they were given
-        implied = [{} if x is None else x.implied_arguments() for x in (mixer, before)]
-        if type(before) is type(mixer) and {**new[block], **implied[0]} != {**old[block], **implied[1]}:
-            differing.setdefault(f'mixer_kwargs: {new[block]}, not {old[block]}', []).append(list(old).index(block))
+        own, parents_own = ({**given[block], **x.implied_arguments()} for given, x in ((new, mixer), (old, before)))
+        if own != parents_own:
+            shown = {key for key in (*own, *parents_own) if own.get(key) != parents_own.get(key)}
+            shown |= new[block].keys() | old[block].keys()
+            texts = [{key: value for key, value in kwargs.items() if key in shown} for kwargs in (own, parents_own)]
+            differing.setdefault(f'mixer_kwargs: {texts[0]}, not {texts[1]}', []).append(list(old).index(block))
     return [f'{text} in {describe_blocks(blocks)}' for text, blocks in differing.items()]
 
 
