@@ -129,6 +129,32 @@ def test_a_full_disk_is_one_sentence(monkeypatch):
     assert end.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ('number', 'sentence'),
+    [
+        (errno.EACCES, "no permission to read or write 'runs/a'; change its permissions, or name another place"),
+        (errno.EPERM, "no permission to read or write 'runs/a'; change its permissions, or name another place"),
+        (errno.EROFS, "'runs/a' is on a read-only disk; name another place"),
+        (errno.EDQUOT, "the quota of the disk is used up, so 'runs/a' cannot be written"),
+    ],
+)
+def test_a_path_that_may_not_be_used_is_one_sentence(number, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(errors, '_discard_output', lambda: None)
+    with pytest.raises(SystemExit) as end:
+        run_command(fail(OSError(number, os.strerror(number), 'runs/a')))
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f'vitzoo: error: {sentence}\n'
+
+
+@pytest.mark.parametrize('words', [['validate'], ['doctor'], ['train', '--config']])
+def test_a_name_that_is_too_long_for_a_file_is_one_sentence(words, capsys):
+    name = 300 * 'a'
+    with pytest.raises(SystemExit) as end:
+        main([*words, name])
+    assert end.value.code == 2
+    assert re.fullmatch(rf"vitzoo: error: '{name}\S*' is too long .* shorten it\n", capsys.readouterr().err)
+
+
 def test_characters_that_the_terminal_lacks_are_printed_as_escapes():
     program = "from vitzoo.errors import run_command; run_command(lambda argv: print('Haus\u00e4'))"
     environment = {**os.environ, 'PYTHONIOENCODING': 'ascii'}

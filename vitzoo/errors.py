@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from errno import ENOSPC
+from errno import EACCES, EDQUOT, ENAMETOOLONG, ENOSPC, EPERM, EROFS
 from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +17,15 @@ from typing import NoReturn
 WAIT_SECONDS = 30
 # of gloo, whose other errors are bugs
 _LOST_CONNECTION = ('Connection closed by peer', 'Connection reset by peer')
+_NOT_PERMITTED = "no permission to read or write '{}'; change its permissions, or name another place"
+# what a user can do about an error of the file system
+_FILE_PROBLEMS = {
+    EACCES: _NOT_PERMITTED,
+    EPERM: _NOT_PERMITTED,
+    EROFS: "'{}' is on a read-only disk; name another place",
+    ENAMETOOLONG: "'{}' is too long for the name of a file; shorten it",
+}
+_FULL = {ENOSPC: 'the disk is full', EDQUOT: 'the quota of the disk is used up'}
 
 
 class UserError(ValueError):
@@ -58,14 +67,14 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
     A `UserError` is printed as one line on stderr with exit code 2, in a distributed run by rank 0 only, and a
     `RankError` by the rank that raises it. Before the processes have joined, the other ranks wait for rank 0 to print
     its error, because launchers kill all processes when the first one fails. A full disk is such an error, too, and so
-    is the end of another process, which prints the cause. Ctrl-C exits with 130, and a closed output pipe, as with
-    `head`, with 141. Every other exception keeps its traceback. A warning of vitzoo is printed as one line too, and
-    characters that the terminal lacks are printed as escapes.
+    are a path that is not permitted or too long, and the end of another process, which prints the cause. Ctrl-C exits
+    with 130, and a closed output pipe, as with `head`, with 141. Every other exception keeps its traceback. A warning
+    of vitzoo is printed as one line too, and characters that the terminal lacks are printed as escapes.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors='backslashreplace')
     try:
-        with _short_warnings():
+        with _short_warnings(), _explained_paths():
             main(argv)
         sys.stdout.flush()
     except UserError as error:
@@ -88,12 +97,23 @@ def run_command(main: Callable[[list[str] | None], object], argv: list[str] | No
         _discard_output()
         raise SystemExit(141) from None
     except OSError as error:
-        if error.errno != ENOSPC:
+        if error.errno not in _FULL:
             raise
         _discard_output()
         place = 'the output' if error.filename is None else f"'{error.filename}'"
-        print(f'vitzoo: error: the disk is full, so {place} cannot be written', file=sys.stderr)
+        print(f'vitzoo: error: {_FULL[error.errno]}, so {place} cannot be written', file=sys.stderr)
         raise SystemExit(2) from None
+
+
+@contextmanager
+def _explained_paths() -> Iterator[None]:
+    """Raise a RankError, because disks may differ, for a path that may not be used or is too long."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FILE_PROBLEMS or error.filename is None:
+            raise
+        raise RankError(_FILE_PROBLEMS[error.errno].format(error.filename)) from error
 
 
 def _discard_output() -> None:
