@@ -1,6 +1,7 @@
 """Finding images in folders, archives, shards and label tables, and holding out some for validation."""
 
 import csv
+import errno
 import io
 import json
 import os
@@ -336,6 +337,23 @@ def test_a_link_to_a_folder_around_it_is_not_followed(tmp_path):
     (tmp_path / 'elsewhere' / 'back').symlink_to(root / 'dog')
     names = ['cat/1.png', 'dog/1.png', 'dog/linked/3.png', 'dog/more/2.png']
     assert open_dataset(str(root), 'train').reader.filenames() == names
+
+
+def test_a_folder_that_may_not_be_read_gets_one_sentence(tmp_path, monkeypatch):
+    root, scandir = write_files(tmp_path / 'photos', pictures('cat/1.png', 'dog/1.png', 'lost+found/1.png')), os.scandir
+    closed = {str(root / 'dog'), str(root / 'lost+found')}
+
+    def scan(path):
+        if str(path) in closed:
+            raise PermissionError(errno.EACCES, 'Permission denied', str(path))
+        return scandir(path)
+
+    # root may read any folder
+    monkeypatch.setattr(os, 'scandir', scan)
+    with pytest.raises(UserError, match=rf"cannot read the folder '{root / 'dog'}': Permission denied; change"):
+        open_dataset(str(root), 'train')
+    closed.remove(str(root / 'dog'))
+    assert open_dataset(str(root), 'train').class_names == ['cat', 'dog']
 
 
 def write_linked(path: Path, files: dict[str, bytes], symbolic: dict[str, str], hard: dict[str, str]) -> Path:

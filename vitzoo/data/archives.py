@@ -105,11 +105,14 @@ def list_files(root: Path) -> Iterator[str]:
 
     Symbolic links are followed, except those to a folder around them, which would be followed in a circle. Folders that
     vitzoo wrote pictures to, such as a run, are left out: these are not images of a class.
+
+    Raises:
+        UserError: A folder cannot be read, whose images would be missing.
     """
     home = root.resolve()
     # the resolved path of each folder, after those of the folders around it
     chains = {str(root): (*map(str, home.parents), str(home))}
-    for parent, folders, files in os.walk(root, followlinks=True):
+    for parent, folders, files in os.walk(root, onerror=_refuse_unreadable, followlinks=True):
         below = os.path.relpath(parent, root).replace(os.sep, '/')
         prefix, chain = '' if below == '.' else f'{below}/', chains.pop(parent)
         if prefix and any(written <= {*files} for written in _WRITTEN):
@@ -128,6 +131,14 @@ def list_files(root: Path) -> Iterator[str]:
                 visible.append(name)
                 chains[path] = (*chain, place)
         folders[:] = visible
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    # a folder may be removed meanwhile, and one of this name, of root only, is on every disk of Linux
+    if not isinstance(error, FileNotFoundError) and Path(error.filename).name != 'lost+found':
+        raise UserError(
+            f"cannot read the folder '{error.filename}': {error.strerror}; change its permissions, or move it away"
+        ) from error
 
 
 def open_archive(path: Path) -> Archive:
