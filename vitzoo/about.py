@@ -26,6 +26,25 @@ def is_trained_folder(name: str | Path) -> bool:
     return (Path(name) / 'config.json').is_file()
 
 
+def read_config(folder: str | Path) -> dict:
+    """The config.json of a folder of a trained model.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    file = Path(folder) / 'config.json'
+    try:
+        config = json.loads(file.read_text(encoding='utf-8'))
+    # of JSON, or of letters that are not UTF-8
+    except ValueError as error:
+        raise UserError(f"'{file}' is not JSON ({error}); correct it, or copy it again") from error
+    if not isinstance(config, dict):
+        raise UserError(
+            f"'{file}' does not describe a model; give a folder of `vitzoo train`, `vitzoo convert` or timm"
+        )
+    return config
+
+
 def find_file(run: Path, name: str) -> Path | None:
     """A file of a run; the best epoch has a folder of its own inside that of the run."""
     folders = [run, run.resolve().parent] if run.resolve().name == 'best' else [run]
@@ -72,7 +91,7 @@ def read_about(name: str, weights: str = 'published', checkpoint: str | None = N
             return _fetch_about(name)
         shipped = find_shipped(name)
         return {} if shipped is None else read_about(str(shipped))
-    about = _facts(folder / 'config.json')
+    about = _facts(folder)
     held_out = find_file(folder, HELD_OUT)
     if held_out is not None:
         return about | {'held_out': held_out}
@@ -88,7 +107,7 @@ def fit_config(name: str, model: Any, checkpoint: str | None) -> None:
             in the folder that training wrote it to.
     """
     config = model.pretrained_cfg
-    found = (checkpoint and _read_config(checkpoint)) or {}
+    found = (checkpoint and _config_beside(checkpoint)) or {}
     if not found and is_trained_folder(name) and model.num_classes == config.get('num_classes'):
         return
     config.pop('label_names', None)
@@ -99,14 +118,14 @@ def fit_config(name: str, model: Any, checkpoint: str | None) -> None:
 
 def read_label_names(path: str, num_classes: int) -> list[str]:
     """The names of the classes of the weights in a file, in label order; empty if they are of another number."""
-    config = _read_config(path) or {}
+    config = _config_beside(path) or {}
     names = (config.get('label_names') or []) if config.get('num_classes') == num_classes else []
     return [names[label] for label in sorted(names, key=int)] if isinstance(names, dict) else names
 
 
 def read_img_size(path: str) -> tuple[int, int] | None:
     """The image size of the weights in a file, from the config.json of the folder that training wrote them to."""
-    config = _read_config(path) or {}
+    config = _config_beside(path) or {}
     size = config.get('model_args', {}).get('img_size') or config.get('pretrained_cfg', {}).get('input_size')
     return to_2tuple(size)[-2:] if size else None
 
@@ -115,20 +134,20 @@ def _fetch_about(name: str) -> dict:
     """The facts in a repository of the hub."""
     repository = name.removeprefix('hf-hub:')
     try:
-        about = _facts(download_from_hf(repository, 'config.json'))
+        about = _facts(Path(download_from_hf(repository, 'config.json')).parent)
         return about | {key: Path(download_from_hf(repository, about[key])) for key in ('held_out',) if key in about}
     except OSError as error:
         raise UserError(f'cannot fetch what {name} knows of its data ({error}); try again') from error
 
 
-def _facts(config: str | Path) -> dict:
-    return json.loads(Path(config).read_text(encoding='utf-8')).get('vitzoo', {})
+def _facts(folder: Path) -> dict:
+    return read_config(folder).get('vitzoo', {})
 
 
-def _read_config(path: str) -> dict | None:
+def _config_beside(path: str) -> dict | None:
     """The config.json of the folder that training wrote the weights in a file to."""
     folder = _folder_of(path)
-    return None if folder is None else json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+    return None if folder is None else read_config(folder)
 
 
 def _facts_of_unfinished(run: Path) -> dict:

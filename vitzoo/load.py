@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import vitzoo
 from vitzoo._arguments import constructor_arguments, named_parameters
-from vitzoo.about import fit_config, is_trained_folder, read_about, read_img_size
+from vitzoo.about import fit_config, is_trained_folder, read_about, read_config, read_img_size
 from vitzoo.classes import num_classes_in
 from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError, did_you_mean, is_first_process
@@ -214,6 +214,10 @@ def create_model(
         raise UserError(f'the weights of {name} are damaged ({error}); copy or fetch them again') from error
     except OSError as error:
         advice = 'download the repository, and give its folder'
+        if is_trained_folder(name):
+            raise UserError(
+                f'cannot read the weights in {name} ({error}); check its files and their permissions'
+            ) from error
         if not name.startswith('hf-hub:'):
             advice = f'give a folder of them, which `vitzoo convert FILE --model {name} --out DIR` makes of their file'
         raise UserError(f'cannot fetch the weights of {name} ({error}); {advice}') from error
@@ -357,6 +361,8 @@ def _expand(pattern: str) -> list[str]:
     if path.name in ('config.json', 'model.safetensors') and path.is_file():
         path = path.parent
     if is_trained_folder(path):
+        # a mistake in it would be one of timm's, in other words
+        read_config(path)
         return [str(path)]
     if any(character in pattern for character in '*?['):
         names = timm.list_models(pattern, include_tags='.' in pattern)

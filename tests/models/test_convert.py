@@ -2,12 +2,14 @@
 
 import argparse
 import copy
+import errno
 import json
 import os
 import pickle
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -295,6 +297,16 @@ def test_a_file_that_is_no_checkpoint_is_refused(content, message, suffix, tmp_p
         torch.save(content, file)
         message = 'damaged' if suffix == '.safetensors' else message
     with pytest.raises(UserError, match=message):
+        read_checkpoint(file)
+
+
+@pytest.mark.parametrize('suffix', ['.pth', '.safetensors'])
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(suffix, tmp_path, monkeypatch):
+    file = tmp_path / f'file{suffix}'
+    file.write_bytes(b'')
+    # root may read any file
+    monkeypatch.setattr(Path, 'open', Mock(side_effect=PermissionError(errno.EACCES, 'Permission denied', str(file))))
+    with pytest.raises(PermissionError):
         read_checkpoint(file)
 
 

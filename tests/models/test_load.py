@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
+from vitzoo.about import read_img_size
 from vitzoo.classes import class_names
 from vitzoo.errors import UserError
 from vitzoo.load import create_model, find_model, fit_data_config, load_model, load_weights
@@ -126,6 +127,31 @@ def test_a_folder_of_another_library_is_refused(config, source, tmp_path):
     (tmp_path / 'config.json').write_text(json.dumps(config))
     with pytest.raises(UserError, match="does not name an 'architecture' of timm"):
         create_model(f'{source}{tmp_path}')
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        (b'{', 'is not JSON'),
+        (b'', 'is not JSON'),
+        (b'\xef\xbb\xbf{}', 'is not JSON'),
+        (b'{"a": "\xff"}', 'is not JSON'),
+        (b'[1]', 'does not describe a model'),
+    ],
+)
+def test_a_damaged_config_is_one_sentence(content, message, tmp_path):
+    (tmp_path / 'config.json').write_bytes(content)
+    for find in (find_model, lambda name: read_img_size(f'{name}/model.safetensors')):
+        with pytest.raises(UserError, match=f"^'{tmp_path}/config.json' {message}"):
+            find(str(tmp_path))
+
+
+def test_weights_of_a_folder_that_cannot_be_read_are_not_fetched(tmp_path):
+    save_for_hf(timm.create_model('deit_ls_tiny', depth=1, img_size=32), str(tmp_path), safe_serialization=True)
+    (tmp_path / 'model.safetensors').unlink()
+    (tmp_path / 'model.safetensors').mkdir()
+    with pytest.raises(UserError, match=f'cannot read the weights in {tmp_path} .* their permissions'):
+        create_model(str(tmp_path), pretrained=True)
 
 
 @pytest.mark.parametrize('size', [0, 100, -100])

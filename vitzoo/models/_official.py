@@ -81,6 +81,8 @@ def read_checkpoint(path: str | Path) -> dict:
         raise UserError(f"the checkpoint '{path}' does not exist, or is not a file")
     if Path(path).suffix in _OTHER_FORMATS:
         raise UserError(f"the checkpoint '{path}' is {_OTHER_FORMATS[Path(path).suffix]}")
+    # safetensors says of a file that may not be read that there is none
+    Path(path).open('rb').close()
     try:
         if Path(path).suffix == '.safetensors':
             return load_file(path)
