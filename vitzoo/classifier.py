@@ -17,9 +17,12 @@ def load_classifier(args: argparse.Namespace) -> LoadedModel:
     """Load the model of --model onto --device.
 
     Raises:
-        UserError: There is no such model, or it has no weights or no classifier.
+        UserError: There is no such model, it has no weights or no classifier, or --num-classes is given without a
+            --checkpoint.
     """
     name = find_model(args.model)
+    if args.num_classes is not None and args.checkpoint is None:
+        raise UserError(f'--num-classes {args.num_classes} is for the weights of a --checkpoint, which is missing')
     loaded = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
     loaded.require_weights()
     if loaded.model.num_classes < 1:

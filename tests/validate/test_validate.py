@@ -172,6 +172,13 @@ def test_untrained_weights_are_called_random(data, capsys):
     assert 'random weights' in capsys.readouterr().out
 
 
+def test_a_number_of_classes_does_not_discard_the_weights_of_a_run(data, trained, tmp_path, capsys):
+    options = ('--num-classes', '3', '--data-dir', str(data))
+    assert f'is for the weights of a --checkpoint; {trained} has its own' in fails(capsys, str(trained), *options)
+    record = validate_one(trained, *options, '--checkpoint', trained / 'model.safetensors')
+    assert record['top1'] == validate_one(trained, '--data-dir', data)['top1']
+
+
 def test_without_data_everything_else_is_reported(tmp_path, capsys):
     file = tmp_path / 'new' / 'results.json'
     main(['test_res*t', '--no-data', '--img-size', '32', '--results-file', str(file)])

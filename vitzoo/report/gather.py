@@ -34,7 +34,7 @@ from vitzoo.transfer.record import RECORD
 from vitzoo.validate.data import open_validation_data
 from vitzoo.validate.error_analysis import count_confusions
 from vitzoo.validate.evaluation import validate_model
-from vitzoo.validate.options import EvalOptions, check_single_model
+from vitzoo.validate.options import EvalOptions, check_models
 from vitzoo.validate.predictions import Predictions, read_predictions
 from vitzoo.validate.robustness import open_suite
 
@@ -53,7 +53,7 @@ def gather(options: EvalOptions) -> Iterator[dict]:
         UserError: A model or its data is invalid.
     """
     names = find_models(options.models)
-    check_single_model(options, names)
+    check_models(options, names)
     suite = open_suite(options.data_root, options.allow_partial) if options.suite and options.data_root else []
     for name in names:
         # before the evaluation, so that its peak memory is that of one model

@@ -10,7 +10,7 @@ from vitzoo.metrics import summarize
 from vitzoo.options import num_processes
 from vitzoo.validate.error_analysis import open_predicted, write_error_analysis
 from vitzoo.validate.evaluation import ACCURACY_KEYS, validate_model
-from vitzoo.validate.options import EvalOptions, check_outputs, check_single_model, parse_args
+from vitzoo.validate.options import EvalOptions, check_models, check_outputs, parse_args
 from vitzoo.validate.predictions import read_predictions
 from vitzoo.validate.results import RECORD_KEYS, print_calibration, print_results, write_results
 from vitzoo.validate.robustness import open_suite
@@ -28,7 +28,7 @@ def validate(argv: list[str] | None = None) -> list[dict]:
     """
     options = parse_args(argv)
     names = find_models(options.models)
-    check_single_model(options, names)
+    check_models(options, names)
     check_outputs(options)
     if options.from_predictions:
         return [_validate_predictions(options.from_predictions, options)]

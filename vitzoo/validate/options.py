@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from vitzoo.about import is_trained_folder
 from vitzoo.data.options import DATA_OPTIONS, DataOptions
 from vitzoo.errors import CommandParser, UserError, format_flag
 from vitzoo.metrics.oversmoothing import MEASURES
@@ -118,8 +119,13 @@ def parse_args(argv: list[str] | None = None, no_model: str = _NO_MODEL) -> Eval
     return options
 
 
-def check_single_model(options: EvalOptions, names: Sequence[str]) -> None:
-    """Raise UserError if an option for one model is given with several."""
+def check_models(options: EvalOptions, names: Sequence[str]) -> None:
+    """Raise UserError if an option for one model is given with several, or one that discards the weights of a run."""
+    trained = [name for name in names if is_trained_folder(name)]
+    if options.num_classes is not None and options.checkpoint is None and trained:
+        raise UserError(
+            f'--num-classes {options.num_classes} is for the weights of a --checkpoint; {trained[0]} has its own'
+        )
     for name in ('checkpoint', 'save_predictions', 'errors'):
         if getattr(options, name) and len(names) > 1:
             raise UserError(
