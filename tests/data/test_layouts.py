@@ -845,6 +845,10 @@ def test_of_several_labels_the_rarest_decides_what_is_held_out(tmp_path):
         (b'file,labels\na.png,x\na.png,y\n', 'lists a.png twice'),
         (table(a=''), 'gives no image a label'),
         ('file,labels\na.png,pêche\n'.encode('latin-1'), "labels.csv' is not UTF-8; save it as CSV UTF-8"),
+        (b'file,labels\na.png,"x\nb.png,y\n', 'is not CSV from line 2 on .*; correct its quotation marks'),
+        # longer than csv's limit of a field
+        (b'file,labels\n\na.png,"x' + 9999 * b'\nb.png,dog;sea', 'is not CSV from line 2 on .*; correct its quotation'),
+        (b'file,labels\na.png,x,y\n', "line 2 of .*labels.csv has 'y' beyond its columns; separate labels by ;"),
     ],
 )
 def test_a_table_that_cannot_be_used_gets_one_sentence(tmp_path, content, sentence):

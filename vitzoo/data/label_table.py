@@ -7,6 +7,7 @@ photos/train/beach/1.jpg      photos/train/2.jpg
 """
 
 import csv
+from collections.abc import Iterator
 from io import StringIO
 
 from vitzoo.data.archives import Archive, ArchiveReader
@@ -43,8 +44,8 @@ def read_label_table(archive: Archive, prefix: str = '') -> dict[str, list[str]]
     """Read the label names of each image.
 
     Raises:
-        UserError: The table is missing, is not UTF-8, lacks a column, or lists an image twice or one that does not
-            exist.
+        UserError: The table is missing, is not UTF-8 or not CSV, lacks a column, has a line with more values than
+            columns, or lists an image twice or one that does not exist.
     """
     path, existing = archive.root / prefix / LABEL_TABLE, set(archive.names)
     if prefix + LABEL_TABLE not in existing:
@@ -57,11 +58,8 @@ def read_label_table(archive: Archive, prefix: str = '') -> dict[str, list[str]]
         text = archive.read(prefix + LABEL_TABLE).decode('utf-8-sig')
     except UnicodeDecodeError as error:
         raise UserError(f"'{path}' is not UTF-8; save it as CSV UTF-8") from error
-    lines = csv.DictReader(StringIO(text, newline=''))
-    if not {'file', 'labels'} <= set(lines.fieldnames or ()):
-        raise UserError(f'{path} has the columns {", ".join(lines.fieldnames or ())}, but needs file and labels')
     table = {}
-    for line in lines:
+    for line in _read_lines(str(path), text):
         file = (line['file'] or '').strip().replace('\\', '/')
         if file in table:
             raise UserError(f'{path} lists {file} twice; put its labels in one line, separated by {SEPARATOR}')
@@ -70,3 +68,23 @@ def read_label_table(archive: Archive, prefix: str = '') -> dict[str, list[str]]
         labels = [label.strip() for label in (line['labels'] or '').split(SEPARATOR)]
         table[file] = list(dict.fromkeys(filter(None, labels)))
     return table
+
+
+def _read_lines(path: str, text: str) -> Iterator[dict[str, str | None]]:
+    """Yield the lines of a table by column."""
+    # strict, because a quotation mark that is not closed would make all further lines a part of one label
+    lines, first = csv.DictReader(StringIO(text, newline=''), strict=True), 1
+    try:
+        if not {'file', 'labels'} <= set(lines.fieldnames or ()):
+            raise UserError(f'{path} has the columns {", ".join(lines.fieldnames or ())}, but needs file and labels')
+        first = lines.line_num + 1
+        for line in lines:
+            # the values beyond the columns
+            more = [value for value in line.pop(None, []) if value.strip()]
+            if more:
+                place = f'line {lines.line_num} of {path}'
+                raise UserError(f"{place} has '{more[0]}' beyond its columns; separate labels by {SEPARATOR}")
+            yield line
+            first = lines.line_num + 1
+    except csv.Error as error:
+        raise UserError(f'{path} is not CSV from line {first} on ({error}); correct its quotation marks') from error
