@@ -76,6 +76,7 @@ def test_a_class_map_lists_names_in_label_order(tmp_path, name, content, expecte
         ('a.txt', b'', 'must map names of classes to labels'),
         ('a.txt', b'ant\ncrane\nbee\n crane\n', "several lines are 'crane'; leave one of them"),
         ('a.json', b'{"a": 0', 'cannot read the class map'),
+        ('a.json', b'{"a": 0, "b": 1, "a": 1}', "the name 'a' is there several times; leave one of them"),
         ('a.json', b'["a"]', 'must map names of classes to labels'),
         ('a.json', b'{"a": true}', 'must map names of classes to labels'),
         ('a.json', b'{"a": 1, "b": 2}', 'must be 0, 1, 2, …, not 1, 2'),

@@ -857,6 +857,11 @@ def test_a_table_that_cannot_be_used_gets_one_sentence(tmp_path, content, senten
         open_dataset(data_dir, 'train', multi_label=True)
 
 
+def test_empty_values_without_a_column_lose_no_label(tmp_path):
+    data_dir = write('folder', tmp_path, pictures('a.png') | {'labels.csv': b'file,labels\na.png,x;y,, \n'})
+    assert open_dataset(data_dir, 'train', multi_label=True).class_names == ['x', 'y']
+
+
 def test_a_label_that_was_not_trained_on_is_named(tmp_path):
     data_dir = write('folder', tmp_path, pictures('a.png') | {'labels.csv': table(a='see')})
     with pytest.raises(UserError, match="the label 'see' of .* is not one of the 2 training classes, did you mean sea"):

@@ -77,7 +77,7 @@ def read_class_map(source: str | dict[str, str]) -> dict[str, str]:
         if suffix == '.txt':
             content = _number_lines(Path(source).expanduser().read_text(encoding='utf-8-sig').splitlines())
         elif suffix == '.json':
-            content = json.loads(Path(source).expanduser().read_text(encoding='utf-8'))
+            content = json.loads(Path(source).expanduser().read_text(encoding='utf-8'), object_pairs_hook=_pair_once)
         else:
             content = load_class_map(str(Path(source).expanduser()))
     except (OSError, AssertionError, ValueError, EOFError, pickle.UnpicklingError) as error:
@@ -91,6 +91,14 @@ def _number_lines(lines: list[str]) -> dict[str, int]:
     if repeated:
         raise ValueError(f"several lines are '{repeated[0]}'; leave one of them")
     return {name: label for label, name in enumerate(names)}
+
+
+def _pair_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of the pairs in JSON, of which json.loads would keep the last with a name."""
+    repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if repeated:
+        raise ValueError(f"the name '{repeated[0]}' is there several times; leave one of them")
+    return dict(pairs)
 
 
 def _to_names(source: str, content: Any) -> dict[str, str]:
