@@ -199,7 +199,7 @@ def read_yaml(path: str | Path, kind: str = '', command: str = '') -> Any:
 
 
 def to_words(options: Mapping[str, Any], separator: str | None = None) -> list[str]:
-    """A command line of options; a list is several words, or one word with a separator."""
+    """A command line of options; a list is several words, or one word with a separator, and a list of sides HxW."""
     words = []
     for key, value in options.items():
         # 0 is a value
@@ -209,8 +209,8 @@ def to_words(options: Mapping[str, Any], separator: str | None = None) -> list[s
         if isinstance(value, dict):
             words += [f'{name}={item}' for name, item in value.items()]
         elif isinstance(value, list):
-            items = [str(item) for item in value]
-            words += items if separator is None else [separator.join(items)]
+            items, joint = [str(item) for item in value], 'x' if key == 'img_size' else separator
+            words += items if joint is None else [joint.join(items)]
         elif value is not True:
             words.append(str(value))
     return words

@@ -235,7 +235,9 @@ def test_options_become_the_words_of_a_command_line():
     assert to_words(options) == [
         *('--img-size', '96', '--measures', 'a', 'b', '--corrupt', '--workers', '0', '--mixer-kwargs', 'rank=2')
     ]
-    assert to_words(dict(measures=['a', 'b']), ',') == ['--measures', 'a,b']
+    assert to_words(dict(measures=['a', 'b'], img_size=[32, 64]), ',') == ['--measures', 'a,b', '--img-size', '32x64']
+    # as a recipe may have it
+    assert to_words(dict(img_size=[32, 64])) == ['--img-size', '32x64']
 
 
 def test_a_way_chooses_its_evaluations(tmp_path):

@@ -14,6 +14,4 @@ def transfer_recipe(settings: dict) -> dict:
     others = ('teacher', 'training_images', 'validation_images', 'data_options', 'random_control', 'training')
     options = {key: value for key, value in settings.items() if key not in others and value not in (None, {})}
     options |= settings['data_options'] | settings.get('training', {})
-    if 'img_size' in options:
-        options['img_size'] = 'x'.join(map(str, options['img_size']))
     return options | dict(no_random_control=not settings['random_control'])
