@@ -3,11 +3,13 @@
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +35,17 @@ class Outcome(NamedTuple):
     codes: list[int | None]
     out: str
     err: str
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """Limit the size of files in this process, which makes writes fail as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def start_processes(world_size: int, target: Callable, *args, machines: int = 1) -> Outcome:

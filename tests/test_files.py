@@ -1,8 +1,13 @@
 """Files that are replaced as a whole."""
 
+import errno
+
 import pytest
+import timm
+from processes import limited_files
 
 from vitzoo._files import replace_file
+from vitzoo._save import save_model
 
 
 def test_a_file_is_replaced_by_a_whole_one_or_stays_as_it_was(tmp_path):
@@ -23,3 +28,10 @@ def test_the_file_that_a_link_leads_to_is_replaced(tmp_path):
     with replace_file(link) as partial:
         partial.write_text('new')
     assert link.is_symlink() and path.read_text() == 'new'
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(OSError, match=str(tmp_path)) as error, limited_files(100_000):
+        save_model(tmp_path, timm.create_model('test_vit'))
+    # that of a full disk is ENOSPC, which the commands report in a sentence
+    assert error.value.errno == errno.EFBIG and list(tmp_path.iterdir()) == []

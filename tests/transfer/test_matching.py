@@ -7,6 +7,7 @@ from multiprocessing import active_children
 
 import pytest
 import torch
+from processes import limited_files
 from teachers import batches, make_student, make_teacher
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -260,6 +261,14 @@ def test_distillation_trains_at_the_rate_that_trials_find(steps):
     assert history == distil(teacher, others[best], TRAIN, HELD_OUT, lr=rates[best], **options)
     scaled = distil(teacher, others[0], TRAIN, HELD_OUT, lr='scaled', **options)
     assert history[-1]['output_error'] < scaled[-1]['output_error']
+
+
+def test_a_state_that_does_not_fit_on_the_disk_is_one_sentence(tmp_path):
+    teacher, file = make_teacher(), tmp_path / 'state.pt'
+    options = dict(steps=2, eval_every=1, state_file=file)
+    with pytest.raises(UserError, match=f"cannot write '{file}' .* MB free"), limited_files(1000):
+        match_blocks(teacher, make_student(teacher, 'linear'), TRAIN, HELD_OUT, **options)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_stochastic_depth_does_not_keep_a_stage_from_continuing_exactly(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from vitzoo._files import replace_file
 from vitzoo._modes import restored_modes
 from vitzoo.data.loader import STEP_STREAM, seed_everything, stop_workers
-from vitzoo.errors import DivergenceError
+from vitzoo.errors import DivergenceError, UserError
 from vitzoo.mixers import set_step
 from vitzoo.transfer.attention import images_of
 
@@ -96,6 +97,7 @@ def descend(
     Raises:
         DivergenceError: The error is no longer finite; the student is in its best state.
         ValueError: The loader has no images.
+        UserError: The state cannot be written, such as on a full disk.
     """
     with _training_only(student, groups), _restored_generators(next(student.parameters()).device):
         descent = _Descent(student, groups, evaluate, steps, seed, accelerator, state_file, progress)
@@ -220,8 +222,13 @@ class _Descent:
 
 
 def _save_state(path: Path, state: dict) -> None:
-    with replace_file(path) as partial:
-        torch.save(state, partial)
+    try:
+        with replace_file(path) as partial:
+            torch.save(state, partial)
+    except (OSError, RuntimeError) as error:
+        # torch's errors do not mention a full disk
+        free = shutil.disk_usage(path.parent).free / 1e6
+        raise UserError(f"cannot write '{path}' ({error}; {free:.0f} MB free); free some space and continue") from error
 
 
 @contextmanager
