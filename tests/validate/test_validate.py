@@ -2,6 +2,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -282,6 +283,10 @@ def test_the_error_analysis_is_of_the_images_that_were_validated(data, trained, 
     assert sum(int(row['images']) * float(row['accuracy']) for row in rows) / 10 == pytest.approx(
         record['top1'], abs=0.01
     )
+    page = (ROOT / 'docs' / 'validation.md').read_text().partition('| column | meaning |')[2].partition('\n\n')[0]
+    described = {name for row in page.splitlines() for name in re.findall(r'`(\w+)`', row[: row.find(' | ')])}
+    # the results file has no column of the origin of the weights
+    assert record.keys() - {'weights'} == {*RECORD_KEYS, 'ece'} == described
     assert 0 < record['ece'] < 100 and f'{record["ece"]:.2f} %' in capsys.readouterr().out
     names = {'calibration.csv', 'confused.csv', 'confused.png', 'confusion.csv', 'confusion.png', 'reliability.png'}
     assert {path.name for path in (tmp_path / 'errors').iterdir()} == names | {'per_class.csv'}
