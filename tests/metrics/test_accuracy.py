@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from vitzoo.data import eval_loader
 from vitzoo.errors import UserError
-from vitzoo.metrics import OversmoothingProbe, evaluate, oversmoothing
+from vitzoo.metrics import OversmoothingProbe, evaluate, oversmoothing, score_images
 
 SIZES = (1, 3, 5, 10, 17, 22)
 BATCH_SIZES = (1, 3, 7, 64)
@@ -254,10 +254,20 @@ def test_labels_that_the_model_does_not_have_are_named():
     (model, dataset), (_, others) = make_problem(5, num_classes=3), make_problem(5, num_classes=7)
     evaluate(model, DataLoader(dataset, 2))
     images = others.tensors[0]
-    with pytest.raises(UserError, match='an image has the label 4, and the model only 3 classes'):
-        evaluate(model, DataLoader(TensorDataset(images, torch.arange(5)), 5))
+    # -100 is left out of the loss by PyTorch
+    for labels in ([0, 1, 2, 3, 1], [0, 1, 3, 2, 3], [0, 2, 1, 0, -1], [-100, 1, 2, 0, 0]):
+        wrong = next(label for label in labels if label not in range(3))
+        with pytest.raises(UserError, match=f'an image has the label {wrong}, which is none of the 3 classes'):
+            evaluate(model, DataLoader(TensorDataset(images, torch.tensor(labels)), 5))
     with pytest.raises(UserError, match='the images have 7 labels each, and the model 3 classes'):
         evaluate(model, DataLoader(with_several_labels(others), 2))
+
+
+def test_what_a_score_of_ones_own_gets_need_not_be_a_label():
+    model, dataset = make_problem(5, num_classes=3)
+    loader = DataLoader(TensorDataset(dataset.tensors[0], torch.arange(-2, 48, 10)), 2)
+    columns = score_images(model, loader, lambda logits, number: dict(number=number))
+    assert columns['number'].tolist() == [-2, 8, 18, 28, 38]
 
 
 def test_an_error_in_a_worker_process_stays_one_sentence():

@@ -16,8 +16,10 @@ from timm.data import ImageNetInfo, create_transform
 from timm.models import save_for_hf
 from torch import nn
 
+from vitzoo.data import eval_transform, open_dataset
+from vitzoo.data.held_out import Subset
 from vitzoo.data.variants import SUITE, find_suite
-from vitzoo.data.variants.base import normalize_name
+from vitzoo.data.variants.base import Readout, VariantImages, normalize_name
 from vitzoo.data.variants.imagenet import IMAGENET_C_CONDITIONS
 from vitzoo.data.variants.imagenet9 import CLASS_NAMES
 from vitzoo.errors import UserError
@@ -27,7 +29,7 @@ from vitzoo.validate import main
 from vitzoo.validate.command import validate
 from vitzoo.validate.options import EvalOptions
 from vitzoo.validate.results import write_results
-from vitzoo.validate.robustness import evaluate_suite
+from vitzoo.validate.robustness import evaluate_suite, score_readouts
 from vitzoo.validate.scoring import Evaluation
 
 WNIDS = ImageNetInfo().label_names()
@@ -219,6 +221,20 @@ def test_complete_sets_need_no_permission_and_their_columns_say_nothing_of_parts
     )
     assert all(record[key] == 100 for key in record if key.endswith(('top1', 'top5')))
     assert record['imagenet_9_gap'] == 0
+
+
+def test_a_set_may_have_more_images_than_the_model_has_classes():
+    some = Subset(open_dataset('sample', 'val').reader, list(range(0, 500, 20)))
+    images = VariantImages(some, eval_transform(DATA_CONFIG))
+    labels = torch.tensor(images.reader.labels)
+    options = EvalOptions(device=torch.device('cpu'), amp_dtype='float32', batch_size=64, workers=0)
+    torch.manual_seed(0)
+    loaded = LoadedModel('linear', nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10)), 'trained')
+    evaluation = Evaluation(loaded, DATA_CONFIG, options)
+    scores = score_readouts('sample', evaluation, images, {'sample': Readout(labels[:, None])})['sample']
+    with torch.no_grad():
+        hits = loaded.model(torch.stack([image for image, _ in images])).argmax(dim=1) == labels
+    assert scores['n'] == len(images) == 25 and scores['top1'] == 4 * hits.sum()
 
 
 def test_only_the_200_classes_may_be_answered(tmp_path):

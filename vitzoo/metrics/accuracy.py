@@ -52,7 +52,7 @@ def evaluate(
 ) -> dict:
     """Evaluate a classifier on every image of a loader's dataset exactly once.
 
-    Arguments and errors are those of `score_images`.
+    Arguments and errors are those of `score_images` and `rank_classes`.
 
     Returns:
         The integers n, correct1 and correct5, the percentages top1 and top5 and the mean loss; with a probe, its means
@@ -96,8 +96,7 @@ def score_images(
         The columns, on the CPU, with one row per image in the order of the dataset.
 
     Raises:
-        UserError: The dataset is empty, an image cannot be read, its label is none of the classes, or its logits are
-            not finite.
+        UserError: The dataset is empty, an image cannot be read or scored, or its logits are not finite.
         RuntimeError: Some image of the dataset was not seen by any process.
     """
     with restored_modes(model):
@@ -120,7 +119,11 @@ def rank_classes(logits: Tensor, target: Tensor, keep_logits: bool = False) -> d
     """Reduce logits to per-image columns: label, loss, and the top 5 classes (top) with their probabilities (prob).
 
     For multi-label targets, label is a row of booleans and the logits are always kept.
+
+    Raises:
+        UserError: A label is none of the classes.
     """
+    _check_labels(logits, target)
     top, prob = most_likely(logits, 5, is_multi_label=target.ndim == 2)
     if target.ndim == 2:
         loss = binary_cross_entropy_with_logits(logits, target.float(), reduction='none').mean(dim=1)
@@ -130,6 +133,21 @@ def rank_classes(logits: Tensor, target: Tensor, keep_logits: bool = False) -> d
     columns = dict(label=target, top=top, prob=prob, loss=loss)
     # a copy, because the next run of a CUDA graph overwrites its output
     return {**columns, 'logits': logits.clone()} if keep_logits else columns
+
+
+def _check_labels(logits: Tensor, labels: Tensor) -> None:
+    """Raise UserError if labels are not those of the logits."""
+    num_classes = logits.shape[1]
+    if labels.ndim == 2:
+        if labels.shape[1] != num_classes:
+            raise UserError(f'the images have {labels.shape[1]} labels each, and the model {num_classes} classes')
+        return
+    wrong = labels[(labels < 0) | (labels >= num_classes)]
+    if len(wrong):
+        raise UserError(
+            f'an image has the label {int(wrong[0])}, which is none of the {num_classes} classes of the model; give a'
+            ' model and images of the same classes'
+        )
 
 
 def most_likely(logits: Tensor, k: int, is_multi_label: bool = False) -> tuple[Tensor, Tensor]:
@@ -196,11 +214,9 @@ def _score_share(
 
     try:
         for images, target in loader:
-            labels = target
             images, target = (tensor.to(device, non_blocking=True) for tensor in (images, target))
             logits = model(images).float()
             check_logits(logits, model, images, describe_image, name)
-            _check_labels(logits, labels)
             columns = score(logits, target)
             num_rows += len(target)
             batches.append(columns if probe is None else {**columns, probe.key: probe.per_image()})
@@ -209,18 +225,6 @@ def _score_share(
     except UserError as error:
         user_error = error
     return _join(batches), user_error
-
-
-def _check_labels(logits: Tensor, labels: Tensor) -> None:
-    """Raise UserError if the loader's labels are not those of the logits; labels on a GPU are not read."""
-    num_classes = logits.shape[1]
-    if labels.ndim == 2 and labels.shape[1] != num_classes:
-        raise UserError(f'the images have {labels.shape[1]} labels each, and the model {num_classes} classes')
-    if labels.ndim == 1 and labels.device.type == 'cpu' and labels.numel() and labels.max() >= num_classes:
-        raise UserError(
-            f'an image has the label {int(labels.max())}, and the model only {num_classes} classes; give a model and'
-            ' images of the same classes'
-        )
 
 
 def _dataset_indices(loader: Loader, num_rows: int, accelerator: 'Accelerator | None') -> Tensor:
