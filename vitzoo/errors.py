@@ -18,7 +18,7 @@ WAIT_SECONDS = 30
 # of gloo, whose other errors are bugs
 _LOST_CONNECTION = ('Connection closed by peer', 'Connection reset by peer')
 _NOT_PERMITTED = "no permission to read or write '{}'; change its permissions, or name another place"
-# what a user can do about an error of the file system
+# sentences for errors of the file system that a user can correct
 _FILE_PROBLEMS = {
     EACCES: _NOT_PERMITTED,
     EPERM: _NOT_PERMITTED,
