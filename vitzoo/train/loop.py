@@ -18,7 +18,7 @@ from vitzoo.train.recipe import save_recipe
 from vitzoo.train.recipe_cli import load_recipe
 from vitzoo.train.resume import choose_folder, contains_checkpoint, resume_run, save_run
 from vitzoo.train.run import Run
-from vitzoo.train.run_folder import claim_folder, remove_old_run, remove_unfinished, set_aside, write_on_main
+from vitzoo.train.run_folder import claim_folder, remove_old_run, remove_partial_files, set_aside, write_on_main
 from vitzoo.train.step import train_step
 from vitzoo.train.stopping import StopSignal
 
@@ -79,7 +79,7 @@ def open_folder(run: Run, is_new: bool) -> None:
         if is_new:
             remove_old_run(run.folder)
         else:
-            remove_unfinished(run.folder)
+            remove_partial_files(run.folder)
         if run.later_checkpoints and not is_new:
             aside = set_aside(run.folder, run.later_checkpoints, len(run.history))
             run.console.print(f'note   later checkpoints and their models are now in {aside}')

@@ -169,14 +169,14 @@ def remove_old_run(folder: Path) -> None:
     for pattern in ('checkpoints/step-*', 'abandoned/step-*'):
         for path in folder.glob(pattern):
             shutil.rmtree(path)
-    remove_unfinished(folder)
+    remove_partial_files(folder)
     for name in RUN_FOLDERS:
         # not empty if somebody has put other files there
         with suppress(OSError):
             (folder / name).rmdir()
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Remove what a process has left that was killed while it wrote or deleted a checkpoint, or wrote a model."""
     for pattern in ('checkpoints/.partial-step-*', PARTIAL, f'best/{PARTIAL}'):
         for path in folder.glob(pattern):
