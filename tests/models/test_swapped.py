@@ -207,6 +207,20 @@ def test_features_other_heads_and_other_channels(saved):
     assert grey(images(channels=1)).shape == (2, 5)
 
 
+@pytest.mark.parametrize('name', ['swin_tiny_patch4_window7_224', 'twins_svt_small'])
+def test_features_have_the_layout_of_those_of_the_base_model(name, tmp_path):
+    model = timm.create_model(name, **FAMILIES[name])
+    expected = timm.create_model(name, **FAMILIES[name], features_only=True, out_indices=(0, 1))
+    features = load(save(vitzoo.swap_mixer(model, 'linear'), tmp_path), features_only=True)
+    assert features.output_fmt == expected.output_fmt
+    assert features.feature_info.channels() == expected.feature_info.channels()
+    maps = outputs(features, images())
+    assert [x.shape for x in maps] == [x.shape for x in outputs(expected, images())]
+    intermediates = outputs(lambda x: model.eval().forward_intermediates(x, intermediates_only=True), images())
+    same = [x.permute(0, 3, 1, 2) if name.startswith('swin') else x for x in maps]
+    assert all(torch.equal(a, b) for a, b in zip(same, intermediates, strict=True))
+
+
 def test_a_loaded_model_is_changed_and_saved_again(saved, tmp_path):
     model = load(saved[1], in_chans=1)
     vitzoo.swap_mixer(model, 'nystrom', blocks=[-1], num_landmarks=4)

@@ -74,7 +74,7 @@ def vitzoo_swapped(
         pretrained and is_saved,
         pretrained_cfg=config.to_dict() if is_saved else model.pretrained_cfg,
         pretrained_filter_fn=_resample,
-        feature_cfg={'out_indices': _default_indices(model), 'feature_cls': 'getter'},
+        feature_cfg=_feature_cfg(model),
         pretrained_model_args=pretrained_model_args,
         cache_dir=cache_dir,
         **kwargs,
@@ -134,6 +134,12 @@ def _is_default(config: dict | PretrainedCfg) -> bool:
 def _resample(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Resample weights to the image size of a model, if timm can change it."""
     return resample_weights(state_dict, model) if is_resizable(model) else state_dict
+
+
+def _feature_cfg(model: nn.Module) -> dict:
+    """timm's `features_only` of the base model: the maps of Swin are (B, H, W, C), those of others (B, C, H, W)."""
+    how = {'flatten_sequential': True} if hasattr(model, 'output_fmt') else {'feature_cls': 'getter'}
+    return {'out_indices': _default_indices(model), **how}
 
 
 def _default_indices(model: nn.Module) -> int | tuple[int, ...]:
