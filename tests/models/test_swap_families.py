@@ -226,6 +226,18 @@ def test_learned_rotary_positions_have_a_gradient_only_if_a_mixer_has_them():
     assert model.rope.freqs.requires_grad
 
 
+@pytest.mark.parametrize('family', ['dinov3', 'rope mixed', 'naflex rope'])
+def test_other_heads_than_those_of_the_rotary_positions_are_refused(family):
+    model = build(family)
+    with pytest.raises(ValueError, match=r'for heads of width 12, not for num_heads=2; use num_heads=4\.'):
+        vitzoo.swap_mixer(model, 'linear', num_heads=2)
+    # a mixer without rotary positions may have any, and the next one does not take them over
+    vitzoo.swap_mixer(model, 'aft_conv', num_heads=2)
+    with pytest.raises(ValueError, match='use num_heads=4'):
+        vitzoo.swap_mixer(model, 'softmax')
+    assert outputs(vitzoo.swap_mixer(model, 'softmax', num_heads=4), images())[0].isfinite().all()
+
+
 def test_rotary_positions_that_were_frozen_stay_frozen():
     model = build('rope mixed')
     model.rope.requires_grad_(False)

@@ -211,6 +211,7 @@ def _new_mixers(
                 f' model acts; pass attn_drop=0 to swap_mixer, or build the model without it.'
             )
         mixer = create_mixer(name, **settings)
+        _check_heads(model, mixer)
         mixer.apply(getattr(model, '_init_weights', init_weights_vit_timm))
         _restart_at_zero(mixer)
         proj = getattr(mixer, 'proj', None)
@@ -220,6 +221,20 @@ def _new_mixers(
         _keep_frozen(mixer, part, [*report.copied, *report.fitted])
         new.append((mixer.train(part.attn.training), report))
     return new
+
+
+def _check_heads(model: Any, mixer: TokenMixer) -> None:
+    """Raise ValueError if a mixer has heads of another width than those that the model's rotary positions rotate."""
+    rope = getattr(model, 'rope', None)
+    if rope is None or not mixer.has_rope:
+        return
+    # learned frequencies of each head have the width of all heads
+    width = rope.dim // getattr(rope, 'num_heads', 1)
+    if mixer.dim // mixer.num_heads != width:
+        raise ValueError(
+            f'The rotary positions of the model are for heads of width {width}, not for num_heads={mixer.num_heads};'
+            f' use num_heads={mixer.dim // width}.'
+        )
 
 
 def _restart_at_zero(mixer: TokenMixer) -> None:
