@@ -48,7 +48,7 @@ def same_weights(model, expected):
 
 
 @pytest.mark.parametrize('img_size', [96, (128, 64)])
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', one_in(3, NAMES))
 def test_pretrained_weights_are_resampled_as_by_set_input_size(name, img_size, tmp_path):
     model = trained(name)
     overlay = weights_file(model, tmp_path)
