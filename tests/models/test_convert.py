@@ -673,6 +673,19 @@ def test_facts_about_the_data_of_a_run_are_kept(options, file, tmp_path):
     assert about['held_out'] == out / 'held_out.csv'
 
 
+def test_the_list_of_held_out_images_is_written_before_the_model(tmp_path, monkeypatch):
+    vit(tmp_path / 'parent')
+    (tmp_path / 'parent' / 'held_out.csv').write_text('file,sha256\n')
+
+    def stop(folder, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('vitzoo.convert.command.save_model', stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(['--from', str(tmp_path / 'parent'), '--swap', 'softmax', '--out', str(tmp_path / 'out')])
+    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['held_out.csv']
+
+
 def test_a_model_has_the_settings_of_its_parent(tmp_path, capsys):
     settings = dict(num_heads=2, global_pool='avg', pos_embed='none', reg_tokens=2)
     parent = small('deit_softmax_tiny', **settings, drop_path_rate=0.1)

@@ -51,6 +51,11 @@ def convert(argv: list[str] | None = None) -> None:
     if args.parent:
         about['vitzoo'] = {key: value for key, value in facts.items() if key in DATA_FACTS} | about['vitzoo']
     _check_forward(model, data_config)
+    held_out = facts.get('held_out')
+    if held_out:
+        # the first, because a model without its list would be validated on images that its parent was trained on
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(held_out, folder / HELD_OUT)
     save_model(
         folder,
         model,
@@ -58,10 +63,6 @@ def convert(argv: list[str] | None = None) -> None:
         data_config=data_config,
         model_config=about,
     )
-    held_out = facts.get('held_out')
-    if held_out:
-        # `vitzoo validate` must not evaluate the images that the parent was trained on
-        shutil.copyfile(held_out, folder / HELD_OUT)
     print(f"wrote {folder}, which timm.create_model('local-dir:{folder}', pretrained=True) loads")
 
 
