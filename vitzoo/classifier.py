@@ -11,6 +11,7 @@ from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles
 from vitzoo.errors import UserError
 from vitzoo.load import LoadedModel, find_model, load_model
+from vitzoo.options import check_num_classes
 
 
 def load_classifier(args: argparse.Namespace) -> LoadedModel:
@@ -21,8 +22,7 @@ def load_classifier(args: argparse.Namespace) -> LoadedModel:
             --checkpoint.
     """
     name = find_model(args.model)
-    if args.num_classes is not None and args.checkpoint is None:
-        raise UserError(f'--num-classes {args.num_classes} is for the weights of a --checkpoint, which is missing')
+    check_num_classes(args.num_classes, args.checkpoint)
     loaded = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
     loaded.require_weights()
     if loaded.model.num_classes < 1:

@@ -216,6 +216,12 @@ def to_words(options: Mapping[str, Any], separator: str | None = None) -> list[s
     return words
 
 
+def check_num_classes(num_classes: int | None, checkpoint: str | None) -> None:
+    """Raise UserError if a number of classes is given without the checkpoint that has it."""
+    if num_classes is not None and checkpoint is None:
+        raise UserError(f'--num-classes {num_classes} is for the weights of a --checkpoint, which is missing')
+
+
 def check_output(path: str, suffixes: tuple[str, ...]) -> None:
     """Check that a file can be written before a long evaluation, and create its folder.
 

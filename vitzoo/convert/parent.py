@@ -143,9 +143,7 @@ def _differing_arguments(model: nn.Module, parent: nn.Module) -> list[str]:
     differing: dict[str, list[int]] = {}
     for path, mixer in named_mixers(model):
         block, before = block_of(path), parents.get(path)
-        if block not in new or block not in old:
-            continue
-        if type(before) is not type(mixer):
+        if block not in new or block not in old or type(before) is not type(mixer):
             continue
         # arguments that a model chooses for its mixers are not among those that they were given
         own, parents_own = ({**given[block], **x.implied_arguments()} for given, x in ((new, mixer), (old, before)))

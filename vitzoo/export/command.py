@@ -16,7 +16,7 @@ from vitzoo.classes import class_names
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
 from vitzoo.load import LoadedModel, find_model, fit_data_config, load_model
-from vitzoo.options import check_output, nonnegative, positive, size
+from vitzoo.options import check_num_classes, check_output, nonnegative, positive, size
 
 # traced with the first number of images, and compared with all
 _BATCH_SIZES = (2, 1, 3)
@@ -36,8 +36,7 @@ def export_to_file(argv: list[str] | None = None) -> None:
     if Path(args.out).suffix != file_format.suffix:
         # OpenVINO's writer takes no other
         raise UserError(f"the name of the file '{args.out}' must end in {file_format.suffix} in lower case")
-    if args.num_classes is not None and args.checkpoint is None:
-        raise UserError(f'--num-classes {args.num_classes} is for the weights of a --checkpoint, which is missing')
+    check_num_classes(args.num_classes, args.checkpoint)
     check_packages(f'--to {args.to}', args.to)
     name = find_model(args.model)
     loaded = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)

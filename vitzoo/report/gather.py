@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import track
 from torch import Tensor, nn
 
-from vitzoo.about import describe_architecture, is_trained_folder
+from vitzoo.about import describe_architecture, is_trained_folder, read_config
 from vitzoo.classes import readable
 from vitzoo.data import Images, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
@@ -97,7 +97,7 @@ def find_origin(name: str) -> dict:
     """The architecture of a model, and for the folder of a run or a transfer its arguments and the command."""
     if not is_trained_folder(name):
         return dict(architecture=name, arguments=[], commands=[])
-    config = json.loads((Path(name) / 'config.json').read_text(encoding='utf-8'))
+    config = read_config(name)
     teacher = config.get('vitzoo', {}).get('teacher', 'TEACHER')
     arguments = sorted(set(config.get('model_args', {})) - _USUAL_ARGUMENTS)
     commands = _find_commands(Path(name), teacher)

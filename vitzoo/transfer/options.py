@@ -16,6 +16,7 @@ from vitzoo.models._swap_record import check_mixer_kwargs
 from vitzoo.options import (
     add_data_options,
     add_workers,
+    check_num_classes,
     keyword,
     natural,
     nonnegative,
@@ -244,8 +245,7 @@ def _check_options(options: TransferOptions) -> None:
         raise UserError('--mixer names no mixer; give one, such as --mixer ls')
     if options.output is None and not options.probe_only:
         raise UserError('--output is missing: name a folder for the result, or use --probe-only')
-    if options.num_classes is not None and options.checkpoint is None:
-        raise UserError(f'--num-classes {options.num_classes} is for the weights of a --checkpoint, which is missing')
+    check_num_classes(options.num_classes, options.checkpoint)
     if options.resume and options.overwrite:
         raise UserError('--resume continues a transfer and --overwrite deletes it; choose one')
     if options.keep_softmax == 'auto' and options.tolerance >= 100:
