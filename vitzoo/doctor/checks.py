@@ -358,8 +358,7 @@ def check_duplicates(samples: list[Sample]) -> Iterator[Finding]:
         by_digest.setdefault(sample.facts.digest, []).append(sample)
     copies = [group for group in by_digest.values() if len(group) > 1]
     across = [group for group in copies if _num_splits(group) > 1]
-    unclear = [group for group in copies if group not in across and len({one.classes for one in group}) > 1]
-    within = [group for group in copies if group not in across and group not in unclear]
+    within = [group for group in copies if _num_splits(group) == 1]
     similar = [[samples[i], samples[j]] for i, j in find_near_duplicates([sample.facts for sample in samples])]
     yield Finding(
         'copies-across',
@@ -373,14 +372,14 @@ def check_duplicates(samples: list[Sample]) -> Iterator[Finding]:
         'warning',
         'images are in several classes',
         'remove all copies but the correct one',
-        _join(unclear),
+        _join([group for group in within if _num_classes(group) > 1]),
     )
     yield Finding(
         'copies-within',
         'warning',
         'images have copies; if images are held out for validation, their copies may be trained on',
         'remove all copies but one',
-        _join(within),
+        _join([group for group in within if _num_classes(group) == 1]),
     )
     yield Finding(
         'alike-across',
@@ -452,6 +451,10 @@ def _can_be_divided(split: ExaminedSplit) -> bool:
 
 def _num_splits(samples: list[Sample]) -> int:
     return len({sample.split for sample in samples})
+
+
+def _num_classes(samples: list[Sample]) -> int:
+    return len({sample.classes for sample in samples})
 
 
 def _join(groups: list[list[Sample]]) -> list[str]:
