@@ -94,6 +94,13 @@ def test_classes_of_imagenet_are_called_by_their_words():
     assert matrix.tolist() == [[0, 1], [0, 1]]
 
 
+def test_a_confusion_matrix_has_no_room_for_classes_that_do_not_occur():
+    # one of all classes would take 8 TB
+    columns = dict(label=torch.tensor([7, 7, 999_999]), top=torch.tensor([[7], [999_999], [7]]))
+    matrix, names, _ = count_confusions(Predictions(['a', 'b', 'c'], {7: 'ant', 999_999: 'bee'}, columns))
+    assert names == ['ant', 'bee'] and matrix.tolist() == [[1, 1], [1, 0]]
+
+
 @pytest.mark.parametrize('num_classes', (1, 10, 200))
 def test_a_confusion_matrix_of_any_size_is_drawn(num_classes, tmp_path):
     matrix = torch.eye(num_classes, dtype=torch.long) * 3

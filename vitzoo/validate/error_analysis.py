@@ -10,6 +10,7 @@ import csv
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -84,9 +85,10 @@ def count_confusions(predictions: Predictions) -> tuple[Tensor, list[str], list[
     An ImageNet model evaluated on ten classes predicts few of the others.
     """
     label, predicted = predictions.columns['label'], predictions.columns['top'][:, 0]
-    matrix = confusion_matrix(label, predicted, max(predictions.class_names) + 1)
-    present = (matrix.sum(dim=0) + matrix.sum(dim=1)).nonzero().flatten().tolist()
-    return matrix[present][:, present], readable([predictions.class_names[i] for i in present]), present
+    # a matrix of all 21,841 classes of ImageNet would take 4 GB
+    classes, places = torch.cat([label, predicted]).unique(return_inverse=True)
+    matrix, present = confusion_matrix(*places.chunk(2), len(classes)), classes.tolist()
+    return matrix, readable([predictions.class_names[i] for i in present]), present
 
 
 def open_predicted(data_dir: str, files: list[str], options: DataOptions = NO_OPTIONS) -> Callable[[int], Image.Image]:
