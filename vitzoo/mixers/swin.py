@@ -4,11 +4,12 @@
 
 The windows of an even layer start at the corner of the grid. In an odd layer they are shifted by w // 2 tokens down and
 to the right: the grid is rolled, so that the number of windows stays the same, and tokens that only rolling brings
-together do not attend each other. Along an axis that one window covers there is no shift. The bias is learned for each
-offset inside a window. Swin pads a grid that is not a multiple of the window with tokens that are attended; here they
-are masked, so the two are equal on grids of whole windows. Prefix tokens are global and have no bias: every token
-attends them and they attend every token. If one window covers the grid and there is no bias it is softmax attention.
-Linear in the number of tokens: O(N (w^2 + P) dim). Swin Transformer, section 3.2, https://arxiv.org/abs/2103.14030
+together do not attend each other. Along an axis that one window covers there is no shift, as in timm; the authors' code
+then has none along the other axis either. The bias is learned for each offset inside a window. Swin pads a grid that is
+not a multiple of the window with tokens that are attended; here they are masked, so the two are equal on grids of whole
+windows, but for that shift. Prefix tokens are global and have no bias: every token attends them and they attend every
+token. If one window covers the grid and there is no bias it is softmax attention. Linear in the number of tokens: O(N
+(w^2 + P) dim). Swin Transformer, section 3.2, https://arxiv.org/abs/2103.14030
 """
 
 from functools import partial
