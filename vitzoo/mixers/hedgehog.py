@@ -5,9 +5,10 @@
 
 Linear in the number of tokens: O(N f dim) for f features of each sign. Queries and keys have a W of their own in each
 head, which starts as the identity. There is no scale of the scores. The sums do not depend on the order of tokens, so
-the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. Two options of the official code are
-left out: its bias, one number per head, cancels in the softmax, and its skip connection adds the identity to W. The
-Hedgehog & the Porcupine, https://arxiv.org/abs/2402.04347
+the formula applies to a grid unchanged, and prefix tokens are ordinary tokens. Four options of the official code are
+left out: a bias, one number per head, which cancels in the softmax; a skip connection, which adds the identity to W;
+exponentials in place of the softmaxes; and features of one sign only. The Hedgehog & the Porcupine,
+https://arxiv.org/abs/2402.04347
 """
 
 from typing import Any
