@@ -136,6 +136,22 @@ def test_a_run_resumed_into_a_new_folder_has_its_own_checkpoints_and_best_model(
     assert snapshot(run) == before
 
 
+def test_a_run_that_is_killed_before_it_has_the_checkpoint_of_another_does_not_start_without_it(
+    run, tmp_path, monkeypatch
+):
+    def kill(run):
+        raise KeyboardInterrupt
+
+    checkpoint, new = str(run / 'checkpoints' / 'step-00000005'), str(tmp_path / 'new')
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train_module, 'save_run', kill)
+        train(['--resume', checkpoint, '--output', new])
+    with pytest.raises(UserError, match=f'would start again without .* use --resume {checkpoint} --overwrite'):
+        train(['--resume', 'auto', '--output', new])
+    train(['--resume', checkpoint, '--output', new, '--overwrite', '--epochs', '2'])
+    assert steps(tmp_path / 'new') == [5, 10]
+
+
 def test_going_back_starts_a_branch_and_keeps_the_other(run):
     before = {path.relative_to(run): content for path, content in snapshot(run).items()}
     options = ['--epochs', '4', '--checkpoint-hist', '1', '--lr', '1e-4']

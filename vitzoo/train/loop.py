@@ -18,7 +18,14 @@ from vitzoo.train.recipe import save_recipe
 from vitzoo.train.recipe_cli import load_recipe
 from vitzoo.train.resume import choose_folder, contains_checkpoint, resume_run, save_run
 from vitzoo.train.run import Run
-from vitzoo.train.run_folder import claim_folder, remove_old_run, remove_partial_files, set_aside, write_on_main
+from vitzoo.train.run_folder import (
+    claim_folder,
+    describe_origin,
+    remove_old_run,
+    remove_partial_files,
+    set_aside,
+    write_on_main,
+)
 from vitzoo.train.step import train_step
 from vitzoo.train.stopping import StopSignal
 
@@ -72,6 +79,8 @@ def open_folder(run: Run, is_new: bool) -> None:
     lines = describe_run(run)
     for line in lines:
         run.console.print(line)
+    if is_new and run.recipe.resume not in (None, 'auto'):
+        lines.append(describe_origin(run.recipe.resume))
     if run.recipe.aug == 'albumentations':
         run.recipe.albumentations = expand_pipeline(run.recipe.albumentations)
 

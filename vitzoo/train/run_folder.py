@@ -40,6 +40,8 @@ RUN_FOLDERS = ('checkpoints', 'best', 'abandoned')
 _OF_BOTH_BRANCHES = (HELD_OUT, 'recipe.yaml')
 # the first words of the summary in recipe.yaml, by which a run is told from other folders
 _MARK = '# model  '
+# the line of the summary in recipe.yaml with the run or checkpoint of another folder that a run begins with
+_ORIGIN = 'from   '
 # raised by the libraries if the disk is full, or a file is not in their format
 FILE_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
 
@@ -112,7 +114,7 @@ def check_restart(folder: Path, overwrite: bool) -> None:
     """Check that a run without checkpoints has no results yet, so that it may start again.
 
     Raises:
-        UserError: It has, and `overwrite` is false.
+        UserError: It has, or it was to begin with a checkpoint of another run, and `overwrite` is false.
     """
     check_own(folder)
     results = [name for name in ('metrics.csv', 'model.safetensors', 'best') if (folder / name).exists()]
@@ -120,6 +122,12 @@ def check_restart(folder: Path, overwrite: bool) -> None:
         raise UserError(
             f"the run in '{folder}' has {results[0]} but no checkpoint to resume from; replace it with --overwrite, or"
             f' choose another --output'
+        )
+    origin = _read_origin(folder)
+    if origin and not overwrite:
+        raise UserError(
+            f"the run in '{folder}' ended before it had a checkpoint of its own, and would start again without that of"
+            f" '{origin}', which it began with; use --resume {origin} --overwrite, or choose another --output"
         )
 
 
@@ -259,6 +267,21 @@ def export_model(folder: Path, model: nn.Module, class_names: list[str], data_co
         # safetensors has no memory formats
         model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
     save_model(folder, model, model_config=dict(label_names=class_names, vitzoo=info), data_config=data_config)
+
+
+def describe_origin(resume: str) -> str:
+    """The line of the summary in recipe.yaml of a run that begins with a checkpoint of another, for `check_restart`."""
+    return f'{_ORIGIN}{resume}'
+
+
+def _read_origin(folder: Path) -> str | None:
+    """The run or checkpoint in the line of `describe_origin`, None if there is no such line."""
+    try:
+        lines = (folder / 'recipe.yaml').read_text(encoding='utf-8').splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    mark = f'# {_ORIGIN}'
+    return next((line.removeprefix(mark) for line in lines if line.startswith(mark)), None)
 
 
 def _names_in(folder: Path) -> list[str]:
