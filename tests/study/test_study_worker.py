@@ -23,7 +23,7 @@ from vitzoo.study.command import run_study
 from vitzoo.study.plan import Study, read_study
 from vitzoo.study.record import read_cell_file
 from vitzoo.study.results import collect
-from vitzoo.study.status import CellState, describe_cells, find_state
+from vitzoo.study.status import CellState, describe_cells, find_state, print_status
 from vitzoo.study.tables import count_finished, format_markdown
 from vitzoo.study.worker import Worker, run_process
 from vitzoo.train.lock import LOCK_FILE, STALE_SECONDS, identify_process
@@ -425,6 +425,25 @@ def test_the_time_left_follows_from_finished_cells(study):
     for step in ('train', 'clean', 'corrupt'):
         study.cells[0].record.finish(step, 60.0, 'vitzoo')
     assert describe_cells(study).endswith('about 42 min left')
+
+
+def test_the_status_takes_a_cell_that_another_worker_finishes_meanwhile(study, monkeypatch, capsys):
+    cell = study.cells[0]
+
+    def finish_after(*args):
+        state = find_state(*args)
+        if state is CellState.RUNNING:
+            for step in cell.record.missing:
+                cell.record.finish(step, 1.0, 'vitzoo')
+        return state
+
+    claim = Claim(cell.folder)
+    assert claim.acquire()
+    monkeypatch.setattr('vitzoo.study.status.describe_cells', lambda study: 'states')
+    monkeypatch.setattr('vitzoo.study.status.find_state', finish_after)
+    print_status(study)
+    claim.release()
+    assert 'is running' not in capsys.readouterr().out
 
 
 def test_a_single_cell_is_not_several(tmp_path):

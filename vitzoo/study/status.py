@@ -40,11 +40,12 @@ def print_status(study: Study) -> None:
     print(f'{study.title}: {describe_cells(study)}')
     for cell in study.cells:
         state = find_state(cell)
-        failure = cell.record.failure
+        # read before they are used, because another worker may end the step meanwhile
+        failure, missing = cell.record.failure, cell.record.missing
         if state is CellState.FAILED and failure is not None:
             print(f'  {cell.name}: {failure["step"]} failed with exit code {failure["code"]}: {failure["message"]}')
-        elif state is CellState.RUNNING:
-            print(f'  {cell.name}: {cell.record.missing[0]} is running')
+        elif state is CellState.RUNNING and missing:
+            print(f'  {cell.name}: {missing[0]} is running')
 
 
 def describe_cells(study: Study) -> str:
