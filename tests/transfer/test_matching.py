@@ -4,11 +4,15 @@ import math
 from copy import deepcopy
 from itertools import islice
 from multiprocessing import active_children
+from pathlib import Path
 
 import pytest
+import timm
 import torch
-from processes import limited_files
+from accelerate import Accelerator
+from processes import limited_files, start_processes
 from teachers import batches, make_student, make_teacher
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitzoo.data.loader import TrainBatches, train_loader
@@ -128,6 +132,31 @@ def test_a_stage_that_is_interrupted_continues_to_the_same_weights(stage, tmp_pa
     again = make_student(teacher, 'linear')
     assert STAGES[stage](teacher, again, TRAIN, HELD_OUT, **options, state_file=file) == expected
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def match_in_process(folder: str) -> None:
+    """Match a student with BatchNorm in its mixers on images of this process, and write its weights."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    torch.manual_seed(0)
+    teacher = timm.create_model('cvt_softmax_nano', img_size=32, num_classes=3).eval()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    student, train = make_student(teacher, 'linear'), batches(2, size=32, seed=rank)
+    options = dict(steps=2, eval_every=1, lr=1e-3, state_file=Path(folder, 'state.pt'))
+    history = match_blocks(teacher, student, train, batches(1, size=32), **options, accelerator=accelerator)
+    assert history[-1]['best']
+    torch.save(student.state_dict(), Path(folder, f'{rank}.pt'))
+    accelerator.wait_for_everyone()
+    distributed.destroy_process_group()
+
+
+def test_processes_have_the_same_student_after_matching_also_the_statistics_of_its_images(tmp_path):
+    outcome = start_processes(2, match_in_process, str(tmp_path))
+    assert outcome.codes == [0, 0], outcome.err
+    first, second = (torch.load(tmp_path / f'{rank}.pt', weights_only=True) for rank in range(2))
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 def test_matching_stops_its_workers_and_starts_others_for_the_next_student():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from timm.scheduler.scheduler import Scheduler
+from timm.utils import distribute_bn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -171,6 +172,9 @@ class _Descent:
     def measure(self) -> None:
         """Evaluate the student, and save its state, also as the best if it is."""
         self.student.eval()
+        if self.accelerator is not None and self.accelerator.num_processes > 1:
+            # each process has statistics of BatchNorm of its own images
+            distribute_bn(self.student, self.accelerator.num_processes, reduce=True)
         with self.autocast():
             row = dict(step=self.step, **self.evaluate())
         if self.history:
