@@ -337,6 +337,28 @@ def test_a_folder_is_the_same_for_all_processes_until_each_has_looked_at_it(fini
     assert not {'transfer.json', 'model.safetensors'} & {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize('options', [dict(resume=True, overwrite=False), dict(resume=False, overwrite=True)])
+def test_a_transfer_that_is_killed_while_it_replaces_another_begins_without_its_stages(options, tmp_path, monkeypatch):
+    old = TransferRecord(tmp_path, dict(steps=500))
+    old.compute_once('probe', lambda: 'old')
+    old.state_file('matching').touch()
+    (tmp_path / 'checkpoints').mkdir()
+    (tmp_path / 'metrics.csv').touch()
+
+    def kill(folder):
+        raise KeyboardInterrupt
+
+    new = TransferRecord(tmp_path, dict(steps=100))
+    new.open(resume=False, overwrite=True)
+    monkeypatch.setattr('vitzoo.transfer.record.remove_old_run', kill)
+    with pytest.raises(KeyboardInterrupt):
+        new.clear()
+    again = TransferRecord(tmp_path, dict(steps=100))
+    again.open(**options)
+    assert 'probe' not in again.results
+    assert not again.state_file('matching').exists() and not (tmp_path / 'checkpoints').exists()
+
+
 @pytest.mark.parametrize(
     'dtype, rate', [pytest.param('float32', 'auto', marks=pytest.mark.slow), ('bfloat16', 'scaled')]
 )

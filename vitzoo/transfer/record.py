@@ -65,10 +65,14 @@ class TransferRecord:
 
     def clear(self) -> None:
         """Delete the transfer in the folder."""
-        if self.is_main:
-            self.path.unlink(missing_ok=True)
-            remove_old_run(self.folder)
-            shutil.rmtree(self.folder / STATES, ignore_errors=True)
+        if not self.is_main:
+            return
+        # in this order, a transfer that is killed here can be begun again, and never continues stages of the old one
+        self.delete_states()
+        if self.path.is_file():
+            self.write()
+        remove_old_run(self.folder)
+        self.path.unlink(missing_ok=True)
 
     def open_summary(self) -> None:
         """Check that the file can have the results of several mixers.
