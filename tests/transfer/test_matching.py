@@ -152,6 +152,7 @@ def match_in_process(folder: str) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_processes_have_the_same_student_after_matching_also_the_statistics_of_its_images(tmp_path):
     outcome = start_processes(2, match_in_process, str(tmp_path))
     assert outcome.codes == [0, 0], outcome.err
