@@ -209,6 +209,8 @@ def test_an_unknown_command_gets_close_ones(command, hint, capsys):
             'predict x --model y --top-k 0',
             "argument --top-k: '0' is not a whole number of 1 or more; `vitzoo predict --h",
         ),
+        ('bench mixers --device meta', "argument --device: cannot use the device 'meta'; `vitzoo bench mixers --h"),
+        ('predict x --model y --device hpu', "argument --device: cannot use the device 'hpu'; `vitzoo predict --h"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_without_the_usage(words, sentence, capsys):

@@ -85,9 +85,12 @@ def default_device() -> torch.device:
 def device(text: str) -> torch.device:
     """Parse an available device, such as 'cpu' or 'cuda:1'."""
     try:
-        return torch.empty(0, device=text).device
-    except (AssertionError, RuntimeError) as error:
+        found = torch.zeros(1, device=text)
+        # the tensors of the meta device have no values
+        found.item()
+    except (AssertionError, ImportError, RuntimeError) as error:
         raise argparse.ArgumentTypeError(f"cannot use the device '{text}'") from error
+    return found.device
 
 
 def natural(text: str) -> int:
