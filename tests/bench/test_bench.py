@@ -148,6 +148,15 @@ def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_pa
     assert path.read_text().count('\n') == 1
 
 
+@pytest.mark.parametrize('content', [','.join(BENCHMARK_COLUMNS).encode('utf-16'), b'x' * 200_000])
+def test_a_file_that_is_not_a_table_is_refused_with_a_sentence(content, tmp_path):
+    path = tmp_path / 'benchmarks.csv'
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r'it is not a table in UTF-8 \(.*\); choose another file with --results-file'):
+        mixers.parse_args(['--results-file', str(path)])
+    assert path.read_bytes() == content
+
+
 def test_a_file_without_the_newest_columns_is_still_read(tmp_path):
     path = tmp_path / 'benchmarks.csv'
     path.write_text('run,table,ratio\nnow,peers,1.5\n')

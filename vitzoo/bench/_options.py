@@ -21,7 +21,7 @@ def parse_common(parser: argparse.ArgumentParser, argv: list[str] | None, min_ro
     """Add the options that all tables take, and parse the command line.
 
     Raises:
-        UserError: The results file cannot be written, or has other columns.
+        UserError: The results file cannot be written, has other columns, or is not a table in UTF-8.
     """
     add = parser.add_argument
     add('--device', type=device, default=default_device(), help='device to run on (default: the GPU if there is one)')

@@ -42,12 +42,17 @@ def check_columns(path: str) -> bool:
     """Return True if a results file is missing or empty, and so needs a header.
 
     Raises:
-        UserError: The file has other columns, as a results file of another version has.
+        UserError: The file has other columns, as a results file of another version has, or is not a table in UTF-8.
     """
     if not Path(path).exists() or not Path(path).stat().st_size:
         return True
-    with open(path, newline='', encoding='utf-8') as file:
-        columns = next(csv.reader(file))
+    try:
+        with open(path, newline='', encoding='utf-8') as file:
+            columns = next(csv.reader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(
+            f"cannot append to '{path}': it is not a table in UTF-8 ({error}); choose another file with --results-file"
+        ) from error
     if columns != [*BENCHMARK_COLUMNS]:
         other = ', '.join(sorted({*BENCHMARK_COLUMNS} ^ {*columns})) or 'order'
         raise UserError(
