@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from vitzoo.metrics import speed as speed_module
-from vitzoo.metrics.speed import CLEAR_REFS, PeakMemory, Speed, is_busy, measure_throughput, peak_process_megabytes
+from vitzoo.metrics.speed import (
+    CLEAR_REFS,
+    PeakMemory,
+    Speed,
+    format_speed,
+    is_busy,
+    measure_throughput,
+    peak_process_megabytes,
+)
 
 
 class Recorder(nn.Module):
@@ -81,6 +89,14 @@ def test_a_long_pause_does_not_count_in_a_speed(monkeypatch):
     clock = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 20.0]))
     monkeypatch.setattr('vitzoo.metrics.speed.time.perf_counter', lambda: next(clock))
     assert measure_throughput(Recorder(), torch.zeros(6, 3, 2, 2), seconds=24).images_per_second == 6
+
+
+@pytest.mark.parametrize(
+    ('images_per_second', 'text'),
+    [(11471.4, '11,471'), (10.2, '10'), (9.96, '10'), (9.94, '9.9'), (5.0, '5'), (0.42, '0.42'), (0.0314, '0.031')],
+)
+def test_a_slow_model_has_a_speed_other_than_zero(images_per_second, text):
+    assert format_speed(images_per_second) == text
 
 
 def test_an_unknown_load_is_not_busy():

@@ -234,7 +234,10 @@ def test_a_pushed_conversion_is_not_taken_for_a_training_when_it_is_pushed_again
 
 
 def test_a_run_without_speeds_has_no_training_time(run, tmp_path):
-    for number, text in enumerate(['epoch,step,top1\n1,2,50.0\n', 'epoch,step,images_per_second\n1,2,\n']):
+    # a speed of zero has been rounded
+    speeds = ('', '0.0')
+    texts = ['epoch,step,top1\n1,2,50.0\n', *(f'epoch,step,images_per_second\n1,2,{speed}\n' for speed in speeds)]
+    for number, text in enumerate(texts):
         folder = tmp_path / str(number)
         shutil.copytree(run, folder)
         (folder / 'metrics.csv').write_text(text)

@@ -149,6 +149,12 @@ def test_a_cosine_that_is_not_defined_is_shown_as_missing(capsys):
     assert 'nan' not in table and table.split('\n')[3].rstrip().endswith('–')
 
 
+def test_the_speed_of_a_slow_model_is_not_shown_as_zero(capsys):
+    record = dict.fromkeys(RECORD_KEYS) | dict(model='a', params=10, gmacs=1.0, gflops=2.0, images_per_second=0.42)
+    print_records([record], 'title')
+    assert capsys.readouterr().out.split('\n')[3].split()[-3:] == ['0.42', '–', '–']
+
+
 @pytest.mark.parametrize('name', ('run[best]', 'm[/b]'))
 def test_brackets_in_names_are_printed(name, capsys):
     record = dict.fromkeys(RECORD_KEYS) | dict(model=name, params=10, gmacs=1.0, gflops=2.0)

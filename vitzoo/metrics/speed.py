@@ -51,6 +51,11 @@ def measure_throughput(model: nn.Module, images: torch.Tensor, seconds: float = 
     return Speed(speed, 'uneven rounds' if rounds_disagree(low, statistics.median(times), high) else None)
 
 
+def format_speed(images_per_second: float) -> str:
+    """A whole number of images per second, below ten two digits: as a whole number, the speed of a large model is 0."""
+    return f'{images_per_second:,.0f}' if images_per_second >= 9.95 else f'{images_per_second:.2g}'
+
+
 def system_load() -> float | None:
     """Average number of running processes in the last minute; None if the system does not tell."""
     return round(os.getloadavg()[0], 1) if hasattr(os, 'getloadavg') else None

@@ -142,14 +142,16 @@ def _training_hours(run: Path) -> float | None:
         return None
     with path.open(newline='', encoding='utf-8') as file:
         rows = [row for row in csv.DictReader(file) if row.get('images_per_second')]
-    if not rows:
+    speeds = [float(row['images_per_second']) for row in rows]
+    # earlier versions rounded slow ones to 0
+    if not rows or not all(speeds):
         return None
     steps = [int(row['step']) for row in rows]
     lengths = [end - start for start, end in zip([0, *steps], steps)]
     batch_size = _images_per_step(path.parent, lengths)
     if batch_size is None:
         return None
-    return sum(n * batch_size / float(row['images_per_second']) for n, row in zip(lengths, rows)) / 3600
+    return sum(n * batch_size / speed for n, speed in zip(lengths, speeds)) / 3600
 
 
 def _images_per_step(run: Path, lengths: list[int]) -> int | None:

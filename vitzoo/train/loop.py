@@ -138,7 +138,8 @@ def train_one_epoch(run: Run, display: Display, stop: StopSignal) -> bool:
         if status.stop:
             return False
     row = dict(epoch=epoch + 1, step=run.step, lr=learning_rate(run), train_loss=sum(run.losses) / len(run.losses))
-    run.history.append(dict(row, images_per_second=round(run.speed, 1)))
+    # with four digits, because a large model may train on less than one image in a second
+    run.history.append(dict(row, images_per_second=float(f'{run.speed:.4g}')))
     run.losses = []
     is_due = is_evaluated(epoch, recipe.val_interval, plan.epochs)
     if first_step == last_step and run.saved_schedule is not None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeE
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, count_of, did_you_mean
 from vitzoo.machine import note_slow_bfloat16
-from vitzoo.metrics.speed import peak_process_megabytes
+from vitzoo.metrics.speed import format_speed, peak_process_megabytes
 from vitzoo.mixers.base import named_mixers
 from vitzoo.train.recipe import FIELDS, NOT_SAVED, Recipe
 from vitzoo.train.run import Run
@@ -165,7 +165,7 @@ class Display:
         is_due = time.monotonic() - self.logged_at > LOG_SECONDS
         if not is_due and (run.step % run.recipe.log_interval or not run.console.is_terminal):
             return
-        note = f'loss {run.losses[-1]:.3f}  lr {learning_rate(run):.2e}  {images_per_second:.0f} images/s'
+        note = f'loss {run.losses[-1]:.3f}  lr {learning_rate(run):.2e}  {format_speed(images_per_second)} images/s'
         note += f'  {peak_process_megabytes(run.accelerator.device) / 1e3:.1f} GB'
         self.bars.update(self.training, description=run.plan.describe_position(run.step), note=note)
         if is_due and not run.console.is_terminal:
@@ -200,7 +200,7 @@ def report_epoch(run: Run) -> None:
     words = [
         f'{label} {row[name]:{form}}' + ' %' * (form == '5.2f') for label, (name, form) in scores.items() if name in row
     ]
-    speed = f'{row["images_per_second"]:.0f} images/s'
+    speed = f'{format_speed(row["images_per_second"])} images/s'
     line = f'{run.plan.describe_position(row["step"])}  loss {row["train_loss"]:.4f}  lr {row["lr"]:.2e}'
     run.console.print('  '.join([line, speed, *words]))
 

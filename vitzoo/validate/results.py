@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitzoo._files import replace_file
+from vitzoo.metrics.speed import format_speed
 from vitzoo.options import num_processes
 from vitzoo.validate.options import EvalOptions
 
@@ -37,18 +38,18 @@ RECORD_KEYS = (
     'map',
     'labelled',
 )
-# key: heading of two lines, to fit a terminal of 80 columns, and format
-HEADINGS = {
-    'top1': ('top-1\n%', '.2f'),
-    'top5': ('top-5\n%', '.2f'),
-    'map': ('mAP\n%', '.2f'),
-    'loss': ('\nloss', '.3f'),
-    'params': ('params\nM', '.2f'),
-    'gmacs': ('GMACs\nGFLOPs', '.3f'),
-    'img_size': ('\nsize', ''),
-    'images_per_second': ('images\n/s', ',.0f'),
-    'peak_memory_mb': ('peak\nMB', ',.0f'),
-    'oversmoothing': ('last\ncosine', '.3f'),
+# key: heading of two lines, to fit a terminal of 80 columns, and the function that formats a value
+HEADINGS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    'top1': ('top-1\n%', '{:.2f}'.format),
+    'top5': ('top-5\n%', '{:.2f}'.format),
+    'map': ('mAP\n%', '{:.2f}'.format),
+    'loss': ('\nloss', '{:.3f}'.format),
+    'params': ('params\nM', '{:.2f}'.format),
+    'gmacs': ('GMACs\nGFLOPs', '{:.3f}'.format),
+    'img_size': ('\nsize', str),
+    'images_per_second': ('images\n/s', format_speed),
+    'peak_memory_mb': ('peak\nMB', '{:,.0f}'.format),
+    'oversmoothing': ('last\ncosine', '{:.3f}'.format),
 }
 SUITE_ROWS = {
     'imagenet_9_gap': 'ImageNet-9 gap, in points',
@@ -120,7 +121,7 @@ def print_records(records: list[dict], title: str) -> None:
         curve = record['oversmoothing']
         shown = {**record, 'params': record['params'] / 1e6, 'oversmoothing': curve[-1] if curve else None}
         shown = without_nan({key: shown[key] for key in headings})
-        cells = {key: '–' if shown[key] is None else format(shown[key], form) for key, (_, form) in headings.items()}
+        cells = {key: '–' if shown[key] is None else form(shown[key]) for key, (_, form) in headings.items()}
         if record.get('speed_doubt'):
             cells['images_per_second'] += '?'
             doubts.append(f'{record["model"]} ({record["speed_doubt"]})')
