@@ -894,6 +894,17 @@ def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):
     assert read_transfer(str(finished / 'none')) == {}
 
 
+def test_blocks_of_a_single_token_have_no_similarity_in_the_report(finished):
+    results = read_transfer(str(finished))['transfer']
+    record = dict(model='ls', name='ls', index=0, transfer=results)
+    # as the report writes what is not a number
+    results['oversmoothing'] = dict(student=dict(mean=[0.25, None]), teacher=dict(mean=[None, None]))
+    text = to_html(tag('div', transfer_section([record])))
+    assert '<td>0.25</td><td>–</td>' in text and 'student, block 1: 0.250' in text and 'block 2' not in text
+    results['oversmoothing']['student']['mean'] = [None, None]
+    assert 'Tokens of ls and its teacher' not in to_html(tag('div', transfer_section([record])))
+
+
 def test_a_teacher_has_the_symbol_of_its_row_on_the_page_or_one_that_no_model_has(finished):
     results = read_transfer(str(finished))['transfer']
     taught = [('a', 'runs/listed/'), ('b', 'runs/absent'), ('c', 'elsewhere'), ('d', 'runs/absent')]

@@ -1,6 +1,7 @@
 """Section on transfers: scores of students with other mixers, with controls, speed and tokens next to the teacher."""
 
 import json
+from math import isnan
 from pathlib import Path
 
 from vitzoo.errors import UserError
@@ -8,6 +9,7 @@ from vitzoo.report.blocks import figure, inline_symbol, scrolling
 from vitzoo.report.charts import Curve, Point, block_ticks, curves, scatter
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.records import short_names
+from vitzoo.report.sections import numbers
 from vitzoo.transfer.record import RECORD
 from vitzoo.transfer.scoring import SCORE_TITLES
 from vitzoo.transfer.summary import CONTROLS, STAGES, find_doubts, minutes
@@ -38,8 +40,8 @@ def transfer_section(records: list[dict]) -> list[Element]:
     sides = dict.fromkeys(side for record in records for side in record['transfer']['images_per_second'])
     parts = [_speed_figure(records, symbols, side) for side in sorted(sides, key=int)]
     # the tokens of some models are unknown
-    known = [record for record in records if record['transfer']['oversmoothing']]
-    parts += [_token_figure(record, symbols[record['transfer']['settings']['teacher']]) for record in known]
+    known = [(record, lines) for record in records if (lines := _token_curves(record, symbols))]
+    parts += [_token_figure(record['name'], lines) for record, lines in known]
     verdicts = tag('ul', (tag('li', record['transfer']['verdict']) for record in records), class_='note')
     return [retention_table(records), verdicts, tag('div', parts, class_='charts')]
 
@@ -91,16 +93,22 @@ def _speed_figure(records: list[dict], symbols: dict[str, int], side: str) -> El
     return figure(title, about, chart, ['model', 'images/s', 'score %'], [[p.name, p.x, p.y] for p in points])
 
 
-def _token_figure(record: dict, teacher_index: int) -> Element:
-    """Mean cosine similarity of the tokens of a student and its teacher."""
-    lines = []
-    for kind, index in (('student', record['index']), ('teacher', teacher_index)):
-        if kind not in record['transfer']['oversmoothing']:
+def _token_curves(record: dict, symbols: dict[str, int]) -> list[Curve]:
+    """Mean cosine similarity of the tokens of a student and of its teacher, as far as it is known."""
+    results, lines = record['transfer'], []
+    for kind, index in (('student', record['index']), ('teacher', symbols[results['settings']['teacher']])):
+        # a block with a single token has none
+        values = numbers(results['oversmoothing'].get(kind, {}).get('mean', ()))
+        if all(map(isnan, values)):
             continue
-        values = record['transfer']['oversmoothing'][kind]['mean']
         tips = [f'{kind}, block {block}: {value:.3f}' for block, value in enumerate(values, start=1)]
         lines.append(Curve(index, kind, range(1, len(values) + 1), values, tips))
-    title = f'Tokens of {record["name"]} and its teacher'
+    return lines
+
+
+def _token_figure(name: str, lines: list[Curve]) -> Element:
+    """Mean cosine similarity of the tokens of a student and its teacher."""
+    title = f'Tokens of {name} and its teacher'
     chart = curves(title, lines, 'block', 'mean cosine similarity', x_ticks=block_ticks(lines))
     heads = ['model', *map(str, lines[0].x)]
     return figure(title, 'Mean cosine similarity.', chart, heads, [[line.name, *line.y] for line in lines])
