@@ -87,7 +87,8 @@ def count_confusions(predictions: Predictions) -> tuple[Tensor, list[str], list[
     label, predicted = predictions.columns['label'], predictions.columns['top'][:, 0]
     # a matrix of all 21,841 classes of ImageNet would take 4 GB
     classes, places = torch.cat([label, predicted]).unique(return_inverse=True)
-    matrix, present = confusion_matrix(*places.chunk(2), len(classes)), classes.tolist()
+    rows, columns = places.chunk(2)
+    matrix, present = confusion_matrix(rows, columns, len(classes)), classes.tolist()
     return matrix, readable([predictions.class_names[i] for i in present]), present
 
 
