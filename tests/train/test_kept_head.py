@@ -1,4 +1,4 @@
-"""Notes about heads: one trained on other classes, and a checkpoint that has none."""
+"""Notes about weights: a head trained on other classes, a checkpoint without one, and greyscale images."""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ import timm
 import torch
 from classifiers import save_classifier
 from safetensors.torch import save_file
+from tiny import make_model
 
 from vitzoo.errors import UserError
 from vitzoo.train.model import build_model
@@ -43,6 +44,18 @@ def test_only_the_first_of_many_renamed_classes_are_named(tmp_path, capsys):
     folder = save_classifier(tmp_path / 'run', tuple(names))
     (note,) = notes(capsys, folder, [*names[:4], *(name.upper() for name in names[4:])])
     assert note.endswith('row 4 was n4, is now N4, row 5 was n5, is now N5, row 6 was n6, is now N6, and 2 more')
+
+
+def test_weights_for_greyscale_images_become_those_of_rgb_with_a_note(tmp_path, capsys):
+    folder = str(make_model('vit', ('blue', 'green', 'red'), 1, False, tmp_path))
+    (note,) = notes(capsys, folder, ['blue', 'green', 'red'])
+    assert note.endswith(
+        f'{folder} takes images of 1 channel, and its weights are spread over 3; add --in-chans 1 to keep it'
+    )
+    assert build_model(Recipe(model=folder, in_chans=1), 3).patch_embed.proj.in_channels == 1
+    # other weights, which do not begin with those of the folder
+    build_model(Recipe(model='test_vit'), 3)
+    assert 'note' not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('name', ['deit_softmax_nano', 'deit_tiny_distilled_patch16_224', 'cvt_nano', 'resnet18'])

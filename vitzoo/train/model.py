@@ -12,6 +12,7 @@ from torch import nn
 
 from vitzoo.about import is_trained_folder, read_label_names
 from vitzoo.classes import are_of_head, label_names
+from vitzoo.data import resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.load import create_model, find_model, find_num_classes, fit_data_config, load_weights, swap_in
 from vitzoo.models._official import read_checkpoint, unwrap
@@ -63,6 +64,8 @@ def build_model(
         model.pretrained_cfg.pop('license', None)
     pretrained_classes = model.pretrained_cfg.get('num_classes')
     source, known = name, []
+    if is_pretrained and not recipe.initial_checkpoint:
+        _note_more_channels(name, model)
     if is_pretrained and pretrained_classes != num_classes:
         _note_new_head(name, pretrained_classes, num_classes)
     elif is_pretrained:
@@ -105,6 +108,17 @@ def _start_from(model: nn.Module, path: str) -> None:
 def _note_new_head(source: str, old: int | None, new: int) -> None:
     has = f'a head for {old} classes' if old else 'no head'
     PartialState().print(f'note   {source} has {has}; using a new head for {new} classes')
+
+
+def _note_more_channels(name: str, model: nn.Module) -> None:
+    """Say so if weights for greyscale images are those of a model for RGB, which is the default of recipes."""
+    pretrained = model.pretrained_cfg['input_size'][0]
+    in_chans = resolve_data_config(model)['input_size'][0]
+    if pretrained < in_chans:
+        PartialState().print(
+            f'note   {name} takes images of {pretrained} channel, and its weights are spread over {in_chans}; add'
+            f' --in-chans {pretrained} to keep it'
+        )
 
 
 def _compare(old: list[str], new: list[str]) -> str:
