@@ -1088,6 +1088,17 @@ def test_wrong_options_of_an_inheritance_are_one_sentence(options, message, tmp_
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.parametrize(
+    'options', ['{0}/model.safetensors --model {0}', '--from {0} --swap ls', '--from {0} --to {0}']
+)
+def test_an_image_size_that_patches_do_not_divide_is_one_sentence(options, tmp_path, capsys):
+    # such a model is built for any size
+    vit(tmp_path / 'any', dynamic_img_size=True)
+    argv = [*options.format(tmp_path / 'any').split(), '--model-kwargs', 'img_size=[64,60]', '--out', tmp_path / 'out']
+    assert f'{tmp_path / "any"} cannot take images of 64 x 60: ' in fails(capsys, *argv)
+    assert not (tmp_path / 'out').exists()
+
+
 def test_what_cannot_be_swapped_is_one_sentence(tmp_path, capsys):
     argv = ['--random-weights', '--swap', 'ls', '--out', tmp_path / 'out']
     assert 'does not support ResNet' in fails(capsys, '--from', 'test_resnet', *argv)

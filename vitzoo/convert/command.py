@@ -14,10 +14,9 @@ from vitzoo.about import DATA_FACTS, fit_config, read_about
 from vitzoo.classes import label_names
 from vitzoo.convert.official import load_official
 from vitzoo.convert.parent import given_size, start_from_parent, swap_parent
-from vitzoo.data import resolve_data_config
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
-from vitzoo.load import find_model
+from vitzoo.load import find_model, fit_data_config
 from vitzoo.mixers.base import named_mixers
 from vitzoo.options import check_output, keyword
 
@@ -50,7 +49,7 @@ def convert(argv: list[str] | None = None) -> None:
     facts = _read_about(args)
     if args.parent:
         about['vitzoo'] = {key: value for key, value in facts.items() if key in DATA_FACTS} | about['vitzoo']
-    _check_forward(model, data_config)
+    _check_forward(args.to or args.parent or args.model, model, data_config)
     held_out = facts.get('held_out')
     if held_out:
         # the first, because a model without its list would be validated on images that its parent was trained on
@@ -118,8 +117,9 @@ def _read_about(args: argparse.Namespace) -> dict:
 
 
 @torch.no_grad()
-def _check_forward(model: nn.Module, data_config: dict) -> None:
-    input_size = resolve_data_config(model, data_config.get('img_size'))['input_size']
+def _check_forward(name: str, model: nn.Module, data_config: dict) -> None:
+    # models for images of any size are built for one that they do not take, too
+    input_size = fit_data_config(name, model, data_config.get('img_size'))['input_size']
     images = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
     if not model.eval()(images).isfinite().all():
         raise UserError('the weights are damaged: the logits of a random image are not finite')
