@@ -778,16 +778,23 @@ def test_settings_without_weights_that_differ_are_named(tmp_path, capsys):
         ('vit_small_patch16_rope_224', {}, 'rope: none, not RotaryEmbeddingCat'),
         ('vit_base_patch16_rpn_224', {}, 'blocks.*.norm1 (2): pre-norm, not post-norm'),
         ('vit_relpos_small_patch16_rpn_224', {}, 'blocks.*.norm1 (2): pre-norm, not post-norm'),
+        (
+            'vit_tiny_patch16_224',
+            {'norm_layer': 'rmsnorm'},
+            'blocks.*.norm1 (2), blocks.*.norm2 (2), norm: LayerNorm, not RmsNorm',
+        ),
+        ('vit_tiny_patch16_224', {'dynamic_img_pad': True}, 'patch_embed.dynamic_img_pad: False, not True'),
+        ('vit_tiny_patch16_224', {'norm_layer': 'layernormfp32'}, None),
         ('vit_tiny_patch16_224', {}, None),
     ],
 )
-def test_rotary_positions_and_post_norm_that_are_lost_are_named(name, kwargs, expected, tmp_path, capsys):
+def test_settings_of_the_parent_that_are_lost_are_named(name, kwargs, expected, tmp_path, capsys):
     source = folder_of(small(name, **kwargs), tmp_path / 'parent')
     sizes = words(SMALL['deit'])
     convert(['--from', source, '--to', 'deit_softmax_tiny', '--model-kwargs', *sizes, '--out', str(tmp_path / 'out')])
     printed = capsys.readouterr().out
     assert expected is None or expected in printed
-    assert ('rope: none' in printed or 'pre-norm' in printed) == (expected is not None)
+    assert ('computed otherwise' in printed) == (expected is not None)
 
 
 def test_arguments_of_the_parent_are_kept_if_the_given_mixers_are_those_of_the_parent(tmp_path):

@@ -31,7 +31,10 @@ __all__ = ['Inheritance', 'differing_settings', 'inherit_weights', 'summarize_na
 _PREFIX_TOKENS = ('cls_token', 'dist_token', 'reg_token')
 
 # attributes of modules that change what their weights compute
-_SETTINGS = ('num_heads', 'eps', 'global_pool')
+_SETTINGS = ('num_heads', 'eps', 'global_pool', 'dynamic_img_pad')
+
+# norms by their names in blocks and models
+_NORMS = ('norm', 'norm1', 'norm2')
 
 # blocks of timm with the names of pre-norm ones
 _POST_NORM = (ResPostBlock, ResPostRelPosBlock, EvaBlockPostNorm)
@@ -143,8 +146,8 @@ def _fold_layer_scale(parent: dict[str, Tensor], own: dict[str, Tensor]) -> dict
 def differing_settings(model: nn.Module, parent: nn.Module) -> list[str]:
     """Settings in which modules of the same name differ, such as 'blocks.*.mlp.act (12): GELU, not QuickGELU'.
 
-    These are what a state dict does not show: numbers of heads, the epsilon of norms, activations, whether norms are
-    before or after the layers of a block, the pooling, and rotary positions.
+    These are what a state dict does not show: numbers of heads, the kind of norms and their epsilon, activations,
+    whether norms are before or after the layers of a block, the pooling, padded images, and rotary positions.
     """
     parents = dict(parent.named_modules())
     differing: dict[str, list[str]] = {}
@@ -162,6 +165,9 @@ def _settings(path: str, module: nn.Module) -> dict[str, Any]:
     settings = {prefix + name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
     if path.rpartition('.')[2] == 'act':
         settings[path] = type(module).__name__
+    if path.rpartition('.')[2] in _NORMS and not isinstance(module, nn.Identity):
+        # forms in float32 compute the same
+        settings[path] = type(module).__name__.removesuffix('Fp32')
     if hasattr(module, 'norm1'):
         settings[f'{prefix}norm1'] = 'post-norm' if isinstance(module, _POST_NORM) else 'pre-norm'
     if not path:
