@@ -1,5 +1,6 @@
 """`vitzoo transfer`: its folder, its controls, interruption, several processes, and wrong inputs."""
 
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import pytest
 import timm
 import torch
 from processes import shard_accelerators, start_processes
+from rich.console import Console
 from teachers import batches, make_teacher, save_teacher
 
 from vitzoo.data import DataOptions, open_dataset
@@ -32,7 +34,7 @@ from vitzoo.transfer.network import train_network
 from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.record import TransferRecord, hash_weights
 from vitzoo.transfer.stages import try_rates
-from vitzoo.transfer.summary import compare_speeds, explain_result, minutes
+from vitzoo.transfer.summary import compare_speeds, explain_result, minutes, print_scores
 from vitzoo.validate.command import validate
 
 pytestmark = pytest.mark.usefixtures('fresh_accelerate')
@@ -869,6 +871,21 @@ def test_a_config_file_gives_options_and_the_command_line_takes_precedence(tmp_p
 )
 def test_the_configs_of_transfer_are_valid(path):
     parse_args(['teacher', '--config', str(path), *split('--mixer ls --data-dir x --output y')])
+
+
+@pytest.mark.parametrize(
+    ('mixer', 'controls'), [('ls', ('zero', 'local', 'global', 'random')), ('gated_linear', ('zero', 'random'))]
+)
+@pytest.mark.parametrize('keep_softmax', [0, 2, 'auto'])
+def test_the_table_of_scores_fits_a_terminal(mixer, controls, keep_softmax):
+    score = dict(score=88.88)
+    result = dict.fromkeys(('teacher', 'start', 'matched', 'hybrid', 'student'), score)
+    result |= dict(controls=dict.fromkeys(controls, score), settings=dict(mixer=mixer, keep_softmax=keep_softmax))
+    output = io.StringIO()
+    print_scores(Console(file=output, width=80), [result | dict(seconds=dict(matching=900))], 'top1')
+    _title, *heads, row = output.getvalue().splitlines()
+    assert '…' not in output.getvalue() and ('hybrid' in heads[-1]) == bool(keep_softmax)
+    assert row.split() == [mixer, *['88.88'] * (4 + bool(keep_softmax) + len(controls)), '15.0']
 
 
 def test_the_report_shows_scores_speed_and_tokens_of_a_transfer(finished):

@@ -168,7 +168,7 @@ def _add_run(group: argparse._ArgumentGroup, defaults: TransferOptions) -> None:
     add('--no-random-control', dest='random_control', action='store_false',
         help='leave out the student from random weights, which takes as long as the stages')  # fmt: skip
     add('--sizes', nargs='*', type=positive, metavar='N', default=defaults.sizes,
-        help='image sizes at which to measure the speed, or none to leave it out [224 512 1024]')  # fmt: skip
+        help='image sizes at which to measure the speed; without one, it is not measured [224 512 1024]')  # fmt: skip
     add('--seed', type=natural, metavar='N', default=defaults.seed, help='random seed [0]')
     add('--resume', action='store_true', help='continue the transfer in --output, or start it')
     add('--overwrite', action='store_true', help='replace the transfer in --output')

@@ -33,14 +33,20 @@ def print_probe(console: Console, mixer: str, costs: list[dict]) -> None:
 
 def print_scores(console: Console, results: list[dict], kind: str) -> None:
     """Print the scores of all students in percent."""
-    table = Table(box=None, pad_edge=False, header_style='bold', title=f'{SCORE_TITLES[kind]}, %')
+    # as narrow as a terminal of 80 columns, also with the controls of ls
+    table = Table(
+        box=None, pad_edge=False, collapse_padding=True, header_style='bold', title=f'{SCORE_TITLES[kind]}, %'
+    )
+    is_hybrid = any(result['settings']['keep_softmax'] for result in results)
+    stages = [stage for stage in STAGES if stage != 'hybrid' or is_hybrid]
     names = [name for name in CONTROLS if any(name in result['controls'] for result in results)]
-    heads = ['teacher', *STAGES.values(), *(CONTROLS[name] for name in names), 'minutes']
+    heads = ['teacher', *(STAGES[stage] for stage in stages), *(CONTROLS[name] for name in names), 'minutes']
     table.add_column('mixer')
     for head in heads:
-        table.add_column(head, justify='right')
+        # the last word below the others
+        table.add_column('\n'.join(head.rsplit(' ', 1)), justify='right')
     for result in results:
-        scores = [result['teacher'], *(result[stage] for stage in STAGES)]
+        scores = [result['teacher'], *(result[stage] for stage in stages)]
         scores += [result['controls'].get(name) for name in names]
         cells = ['–' if score is None else f'{score["score"]:.2f}' for score in scores]
         table.add_row(result['settings']['mixer'], *cells, f'{minutes(result):.1f}')
