@@ -30,8 +30,8 @@ def class_names(model: nn.Module) -> list[str]:
 
 def number_rest(names: list[str], num_classes: int) -> list[str]:
     """Add names for the classes without one: their numbers, which no other class has for a name."""
-    rest = range(len(names), num_classes)
-    return names + [f'class {label}' if str(label) in names else str(label) for label in rest]
+    rest, taken = range(len(names), num_classes), set(names)
+    return names + [f'class {label}' if str(label) in taken else str(label) for label in rest]
 
 
 def readable(class_names: list[str]) -> list[str]:

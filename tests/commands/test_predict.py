@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
-from vitzoo.classes import class_names
+from vitzoo.classes import class_names, number_rest
 from vitzoo.data.unlabelled import find_files
 from vitzoo.errors import UserError
 from vitzoo.predict import main, predict
@@ -376,3 +376,11 @@ def test_the_command_runs_from_a_shell(images, trained):
         'sky/d.bmp',
         'sky/e.tif',
     ]
+
+
+def test_classes_without_a_name_are_numbered_without_a_search_for_each():
+    class Names(list):
+        def __contains__(self, name: object) -> bool:
+            raise AssertionError('all names were searched for one')
+
+    assert number_rest(Names(['a', '3']), 5) == ['a', '3', '2', 'class 3', '4']
