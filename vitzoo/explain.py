@@ -133,10 +133,14 @@ def _find_class(text: str, names: list[str]) -> int:
 def _choose_paths(folder: str, files: list[str]) -> list[str]:
     """A .png path in the folder for each image, with a number if several images have the same name."""
     taken, paths = set(), []
+    # the number of each stem to try next: frames of many folders may have one name
+    next_number: dict[str, int] = {}
     for file in files:
-        stem, number = Path(file).stem, 1
+        stem = Path(file).stem
+        number = next_number.get(stem, 1)
         while (name := stem if number == 1 else f'{stem}-{number}') in taken:
             number += 1
+        next_number[stem] = number + 1
         taken.add(name)
         paths.append(f'{folder}/{name}.png')
     return paths

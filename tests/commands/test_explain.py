@@ -13,7 +13,7 @@ from vitzoo.data import eval_loader, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.unlabelled import ImageFiles, find_files
 from vitzoo.errors import UserError
-from vitzoo.explain import _find_class, explain_files, explain_images, main
+from vitzoo.explain import _choose_paths, _find_class, explain_files, explain_images, main
 from vitzoo.load import load_model
 
 NAMES = ['blue', 'green', 'red']
@@ -166,3 +166,18 @@ def test_a_model_that_computes_nan_has_no_map(images, trained):
     dataset = ImageFiles(find_files([str(images)]), eval_transform(resolve_data_config(model)))
     with pytest.raises(UserError, match=r'the logits of .*a\.png are not finite: the weights head\.bias'):
         list(explain_images(model, eval_loader(dataset, 2), 'gradient'))
+
+
+def test_frames_of_one_name_get_numbers_without_trying_all_smaller_ones(monkeypatch):
+    tried = []
+
+    class Names(set):
+        def __contains__(self, name: object) -> bool:
+            tried.append(name)
+            return super().__contains__(name)
+
+    monkeypatch.setattr('vitzoo.explain.set', Names, raising=False)
+    files = ['a-2.png', *(f'{folder}/a.png' for folder in range(50)), 'b/a-2.png']
+    names = ['a-2', 'a', *(f'a-{number}' for number in range(3, 52)), 'a-2-2']
+    assert _choose_paths('out', files) == [f'out/{name}.png' for name in names]
+    assert len(tried) < 2 * len(files)
