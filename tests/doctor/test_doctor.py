@@ -14,8 +14,9 @@ from PIL import Image, ImageOps
 
 from vitzoo.cli import main
 from vitzoo.data.dataset import SAMPLE
+from vitzoo.data.options import DataOptions
 from vitzoo.doctor import facts as facts_module
-from vitzoo.doctor.checks import TRAITS, check
+from vitzoo.doctor.checks import TRAITS, check, check_splits, check_unused_images
 from vitzoo.doctor.command import examine, inspect_images, open_splits
 from vitzoo.doctor.facts import Facts, find_near_duplicates, inspect_image
 
@@ -502,3 +503,17 @@ def test_pictures_of_nothing_are_not_alike():
     walls = [Image.fromarray(generator.normal(128, 2, (64, 64, 3)).astype(np.uint8)) for _ in range(20)]
     assert find_near_duplicates([facts_of(wall) for wall in walls]) == []
     assert find_near_duplicates([Facts(error='x')]) == [] and find_near_duplicates([]) == []
+
+
+def test_names_of_classes_are_not_searched_for_each_other_name(clean, tmp_path):
+    class Names(list):
+        def __contains__(self, name: object) -> bool:
+            raise AssertionError('all classes were searched for one name')
+
+    (tmp_path / 'classes.txt').write_text('ant\nbee\n')
+    splits = open_splits(str(clean), options=DataOptions(class_map=str(tmp_path / 'classes.txt')))
+    for split in splits:
+        split.images.reader.left_out = Names(split.images.left_out)
+        split.images.class_names = Names(split.images.class_names)
+    where = {one.code: one.where for one in [*check_unused_images(splits, clean), *check_splits(*splits)]}
+    assert where == {**{code: [] for code in where}, 'left-out': ['train: cat', 'val: cat']}

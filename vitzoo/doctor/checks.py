@@ -168,8 +168,8 @@ def check_unused_images(
     is_listed = splits[0].images.is_multi_label
     unused = []
     for split in splits:
-        used = {split.images.filename(index) for index in range(len(split.images))}
-        used.update(name for name in split.names if name.partition('/')[0] in split.images.left_out)
+        used, left_out = {split.images.filename(index) for index in range(len(split.images))}, {*split.images.left_out}
+        used.update(name for name in split.names if name.partition('/')[0] in left_out)
         unused += [f'{split.prefix}{name}' for name in split.names if is_image(name) and name not in used]
     paths = [] if root is None else sorted(root.iterdir())
     others = [path for path in paths if not _is_split_or_hidden(path.name, options)]
@@ -293,13 +293,13 @@ def check_splits(train: ExaminedSplit, val: ExaminedSplit | None) -> Iterator[Fi
             [name for name in counts if counts[name] == 1],
         )
         return
-    in_val = val.class_counts()
+    in_val, in_train = val.class_counts(), {*train.images.class_names}
     yield Finding(
         'missing-in-train',
         'error',
         f'{noun} are only in the validation split, so training does not start',
         'add training images, correct the name, or remove them',
-        [name for name in in_val if name not in train.images.class_names],
+        [name for name in in_val if name not in in_train],
     )
     yield Finding(
         'missing-in-val',
