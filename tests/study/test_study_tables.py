@@ -348,3 +348,22 @@ def test_sizes_of_strips_have_height_and_width(study):
 
     text = format_markdown(study, collect(study, read))
     assert '| deit_ls_nano | 3 | 1x1024 | 70.00' in text and '_to_ls | 3 | 32 | 70.00' in text
+
+
+def test_a_note_on_options_compares_models_and_not_each_of_their_seeds(tmp_path):
+    compared = []
+
+    class Rate(float):
+        def __ne__(self, other: object) -> bool:
+            compared.append(other)
+            return float(self) != float(other)
+
+    ways = dict(scratch=dict(train=dict(epochs=3), overrides={'*': dict(lr=0.5)}))
+    for seeds in (1, 20):
+        study = read_study(write_study(tmp_path, ways=ways, seeds=list(range(seeds))))
+        for cell in study.cells:
+            cell.options['lr'] = Rate(0.5)
+        rows = collect(study, lambda cell, evaluation: dict(top1=70.0))
+        assert not [note for note in format_notes(study, rows) if note.startswith('In scratch')]
+    # two models, each with both
+    assert len(compared) == 2 * 4

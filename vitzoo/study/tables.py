@@ -343,23 +343,27 @@ def format_notes(study: Study, rows: list[Row]) -> list[str]:
 def _override_notes(study: Study, rows: list[Row]) -> list[str]:
     """For each way, the models in the tables that have other options than the rest."""
     shown = {(row.way, row.model) for row in rows}
-    found: dict[str, dict[str, list[str]]] = {}
+    # the seeds of a model have the same options
+    cells: dict[str, dict[str, StudyCell]] = {}
     for cell in study.cells:
-        if not cell.overrides or (cell.way, cell.model) not in shown:
-            continue
-        of_way = [other for other in study.cells if other.way == cell.way]
+        cells.setdefault(cell.way, {}).setdefault(cell.model, cell)
+    found: dict[str, dict[str, list[str]]] = {}
+    for way, of_way in cells.items():
         # without a model that has the options of the way only, all are compared
-        others = [other.options for other in of_way if not other.overrides] or [other.options for other in of_way]
-        # of a mapping, an override has some keys; a mixer has no arguments of others
-        own = {
-            key: value
-            for key, value in cell.overrides.items()
-            if key in cell.options and any(x.get(key) != cell.options[key] for x in others)
-        }
-        if own:
-            options = ', '.join(f'{key} = {value}' for key, value in own.items())
-            models = found.setdefault(cell.way, {}).setdefault(options, [])
-            models += [] if cell.model in models else [cell.model]
+        others = [other.options for other in of_way.values() if not other.overrides]
+        others = others or [other.options for other in of_way.values()]
+        for model, cell in of_way.items():
+            if not cell.overrides or (way, model) not in shown:
+                continue
+            # of a mapping, an override has some keys; a mixer has no arguments of others
+            own = {
+                key: value
+                for key, value in cell.overrides.items()
+                if key in cell.options and any(x.get(key) != cell.options[key] for x in others)
+            }
+            if own:
+                options = ', '.join(f'{key} = {value}' for key, value in own.items())
+                found.setdefault(way, {}).setdefault(options, []).append(model)
     return [
         f'In {way}, options differ from those of the other models: {options} for {", ".join(models)}.'
         for way, groups in found.items()
