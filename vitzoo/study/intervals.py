@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, stdev
 
 _LEVEL = 0.95
@@ -61,6 +62,7 @@ def judge(difference: Estimate | None, sign: int) -> str:
     return 'better' if difference.mean * sign > 0 else 'worse'
 
 
+@cache
 def t_quantile(freedom: int) -> float:
     """The number that |t| does not exceed with a probability of 95 %, by bisection."""
     low, high = 0.0, 20.0
