@@ -19,6 +19,7 @@ from PIL import Image
 from vitzoo.data import archives, eval_loader, open_dataset
 from vitzoo.data.archives import open_archive
 from vitzoo.data.dataset import Splits, merge_options
+from vitzoo.data.folders import find_in_archive
 from vitzoo.data.held_out import Subset, find_held_out, hold_out, write_held_out
 from vitzoo.data.layout import common_folder, match_split
 from vitzoo.data.options import DataOptions
@@ -876,3 +877,20 @@ def test_only_files_have_a_table_of_labels():
 def test_holding_out_takes_any_reader_of_labelled_images():
     val_set = hold_out(open_dataset('sample', 'train').reader, 'val', 0.1, seed=3)
     assert Counter(val_set.labels) == dict.fromkeys(range(10), 20)
+
+
+def test_an_archive_with_a_class_called_train_is_not_read_once_for_each_class():
+    class Names(list):
+        times_read = 0
+
+        def __iter__(self):
+            self.times_read += 1
+            return super().__iter__()
+
+    times = []
+    for num_classes in (3, 30):
+        names = Names(['train/1.png', *(f'{number}/1.png' for number in range(num_classes))])
+        split = find_in_archive(Mock(names=names, root=Path()), 'train', DataOptions(), multi_label=False)
+        assert split is not None and split.is_whole
+        times.append(names.times_read)
+    assert times[0] == times[1]

@@ -1,7 +1,7 @@
 """Images in class folders, or listed with their labels in a table, and the splits of such data."""
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from vitzoo._files import printable
@@ -85,9 +85,11 @@ def _inner_folder(archive: Archive, split: str, options: DataOptions) -> str:
 def find_in_archive(archive: Archive, split: str, options: DataOptions, multi_label: bool | None) -> Split | None:
     """Find a split among the folders in an archive."""
     prefix = common_folder(archive.names, options)
+    # to look through all files for each folder would take the time of both numbers multiplied
+    below = cache(partial(_group_by_top_folder, archive, prefix))
 
     def images_in(folder: str) -> Iterator[str]:
-        return filter(_is_listed, _below(archive, f'{prefix}{folder}/'))
+        return filter(_is_listed, below()[folder])
 
     part = choose_split(_top_folders(archive, prefix), split, images_in, options)
     if part is None:
@@ -109,6 +111,16 @@ def _is_listed(name: str) -> bool:
 def _top_folders(archive: Archive, prefix: str) -> list[str]:
     below = (name.partition('/') for name in _below(archive, prefix))
     return list(dict.fromkeys(folder for folder, slash, _ in below if slash))
+
+
+def _group_by_top_folder(archive: Archive, prefix: str) -> dict[str, list[str]]:
+    """The files below each of the top folders of an archive, relative to it."""
+    groups: dict[str, list[str]] = {}
+    for name in _below(archive, prefix):
+        folder, slash, rest = name.partition('/')
+        if slash:
+            groups.setdefault(folder, []).append(rest)
+    return groups
 
 
 def _read_labelled(archive: Archive, prefix: str, multi_label: bool | None) -> ArchiveReader:
