@@ -7,12 +7,13 @@ import pytest
 import timm
 import torch
 from processes import start_processes
+from timm.task import MultiLabelClassificationEvaluator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from vitzoo.data import eval_loader
 from vitzoo.errors import UserError
-from vitzoo.metrics import OversmoothingProbe, evaluate, oversmoothing, score_images
+from vitzoo.metrics import OversmoothingProbe, accuracy, evaluate, oversmoothing, score_images
 
 SIZES = (1, 3, 5, 10, 17, 22)
 BATCH_SIZES = (1, 3, 7, 64)
@@ -82,6 +83,22 @@ def test_several_labels_are_scored_image_by_image(size, batch_size):
     classes = [label for label in range(7) if target[:, label].any()]
     by_hand = [average_precision_by_hand(logits[:, i].tolist(), (target[:, i] > 0).tolist()) for i in classes]
     assert scores['map'] == pytest.approx(100 * sum(by_hand) / len(by_hand), rel=1e-9)
+
+
+def test_the_average_precision_is_computed_of_some_classes_at_a_time(monkeypatch):
+    model, dataset = make_problem(10)
+    loader = DataLoader(with_several_labels(dataset), 5)
+    expected = evaluate(model, loader)['map']
+    monkeypatch.setattr(accuracy, '_MAX_LOGITS', 25)
+    shapes, update = [], MultiLabelClassificationEvaluator.update
+
+    def watch(evaluator, output, target):
+        shapes.append(tuple(output.shape))
+        update(evaluator, output, target)
+
+    monkeypatch.setattr(MultiLabelClassificationEvaluator, 'update', watch)
+    assert evaluate(model, loader)['map'] == pytest.approx(expected, rel=1e-12)
+    assert shapes == [(10, 2)] * 3
 
 
 class _OneOutput(nn.Module):

@@ -21,6 +21,9 @@ from vitzoo.metrics.finite import check_logits
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+# of which the average precision is computed at a time, 0.5 GB
+_MAX_LOGITS = 2**22
+
 
 class Loader(Protocol):
     """Batches (images, target) of a dataset: a `DataLoader`, or any with what is read of one."""
@@ -176,7 +179,7 @@ def summarize(columns: dict[str, Tensor]) -> dict:
     summary['loss'] = columns['loss'].double().mean().item()
     if label.ndim == 2:
         summary['labelled'] = labelled
-        summary['map'] = _mean_average_precision(columns['logits'].double(), label.double())
+        summary['map'] = _mean_average_precision(columns['logits'], label)
     probe_keys = columns.keys() - {'label', 'top', 'prob', 'loss', 'logits'}
     return summary | {key: columns[key].double().mean(dim=0).tolist() for key in probe_keys}
 
@@ -185,13 +188,16 @@ def _mean_average_precision(logits: Tensor, target: Tensor) -> float:
     """Average precision (area under the precision-recall curve) in percent, averaged over the classes that occur."""
     from timm.task import MultiLabelClassificationEvaluator
 
-    occurs = target.any(dim=0)
-    if not occurs.any():
-        return nan
     # timm counts a class without positives as 0
-    evaluator = MultiLabelClassificationEvaluator()
-    evaluator.update(logits[:, occurs], target[:, occurs])
-    return evaluator.compute()['map']
+    classes, total = target.any(dim=0).nonzero().flatten(), 0.0
+    if not len(classes):
+        return nan
+    # some classes at a time, because timm needs 130 bytes for each logit
+    for some in classes.split(max(1, _MAX_LOGITS // len(logits))):
+        evaluator = MultiLabelClassificationEvaluator()
+        evaluator.update(logits[:, some], target[:, some])
+        total += len(some) * evaluator.compute()['map']
+    return total / len(classes)
 
 
 @torch.no_grad()
