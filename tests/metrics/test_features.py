@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitzoo.metrics import features
 from vitzoo.metrics.features import linear_probe, nearest_neighbors
@@ -18,6 +19,28 @@ def test_neighbours_and_probe_find_separate_clusters(cells, monkeypatch):
     bank, queries = (centers[labels] + torch.randn(30, 6, generator=generator) for _ in range(2))
     assert torch.equal(nearest_neighbors(bank, labels, queries), labels)
     assert torch.equal(linear_probe(bank, labels, queries), labels)
+
+
+@pytest.mark.parametrize('classify', [nearest_neighbors, linear_probe])
+def test_scores_of_many_classes_are_computed_of_some_images_at_a_time(classify, monkeypatch):
+    class Largest(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            self.found = max(self.found, made.numel() if isinstance(made, torch.Tensor) else 0)
+            return made
+
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = torch.randn(5, 3, generator=generator), torch.randn(200, 3, generator=generator)
+    labels, largest = torch.tensor([0, 999, 3, 3, 500]), []
+    for cells in (2**26, 2000):
+        monkeypatch.setattr(features, '_MAX_CELLS', cells)
+        with Largest() as mode:
+            found = classify(bank, labels, queries)
+        largest.append((mode.found, found.tolist()))
+    assert largest[0][0] == 200 * 1000 and largest[1][0] <= 3 * 1000
+    assert largest[0][1] == largest[1][1]
 
 
 def test_a_neighbour_votes_with_its_similarity_whatever_the_length_of_its_features():

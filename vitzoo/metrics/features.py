@@ -7,7 +7,7 @@ from torch.nn import functional as F
 _NEIGHBORS = 10
 # of the linear probe, relative to the variance of the features
 _RIDGE = 1e-2
-# similarities in memory at a time, 0.5 GB
+# similarities, votes or scores of classes in memory at a time, 0.5 GB
 _MAX_CELLS = 2**26
 
 
@@ -16,7 +16,7 @@ def nearest_neighbors(bank: Tensor, labels: Tensor, queries: Tensor, count: int 
     # autocast would compute a product of float32 in half precision
     bank, queries = (F.normalize(x.double(), dim=1) for x in (bank, queries))
     num_classes, found = int(labels.max()) + 1, []
-    for some in queries.split(max(1, _MAX_CELLS // len(bank))):
+    for some in queries.split(max(1, _MAX_CELLS // max(len(bank), num_classes))):
         similarity, nearest = (some @ bank.mT).topk(min(count, len(bank)), dim=1)
         votes = similarity.new_zeros(len(some), num_classes)
         found.append(votes.scatter_add_(1, labels[nearest], similarity.clamp(min=0)).argmax(dim=1))
@@ -33,4 +33,5 @@ def linear_probe(bank: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
     sums = bank.new_zeros(len(counts), bank.shape[1]).index_add_(0, labels, bank)
     gram = bank.mT @ bank + _RIDGE * len(bank) * torch.eye(bank.shape[1], dtype=bank.dtype, device=bank.device)
     weight = torch.linalg.solve(gram, sums.mT - torch.outer(bank.sum(dim=0), shares))
-    return (queries @ weight + shares).argmax(dim=1)
+    some = queries.split(max(1, _MAX_CELLS // len(counts)))
+    return torch.cat([(part @ weight).add_(shares).argmax(dim=1) for part in some])
