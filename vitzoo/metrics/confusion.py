@@ -26,11 +26,12 @@ def most_confused(matrix: Tensor, num_pairs: int) -> list[tuple[int, int, int]]:
 
     Ties are broken in favour of the class with fewer images. Pairs that are never confused are left out.
     """
-    errors = matrix - torch.diag(matrix.diagonal())
-    pairs = errors.nonzero().tolist()
-    sizes = matrix.sum(dim=1)
-    pairs.sort(key=lambda pair: (-int(errors[tuple(pair)]), int(sizes[pair[0]]), pair))
-    return [(i, j, int(errors[i, j])) for i, j in pairs[:num_pairs]]
+    # no copy of the matrix, which is large for many classes
+    i, j = matrix.nonzero(as_tuple=True)
+    columns = (matrix[i, j], matrix.sum(dim=1)[i], i, j)
+    counted = zip(*(column[i != j].tolist() for column in columns))
+    pairs = sorted(counted, key=lambda row: (-row[0], *row[1:]))
+    return [(i, j, count) for count, _, i, j in pairs[:num_pairs]]
 
 
 def most_confident(labels: Tensor, predictions: Tensor, confidence: Tensor, pair: tuple[int, int], n: int) -> list[int]:

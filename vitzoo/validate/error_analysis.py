@@ -112,10 +112,12 @@ def open_predicted(data_dir: str, files: list[str], options: DataOptions = NO_OP
 def _per_class_rows(matrix: Tensor, names: list[str]) -> Iterable[list]:
     """One row per class with images, the least accurate first; accuracy and precision in percent."""
     accuracies, precisions = 100 * recall(matrix), 100 * precision(matrix)
-    wrong = matrix - matrix.diagonal().diag()
     for i in accuracies.argsort(stable=True).tolist():
-        images, times = int(matrix[i].sum()), int(wrong[i].max())
-        taken_for = names[int(wrong[i].argmax())] if times else ''
+        # a row at a time: a copy of the matrix is large for many classes
+        images, wrong = int(matrix[i].sum()), matrix[i].clone()
+        wrong[i] = 0
+        times = int(wrong.max())
+        taken_for = names[int(wrong.argmax())] if times else ''
         if images:
             yield [names[i], images, f'{accuracies[i]:.2f}', _defined(precisions[i], '.2f'), taken_for, times]
 
