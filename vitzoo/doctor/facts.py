@@ -3,7 +3,6 @@
 import hashlib
 import warnings
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -77,7 +76,8 @@ def inspect_image(file: BinaryIO | Image.Image) -> Facts:
 def find_near_duplicates(facts: list[Facts]) -> list[tuple[int, int]]:
     """Find pairs of images that are the same photograph, saved again, resized, slightly cropped or mirrored.
 
-    Their difference hashes must agree in 61 of 64 bits, and their thumbnails closely. With at most 3 differing bits,
+    Each image that has near duplicates is in a pair with the first of them, so that many frames of one scene make as
+    many pairs. Difference hashes must agree in 61 of 64 bits, and thumbnails closely. With at most 3 differing bits,
     one of the four groups of 16 bits is equal, so only images that share a group are compared. Exact copies and nearly
     uniform images are excluded.
     """
@@ -94,33 +94,45 @@ def find_near_duplicates(facts: list[Facts]) -> list[tuple[int, int]]:
     thumbnails = np.array([np.frombuffer(one.thumbnail, np.uint8) for one in distinct], dtype=np.uint8)
     thumbnails = thumbnails.reshape(count, 16, 16)
     thumbnails = np.concatenate([thumbnails, thumbnails[:, :, ::-1]])
-    pairs = set()
+    first = np.full(count, count)
     for shift in range(0, 64, 16):
         key = hashes >> np.uint64(shift) & np.uint64(0xFFFF)
         order = np.argsort(key, kind='stable')
         for group in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
-            pairs.update(_compare(group, hashes, thumbnails))
-    found = (pair for i, j in pairs for pair in product(copies[i], copies[j]))
-    return sorted((min(pair), max(pair)) for pair in found)
+            if len(group) > 1:
+                _compare(group, hashes, thumbnails, first)
+    found = (
+        (index, copies[place][0])
+        for indices, place in zip(copies, first.tolist())
+        for index in indices
+        if place < count
+    )
+    return sorted({(min(pair), max(pair)) for pair in found})
 
 
 def _hash_differences(small: np.ndarray) -> int:
     return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), 'big')
 
 
-def _compare(group: np.ndarray, hashes: np.ndarray, thumbnails: np.ndarray) -> list[tuple[int, int]]:
-    """The near duplicates in a group of images and, in the second half of the arrays, mirror images."""
-    pairs, count = [], len(hashes) // 2
+def _compare(group: np.ndarray, hashes: np.ndarray, thumbnails: np.ndarray, first: np.ndarray) -> None:
+    """Look for near duplicates in a group of images and, in the second half of the arrays, mirror images.
+
+    Args:
+        first: The first near duplicate of each image that is known so far, the number of images if there is none.
+    """
+    count = len(first)
     # mirror images resemble each other if the images do
-    for place, i in enumerate(group[group < count]):
+    for place, i in enumerate(group[group < count].tolist()):
         others = group[place + 1 :]
-        others = others[others % count != i]
+        images = others % count
+        # those for which it may be the first, or the reverse: of the frames of a scene few are
+        others = others[(images != i) & ((images < first[i]) | (i < first[images]))]
         bits = np.unpackbits((hashes[others] ^ hashes[i]).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
         others = others[bits <= _MAX_BITS]
         if others.size:
             similar = others[_are_similar(thumbnails[i], thumbnails[others])] % count
-            pairs += [(min(i, j), max(i, j)) for j in similar]
-    return pairs
+            first[i] = min(first[i], similar.min(initial=count))
+            first[similar] = np.minimum(first[similar], i)
 
 
 def _are_similar(thumbnail: np.ndarray, others: np.ndarray) -> np.ndarray:
