@@ -894,3 +894,10 @@ def test_an_archive_with_a_class_called_train_is_not_read_once_for_each_class():
         assert split is not None and split.is_whole
         times.append(names.times_read)
     assert times[0] == times[1]
+
+
+def test_the_members_of_a_tar_file_are_not_kept_while_it_is_indexed(tmp_path):
+    files = {f'cat/{number}.png': b'x' for number in range(9)}
+    with tarfile.open(write_tar(tmp_path / 'photos.tar', files)) as tar:
+        assert list(archives._list_members(tar)) == list(files)
+        assert not tar.members

@@ -201,6 +201,8 @@ def _list_members(tar: tarfile.TarFile, start: int = 0, prefix: str = '') -> dic
             links[name] = prefix + member.linkname.removeprefix('./')
         elif member.issym():
             links[name] = _resolve(name, member.linkname)
+        # tarfile would keep all of them, 350 bytes each; its stubs lack the list
+        tar.members.clear()  # type: ignore[attr-defined]
     # tarfile takes any header that it cannot read for the end of the file; after the last member are zeros, or nothing
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b'\0'):
