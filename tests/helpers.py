@@ -280,6 +280,23 @@ def golden(name: str) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path)
 
 
+def recorded_on_grid(case: str) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
+    """Tensors of tools/record_official.py and the grid, such as of 'mala_5x7'."""
+    tensors = safetensors.torch.load_file(Path(__file__).parent / 'golden' / 'awkward.safetensors')
+    height, width = map(int, case.rpartition('_')[2].split('x'))
+    found = {key.removeprefix(f'{case}/'): value for key, value in tensors.items() if key.startswith(f'{case}/')}
+    return found, (height, width)
+
+
+def assert_output_and_gradient_of_official_code(mixer: TokenMixer, case: str) -> None:
+    """Compare with a recording of tools/record_official.py, in float64."""
+    recorded, grid = recorded_on_grid(case)
+    x = recorded['input'].double().requires_grad_()
+    output = mixer.double().eval()(x, grid)
+    (gradient,) = torch.autograd.grad(output.square().sum() / 2, x)
+    assert relative_error(output, recorded['output']) < 1e-6 and relative_error(gradient, recorded['gradient']) < 1e-6
+
+
 def assert_initialized_or_refused(model: nn.Module) -> bool:
     """Initialize a model from NaN; False if it refuses, because its mixers set some weights when they are built."""
     with torch.no_grad():

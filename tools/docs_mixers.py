@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from docs_choosing import N, draw_speeds, machines, needs_table, read_speeds, traits_table
 from pages import ROOT
+from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitzoo import create_mixer, list_mixers
@@ -215,6 +216,7 @@ def section(entry: Entry) -> str:
         measured += describe_order(costs, measure_costs(entry.name, papers_order=False))
     facts = {
         'Paper': entry.text.paper,
+        'Equal to': name_official_code(entry.name),
         'Cost': ' '.join(entry.text.costs) + measured,
         'Parameters': f'{costs.parameters:,}{compared}.',
         'Limit': ' '.join(entry.text.limits),
@@ -225,6 +227,26 @@ def section(entry: Entry) -> str:
     lines = '\n'.join(f'* **{key}**: {value}' for key, value in facts.items() if value)
     about = ' '.join(inspect.getdoc(cls).split())
     return '\n\n'.join([f'## `{entry.name}`', entry.text.sentence, *entry.text.body, about, lines])
+
+
+def name_official_code(mixer: str) -> str:
+    """The authors' classes that a test compares the mixer with, and the grids."""
+    links: dict[str, list[str]] = {}
+    for case, source in official_sources().items():
+        grid = case.rpartition('_')[2]
+        if case.startswith(f'{mixer}_'):
+            repository, file, layer, commit = source.split(';')[0].split()
+            link = f'[`{layer}`](https://github.com/{repository}/blob/{commit}/{file})'
+            links.setdefault(link, []).append(grid.replace('x', ' × '))
+    found = [f'{link} on {" and ".join(grids)} tokens' for link, grids in links.items()]
+    return f"the authors' {' and '.join(found)}, in its output and gradient, as a test shows." if found else ''
+
+
+@cache
+def official_sources() -> dict[str, str]:
+    """Source, commit and arguments of each recording of tools/record_official.py."""
+    with safe_open(ROOT / 'tests' / 'golden' / 'awkward.safetensors', 'pt') as recordings:
+        return dict(sorted(recordings.metadata().items()))
 
 
 def own_mixers() -> list[str]:

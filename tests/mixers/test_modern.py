@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers import DIM, GRID, assert_near, build, golden, recorded_call, tokens
+from helpers import (
+    DIM,
+    GRID,
+    assert_near,
+    assert_output_and_gradient_of_official_code,
+    build,
+    golden,
+    recorded_call,
+    recorded_on_grid,
+    tokens,
+)
 from torch.nn import functional as F
 
 import vitzoo
@@ -165,6 +175,26 @@ def test_a_mixer_equals_the_recording_of_the_official_class(name, convert, kwarg
     mixer.load_state_dict(state, strict=True)
     with torch.no_grad():
         assert_recorded(mixer(recorded['input'], (8, 8)), recorded['output'])
+
+
+# the recording with the weights, if their shapes do not depend on the grid
+AWKWARD = [
+    ('agent_5x5', None, agent, dict(num_cells=4, num_prefix_tokens=1)),
+    ('inline_5x5', 'inline_a', inline, dict(num_prefix_tokens=1)),
+    ('focused_5x7', None, focused, dict(pos_embed=True)),
+    ('polaformer_5x7', None, polaformer, dict(pos_embed=True)),
+    ('mala_5x7', 'mala_a', mala, {}),
+    ('flowformer_5x7', None, flowformer, {}),
+    ('cosformer_5x7', None, cosformer, {}),
+]
+
+
+@pytest.mark.parametrize(('case', 'weights', 'convert', 'kwargs'), AWKWARD, ids=[case for case, *_ in AWKWARD])
+def test_output_and_gradient_are_those_of_the_official_class_on_an_awkward_grid(case, weights, convert, kwargs):
+    recorded, grid = recorded_on_grid(case)
+    mixer = vitzoo.create_mixer(convert.__name__, 48, HEADS, grid_size=grid, **kwargs)
+    mixer.load_state_dict(convert(recorded if weights is None else recording(weights)), strict=True)
+    assert_output_and_gradient_of_official_code(mixer, case)
 
 
 def test_hedgehog_equals_the_recording():

@@ -5,7 +5,18 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers import DIM, GRID, HEADS, assert_near, build, golden, relative_error, tokens
+from helpers import (
+    DIM,
+    GRID,
+    HEADS,
+    assert_near,
+    assert_output_and_gradient_of_official_code,
+    build,
+    golden,
+    recorded_on_grid,
+    relative_error,
+    tokens,
+)
 from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
@@ -235,11 +246,10 @@ def to_tokens(x):
     return x.flatten(2).mT if x.ndim == 4 and x.shape[1] == 48 else x.reshape(-1, 64, 48)
 
 
-@pytest.mark.parametrize('name', RECORDINGS)
-def test_a_mixer_reproduces_the_authors_class(name):
+def create_recorded(name, recorded, grid):
+    """The mixer of RECORDINGS with the recorded weights."""
     mixer_name, options, renames = RECORDINGS[name]
-    recorded = recording(name)
-    mixer = create_mixer(mixer_name, 48, 3, grid_size=(8, 8), **options).eval()
+    mixer = create_mixer(mixer_name, 48, 3, grid_size=grid, **options).eval()
     official = state(recorded, renames)
     if mixer_name == 'ttt':
         official = divide_ttt(official)
@@ -247,9 +257,57 @@ def test_a_mixer_reproduces_the_authors_class(name):
     official.setdefault('proj.bias', torch.zeros(48))
     own = mixer.state_dict()
     mixer.load_state_dict({key: tensor.reshape(own[key].shape) for key, tensor in official.items()})
+    return mixer
+
+
+@pytest.mark.parametrize('name', RECORDINGS)
+def test_a_mixer_reproduces_the_authors_class(name):
+    recorded = recording(name)
+    mixer = create_recorded(name, recorded, (8, 8))
     x, expected = (to_tokens(recorded[key]) for key in ('input', 'output'))
     with torch.no_grad():
         assert relative_error(mixer(x, (8, 8)), expected) < 2e-5
+
+
+# the recording with the weights
+AWKWARD = {
+    'rmt_decomposed_5x7': 'rmt_decomposed_a',
+    'rmt_whole_5x7': 'rmt_decomposed_a',
+    'ttt_5x7': 'vittt_a',
+    'circulant_5x5': 'circulant_a',
+    'circulant_6x6': 'circulant_a',
+    'vssd_5x7': 'vssd_a',
+    'biformer_4x12': 'biformer_a',
+}
+
+
+@pytest.mark.parametrize('case', AWKWARD)
+def test_output_and_gradient_are_those_of_the_authors_class_on_an_awkward_grid(case):
+    name = 'rmt_whole_a' if case.startswith('rmt_whole') else AWKWARD[case]
+    mixer = create_recorded(name, recording(AWKWARD[case]), recorded_on_grid(case)[1])
+    assert_output_and_gradient_of_official_code(mixer, case)
+
+
+@pytest.mark.parametrize(
+    ('case', 'heads', 'options', 'renames'),
+    [
+        ('xca_5x7', 3, {}, {'temperature': 'temperature'}),
+        ('nystrom_5x7', 1, dict(num_landmarks=8, conv_kernel_size=3), {'conv': 'conv'}),
+        ('srformer_5x7', 3, dict(sr_ratio=2), {name: name for name in ('q', 'kv', 'sr', 'norm')}),
+        (
+            'ls_6x6',
+            3,
+            dict(window_size=3, rank=5, rel_bias='nvidia', num_prefix_tokens=1),
+            {'to_dynamic_projection': 'dynamic_proj', 'dual_ln_full': 'norm_full', 'dual_ln_dp': 'norm_landmarks'}
+            | {'local_relative_position_bias_table': 'rel_bias.table'},
+        ),
+    ],
+)
+def test_earlier_mixers_are_the_authors_classes_on_an_awkward_grid(case, heads, options, renames):
+    recorded, grid = recorded_on_grid(case)
+    mixer = create_mixer(case.rpartition('_')[0], 48, heads, grid_size=grid, **options)
+    mixer.load_state_dict(state(recorded, {'qkv': 'qkv', 'proj': 'proj'} | renames))
+    assert_output_and_gradient_of_official_code(mixer, case)
 
 
 def test_vssd_starts_with_the_steps_and_decays_of_mamba_2():
