@@ -26,34 +26,40 @@ _STD = 0.3
 
 
 def as_tokens(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: dict[str, Any]) -> Tensor:
+    """Tokens (B, P + N, C)."""
     return layer(x)
 
 
 def as_tokens_with_grid(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: dict[str, Any]) -> Tensor:
+    """Tokens, and the height and width."""
     return layer(x, *grid)
 
 
 def as_sequence_first(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: dict[str, Any]) -> Tensor:
+    """Tokens (N, B, C)."""
     return layer(x.transpose(0, 1)).transpose(0, 1)
 
 
 def as_maps(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: dict[str, Any]) -> Tensor:
+    """A map (B, H, W, C)."""
     return layer(x.unflatten(1, grid)).flatten(1, 2)
 
 
 def as_rmt(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: dict[str, Any]) -> Tensor:
+    """A map (B, H, W, C), with rotations and decays of another class."""
     positions = definitions['RetNetRelPos2d'](DIM, HEADS, 2, 4).double()
     is_decomposed = isinstance(layer, definitions['VisionRetentionChunk'])
     return layer(x.unflatten(1, grid), positions(grid, chunkwise_recurrent=is_decomposed)).flatten(1, 2)
 
 
 def as_mala(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: dict[str, Any]) -> Tensor:
+    """A map (B, C, H, W), with rotations of another class."""
     positions = definitions['RoPE'](DIM, HEADS).double()(grid)
     return layer(x.mT.unflatten(2, grid), *positions).flatten(2).mT
 
 
 def as_nystrom(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: dict[str, Any]) -> Tensor:
-    # the class adds the values of its single head to its output
+    """Tokens, without the values of its single head, which the class adds to its output."""
     return layer(x) - layer.qkv(x).chunk(3, dim=2)[2]
 
 
@@ -67,7 +73,7 @@ class Case:
         commit: That was recorded.
         grid: Height and width.
         options: Arguments of the class.
-        run: Calls the class with tokens.
+        run: Calls the class with tokens; its inputs have the form that the name of the function says.
         weights: The recording in tests/golden whose weights it has; without one, they are random.
         prefix: What precedes the names of the weights in that recording.
         num_prefix_tokens: Class tokens before those of the grid.
@@ -249,9 +255,11 @@ def read_definitions(clones: Path, case: Case) -> dict[str, Any]:
     """
     repository, file, _ = case.source.split()
     command = ['git', '-C', str(clones / repository.split('/')[1]), 'show', f'{case.commit}:{file}']
-    source = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True)
+    if shown.returncode:
+        raise SystemExit(f'{clones} has no clone of https://github.com/{repository}: {shown.stderr.strip()}')
     definitions: dict[str, Any] = dict(__name__=repository)
-    for node in ast.parse(source).body:
+    for node in ast.parse(shown.stdout).body:
         is_definition = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.decorator_list
         if not is_definition and not isinstance(node, ast.Import | ast.ImportFrom | ast.Assign):
             continue
