@@ -288,9 +288,10 @@ def recorded_on_grid(case: str) -> tuple[dict[str, torch.Tensor], tuple[int, int
     return found, (height, width)
 
 
-def assert_output_and_gradient_of_official_code(mixer: TokenMixer, case: str) -> None:
-    """Compare with a recording of tools/record_official.py, in float64."""
-    recorded, grid = recorded_on_grid(case)
+def assert_output_and_gradient_of_official_code(
+    mixer: TokenMixer, recorded: dict[str, torch.Tensor], grid: tuple[int, int]
+) -> None:
+    """Compare with tensors of `recorded_on_grid`, in float64."""
     x = recorded['input'].double().requires_grad_()
     output = mixer.double().eval()(x, grid)
     (gradient,) = torch.autograd.grad(output.square().sum() / 2, x)

@@ -99,7 +99,14 @@ class Case:
 
 _HEADS: dict[str, Any] = dict(dim=DIM, num_heads=HEADS)
 _RMT = 'qhfan/RMT classfication_release/RMT.py'
-_RMT_COMMIT = '32ea21417a4d82ba6481f930f94cb4696dda0a8e'
+_OF_RMT: dict[str, Any] = dict(
+    commit='32ea21417a4d82ba6481f930f94cb4696dda0a8e',
+    grid=(5, 7),
+    options=dict(embed_dim=DIM, num_heads=HEADS),
+    run=as_rmt,
+    weights='modern_structure rmt_decomposed_a.',
+    prefix='state.attn.',
+)
 _CIRCULANT = (
     'LeapLabTHU/Circulant-Attention models/ca_deit.py CirculantAttention',
     '21323da749e05f75e19e3e20c0c1d92199bc06e0',
@@ -196,26 +203,8 @@ CASES = [
         (5, 7),
         dict(_HEADS, qkv_bias=True),
     ),
-    Case(
-        'rmt_decomposed',
-        f'{_RMT} VisionRetentionChunk',
-        _RMT_COMMIT,
-        (5, 7),
-        dict(embed_dim=DIM, num_heads=HEADS),
-        as_rmt,
-        weights='modern_structure rmt_decomposed_a.',
-        prefix='state.attn.',
-    ),
-    Case(
-        'rmt_whole',
-        f'{_RMT} VisionRetentionAll',
-        _RMT_COMMIT,
-        (5, 7),
-        dict(embed_dim=DIM, num_heads=HEADS),
-        as_rmt,
-        weights='modern_structure rmt_decomposed_a.',
-        prefix='state.attn.',
-    ),
+    Case('rmt_decomposed', f'{_RMT} VisionRetentionChunk', **_OF_RMT),
+    Case('rmt_whole', f'{_RMT} VisionRetentionAll', **_OF_RMT),
     Case(
         'ttt',
         'LeapLabTHU/ViTTT ttt_block.py TTT',

@@ -284,8 +284,9 @@ AWKWARD = {
 @pytest.mark.parametrize('case', AWKWARD)
 def test_output_and_gradient_are_those_of_the_authors_class_on_an_awkward_grid(case):
     name = 'rmt_whole_a' if case.startswith('rmt_whole') else AWKWARD[case]
-    mixer = create_recorded(name, recording(AWKWARD[case]), recorded_on_grid(case)[1])
-    assert_output_and_gradient_of_official_code(mixer, case)
+    recorded, grid = recorded_on_grid(case)
+    mixer = create_recorded(name, recording(AWKWARD[case]), grid)
+    assert_output_and_gradient_of_official_code(mixer, recorded, grid)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def test_earlier_mixers_are_the_authors_classes_on_an_awkward_grid(case, heads, 
     recorded, grid = recorded_on_grid(case)
     mixer = create_mixer(case.rpartition('_')[0], 48, heads, grid_size=grid, **options)
     mixer.load_state_dict(state(recorded, {'qkv': 'qkv', 'proj': 'proj'} | renames))
-    assert_output_and_gradient_of_official_code(mixer, case)
+    assert_output_and_gradient_of_official_code(mixer, recorded, grid)
 
 
 def test_vssd_starts_with_the_steps_and_decays_of_mamba_2():

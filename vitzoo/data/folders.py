@@ -77,8 +77,8 @@ def _inner_folder(archive: Archive, split: str, options: DataOptions) -> str:
     prefix = common_folder(archive.names, options)
     folders = _top_folders(archive, prefix)
     inner = match_split(folders, split, options)
-    others = [name for name in folders if not any(match_split([name], other, options) for other in SPLIT_NAMES)]
-    has_other_classes = any(is_image(name) for other in others for name in _below(archive, f'{prefix}{other}/'))
+    others = {name for name in folders if not any(match_split([name], other, options) for other in SPLIT_NAMES)}
+    has_other_classes = any(is_image(name) for name in _below(archive, prefix) if name.partition('/')[0] in others)
     return prefix if inner is None or has_other_classes else f'{prefix}{inner}/'
 
 

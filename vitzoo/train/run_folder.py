@@ -276,12 +276,16 @@ def describe_origin(resume: str) -> str:
 
 def _read_origin(folder: Path) -> str | None:
     """The run or checkpoint in the line of `describe_origin`, None if there is no such line."""
-    try:
-        lines = (folder / 'recipe.yaml').read_text(encoding='utf-8').splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
     mark = f'# {_ORIGIN}'
-    return next((line.removeprefix(mark) for line in lines if line.startswith(mark)), None)
+    return next((line.removeprefix(mark) for line in _recipe_lines(folder) if line.startswith(mark)), None)
+
+
+def _recipe_lines(folder: Path) -> list[str]:
+    """The lines of the recipe in a folder, none if there is none that can be read."""
+    try:
+        return (folder / 'recipe.yaml').read_text(encoding='utf-8').splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -291,11 +295,7 @@ def _names_in(folder: Path) -> list[str]:
 
 def _is_run(folder: Path) -> bool:
     """Return True if training wrote the recipe or a checkpoint in a folder."""
-    try:
-        with (folder / 'recipe.yaml').open(encoding='utf-8') as file:
-            is_marked = file.readline().startswith(_MARK)
-    except (OSError, UnicodeDecodeError):
-        is_marked = False
+    is_marked = any(line.startswith(_MARK) for line in _recipe_lines(folder)[:1])
     return is_marked or any((folder / 'checkpoints').glob('step-*/state.json'))
 
 

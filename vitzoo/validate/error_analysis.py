@@ -85,7 +85,7 @@ def count_confusions(predictions: Predictions) -> tuple[Tensor, list[str], list[
     An ImageNet model evaluated on ten classes predicts few of the others.
     """
     label, predicted = predictions.columns['label'], predictions.columns['top'][:, 0]
-    # a matrix of all 21,841 classes of ImageNet would take 4 GB
+    # a matrix of all 21,841 classes of ImageNet-21k would take 4 GB
     classes, places = torch.cat([label, predicted]).unique(return_inverse=True)
     rows, columns = places.chunk(2)
     matrix, present = confusion_matrix(rows, columns, len(classes)), classes.tolist()
