@@ -151,18 +151,15 @@ def kernel_table(rows: list[dict]) -> str:
     """Times of the Triton kernels, and their speedups over other implementations of the same or of full attention."""
     if not rows:
         return 'No kernel was timed.'
-    cases = list(dict.fromkeys((row['name'], row['num_heads'], row['what'], row['tokens']) for row in rows))
+    keys = ('name', 'dtype', 'num_heads', 'tokens', 'what')
     lines = []
-    for name, heads, what, tokens in sorted(cases, key=lambda case: (*case[:2], case[3], case[2])):
-        of_case = {
-            row['against']: row
-            for row in rows
-            if (row['name'], row['num_heads'], row['what'], row['tokens']) == (name, heads, what, tokens)
-        }
+    for case in sorted({tuple(row[key] for key in keys) for row in rows}):
+        name, dtype, heads, tokens, what = case
+        of_case = {row['against']: row for row in rows if tuple(row[key] for key in keys) == case}
         speedups = [f'{of_case[other]["ratio"]:.2f}' if other in of_case else '–' for other in _OTHERS]
         milliseconds = f'{1e3 * of_case["kernel"]["seconds"]:.2f}'
-        lines.append([f'`{name}`', str(heads), what, f'{tokens:,}', milliseconds, *speedups])
-    head = ['kernel', 'heads', 'pass', 'tokens', 'ms', *(f'× {title}' for title in _OTHERS.values())]
+        lines.append([f'`{name}`', dtype, str(heads), what, f'{tokens:,}', milliseconds, *speedups])
+    head = ['kernel', 'precision', 'heads', 'pass', 'tokens', 'ms', *(f'× {title}' for title in _OTHERS.values())]
     return 'Triton kernels, and their speedups over other implementations:\n\n' + to_table(head, lines)
 
 

@@ -8,6 +8,7 @@ Run by `make measure-gpu`. A command that exceeds the time that is left is stopp
 """
 
 import argparse
+import shlex
 import subprocess
 import sys
 import time
@@ -21,6 +22,11 @@ from vitzoo.errors import UserError, run_command
 
 MINUTES = 28
 MODELS = 'deit_softmax_small deit_ls_small deit_performer_small cvt_13 vil_ls_small aft_conv_small_h16'
+# at 4,096 tokens
+LARGE = ' '.join(
+    f'deit_{mixer}_small'
+    for mixer in ('softmax', 'aft_conv', 'linformer', 'local', 'longformer', 'ls', 'nystrom', 'performer', 'swin')
+)
 SIZES = ' '.join(map(str, docs_gpu.SHOWN))
 LAYER = f'--dim {docs_gpu.DIM} --heads {docs_gpu.HEADS} --batch {docs_gpu.BATCH} --dtype {docs_gpu.DTYPE}'
 # in order of importance
@@ -29,6 +35,9 @@ COMMANDS = (
     # the time of the kernels, without that of their launches
     f'bench mixers {LAYER} --tokens {SIZES} --seconds 0.05 --max-seconds 2 --cuda-graphs --plots {{plots}}_graphs',
     f'bench kernels {LAYER} --tokens {SIZES} --seconds 0.1',
+    f'bench models {LARGE} --img-size 1024 --against deit_softmax_small --what forward "training step"'
+    ' --dtype bfloat16 --batch 16 --seconds 0.5',
+    f'bench kernels {LAYER.replace("bfloat16", "float32")} --against pytorch --tokens 196 1024 4096 --seconds 0.1',
     # heads of one channel, as in the paper's models
     f'bench kernels --kernels aft_conv --against pytorch compile {LAYER} --heads {docs_gpu.DIM} --tokens 196 1024',
     f'bench models {MODELS} --backend eager,compile,cuda-graphs --dtype bfloat16 --batch 64 --seconds 0.3',
@@ -70,7 +79,7 @@ def measure(commands: tuple[str, ...], device: str, results: Path, page: Path, p
     end, failed = time.monotonic() + 60 * minutes, []
     for command in commands:
         print(f'vitzoo {command}', flush=True)
-        words = [word.format(plots=plots) for word in command.split()]
+        words = [word.format(plots=plots) for word in shlex.split(command)]
         options = ['--device', device, '--results-file', str(results)]
         try:
             command_line = [sys.executable, '-m', 'vitzoo', *words, *options]

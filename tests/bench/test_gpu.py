@@ -130,11 +130,11 @@ def test_the_page_shows_only_the_gpu_that_was_measured_last(newest):
     ratio = rows[0 if newest == 'H100' else 4]['ratio']
     assert f'| {ratio:.2f} | {ratio + 1:.2f} | 9.50 | – |' in text
     assert f'Measured on 2026-12-02, 2026-12-03: {newest};' in text
-    assert f'| `linear` | 6 | forward | 196 | {1e3 * ratio:.2f} |' in text
+    assert f'| `linear` | bfloat16 | 6 | forward | 196 | {1e3 * ratio:.2f} |' in text
 
 
 def test_a_kernel_has_a_line_for_each_case_with_its_speedups():
-    case = dict(name='aft_conv', num_heads=6, what='forward', tokens=1024)
+    case = dict(name='aft_conv', dtype='bfloat16', num_heads=6, what='forward', tokens=1024)
     rows = [case | dict(against='kernel', seconds=1.5e-3, ratio=1.0), case | dict(against='pytorch', ratio=2.0)]
     assert '| `aft_conv` | 6 | forward | 1,024 | 1.50 | 2.00 | – | – | – |' in docs_gpu.kernel_table(rows)
 

@@ -10,8 +10,10 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,16 +268,67 @@ def flops(op, _, args) -> tuple[int, int]:
 
 
 @needs_kernels
-@pytest.mark.parametrize('level', [0, 1])
+@pytest.mark.parametrize('dtype, fused', [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False)])
 @pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
-def test_no_kernel_is_used_unless_timm_allows_experimental_ones(case, level, calls):
+def test_no_kernel_is_used_in_float32_or_without_fused_attention(case, dtype, fused, calls):
     op, _, args = CASES[case]
-    set_fused_attn(bool(level))
+    set_fused_attn(fused)
     try:
-        run(op, args, torch.float32, DEVICE)
+        run(op, args, dtype, DEVICE)
     finally:
         set_fused_attn(True)
     assert calls == []
+
+
+@pytest.mark.skipif(DEVICE != 'cuda', reason='needs a CUDA device')
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('case, is_used', [('aft_conv_small_grid', False), ('performer_few', True)])
+def test_on_a_gpu_a_kernel_is_the_default_in_half_precision_where_it_is_faster(case, is_used, dtype, calls):
+    op, _, args = CASES[case]
+    run(op, args, dtype, DEVICE)
+    assert bool(calls) == is_used
+
+
+@pytest.mark.parametrize(
+    'dtype, capability, hip, is_faster, expected',
+    [
+        (torch.bfloat16, (8, 0), None, True, True),
+        (torch.float16, (9, 0), None, True, True),
+        (torch.float32, (9, 0), None, True, False),
+        (torch.bfloat16, (7, 5), None, True, False),
+        (torch.bfloat16, (9, 0), '6.4', True, False),
+        (torch.bfloat16, (9, 0), None, False, False),
+    ],
+)
+def test_kernels_are_the_default_where_they_were_measured(dtype, capability, hip, is_faster, expected, monkeypatch):
+    monkeypatch.setattr(kernels, 'HAS_TRITON', True)
+    monkeypatch.setattr(kernels, '_compiles', lambda index: True)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
+    monkeypatch.setattr(torch.version, 'hip', hip)
+    x = SimpleNamespace(dtype=dtype, device=torch.device('cuda', 0), is_cuda=True, numel=lambda: 4)
+    assert kernels.use_kernel(x, is_faster) is expected
+    set_fused_attn(True, experimental=True)
+    try:
+        assert kernels.use_kernel(x, is_faster)
+        set_fused_attn(False)
+        assert not kernels.use_kernel(x, is_faster)
+    finally:
+        set_fused_attn(True)
+
+
+def test_a_machine_on_which_triton_cannot_compile_is_warned_of_once(monkeypatch):
+    def fail():
+        raise RuntimeError('Failed to find C compiler. Please specify via CC environment variable.')
+
+    monkeypatch.setitem(sys.modules, 'vitzoo.kernels._common', SimpleNamespace(empty_kernel={(1,): fail}))
+    kernels._try_kernel.cache_clear()
+    # no device has the index -1, which CUDA ignores
+    with pytest.warns(UserWarning, match='slower PyTorch operations; .*: Failed to find C compiler'):
+        assert not kernels._compiles(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert not kernels._compiles(-1)
+    kernels._try_kernel.cache_clear()
 
 
 @needs_kernels

@@ -229,10 +229,10 @@ def test_flops_equal_those_of_the_pytorch_form(shape, device, kernel_calls):
     assert 2 * backward == 5 * forward
 
 
-@pytest.mark.parametrize('level', [0, 1])
-def test_the_kernel_stays_off_below_the_experimental_level(level, device, kernel_calls):
+@pytest.mark.parametrize('fused', [True, False])
+def test_the_kernel_is_not_used_in_float32_or_without_fused_attention(fused, device, kernel_calls):
     calls = kernel_calls()
-    set_fused_attn(level > 0)
+    set_fused_attn(fused)
     attend(window_attention, 'half', *make_inputs('half', device))
     assert calls == []
 

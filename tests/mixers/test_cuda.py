@@ -31,6 +31,20 @@ def test_a_gpu_gives_the_values_and_gradients_of_the_cpu(name, kwargs, num_prefi
         torch.testing.assert_close(grad.cpu(), expected_grad, rtol=1e-8, atol=1e-8)
 
 
+def test_agents_of_many_tokens_give_the_values_and_gradients_of_the_cpu():
+    grid = (33, 35)
+    mixer = build('agent', grid, 1).eval()
+    x = tokens(mixer)
+    expected, expected_grads = run_with_gradients(lambda mixer, x: mixer(x, grid), [mixer, x])
+    mixer.cuda()
+    with torch.no_grad():
+        torch.testing.assert_close(mixer(x.cuda(), grid).cpu(), expected.detach(), rtol=1e-8, atol=1e-8)
+    found, grads = run_with_gradients(lambda mixer, x: mixer(x, grid), [mixer, x.cuda()])
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-8, atol=1e-8)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad.cpu(), expected_grad, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize('num_prefix_tokens', [0, 2])
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_a_cuda_graph_gives_the_values_and_gradients_of_other_tokens(name, kwargs, num_prefix_tokens):

@@ -22,6 +22,7 @@ import vitzoo
 from vitzoo.mixers import mixer_class
 from vitzoo.mixers._kernel_mixer import KernelMixer
 from vitzoo.mixers._numerics import at_least
+from vitzoo.mixers.agent import _average_cells, _cell_weights
 from vitzoo.mixers.flowformer import flow_attention
 from vitzoo.mixers.hedgehog import hedgehog_attention
 from vitzoo.mixers.mala import _phi as elu_plus_1
@@ -316,6 +317,13 @@ def test_cosformer_weights_fall_with_the_distance_in_the_raster():
     assert (weights[1, 2:].diff() < 0).all()
     assert_near(weights[0], torch.full((21,), 1 / 21, dtype=torch.float64))
     assert_near(weights[5, 0], weights[5].max())
+
+
+@pytest.mark.parametrize('grid', [(5, 7), (9, 30), (3, 2), (14, 14)])
+def test_the_product_that_averages_cells_on_a_gpu_is_adaptive_pooling(grid):
+    x = torch.randn(2, 3, grid[0] * grid[1], 4, dtype=torch.float64)
+    found = _cell_weights(grid, 7, x) @ x
+    torch.testing.assert_close(found, _average_cells(x, grid, 7))
 
 
 def test_a_bias_of_agents_follows_the_grid():

@@ -309,12 +309,12 @@ def without_fused_attn(call: Callable[[int], object]) -> Callable[[int], object]
     """The same call with timm's switch for fused attention off."""
 
     def call_unfused(number: int) -> None:
-        was_fused = bool(use_fused_attn())
+        was_fused, was_experimental = use_fused_attn(), use_fused_attn(experimental=True)
         set_fused_attn(False)
         try:
             call(number)
         finally:
-            set_fused_attn(was_fused)
+            set_fused_attn(was_fused, experimental=was_experimental)
 
     return call_unfused
 

@@ -7,6 +7,9 @@ FLOP formula. It computes what the op's PyTorch form computes, in float32 intern
 
 import importlib.util
 import os
+import subprocess
+import warnings
+from functools import lru_cache
 
 import torch
 from timm.layers import is_exporting, use_fused_attn
@@ -15,21 +18,65 @@ __all__ = ['use_kernel']
 
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# those in which the kernels were measured to be faster
+_FAST_DTYPES = (torch.bfloat16, torch.float16)
+# the oldest GPUs that multiply matrices of bfloat16
+_LEAST_CAPABILITY = (8, 0)
 
 
-def use_kernel(x: torch.Tensor) -> bool:
-    """Return True if a kernel may run on tensors like `x`: with values, on a GPU, outside of exports and torch.func, if
-    timm's switch allows experimental kernels (`TIMM_FUSED_ATTN=2` or `timm.layers.set_fused_attn(True,
-    experimental=True)`).
+def use_kernel(x: torch.Tensor, is_faster: bool = True) -> bool:
+    """Return True if a kernel should run on tensors like `x`: with values, on a GPU, outside of exports and torch.func.
+
+    By timm's switch for fused attention: as it is by default (`TIMM_FUSED_ATTN=1`), in half precision on an NVIDIA GPU
+    from Ampere on, if the caller knows that the kernel `is_faster`; on every GPU and in float32 if it allows
+    experimental kernels (`TIMM_FUSED_ATTN=2` or `timm.layers.set_fused_attn(True, experimental=True)`); nowhere if it
+    is off (`TIMM_FUSED_ATTN=0`). Warns once and returns False if Triton cannot compile on this machine.
 
     Triton's interpreter (`TRITON_INTERPRET=1`, slow, for tests) replaces the GPU.
     """
     # torch 2.7 to 2.11 answer True whenever they compile, the flag is True only in an export
     exporting = is_exporting() and getattr(torch.compiler, '_is_exporting_flag', True)
-    if not use_fused_attn(experimental=True) or exporting or x.dtype not in _DTYPES or x.numel() == 0:
+    if not HAS_TRITON or not use_fused_attn() or exporting or x.dtype not in _DTYPES or x.numel() == 0:
+        return False
+    if not use_fused_attn(experimental=True) and not (is_faster and _is_fast_by_default(x)):
         return False
     # custom ops have no rules for transforms such as grad and vmap, and torch has no public name for this
     if torch._C._are_functorch_transforms_active():
         return False
-    is_interpreted = x.device.type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1'
-    return HAS_TRITON and (x.is_cuda or is_interpreted)
+    if x.device.type == 'cpu':
+        return os.environ.get('TRITON_INTERPRET') == '1'
+    return x.is_cuda and _compiles(x.device.index)
+
+
+def _is_fast_by_default(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype in _FAST_DTYPES and _is_known_gpu(x.device.index)
+
+
+# the compiler calls these and takes what they return for a constant
+@torch.compiler.assume_constant_result
+def _is_known_gpu(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= _LEAST_CAPABILITY
+
+
+@torch.compiler.assume_constant_result
+def _compiles(index: int) -> bool:
+    return _try_kernel(index)
+
+
+@lru_cache
+def _try_kernel(index: int) -> bool:
+    """Launch a kernel that does nothing, and warn if Triton cannot compile it."""
+    try:
+        from ._common import empty_kernel
+
+        with torch.cuda.device(index):
+            empty_kernel[(1,)]()
+    except (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError) as error:
+        reason = str(error).strip().partition('\n')[0]
+        warnings.warn(
+            'Triton does not work here, so vitzoo uses slower PyTorch operations; Triton needs a C compiler and the '
+            f'headers of Python: {reason}',
+            stacklevel=2,
+        )
+        return False
+    return True

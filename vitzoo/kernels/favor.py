@@ -13,7 +13,7 @@ W is the sum of two numbers in the input's precision, which makes the exponents 
 Bytes of a forward pass, for N tokens, C channels and two bytes per number: 8 N C (q, k, v, out), and k and v once more
 from the cache for each block of 64 features. The PyTorch form, in float32, writes and reads the m features of each
 head and token about 6 times each, 48 N C m / d. Backward recomputes the features, twice for the queries and once for
-the keys. All sums have a fixed order, so results are deterministic. Not yet timed on a GPU.
+the keys. All sums have a fixed order, so results are deterministic.
 
 `torch.nn.attention.flex_attention` can express it as two calls, the first of which returns its lse; with m features as
 queries, the first call has only B * heads * m / 128 blocks for all processors of a GPU.

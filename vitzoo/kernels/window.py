@@ -18,8 +18,7 @@ neighbouring windows read their common keys from the cache; for PyTorch, the inp
     backward: three passes over q, do and more, 1 820; with dbias 2 340          PyTorch: 16 700, 17 300
     saved for backward in addition to the inputs: out and lse, 132               PyTorch: 2 080
 
-Matrix products are in the inputs' dtype and accumulate in float32; everything else is in float32. Not yet timed on a
-GPU, so it needs timm's experimental switch.
+Matrix products are in the inputs' dtype and accumulate in float32; everything else is in float32.
 
 `torch.nn.attention.flex_attention` can express all of it, at a higher cost. Shared keys must be concatenated to k and
 v, a copy. The bias is a `score_mod` that reads it by index; its gradient is a scatter with atomics, so not

@@ -37,6 +37,8 @@ __all__ = [
 
 # the largest exponent of a weight of aft_conv, so that weights far below it do not underflow in float32
 _HEADROOM = 40.0
+# the fewest tokens for which the Triton kernel of aft_conv was measured to be faster
+_LEAST_TOKENS = 1024
 # the smallest exponent in a kernel of aft_conv with which sums over all tokens lose at most two decimal digits
 _LEAST_BIAS = -3.0
 
@@ -164,7 +166,7 @@ def aft_conv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
 ) -> torch.Tensor:
     """q, v (B, heads, P + H*W, d), k (B, heads, P + H*W, 1), kernel (heads, size, size) -> (B, heads, P + H*W, d)."""
-    if use_kernel(q):
+    if use_kernel(q, is_faster=q.shape[2] >= _LEAST_TOKENS):
         from vitzoo.kernels import aft_conv as kernels
 
         if kernels.fits(q, k, v):

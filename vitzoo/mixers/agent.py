@@ -9,8 +9,8 @@ divide the sides of the grid. Prefix tokens are part of no agent, and are ordina
 of grid tokens are the sum of a 7 x 7 map for each agent and head, resampled to the grid, and of a value for each row
 and each column; prefix tokens have their own. The convolution is on the grid, padded with zeros. A constant added to
 all keys changes nothing. The official class for PVT can reduce keys and values by a strided convolution, which no
-published configuration that we read does, and which is left out. On a GPU PyTorch's gradient of the averages is not
-deterministic, so `torch.use_deterministic_algorithms(True)` refuses it. Agent Attention,
+published configuration that we read does, and which is left out. On a GPU PyTorch's gradient of the averages of fewer
+than 1,024 tokens is not deterministic, so `torch.use_deterministic_algorithms(True)` refuses it. Agent Attention,
 https://arxiv.org/abs/2312.08874
 """
 
@@ -31,6 +31,8 @@ from .softmax import softmax_attention, softmax_naive
 __all__ = ['Agent', 'agent_attention', 'agent_naive']
 
 _MAP = 7
+# the fewest tokens whose averages a product computes faster than pooling on a GPU
+_LEAST_TOKENS = 1024
 
 
 def agent_naive(
@@ -76,11 +78,30 @@ def agent_attention(
     The last H*W tokens are the grid; there are A = `num_cells`^2 agents.
     """
     H, W = grid_size
-    image = q[:, :, q.shape[2] - H * W :].mT.unflatten(3, grid_size)  # (B, heads, d, H, W)
-    agents = F.adaptive_avg_pool2d(image.flatten(1, 2), num_cells).unflatten(1, image.shape[1:3]).flatten(3).mT
+    agents = _average_cells(q[:, :, q.shape[2] - H * W :], grid_size, num_cells)
     values = softmax_attention(agents, k, v, scale, bias_k, dropout_p)
     out = softmax_attention(q, agents, values, scale, bias_q, dropout_p)
     return out if conv is None else out + conv(v, grid_size).to(out.dtype)
+
+
+def _average_cells(x: torch.Tensor, grid_size: tuple[int, int], num_cells: int) -> torch.Tensor:
+    """The averages of grid tokens (B, heads, H*W, d) over cells, (B, heads, num_cells^2, d)."""
+    if x.is_cuda and x.shape[2] >= _LEAST_TOKENS:
+        return _cell_weights(grid_size, num_cells, x) @ x
+    image = x.mT.unflatten(3, grid_size).flatten(1, 2)  # (B, heads * d, H, W)
+    return F.adaptive_avg_pool2d(image, num_cells).unflatten(1, (x.shape[1], x.shape[3])).flatten(3).mT
+
+
+def _cell_weights(grid_size: tuple[int, int], num_cells: int, like: torch.Tensor) -> torch.Tensor:
+    """The weight of each token in the average of each cell, (num_cells^2, H*W)."""
+    cell, dtype, weights = torch.arange(num_cells, device=like.device).unsqueeze(1), wide_dtype(like), []
+    for size in grid_size:
+        token = torch.arange(size, device=like.device)
+        # the first token, and the first after the last
+        start, end = cell * size // num_cells, -(-(cell + 1) * size // num_cells)
+        weights.append(((token >= start) & (token < end)).to(dtype) / (end - start))
+    rows, columns = weights
+    return (rows[:, None, :, None] * columns[None, :, None, :]).flatten(2).flatten(0, 1).to(like.dtype)
 
 
 class _AgentBias(nn.Module):

@@ -25,6 +25,8 @@ __all__ = ['Softmax', 'prepend_global_tokens', 'softmax_attention', 'softmax_nai
 
 # scores of a head, beyond which their memory counts for more than the time
 _MOST_SCORES = 2**19
+# queries or keys that are few, and tokens that are many
+_FEW, _MANY = 64, 1024
 
 
 def softmax_naive(
@@ -74,8 +76,11 @@ def softmax_attention(
         bias = bias.unsqueeze(0) if bias is not None and bias.dim() == 3 else bias
         if dropout_p == 0 and is_faster_than_fused(q, k, v, bias):
             return softmax_attention_cpu(q, k, v, scale, bias)
-        # sdpa requires the bias in the dtype of the queries, which autocast does not ensure
+        # sdpa requires the bias in the dtype of the queries, which autocast does not ensure, and on a GPU computes with
+        # unfused operations in float32 if its rows are not contiguous
         bias = None if bias is None else bias.to(q.dtype)
+        if bias is not None and q.is_cuda and bias.stride(-1) != 1:
+            bias = bias.contiguous()
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     scores = scaled_scores(q, k, scale)
     if bias is not None:
@@ -98,11 +103,15 @@ def prepend_global_tokens(
 
 
 def _is_fused_backward_slower(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """True on a CPU for a learned bias, and in half precision.
+    """True on a CPU for a learned bias, and in half precision; on a GPU for a bias between few and many tokens.
 
-    For a learned bias sdpa has no fused kernel, and scales copies of both queries and keys. In half precision sdpa and
-    its backward pass take 1.4 to 5 times as long as the formula.
+    On a CPU sdpa has no fused kernel for a learned bias, and scales copies of both queries and keys. In half precision
+    sdpa and its backward pass take 1.4 to 5 times as long as the formula. On a GPU the backward pass of sdpa with a
+    bias has one program for each sample and head if queries or keys are few, which leaves most of the GPU idle.
     """
+    if q.is_cuda:
+        few, many = sorted((q.shape[2], k.shape[2]))
+        return bias is not None and few <= _FEW and many >= _MANY and needs_gradient(q, k, v, bias)
     if q.device.type != 'cpu':
         return False
     if bias is not None and is_transformed():
