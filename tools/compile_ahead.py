@@ -44,10 +44,11 @@ def record(calls: Callable[[], None]) -> list[tuple[JITFunction, dict, dict]]:
 def compile_for(arch: int, kernel: JITFunction, args: dict, options: dict) -> dict:
     """Registers per thread, bytes of local memory per thread (spills and stack) and of shared memory per block."""
     constant = {param.name for param in kernel.params if param.is_constexpr}
+    plain = constant | {param.name for param in kernel.params if param.do_not_specialize}
     signature = {name: 'constexpr' if name in constant else triton_type(args[name]) for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): args[name] for name in constant}
     # as the launcher specializes: tensors are aligned to 16 bytes, and some integers are multiples of 16
-    aligned = [i for i, name in enumerate(kernel.arg_names) if name not in constant and is_aligned(args[name])]
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name not in plain and is_aligned(args[name])]
     attributes = {(i,): [['tt.divisibility', 16]] for i in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget('cuda', arch, 32), options=options)
@@ -108,7 +109,7 @@ def window(dtype: torch.dtype, head_dim: int, window_size: int = 7, halo: int = 
     shared = torch.zeros(2, 1, 2, S, head_dim, dtype=dtype, requires_grad=True)
     bias = torch.zeros(2, window_size**2, (window_size + 2 * halo) ** 2, requires_grad=True)
     bias_shared = torch.zeros(2, S, requires_grad=True)
-    sizes = (side, side), (window_size, window_size), (halo, halo)
+    sizes = (side, side), (window_size, window_size), (halo, halo), (0, 0)
     window_attention_triton(q, k, v, *shared, *sizes, 0.1, bias, bias_shared).sum().backward()
 
 

@@ -136,7 +136,7 @@ def test_the_page_shows_only_the_gpu_that_was_measured_last(newest):
 def test_a_kernel_has_a_line_for_each_case_with_its_speedups():
     case = dict(name='aft_conv', dtype='bfloat16', num_heads=6, what='forward', tokens=1024)
     rows = [case | dict(against='kernel', seconds=1.5e-3, ratio=1.0), case | dict(against='pytorch', ratio=2.0)]
-    assert '| `aft_conv` | 6 | forward | 1,024 | 1.50 | 2.00 | – | – | – |' in docs_gpu.kernel_table(rows)
+    assert '| `aft_conv` | bfloat16 | 6 | forward | 1,024 | 1.50 | 2.00 | – | – | – |' in docs_gpu.kernel_table(rows)
 
 
 def test_the_page_of_gpus_has_every_mixer():

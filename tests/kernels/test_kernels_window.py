@@ -1,6 +1,8 @@
 """The window attention kernel against its specification, on a GPU or in Triton's interpreter."""
 
 import json
+from functools import partial
+from math import prod
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import vitzoo.kernels
 from vitzoo import create_mixer
 from vitzoo.mixers._window import window_attention, window_attention_naive
+from vitzoo.mixers.softmax import softmax_naive
+from vitzoo.mixers.swin import shifted_window_attention, shifted_window_naive
 
 pytest.importorskip('triton')
 
@@ -28,6 +32,15 @@ SHAPES = {
     'far': ((2, 4), 1, 2, 3, 8),
     'blocks': ((8, 10), 9, 4, 17, 8),
     'one': ((3, 4), 5, 2, 3, 8),
+}
+# grid_size, window_size, shift, prefix tokens, has_bias
+SHIFTED = {
+    'odd': ((5, 7), 3, 1, 1, True),
+    'narrow': ((9, 4), 4, 2, 0, True),
+    'whole': ((8, 10), 4, 2, 2, False),
+    'far': ((8, 10), 4, 1, 0, True),
+    'even_layer': ((5, 7), 3, 0, 2, True),
+    'one': ((3, 2), 4, 2, 1, True),
 }
 
 
@@ -76,8 +89,13 @@ def attend(op, shape, *inputs, **kwargs):
 
 
 def run_with_gradients(op, shape, inputs):
+    return gradients(lambda *inputs: attend(op, shape, *inputs), inputs)
+
+
+def gradients(function, inputs):
+    """The output of a function, and the gradients of a sum of its elements with different weights."""
     inputs = [x.detach().requires_grad_() for x in inputs]
-    out = attend(op, shape, *inputs)
+    out = function(*inputs)
     weights = torch.linspace(-1, 1, out.numel(), device=out.device).reshape(out.shape).to(out.dtype)
     grads = torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True, materialize_grads=True)
     return [out, *grads]
@@ -118,6 +136,72 @@ def test_output_and_gradients_equal_the_specification(shape, dtype, device, kern
     assert len(calls) == 1 and got[0].dtype == dtype
     expected = run_with_gradients(window_attention_naive, shape, [x.double() for x in inputs])
     assert_close(got, expected, TOLERANCES[dtype])
+
+
+def make_shifted(shape, device, dtype=torch.float32):
+    """q, k, v as views of one tensor, and the bias in float32 if there is one."""
+    (H, W), w, _, P, has_bias = SHIFTED[shape]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [*torch.randn(1, P + H * W, 3, HEADS, 8, generator=generator).to(dtype).permute(2, 0, 3, 1, 4)]
+    inputs += [torch.randn(HEADS, w * w, w * w, generator=generator)] if has_bias else []
+    return [x.to(device) for x in inputs]
+
+
+def attend_shifted(op, shape, q, k, v, bias=None, **kwargs):
+    grid_size, w, shift, *_ = SHIFTED[shape]
+    return op(q, k, v, grid_size, w, shift, SCALE, bias, **kwargs)
+
+
+SHIFTED_QUICK = [('narrow', torch.float32), ('one', torch.float32)]
+SHIFTED_THOROUGH = [(shape, torch.float32) for shape in ('odd', 'whole', 'far', 'even_layer')]
+SHIFTED_THOROUGH += [('odd', torch.bfloat16), ('far', torch.float16)]
+
+
+@pytest.mark.parametrize(
+    'shape, dtype', [*SHIFTED_QUICK, *(pytest.param(*case, marks=slow) for case in SHIFTED_THOROUGH)], ids=str
+)
+def test_shifted_windows_equal_the_specification(shape, dtype, device, kernel_calls):
+    calls = kernel_calls()
+    inputs = make_shifted(shape, device, dtype)
+    got = gradients(partial(attend_shifted, shifted_window_attention, shape), inputs)
+    assert len(calls) == 1 and got[0].dtype == dtype
+    expected = gradients(partial(attend_shifted, shifted_window_naive, shape), [x.double() for x in inputs])
+    assert_close(got, expected, TOLERANCES[dtype])
+
+
+def place_in_windows(place, w, halo, offset):
+    """Positions of queries (N) in their windows along an axis, and of keys (N, N) in the windows and halos of these."""
+    first = (place + offset) // w * w - offset
+    return place - first, place - first[:, None] + halo
+
+
+def attend_offset_naive(q, k, v, k_shared, v_shared, grid_size, window_size, halo, offset, scale, bias, bias_shared):
+    """Softmax attention under a dense N x N mask; arguments as `window_attention_triton`."""
+    (H, W), (side_h, side_w) = grid_size, (w + 2 * h for w, h in zip(window_size, halo))
+    token = torch.arange(H * W, device=q.device)
+    (y, y_k), (x, x_k) = (place_in_windows(*axis) for axis in zip((token // W, token % W), window_size, halo, offset))
+    near = (y_k >= 0) & (y_k < side_h) & (x_k >= 0) & (x_k < side_w)
+    index = (y_k * side_w + x_k).where(near, 0)
+    dense = bias[:, (y * window_size[1] + x)[:, None], index].masked_fill(~near, float('-inf'))
+    dense = torch.cat([bias_shared.unsqueeze(1).expand(-1, H * W, -1), dense], dim=2)
+    return softmax_naive(q, torch.cat([k_shared, k], dim=2), torch.cat([v_shared, v], dim=2), scale, dense)
+
+
+@pytest.mark.parametrize(
+    'window_size, halo, offset', [((2, 3), (1, 2), (1, 1)), pytest.param((3, 2), (1, 3), (2, 1), marks=slow)]
+)
+def test_an_offset_and_a_halo_are_independent(window_size, halo, offset, device):
+    from vitzoo.kernels.window import window_attention_triton
+
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = prod(window_size), prod(w + 2 * h for w, h in zip(window_size, halo))
+    shapes = [(1, HEADS, 20, 8)] * 3 + [(1, HEADS, 3, 8)] * 2 + [(HEADS, queries, keys), (HEADS, 3)]
+    inputs = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    got, expected = (
+        gradients(lambda *x, op=op: op(*x[:5], (4, 5), window_size, halo, offset, SCALE, *x[5:]), x)
+        for op, x in ((window_attention_triton, inputs), (attend_offset_naive, [x.double() for x in inputs]))
+    )
+    assert_close(got, expected, 1e-6)
 
 
 @pytest.mark.parametrize('shape', [pytest.param('half', marks=slow), 'none'])
@@ -196,7 +280,7 @@ def test_torch_accepts_the_custom_op_with_and_without_biases(device):
     for has_bias in (True, False):
         inputs = [x.requires_grad_() for x in make_inputs('half', device, has_bias=has_bias, batch_size=1)]
         inputs += [] if has_bias else [None, None]
-        args = (*inputs, [5, 7], [3, 3], [1, 1], SCALE)
+        args = (*inputs, [5, 7], [3, 3], [1, 1], [0, 2], SCALE)
         torch.library.opcheck(torch.ops.vitzoo.window_attention, args)
 
 
@@ -229,6 +313,16 @@ def test_flops_equal_those_of_the_pytorch_form(shape, device, kernel_calls):
     assert 2 * backward == 5 * forward
 
 
+def test_flops_of_shifted_windows_equal_those_of_the_pytorch_form(device, kernel_calls):
+    calls, flops = kernel_calls(), []
+    for where in (device, 'meta'):
+        with FlopCounterMode(display=False) as counter:
+            attend_shifted(shifted_window_attention, 'far', *make_shifted('far', where))
+        flops.append(counter.get_total_flops())
+    # 2 x 3 windows of 4 x 4 tokens on the rolled grid of 8 x 10
+    assert len(calls) == 1 and flops == [2 * 2 * HEADS * 6 * 16 * 16 * 8] * 2
+
+
 @pytest.mark.parametrize('fused', [True, False])
 def test_the_kernel_is_not_used_in_float32_or_without_fused_attention(fused, device, kernel_calls):
     calls = kernel_calls()
@@ -256,6 +350,10 @@ def test_unsupported_inputs_fall_back_to_pytorch(device, kernel_calls):
         set_fused_attn(True, experimental=True)
         assert torch.equal(attend(window_attention, 'half', *others), expected)
     attend(window_attention, 'half', *inputs, dropout_p=0.5)
+    inputs = make_shifted('odd', device)
+    attend_shifted(shifted_window_attention, 'odd', *inputs, dropout_p=0.5)
+    attend_shifted(shifted_window_attention, 'odd', *(x.double() for x in inputs))
+    attend_shifted(shifted_window_attention, 'odd', *(torch.cat([x] * 9, dim=-1) for x in inputs[:3]))
     assert calls == []
 
 
@@ -264,6 +362,7 @@ MIXERS = [
     pytest.param('longformer', {'window_size': 2, 'rel_bias': 'table'}, marks=slow),
     pytest.param('longformer', {'window_size': 2, 'exact': True}, marks=slow),
     ('local', {'block_size': 3, 'memory_halo': 1}),
+    ('swin', {'window_size': 3, 'layer': 1}),
 ]
 
 

@@ -5,8 +5,12 @@
 A program processes the queries of one window and loops over its keys, which it reads from the grid: neither tiles nor
 scores are written to memory, and padding is only a mask. lse is the log-sum-exp of the scores.
 
+The first window may begin above and to the left of the grid: Swin's shifted windows are those of the grid itself, and
+need not be rolled. That offset is an argument that Triton does not specialize, so that shifted and other layers share
+their kernels.
+
 Backward recomputes p from lse. dq is computed window by window, like the output. dk and dv are computed by tiles of
-keys that are offset by the halo, so that with a halo of half a window 2 x 2 windows attend a tile, not 3 x 3: the
+keys that begin at the end of a halo, so that with a halo of half a window 2 x 2 windows attend a tile, not 3 x 3: the
 windows that attend a tile are a rectangle of queries, and the pass is forward with queries and keys exchanged. The
 gradients of what all windows share (shared keys and values, biases) are summed in as many parts as fill a GPU, and the
 parts are summed by PyTorch. There are no atomics, so results are deterministic.
@@ -45,6 +49,8 @@ __all__ = ['backward_op', 'fits', 'forward_op', 'window_attention_triton']
 
 # programs that fill a large GPU; a sum is split over as many
 _NUM_PROGRAMS = 1024
+# Triton would compile the kernels again for offsets of 1 and of multiples of 16, such as 0
+_NOT_SPECIALIZED = ('offset_h', 'offset_w')
 # below all scores, and finite, so that differences are not nan
 _LOWEST = tl.constexpr(-3.4e38)
 
@@ -64,18 +70,20 @@ def window_attention_triton(
     grid_size: tuple[int, int],
     window_size: tuple[int, int],
     halo: tuple[int, int],
+    offset: tuple[int, int],
     scale: float,
     bias: torch.Tensor | None = None,
     bias_shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Grid tokens q, k, v (B, heads, H*W, d), shared keys and values (B, heads, S, d) -> (B, heads, H*W, d).
 
-    Windows are of `window_size` = (h, w) tokens and attend `halo` = (y, x) tokens more on each side; `bias` is (heads
-    or 1, h*w, (h + 2y) * (w + 2x)), `bias_shared` (heads, S).
+    Windows are of `window_size` = (h, w) tokens and attend `halo` = (y, x) tokens more on each side. The first begins
+    `offset` tokens above and to the left of the grid, less than a window. `bias` is (heads or 1, h*w, (h + 2y) *
+    (w + 2x)), `bias_shared` (heads, S).
     """
     if bias is not None:
         bias = bias.expand(q.shape[1], -1, -1)
-    return forward_op(q, k, v, k_shared, v_shared, bias, bias_shared, grid_size, window_size, halo, scale)[0]
+    return forward_op(q, k, v, k_shared, v_shared, bias, bias_shared, grid_size, window_size, halo, offset, scale)[0]
 
 
 @triton.jit
@@ -86,10 +94,10 @@ def _locate(i, y0, x0, H, W, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _window_origin(window, W, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
+def _window_origin(window, W, offset_h, offset_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
     """The first row and column of a window."""
-    columns = tl.cdiv(W, WINDOW_W)
-    return window // columns * WINDOW_H, window % columns * WINDOW_W
+    columns = tl.cdiv(W + offset_w, WINDOW_W)
+    return window // columns * WINDOW_H - offset_h, window % columns * WINDOW_W - offset_w
 
 
 @triton.jit
@@ -110,10 +118,10 @@ def _softmax_step(s, v, acc, m_i, l_i):
     return acc, m_new, l_i * alpha + tl.sum(p, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, k_shared_ptr, v_shared_ptr, bias_ptr, bias_shared_ptr, out_ptr, lse_ptr,
-    q_b, q_h, q_n, kv_b, kv_h, kv_n, H, W, scale,
+    q_b, q_h, q_n, kv_b, kv_h, kv_n, H, W, offset_h, offset_w, scale,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, HALO_H: tl.constexpr, HALO_W: tl.constexpr,
     KEYS_H: tl.constexpr, KEYS_W: tl.constexpr, BIAS_N: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -122,7 +130,7 @@ def _forward_kernel(
     QUERIES: tl.constexpr = WINDOW_H * WINDOW_W
     BLOCKS: tl.constexpr = (QUERIES + BLOCK_M - 1) // BLOCK_M
     head, heads, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    y0, x0 = _window_origin(tl.program_id(0) // BLOCKS, W, WINDOW_H, WINDOW_W)
+    y0, x0 = _window_origin(tl.program_id(0) // BLOCKS, W, offset_h, offset_w, WINDOW_H, WINDOW_W)
     bh = b * heads + head
     k_ptr += b * kv_b + head * kv_h
     v_ptr += b * kv_b + head * kv_h
@@ -154,10 +162,10 @@ def _forward_kernel(
     tl.store(lse_ptr + bh * H * W + token, m_i + tl.log2(l_i), mask=on_grid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, k_shared_ptr, v_shared_ptr, bias_ptr, bias_shared_ptr, out_ptr, lse_ptr, do_ptr,
-    dq_ptr, delta_ptr, q_b, q_h, q_n, kv_b, kv_h, kv_n, do_b, do_h, do_n, H, W, scale,
+    dq_ptr, delta_ptr, q_b, q_h, q_n, kv_b, kv_h, kv_n, do_b, do_h, do_n, H, W, offset_h, offset_w, scale,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, HALO_H: tl.constexpr, HALO_W: tl.constexpr,
     KEYS_H: tl.constexpr, KEYS_W: tl.constexpr, BIAS_N: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -166,7 +174,7 @@ def _dq_kernel(
     QUERIES: tl.constexpr = WINDOW_H * WINDOW_W
     BLOCKS: tl.constexpr = (QUERIES + BLOCK_M - 1) // BLOCK_M
     head, heads, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    y0, x0 = _window_origin(tl.program_id(0) // BLOCKS, W, WINDOW_H, WINDOW_W)
+    y0, x0 = _window_origin(tl.program_id(0) // BLOCKS, W, offset_h, offset_w, WINDOW_H, WINDOW_W)
     bh = b * heads + head
     base = (b * H * W * heads + head) * D
     k_ptr += b * kv_b + head * kv_h
@@ -202,16 +210,16 @@ def _dq_kernel(
     store_rows(dq_ptr + base, dq * scale, token, on_grid, heads * D, D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _dkv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, do_ptr, dk_ptr, dv_ptr, delta_ptr,
-    q_b, q_h, q_n, kv_b, kv_h, kv_n, do_b, do_h, do_n, H, W, scale,
+    q_b, q_h, q_n, kv_b, kv_h, kv_n, do_b, do_h, do_n, H, W, offset_h, offset_w, scale,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, HALO_H: tl.constexpr, HALO_W: tl.constexpr,
     KEYS_H: tl.constexpr, KEYS_W: tl.constexpr, BIAS_N: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of a tile of keys, from the rectangle of all windows that attend the tile."""
-    # tiles start at the end of a window's halo
+    # tiles begin at the end of a window's halo
     BACK_H: tl.constexpr = (HALO_H + WINDOW_H - 1) // WINDOW_H
     BACK_W: tl.constexpr = (HALO_W + WINDOW_W - 1) // WINDOW_W
     ROWS: tl.constexpr = (1 + (2 * HALO_H + WINDOW_H - 1) // WINDOW_H) * WINDOW_H
@@ -219,8 +227,9 @@ def _dkv_kernel(
     BLOCKS: tl.constexpr = (WINDOW_H * WINDOW_W + BLOCK_N - 1) // BLOCK_N
     head, heads, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     tile = tl.program_id(0) // BLOCKS
-    tiles_w = (W + BACK_W * WINDOW_W - HALO_W + WINDOW_W - 1) // WINDOW_W
-    y0, x0 = (tile // tiles_w - BACK_H) * WINDOW_H, (tile % tiles_w - BACK_W) * WINDOW_W
+    tiles_w = (W + offset_w + BACK_W * WINDOW_W - HALO_W + WINDOW_W - 1) // WINDOW_W
+    y0 = (tile // tiles_w - BACK_H) * WINDOW_H - offset_h
+    x0 = (tile % tiles_w - BACK_W) * WINDOW_W - offset_w
     bh = b * heads + head
     base = (b * H * W * heads + head) * D
     q_ptr += b * q_b + head * q_h
@@ -295,10 +304,10 @@ def _dshared_kernel(
     tl.store(dbias_ptr + row * S + j, dbias, mask=j < S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, do_ptr, delta_ptr, dbias_ptr,
-    q_b, q_h, q_n, kv_b, kv_h, kv_n, do_b, do_h, do_n, B, H, W, steps, scale,
+    q_b, q_h, q_n, kv_b, kv_h, kv_n, do_b, do_h, do_n, B, H, W, offset_h, offset_w, steps, scale,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, HALO_H: tl.constexpr, HALO_W: tl.constexpr,
     KEYS_H: tl.constexpr, KEYS_W: tl.constexpr, BIAS_N: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -308,7 +317,7 @@ def _dbias_kernel(
     KEYS: tl.constexpr = KEYS_H * KEYS_W
     BLOCKS: tl.constexpr = (KEYS + BLOCK_N - 1) // BLOCK_N
     head, heads, part = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    windows = tl.cdiv(H, WINDOW_H) * tl.cdiv(W, WINDOW_W)
+    windows = tl.cdiv(H + offset_h, WINDOW_H) * tl.cdiv(W + offset_w, WINDOW_W)
     i = tl.program_id(0) // BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     index = (head * QUERIES + i)[:, None] * BIAS_N + j[None, :]
@@ -317,7 +326,7 @@ def _dbias_kernel(
     for step in range(0, steps):
         window = part * steps + step
         b, window = (window // windows).to(tl.int64), window % windows
-        y0, x0 = _window_origin(window, W, WINDOW_H, WINDOW_W)
+        y0, x0 = _window_origin(window, W, offset_h, offset_w, WINDOW_H, WINDOW_W)
         # after the last sample no token is on the grid
         height = tl.where(b < B, H, 0)
         token, on_grid = _locate(i, y0, x0, height, W, WINDOW_H, WINDOW_W)
@@ -339,7 +348,7 @@ def _dbias_kernel(
 def forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor,
     bias: torch.Tensor | None, bias_shared: torch.Tensor | None,
-    grid_size: Sequence[int], window_size: Sequence[int], halo: Sequence[int], scale: float,
+    grid_size: Sequence[int], window_size: Sequence[int], halo: Sequence[int], offset: Sequence[int], scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output and lse (B, heads, H*W), to base 2."""
     (B, heads, N, D), S = q.shape, k_shared.shape[2]
@@ -347,11 +356,11 @@ def forward_op(
     out, lse = empty_output(q), q.new_empty(B, heads, N, dtype=torch.float32)
     queries = prod(window_size)
     blocks = _block_sizes(q, BLOCK_M=queries, BLOCK_N=_num_keys(window_size, halo), BLOCK_S=S)
-    grid = _num_windows(grid_size, window_size) * triton.cdiv(queries, blocks['BLOCK_M']), heads, B
+    grid = _num_windows(grid_size, window_size, offset) * triton.cdiv(queries, blocks['BLOCK_M']), heads, B
     with torch.cuda.device_of(q):
         _forward_kernel[grid](
             q, k, v, k_shared, v_shared, bias, bias_shared, out, lse, *q.stride()[:3], *k.stride()[:3],
-            *grid_size, scale, **_window_sizes(window_size, halo), S=S, D=D, **blocks,
+            *grid_size, *offset, scale, **_window_sizes(window_size, halo), S=S, D=D, **blocks,
         )  # fmt: skip
     return out, lse
 
@@ -361,7 +370,8 @@ def backward_op(
     do: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor,
     bias: torch.Tensor | None, bias_shared: torch.Tensor | None,
-    grid_size: Sequence[int], window_size: Sequence[int], halo: Sequence[int], scale: float, needs_dbias: bool,
+    grid_size: Sequence[int], window_size: Sequence[int], halo: Sequence[int], offset: Sequence[int],
+    scale: float, needs_dbias: bool,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
@@ -375,19 +385,21 @@ def backward_op(
     sizes = dict(**_window_sizes(window_size, halo), D=D)
     with torch.cuda.device_of(q):
         blocks = _block_sizes(q, BLOCK_M=queries, BLOCK_N=_num_keys(window_size, halo), BLOCK_S=S)
-        grid = _num_windows(grid_size, window_size) * triton.cdiv(queries, blocks['BLOCK_M']), heads, B
+        grid = _num_windows(grid_size, window_size, offset) * triton.cdiv(queries, blocks['BLOCK_M']), heads, B
         _dq_kernel[grid](
             q, k, v, k_shared, v_shared, bias, bias_shared, out, lse, do, dq, delta, *strides,
-            *grid_size, scale, **sizes, S=S, **blocks,
+            *grid_size, *offset, scale, **sizes, S=S, **blocks,
         )  # fmt: skip
-        # tiles of keys start at the end of a window's halo
-        tiles = _num_windows([n + -h % w for n, w, h in zip(grid_size, window_size, halo)], window_size)
+        # tiles of keys begin at the end of a window's halo
+        tiles = _num_windows(grid_size, window_size, [o + -h % w for o, w, h in zip(offset, window_size, halo)])
         blocks = _block_sizes(q, BLOCK_M=32, BLOCK_N=queries)
         grid = tiles * triton.cdiv(queries, blocks['BLOCK_N']), heads, B
-        _dkv_kernel[grid](q, k, v, bias, lse, do, dk, dv, delta, *strides, *grid_size, scale, **sizes, **blocks)
+        _dkv_kernel[grid](
+            q, k, v, bias, lse, do, dk, dv, delta, *strides, *grid_size, *offset, scale, **sizes, **blocks
+        )  # fmt: skip
         dbias = q.new_empty(0)
         if needs_dbias and bias is not None:
-            dbias = _bias_gradient(q, k, v, bias, lse, do, delta, grid_size, window_size, halo, scale)
+            dbias = _bias_gradient(q, k, v, bias, lse, do, delta, grid_size, window_size, halo, offset, scale)
         dk_shared, dv_shared, dbias_shared = _shared_gradients(
             q, k_shared, v_shared, bias_shared, lse, do, delta, scale
         )
@@ -397,17 +409,17 @@ def backward_op(
 def _bias_gradient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor,
     lse: torch.Tensor, do: torch.Tensor, delta: torch.Tensor,
-    grid_size: Sequence[int], window_size: Sequence[int], halo: Sequence[int], scale: float,
+    grid_size: Sequence[int], window_size: Sequence[int], halo: Sequence[int], offset: Sequence[int], scale: float,
 ) -> torch.Tensor:  # fmt: skip
     B, heads, _, D = q.shape
     queries, keys = prod(window_size), _num_keys(window_size, halo)
     blocks = _block_sizes(q, BLOCK_M=queries, BLOCK_N=32)
     bias_blocks = triton.cdiv(queries, blocks['BLOCK_M']) * triton.cdiv(keys, blocks['BLOCK_N'])
-    parts, steps = _split(B * _num_windows(grid_size, window_size), bias_blocks * heads)
+    parts, steps = _split(B * _num_windows(grid_size, window_size, offset), bias_blocks * heads)
     sums = bias.new_empty(parts, heads, queries, keys, dtype=torch.float32)
     _dbias_kernel[bias_blocks, heads, parts](
         q, k, v, bias, lse, do, delta, sums, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3],
-        B, *grid_size, steps, scale, **_window_sizes(window_size, halo), D=D, **blocks,
+        B, *grid_size, *offset, steps, scale, **_window_sizes(window_size, halo), D=D, **blocks,
     )  # fmt: skip
     return sums.sum(dim=0).to(bias.dtype)
 
@@ -471,8 +483,9 @@ def _split(num_terms: int, num_programs: int) -> tuple[int, int]:
     return triton.cdiv(num_terms, steps), steps
 
 
-def _num_windows(grid_size: Sequence[int], window_size: Sequence[int]) -> int:
-    return prod(triton.cdiv(size, w) for size, w in zip(grid_size, window_size))
+def _num_windows(grid_size: Sequence[int], window_size: Sequence[int], offset: Sequence[int] = (0, 0)) -> int:
+    """The number of windows that cover the grid if the first begins `offset` tokens before it."""
+    return prod(triton.cdiv(size + o, w) for size, w, o in zip(grid_size, window_size, offset))
 
 
 def _num_keys(window_size: Sequence[int], halo: Sequence[int]) -> int:
@@ -501,7 +514,7 @@ def _backward(ctx, do, _):
     needs_dbias, needs_dbias_shared = ctx.needs_input_grad[5:7]
     *grads, dbias, dbias_shared = backward_op(do, *ctx.saved_tensors, *ctx.sizes, needs_dbias)
     dbias, dbias_shared = dbias if needs_dbias else None, dbias_shared if needs_dbias_shared else None
-    return *grads, dbias, dbias_shared, None, None, None, None
+    return *grads, dbias, dbias_shared, None, None, None, None, None
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
@@ -511,7 +524,10 @@ forward_op.register_autograd(_backward, setup_context=_setup_context)
 def _forward_flops(
     q, k, v, k_shared, v_shared, bias, bias_shared, grid_size, window_size, halo, *args, **kwargs
 ) -> int:
-    """Two products for each query and key of each window, padding included, as in the PyTorch form."""
+    """Two products for each query and key of each window, padding included, as in the PyTorch form.
+
+    An offset adds none: PyTorch rolls the grid instead, so that the windows at both ends are one.
+    """
     (B, heads, _, D), keys = q, _num_keys(window_size, halo) + k_shared[2]
     return 4 * B * heads * _num_windows(grid_size, window_size) * prod(window_size) * keys * D
 

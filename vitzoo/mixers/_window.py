@@ -175,7 +175,7 @@ def window_attention(
 
         if kernels.fits(q, k, v, k_shared, v_shared):
             return kernels.window_attention_triton(
-                q, k, v, k_shared, v_shared, grid_size, window_size, halo, scale, bias, bias_shared
+                q, k, v, k_shared, v_shared, grid_size, window_size, halo, (0, 0), scale, bias, bias_shared
             )
     if q.device.type == 'cpu' and dropout_p == 0 and not is_compiled():
         bias = _join_bias(bias, bias_shared, window_size, halo, k_shared.shape[2])

@@ -19,6 +19,8 @@ import torch
 from torch.nn import functional as F
 from torch.types import Device
 
+from vitzoo.kernels import use_kernel
+
 from ._numerics import mask_bias
 from ._recompute import recompute_heads
 from ._rel_bias import OffsetBias
@@ -67,8 +69,15 @@ def shifted_window_attention(
 ) -> torch.Tensor:
     """q, k, v (B, heads, P + H*W, d), the first P tokens global -> (B, heads, P + H*W, d).
 
-    `bias` (heads, w*w, w*w) is between the tokens of a window.
+    `bias` (heads, w*w, w*w) is between the tokens of a window. Without dropout it runs as a Triton kernel if
+    `use_kernel` allows it.
     """
+    if dropout_p == 0 and use_kernel(q):
+        from vitzoo.kernels import window as kernels
+
+        if kernels.fits(q, k, v):
+            grid = _attend_by_kernel(q, k, v, grid_size, window_size, shift, scale, bias)
+            return prepend_global_tokens(grid, q, k, v, scale)
     attend = partial(
         _attend_windows, grid_size=grid_size, window_size=window_size, shift=shift, scale=scale, dropout_p=dropout_p
     )
@@ -105,6 +114,27 @@ def _attend_windows(
     mask = mask.expand(heads, T, -1, -1).flatten(0, 1)
     grid = softmax_attention(grid_q, grid_k, grid_v, scale, mask, dropout_p)
     return untile(grid.unflatten(1, (heads, T)), grid_size, sizes, shifts)
+
+
+def _attend_by_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grid_size: tuple[int, int],
+    window_size: int,
+    shift: int,
+    scale: float,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The outputs of grid tokens, (B, heads, H*W, d), by the Triton kernel: windows that begin before the grid."""
+    from vitzoo.kernels.window import window_attention_triton
+
+    P = q.shape[2] - grid_size[0] * grid_size[1]
+    sizes, shifts = fit_window(grid_size, window_size), fit_halo(grid_size, window_size, shift)
+    offset = -shifts[0] % sizes[0], -shifts[1] % sizes[1]
+    bias = None if bias is None else _crop(bias, window_size, sizes)
+    (k_shared, k), (v_shared, v) = ((x[:, :, :P], x[:, :, P:]) for x in (k, v))
+    return window_attention_triton(q[:, :, P:], k, v, k_shared, v_shared, grid_size, sizes, (0, 0), offset, scale, bias)
 
 
 def _window_mask(
