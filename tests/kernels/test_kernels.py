@@ -349,6 +349,13 @@ def test_unsupported_inputs_fall_back_to_pytorch(case, experimental, calls):
 
 
 @needs_kernels
+def test_a_traced_op_has_no_kernel(experimental, calls):
+    *tensors, scale = (a.float().to(DEVICE) if isinstance(a, torch.Tensor) else a for a in CASES['performer_few'][2])
+    traced = torch.jit.trace(lambda *tensors: performer_attention(*tensors, scale), tensors, check_trace=False)
+    assert 'vitzoo::' not in str(traced.graph) and calls == []
+
+
+@needs_kernels
 @pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
 def test_without_triton_ops_fall_back_to_pytorch(case, experimental, calls, monkeypatch):
     monkeypatch.setattr(kernels, 'HAS_TRITON', False)

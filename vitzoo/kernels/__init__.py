@@ -36,6 +36,8 @@ def use_kernel(x: torch.Tensor, is_faster: bool = True) -> bool:
     """
     # torch 2.7 to 2.11 answer True whenever they compile, the flag is True only in an export
     exporting = is_exporting() and getattr(torch.compiler, '_is_exporting_flag', True)
+    # a traced file with custom ops would need vitzoo where it is loaded
+    exporting = exporting or torch.jit.is_tracing()
     if not HAS_TRITON or not use_fused_attn() or exporting or x.dtype not in _DTYPES or x.numel() == 0:
         return False
     if not use_fused_attn(experimental=True) and not (is_faster and _is_fast_by_default(x)):

@@ -175,10 +175,8 @@ def _tile_mask(
     is_near, index = (pairs.flatten(4).flatten(2, 3).flatten(0, 1) for pairs in (is_near, index))
     if bias is None:
         values = torch.zeros(1, *index.shape, dtype=dtype, device=index.device)
-    elif bias.is_cuda:
-        values = bias.flatten(1)[:, index]
     else:
-        # on a CPU, several times as fast in the backward pass
+        # faster in the backward pass than indexing, on a CPU several times
         values = bias.flatten(1).index_select(1, index.flatten()).unflatten(1, index.shape)
     return values.masked_fill(~is_near, float('-inf'))
 
