@@ -50,7 +50,9 @@ TOLERANCE = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2}
 
 
 def child(*command: str, **env: str) -> subprocess.CompletedProcess:
-    env = os.environ | dict(PYTHONPATH=str(ROOT)) | env
+    # packages may be on the path of this process without being installed
+    paths = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join(paths)) | env
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
 
 
