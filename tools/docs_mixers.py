@@ -230,21 +230,22 @@ def section(entry: Entry) -> str:
 
 
 def name_official_code(mixer: str) -> str:
-    """The authors' classes that a test compares the mixer with, and the grids."""
-    links: dict[str, list[str]] = {}
+    """The classes of the authors or of others that a test compares the mixer with, and the grids."""
+    whose, links = '', dict[str, list[str]]()
     for case, source in official_sources().items():
         grid = case.rpartition('_')[2]
         if case.startswith(f'{mixer}_'):
             repository, file, layer, commit = source.split(';')[0].split()
+            whose = source.rpartition('; ')[2]
             link = f'[`{layer}`](https://github.com/{repository}/blob/{commit}/{file})'
             links.setdefault(link, []).append(grid.replace('x', ' × '))
     found = [f'{link} on {" and ".join(grids)} tokens' for link, grids in links.items()]
-    return f"the authors' {' and '.join(found)}, in its output and gradient, as a test shows." if found else ''
+    return f'{whose} {" and ".join(found)}, in its output and gradient, as a test shows.' if found else ''
 
 
 @cache
 def official_sources() -> dict[str, str]:
-    """Source, commit and arguments of each recording of tools/record_official.py."""
+    """Source, commit, arguments, weights and owner of each recording of tools/record_official.py."""
     with safe_open(ROOT / 'tests' / 'golden' / 'awkward.safetensors', 'pt') as recordings:
         return dict(sorted(recordings.metadata().items()))
 

@@ -1,10 +1,14 @@
 """Record the authors' classes on grids of awkward sizes: python tools/record_official.py CLONES
 
+A mixer whose authors published no code that runs here is recorded from a package of others.
+
 CLONES is a folder with a clone of each repository of `CASES`, in a folder of its name. The classes run in float64 on a
 CPU, with the weights of the recordings in tests/golden or, if their shapes depend on the grid or there are none, with
 random ones. tests/golden/awkward.safetensors then has for each case its input, its output and the gradient of half the
 sum of squares of the output with respect to the input, all as tokens (1, P + N, C), and the weights that are new.
 """
+
+import __future__
 
 import ast
 import subprocess
@@ -12,11 +16,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+
+from vitzoo import create_mixer
+from vitzoo.mixers.bigbird import draw_blocks
 
 GOLDEN = Path(__file__).parents[1] / 'tests' / 'golden'
 OUTPUT = GOLDEN / 'awkward.safetensors'
@@ -63,6 +71,31 @@ def as_nystrom(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: 
     return layer(x) - layer.qkv(x).chunk(3, dim=2)[2]
 
 
+def as_bigbird(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: dict[str, Any]) -> Tensor:
+    """A strip of blocks, of which the first and the last are global, with the random blocks of our mixer.
+
+    The prefix tokens are the last block.
+    """
+    size, tokens = layer.block_size, x.shape[1]
+    options: dict[str, Any] = dict(block_size=size, num_random_blocks=layer.num_random_blocks)
+    seeds = create_mixer('bigbird', DIM, HEADS, grid_size=grid, num_prefix_tokens=size, **options).seeds
+    # without those of the first block, which attends everything
+    drawn = draw_blocks(seeds, grid, size, 1, layer.num_random_blocks)[:, 1:].numpy()
+    layer._bigbird_block_rand_mask_with_head = lambda **kwargs: list(drawn)
+    blocked = x.new_ones(1, tokens // size, size)
+    band = x.new_ones(1, 1, tokens // size - 4, size, 3 * size)
+    masks = band, x.new_ones(1, 1, tokens, 1), x.new_ones(1, 1, 1, tokens), blocked, blocked
+    return layer(x.roll(-size, dims=1), *masks)[0].roll(size, dims=1)
+
+
+def as_local(layer: nn.Module, x: Tensor, grid: tuple[int, int], definitions: dict[str, Any]) -> Tensor:
+    """The heads (B, heads, N, head_dim) of tokens, which are queries, keys and values."""
+    heads = x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+    # without a mask, the class attends the zeros with which it fills the last block
+    mask = torch.ones(x.shape[:2], dtype=torch.bool)
+    return layer(heads, heads, heads, mask=mask).transpose(1, 2).flatten(2)
+
+
 @dataclass
 class Case:
     """A class of a repository on a grid.
@@ -70,7 +103,7 @@ class Case:
     Attributes:
         name: A mixer, or a mixer and a form of it.
         source: Repository, file and class.
-        commit: That was recorded.
+        commit: That was recorded, or its tag.
         grid: Height and width.
         options: Arguments of the class.
         run: Calls the class with tokens; its inputs have the form that the name of the function says.
@@ -78,6 +111,7 @@ class Case:
         prefix: What precedes the names of the weights in that recording.
         num_prefix_tokens: Class tokens before those of the grid.
         dtype: Of the computation; the recording is in float32.
+        whose: The owner of the class, such as "the authors'".
     """
 
     name: str
@@ -90,6 +124,7 @@ class Case:
     prefix: str = 'state.'
     num_prefix_tokens: int = 0
     dtype: torch.dtype = torch.float64
+    whose: str = "the authors'"
 
     @property
     def key(self) -> str:
@@ -234,6 +269,34 @@ CASES = [
         as_maps,
         weights='modern_structure biformer_a.',
     ),
+    Case(
+        'bigbird',
+        'huggingface/transformers src/transformers/models/big_bird/modeling_big_bird.py BigBirdBlockSparseAttention',
+        'v5.24.0',
+        (1, 36),
+        dict(
+            config=SimpleNamespace(
+                hidden_size=DIM,
+                num_attention_heads=HEADS,
+                block_size=3,
+                num_random_blocks=2,
+                max_position_embeddings=4096,
+                use_bias=True,
+            )
+        ),
+        as_bigbird,
+        num_prefix_tokens=3,
+        whose="with the same random blocks, transformers'",
+    ),
+    Case(
+        'local',
+        'lucidrains/local-attention local_attention/local_attention.py LocalAttention',
+        'af58e53f81e5e1d87a7d50cb193d5c26f3c0e03f',
+        (1, 33),
+        dict(window_size=7, autopad=True),
+        as_local,
+        whose="local-attention's",
+    ),
 ]
 
 
@@ -253,7 +316,9 @@ def read_definitions(clones: Path, case: Case) -> dict[str, Any]:
         if not is_definition and not isinstance(node, ast.Import | ast.ImportFrom | ast.Assign):
             continue
         try:
-            exec(compile(ast.Module([node], []), file, 'exec'), definitions)
+            # annotations name classes of modules that cannot be imported
+            code = compile(ast.Module([node], []), file, 'exec', __future__.annotations.compiler_flag)
+            exec(code, definitions)
         except (ImportError, NameError) as error:
             # other classes of the file, and packages that a class does not need
             print(f'{file}:{node.lineno} is left out: {error}', file=sys.stderr)
@@ -293,7 +358,8 @@ def main(argv: list[str]) -> None:
     tensors, metadata = {}, {}
     for case in CASES:
         tensors |= record(Path(argv[0]), case)
-        metadata[case.key] = f'{case.source} {case.commit}; {case.options}; weights of {case.weights or "seed 0"}'
+        weights = case.weights or 'seed 0'
+        metadata[case.key] = f'{case.source} {case.commit}; {case.options}; weights of {weights}; {case.whose}'
     safetensors.torch.save_file(tensors, OUTPUT, metadata=metadata)
     print(f'wrote {OUTPUT}')
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import DIM, GRID, HEADS, build, cast, qkv, recorded_call, run_with_gradients, tokens
+from helpers import DIM, GRID, HEADS, assert_near, build, cast, qkv, recorded_call, run_with_gradients, tokens
+from torch.nn import functional as F
 
 from vitzoo import create_mixer
 from vitzoo.mixers.aft import aft_conv, aft_conv_naive, aft_local, aft_local_naive
@@ -19,6 +20,22 @@ def test_aft_local_with_a_window_over_the_whole_grid_is_aft_full():
     full.load_state_dict(local.state_dict())
     x = tokens(local)
     torch.testing.assert_close(local(x, GRID), full(x, GRID), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('grid_size, size', [((5, 7), 3), ((4, 9), 11), ((1, 13), 5)], ids=str)
+def test_aft_conv_is_a_sum_over_all_tokens_and_a_convolution_with_exp_of_the_kernel_minus_1(grid_size, size):
+    q, k, v = qkv(grid_size[0] * grid_size[1], d=4)
+    k, kernel = k[..., :1], torch.randn(2, size, size, dtype=torch.float64)
+
+    def sums(x):
+        # of (B, heads, N, c), with the filter of a head for all its channels
+        filters = (kernel.exp() - 1).repeat_interleave(x.shape[3], dim=0).unsqueeze(1)
+        image = x.mT.flatten(1, 2).unflatten(2, grid_size)
+        near = F.conv2d(image, filters, padding=size // 2, groups=image.shape[1])
+        return near.flatten(2).view_as(x.mT).mT + x.sum(dim=2, keepdim=True)
+
+    expected = q.sigmoid() * sums(k.exp() * v) / sums(k.exp())
+    assert_near(aft_conv(q, k, v, kernel, grid_size), expected)
 
 
 @pytest.mark.parametrize('name', ['aft_conv', 'aft_full', 'aft_local', 'aft_simple'])

@@ -116,6 +116,39 @@ def test_monarch_is_softmax_if_its_weights_are_a_product_of_the_two_factors():
         assert_near(monarch_attention(q, k, v, GRID, num_steps, 0.7), (0.7 * q @ k.mT).softmax(dim=-1) @ v)
 
 
+def test_each_update_of_monarch_is_the_maximum_of_its_objective_over_one_factor():
+    generator = torch.Generator().manual_seed(0)
+    (H, W), P = GRID, 1
+    q, k = (torch.randn(1, 1, P + H * W, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    one_hot = torch.eye(P + H * W, dtype=torch.float64)[None, None]
+    scores = (q @ k.mT)[0, 0, P:]
+    to_prefix, scores = scores[:, :P].unflatten(0, GRID), scores[:, P:].unflatten(1, GRID).unflatten(0, GRID)
+    left = torch.eye(H, dtype=torch.float64)[:, None].expand(H, W, H)  # (y, x, y')
+    prefix = torch.zeros(H, W, P, dtype=torch.float64)
+    for num_steps in (1, 2, 3):
+        weights = monarch_attention(q, k, one_hot, GRID, num_steps, 1.0)[0, 0, P:]
+        dense = weights[:, P:].unflatten(1, GRID).unflatten(0, GRID)  # (y, x, y', x')
+        old_left, old_prefix = left, prefix
+        left, prefix = dense.sum(dim=3), weights[:, :P].unflatten(0, GRID)
+        right = (dense / left.unsqueeze(3))[0]  # (x, y', x'), the same for every y
+
+        def objective(rows, right):
+            of_prefix, to_rows = rows.split([P, H], dim=2)
+            # the entropy of a product is that of its rows, and of the columns in them
+            within = right * scores + torch.special.entr(right)
+            of_grid = (to_rows.unsqueeze(3) * within).sum()
+            return of_grid + (of_prefix * to_prefix).sum() + torch.special.entr(rows).sum()
+
+        # concave in each factor, and 0 at a maximum over rows that sum to 1
+        logits = right.log().requires_grad_()
+        old_rows, rows = torch.cat([old_prefix, old_left], dim=2), torch.cat([prefix, left], dim=2)
+        (gradient,) = torch.autograd.grad(objective(old_rows, logits.softmax(dim=2)), logits)
+        assert gradient.abs().max() < 1e-12
+        logits = rows.log().requires_grad_()
+        (gradient,) = torch.autograd.grad(objective(logits.softmax(dim=2), right), logits)
+        assert gradient.abs().max() < 1e-12
+
+
 def test_monarch_converges_to_a_stationary_point_of_its_objective():
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 20, 4, generator=generator, dtype=torch.float64) for _ in range(2))

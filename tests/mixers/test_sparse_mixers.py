@@ -6,8 +6,20 @@ from datetime import timedelta
 
 import pytest
 import torch
-from helpers import DIM, GRID, HEADS, SETTINGS, build, recorded_call, tokens
-from torch import distributed
+from helpers import (
+    DIM,
+    GRID,
+    HEADS,
+    SETTINGS,
+    assert_near,
+    assert_output_and_gradient_of_official_code,
+    build,
+    recorded_call,
+    recorded_on_grid,
+    tokens,
+)
+from timm.layers.halo_attn import HaloAttn
+from torch import distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitzoo import create_mixer
 from vitzoo.mixers import _clustered
 from vitzoo.mixers.bigbird import draw_blocks
+from vitzoo.mixers.local import local_attention
 from vitzoo.mixers.reformer import lsh_buckets, reformer_attention
 from vitzoo.mixers.routing import cluster_members, routing_attention, routing_naive
 from vitzoo.mixers.sinkhorn import block_sort, log_sinkhorn
@@ -147,6 +160,46 @@ def test_cost_grows_with_the_power_of_one_and_a_half(name, small, large):
 def test_a_random_shift_costs_two_windows_of_nine():
     cost, shifted = (op_macs('longformer', 56, train=True, random_shift=shift) for shift in (False, True))
     assert shifted / cost == pytest.approx(2 / 9, rel=0.02)
+
+
+def test_local_is_the_layer_of_local_attention_on_a_strip():
+    recorded, grid = recorded_on_grid('local_1x33')
+    mixer = create_mixer('local', 48, 3, grid_size=grid, qkv_bias=False, block_size=7, memory_halo=7)
+    # its inputs are queries, keys and values
+    identity = {'qkv.weight': torch.eye(48).repeat(3, 1), 'proj.weight': torch.eye(48), 'proj.bias': torch.zeros(48)}
+    mixer.load_state_dict(identity)
+    assert_output_and_gradient_of_official_code(mixer, recorded, grid)
+
+
+@pytest.mark.parametrize(
+    'grid_size, block_size, halo', [((8, 12), 4, 1), ((9, 15), 3, 3), ((14, 7), 7, 3), ((4, 10), 2, 2)], ids=str
+)
+def test_local_is_timms_halo_attention_without_positions_and_padding(grid_size, block_size, halo):
+    torch.manual_seed(0)
+    layer = HaloAttn(48, num_heads=3, block_size=block_size, halo_size=halo, qkv_bias=True).double()
+    for positions in layer.pos_embed.parameters():
+        nn.init.zeros_(positions)
+    x = torch.randn(2, 48, *grid_size, dtype=torch.float64)
+    with torch.no_grad():
+        # a channel that adds 100 to the score of every key, except for the zeros around the grid
+        for conv, size, value in ((layer.q, 16, 100 / layer.scale), (layer.kv, 32, 1.0)):
+            conv.weight.unflatten(0, (3, size))[:, 15] = 0
+            conv.bias.unflatten(0, (3, size))[:, 15] = value
+        q, kv = (conv(x).unflatten(1, (3, -1)).flatten(3).mT for conv in (layer.q, layer.kv))
+        out = local_attention(q, *kv.split(16, dim=3), grid_size, block_size, halo, layer.scale)
+        assert_near(out.mT.flatten(1, 2).unflatten(2, grid_size), layer(x))
+
+
+def test_bigbird_is_the_layer_of_transformers_on_a_strip_with_the_same_random_blocks():
+    recorded, grid = recorded_on_grid('bigbird_1x36')
+    # both have two global blocks: the first, and the last or the prefix tokens
+    options = dict(num_prefix_tokens=3, block_size=3, num_random_blocks=2)
+    mixer = create_mixer('bigbird', 48, 3, grid_size=grid, **options)
+    layers = ('query', 'key', 'value')
+    weights = {f'qkv.{k}': torch.cat([recorded[f'state.{layer}.{k}'] for layer in layers]) for k in ('weight', 'bias')}
+    weights |= {'proj.weight': torch.eye(48), 'proj.bias': torch.zeros(48), 'seeds': mixer.seeds}
+    mixer.load_state_dict(weights)
+    assert_output_and_gradient_of_official_code(mixer, recorded, grid)
 
 
 def bigbird_blocks(mixer, grid_size=(6, 8)):

@@ -6,8 +6,9 @@ The grid is divided into b x b blocks. The tokens of a block attend the block an
 3 blocks, on a 2-D grid), the global tokens, and r random blocks that differ between blocks and heads. Global tokens are
 the prefix tokens (the paper's extended construction, ETC) and the first g blocks in raster order (the internal one,
 ITC); they attend everything. No token counts twice: random blocks are drawn from those that are neither near nor
-global. On a grid of at most two blocks per side it is softmax attention. Linear in the number of tokens: O(N ((9 + g +
-r) b^2 + P) dim). Big Bird, section 2 and appendix D, https://arxiv.org/abs/2007.14062
+global. In the package transformers, a block counts as often as it is drawn, and in evaluation all random blocks are
+the first block, which is global. On a grid of at most two blocks per side it is softmax attention. Linear in the number
+of tokens: O(N ((9 + g + r) b^2 + P) dim). Big Bird, section 2 and appendix D, https://arxiv.org/abs/2007.14062
 """
 
 import math

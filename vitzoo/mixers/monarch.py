@@ -10,7 +10,8 @@ of `num_steps` steps updates R, then L. There are no parameters beyond those of 
 sequence into about sqrt(N) blocks; here the blocks are the rows of the grid, so no grid needs padding. Prefix tokens
 are further keys of L, one each, and attend every token by softmax attention. On a grid of one column it is softmax
 attention. Each step is O(N (H + W + P) dim). The updates are derived from this objective, not taken from the authors'
-code, and there is no recording to compare with.
+code, which only non-profit academic institutions may use; so there is no recording to compare with, and a test checks
+that each update is the maximum over its factor.
 MonarchAttention: Zero-Shot Conversion to Fast, Hardware-Aware Structured Attention, section 3,
 https://arxiv.org/abs/2505.18698
 """
