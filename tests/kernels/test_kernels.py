@@ -19,6 +19,7 @@ import pytest
 import torch
 from timm.layers import set_fused_attn
 from torch._dynamo.backends.debugging import aot_eager
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitzoo import kernels
@@ -185,6 +186,19 @@ def test_the_kernel_of_aft_conv_keeps_its_precision_within_autocast(experimental
 
 
 @needs_kernels
+@slow
+def test_the_kernel_of_aft_conv_splits_long_rows(experimental, calls, monkeypatch):
+    monkeypatch.setattr('vitzoo.kernels.aft_conv._ROW_TILES', 16)
+    # 17 sums of a row: those of 16 tiles, and the whole
+    q, k, v, *others = aft_case((1, 121), 1, 1, 3)
+    args = [q[:1], k[:1], v[:1], *others]
+    got, expected = run(aft_conv, args, torch.float32, DEVICE), run(aft_conv_naive, args, torch.float64)
+    assert len(calls) == 1
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ((ours - theirs).norm() / theirs.norm()).item() < TOLERANCE[torch.float32]
+
+
+@needs_kernels
 @pytest.mark.parametrize('case', ['aft_conv_small_grid', 'performer_few'])
 def test_torch_func_transforms_the_pytorch_form(case, experimental, calls):
     op, naive, (*args, last) = CASES[case]
@@ -305,6 +319,7 @@ def test_on_a_gpu_a_kernel_is_the_default_in_half_precision_where_it_is_faster(c
 def test_kernels_are_the_default_where_they_were_measured(dtype, capability, hip, is_faster, expected, monkeypatch):
     monkeypatch.setattr(kernels, 'HAS_TRITON', True)
     monkeypatch.setattr(kernels, '_compiles', lambda index: True)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
     monkeypatch.setattr(torch.version, 'hip', hip)
     x = SimpleNamespace(dtype=dtype, device=torch.device('cuda', 0), is_cuda=True, numel=lambda: 4)
@@ -318,9 +333,20 @@ def test_kernels_are_the_default_where_they_were_measured(dtype, capability, hip
         set_fused_attn(True)
 
 
-def test_a_machine_on_which_triton_cannot_compile_is_warned_of_once(monkeypatch):
+@pytest.mark.skipif(DEVICE == 'cuda', reason='there is a GPU')
+def test_fake_tensors_on_a_gpu_that_is_missing_have_no_kernel():
+    with FakeTensorMode():
+        assert not kernels.use_kernel(torch.empty(1, 2, 4, 8, device='cuda', dtype=torch.bfloat16))
+
+
+class AssemblerError(Exception):
+    """As Triton's errors, of no common class."""
+
+
+@pytest.mark.parametrize('kind', [RuntimeError, AssemblerError])
+def test_a_machine_on_which_triton_cannot_compile_is_warned_of_once(kind, monkeypatch):
     def fail():
-        raise RuntimeError('Failed to find C compiler. Please specify via CC environment variable.')
+        raise kind('Failed to find C compiler. Please specify via CC environment variable.')
 
     monkeypatch.setitem(sys.modules, 'vitzoo.kernels._common', SimpleNamespace(empty_kernel={(1,): fail}))
     kernels._try_kernel.cache_clear()
@@ -406,7 +432,7 @@ def triton_version() -> tuple[int, ...]:
 
 
 # shared memory per block, in bytes
-SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 @pytest.mark.skipif(triton_version() < (3, 3), reason='needs the compiler interface of Triton 3.3')

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from vitzoo.mixers import _softmax_cpu, softmax
@@ -99,3 +100,17 @@ def test_keys_far_from_zero_lose_no_digits(dtype, biased, offset):
 def test_attention_without_queries_or_keys(num_queries, num_keys):
     q, k, v = (torch.randn(2, 3, N, 8, dtype=torch.bfloat16) for N in (num_queries, num_keys, num_keys))
     assert softmax_attention(q, k, v, 0.3).equal(q.new_zeros(2, 3, num_queries, 8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='the GPU is a pretended one')
+def test_on_a_gpu_the_choice_of_the_formula_compiles_with_sizes_that_vary():
+    def choose(q, k, bias):
+        return q if softmax._is_fused_backward_slower(q, k, k, bias) else -q
+
+    torch.compiler.reset()
+    compiled = torch.compile(choose, fullgraph=True, backend='eager', dynamic=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for num_keys in (1100, 1200):
+            q, k, bias = (torch.empty(2, 3, *size, device='cuda') for size in ((49, 8), (num_keys, 8), (49, num_keys)))
+            assert compiled(q.requires_grad_(), k, bias).shape == q.shape
+            assert compiled(q, k, None).shape == q.shape

@@ -30,6 +30,8 @@ __all__ = ['aft_conv_triton', 'backward_op', 'fits', 'forward_op']
 
 # side of a tile of queries
 _TILE = 8
+# sums of a row that one program has in registers
+_ROW_TILES = 64
 # tokens that one program sums
 _CHUNK = 256
 # programs that fill any GPU; a sum is split over as many
@@ -120,7 +122,7 @@ def _row_kernel(
     bh, row, columns = tl.program_id(0), tl.program_id(1), tl.cdiv(W, TILE)
     b, head = (bh // heads).to(tl.int64), bh % heads
     y_ptr, x_ptr = y_ptr + b * y_b + head * y_h, x_ptr + b * x_b + head * x_h
-    tile, channel = tl.arange(0, TILES), tl.arange(0, BLOCK_D)
+    tile, channel = tl.program_id(2) * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK_D)
     first = tl.where(tile < columns, tile * TILE - KERNEL_SIZE // 2, W)
     last = (tile + 1) * TILE + KERNEL_SIZE // 2
     num, den = tl.zeros((TILES, BLOCK_D), tl.float32), tl.zeros((TILES,), tl.float32)
@@ -347,7 +349,7 @@ class _Sizes:
 
     def row_blocks(self) -> dict:
         """Compile-time sizes of the kernel over rows."""
-        tiles = max(16, triton.next_power_of_2(triton.cdiv(self.W, _TILE) + 1))
+        tiles = min(_ROW_TILES, max(16, triton.next_power_of_2(triton.cdiv(self.W, _TILE) + 1)))
         blocks = dict(BLOCK_N=16, BLOCK_D=self.block_d, DTYPE=_TRITON_DTYPES[self.operand_dtype])
         return dict(KERNEL_SIZE=self.kernel_size, TILE=_TILE, TILES=tiles, PRECISION=self.precision, **blocks)
 
@@ -381,9 +383,10 @@ def _sum_outside(
     """
     H, columns, halo = sizes.H, triton.cdiv(sizes.W, _TILE), sizes.kernel_size // 2
     rows = k_max.new_empty(sizes.B, sizes.heads, H, columns + 1, sizes.D + 1)
-    _row_kernel[sizes.B * sizes.heads, H](
+    blocks = sizes.row_blocks()
+    _row_kernel[sizes.B * sizes.heads, H, triton.cdiv(columns + 1, blocks['TILES'])](
         y, x, k_max, rows, *y.stride()[:3], *x.stride()[:3], sizes.heads, sizes.W, sizes.P, sizes.D,
-        IS_KEYS=is_keys, **sizes.row_blocks(),
+        IS_KEYS=is_keys, **blocks,
     )  # fmt: skip
     ends, whole = rows.split([columns, 1], dim=3)
     row = torch.arange(H, device=x.device)
@@ -453,8 +456,10 @@ def backward_op(
         blocks_n = sizes.columns // sizes.block_n
         parts = min(sizes.B * sizes.tiles, triton.cdiv(_NUM_PROGRAMS, sizes.heads * blocks_n))
         dweight = k_max.new_empty(parts, sizes.heads, _TILE**2, sizes.columns)
+        # more stages exceed the registers, or the shared memory of the smaller GPUs, 99 KB
+        stages = {'num_stages': 1} if sizes.operand_dtype == torch.float32 and sizes.block_d > 64 else {}
         _dweight_kernel[sizes.heads, blocks_n, parts](
-            k, v, k_max, dnum, dden, dweight, *strides, sizes.B, *sizes.shape(), **blocks
+            k, v, k_max, dnum, dden, dweight, *strides, sizes.B, *sizes.shape(), **blocks, **stages
         )
         dkernel = torch.empty_like(kernel)
         _dtap_kernel[sizes.heads, triton.cdiv(sizes.kernel_size**2, 16)](

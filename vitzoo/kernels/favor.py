@@ -230,14 +230,19 @@ def _dkv_kernel(
 def _block_sizes(q: torch.Tensor, backward: bool = False) -> dict:
     """Compile-time sizes of the kernels of a pass, chosen so that registers suffice."""
     is_float32, block_d = q.dtype == torch.float32, max(16, triton.next_power_of_2(q.shape[-1]))
+    is_wide = block_d > 64
+    # the backward pass multiplies in float32 if the input is float16
+    is_small = is_float32 or (backward and is_wide and q.dtype == torch.float16)
     return dict(
-        BLOCK_N=32 if is_float32 else 64,
-        BLOCK_F=32 if is_float32 or (backward and block_d > 64) else 64,
+        BLOCK_N=32 if is_small else 64,
+        BLOCK_F=32 if is_float32 or (backward and is_wide) else 64,
         BLOCK_D=block_d,
         # of W
         PARTS=1 if is_float32 else 2,
         PRECISION=dot_precision(q),
         num_warps=8 if block_d > (32 if backward else 64) else 4,
+        # a third stage exceeds the shared memory of the smaller GPUs, 99 KB
+        **({'num_stages': 2} if is_wide else {}),
     )
 
 

@@ -49,6 +49,8 @@ __all__ = ['backward_op', 'fits', 'forward_op', 'window_attention_triton']
 
 # programs that fill a large GPU; a sum is split over as many
 _NUM_PROGRAMS = 1024
+# samples are the third dimension of a launch, for which this is CUDA's limit
+_MOST_SAMPLES = 65_535
 # Triton would compile the kernels again for offsets of 1 and of multiples of 16, such as 0
 _NOT_SPECIALIZED = ('offset_h', 'offset_w')
 # below all scores, and finite, so that differences are not nan
@@ -58,7 +60,9 @@ _LOWEST = tl.constexpr(-3.4e38)
 def fits(q: torch.Tensor, *others: torch.Tensor) -> bool:
     """Return True if the kernel supports these inputs: one dtype and head dimension, of at most 256 bytes."""
     is_uniform = all(x.dtype == q.dtype and x.shape[-1] == q.shape[-1] for x in others)
-    return is_uniform and q.shape[-1] * q.element_size() <= 256
+    # not asked while compiling, where the answer would limit a batch of any size
+    is_launchable = torch.compiler.is_compiling() or q.shape[0] <= _MOST_SAMPLES
+    return is_uniform and is_launchable and q.shape[-1] * q.element_size() <= 256
 
 
 def window_attention_triton(

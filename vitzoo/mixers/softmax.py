@@ -110,8 +110,9 @@ def _is_fused_backward_slower(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     bias has one program for each sample and head if queries or keys are few, which leaves most of the GPU idle.
     """
     if q.is_cuda:
-        few, many = sorted((q.shape[2], k.shape[2]))
-        return bias is not None and few <= _FEW and many >= _MANY and needs_gradient(q, k, v, bias)
+        # the compiler cannot sort sizes that vary
+        few, many = min(q.shape[2], k.shape[2]), max(q.shape[2], k.shape[2])
+        return bias is not None and needs_gradient(q, k, v, bias) and few <= _FEW and many >= _MANY
     if q.device.type != 'cpu':
         return False
     if bias is not None and is_transformed():
