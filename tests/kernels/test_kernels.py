@@ -297,9 +297,15 @@ def test_no_kernel_is_used_in_float32_or_without_fused_attention(case, dtype, fu
 
 
 @pytest.mark.skipif(DEVICE != 'cuda', reason='needs a CUDA device')
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('case, is_used', [('aft_conv_small_grid', False), ('performer_few', True)])
-def test_on_a_gpu_a_kernel_is_the_default_in_half_precision_where_it_is_faster(case, is_used, dtype, calls):
+@pytest.mark.parametrize(
+    'case, dtype, is_used',
+    [
+        ('aft_conv_small_grid', torch.bfloat16, False),
+        ('performer_few', torch.bfloat16, True),
+        ('performer_few', torch.float16, False),
+    ],
+)
+def test_on_a_gpu_a_kernel_is_the_default_where_it_is_faster(case, dtype, is_used, calls):
     op, _, args = CASES[case]
     run(op, args, dtype, DEVICE)
     assert bool(calls) == is_used

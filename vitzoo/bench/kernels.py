@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.layers import set_fused_attn
+from timm.layers import set_fused_attn, use_fused_attn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -139,11 +139,12 @@ def without_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 def _switched(op: Callable[..., torch.Tensor], **switch: bool) -> Callable[..., torch.Tensor]:
     def call(*args: Any) -> torch.Tensor:
+        was_fused, was_experimental = use_fused_attn(), use_fused_attn(experimental=True)
         set_fused_attn(**switch)
         try:
             return op(*args)
         finally:
-            set_fused_attn(True)
+            set_fused_attn(was_fused, experimental=was_experimental)
 
     return call
 

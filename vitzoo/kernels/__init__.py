@@ -17,8 +17,7 @@ __all__ = ['use_kernel']
 
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# those in which the kernels were measured to be faster
-_FAST_DTYPES = (torch.bfloat16, torch.float16)
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 # the oldest GPUs that multiply matrices of bfloat16
 _LEAST_CAPABILITY = (8, 0)
 
@@ -50,7 +49,7 @@ def use_kernel(x: torch.Tensor, is_faster: bool = True) -> bool:
 
 
 def _is_fast_by_default(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in _FAST_DTYPES and _is_known_gpu(x.device.index)
+    return x.is_cuda and x.dtype in _HALF_DTYPES and _is_known_gpu(x.device.index)
 
 
 # the compiler calls these and takes what they return for a constant

@@ -37,8 +37,9 @@ __all__ = [
 
 # the largest exponent of a weight of aft_conv, so that weights far below it do not underflow in float32
 _HEADROOM = 40.0
-# the fewest tokens for which the Triton kernel of aft_conv was measured to be faster
-_LEAST_TOKENS = 1024
+# the fewest tokens and channels of a head for which the Triton kernel of aft_conv is the default in bfloat16: fewer
+# tokens are faster without it, and heads that it pads to 16 channels were not timed, as float16 was not
+_LEAST_TOKENS, _LEAST_CHANNELS = 1024, 16
 # the smallest exponent in a kernel of aft_conv with which sums over all tokens lose at most two decimal digits
 _LEAST_BIAS = -3.0
 
@@ -166,7 +167,8 @@ def aft_conv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: torch.Tensor, grid_size: tuple[int, int]
 ) -> torch.Tensor:
     """q, v (B, heads, P + H*W, d), k (B, heads, P + H*W, 1), kernel (heads, size, size) -> (B, heads, P + H*W, d)."""
-    if use_kernel(q, is_faster=q.shape[2] >= _LEAST_TOKENS):
+    is_large = q.shape[2] >= _LEAST_TOKENS and q.shape[3] >= _LEAST_CHANNELS
+    if use_kernel(q, is_faster=is_large and q.dtype == torch.bfloat16):
         from vitzoo.kernels import aft_conv as kernels
 
         if kernels.fits(q, k, v):

@@ -88,7 +88,8 @@ def performer_attention(
     """q, k, v (B, heads, N, d) and features (m, d) -> (B, heads, N, d), in float32 or wider; eps must be positive for
     the kernel 'relu'.
     """
-    if kernel == 'softmax' and not eps and use_kernel(q):
+    # in float16 the kernel multiplies in float32, which was not timed
+    if kernel == 'softmax' and not eps and use_kernel(q, is_faster=q.dtype == torch.bfloat16):
         from vitzoo.kernels import favor as kernels
 
         if kernels.fits(q, k, v, features):
