@@ -28,7 +28,8 @@ LARGE = ' '.join(
     for mixer in ('softmax', 'aft_conv', 'linformer', 'local', 'longformer', 'ls', 'nystrom', 'performer', 'swin')
 )
 SIZES = ' '.join(map(str, docs_gpu.SHOWN))
-LAYER = f'--dim {docs_gpu.DIM} --heads {docs_gpu.HEADS} --batch {docs_gpu.BATCH} --dtype {docs_gpu.DTYPE}'
+SHAPE = f'--dim {docs_gpu.DIM} --heads {docs_gpu.HEADS} --batch {docs_gpu.BATCH}'
+LAYER = f'{SHAPE} --dtype {docs_gpu.DTYPE}'
 # in order of importance
 COMMANDS = (
     f'bench mixers {LAYER} --tokens {SIZES} --seconds 0.05 --max-seconds 2 --plots {{plots}}',
@@ -37,7 +38,7 @@ COMMANDS = (
     f'bench kernels {LAYER} --tokens {SIZES} --seconds 0.1',
     f'bench models {LARGE} --img-size 1024 --against deit_softmax_small --what forward "training step"'
     ' --dtype bfloat16 --batch 16 --seconds 0.5',
-    f'bench kernels {LAYER.replace("bfloat16", "float32")} --against pytorch --tokens 196 1024 4096 --seconds 0.1',
+    f'bench kernels {SHAPE} --dtype float32 --against pytorch --tokens 196 1024 4096 --seconds 0.1',
     # heads of one channel, as in the paper's models
     f'bench kernels --kernels aft_conv --against pytorch compile {LAYER} --heads {docs_gpu.DIM} --tokens 196 1024',
     f'bench models {MODELS} --backend eager,compile,cuda-graphs --dtype bfloat16 --batch 64 --seconds 0.3',

@@ -21,19 +21,14 @@ GRID = (9, 13)
 @pytest.mark.parametrize('num_prefix_tokens', [0, 2])
 @pytest.mark.parametrize('name, kwargs', CASES)
 def test_a_gpu_gives_the_values_and_gradients_of_the_cpu(name, kwargs, num_prefix_tokens):
-    mixer = build(name, GRID, num_prefix_tokens, **kwargs).eval()
-    x = tokens(mixer)
-    expected, expected_grads = run_with_gradients(lambda mixer, x: mixer(x, GRID), [mixer, x])
-    mixer.cuda()
-    found, grads = run_with_gradients(lambda mixer, x: mixer(x, GRID), [mixer, x.cuda()])
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-8, atol=1e-8)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad.cpu(), expected_grad, rtol=1e-8, atol=1e-8)
+    assert_values_and_gradients_of_the_cpu(build(name, GRID, num_prefix_tokens, **kwargs).eval(), GRID)
 
 
 def test_agents_of_many_tokens_give_the_values_and_gradients_of_the_cpu():
-    grid = (33, 35)
-    mixer = build('agent', grid, 1).eval()
+    assert_values_and_gradients_of_the_cpu(build('agent', (33, 35), 1).eval(), (33, 35))
+
+
+def assert_values_and_gradients_of_the_cpu(mixer, grid):
     x = tokens(mixer)
     expected, expected_grads = run_with_gradients(lambda mixer, x: mixer(x, grid), [mixer, x])
     mixer.cuda()

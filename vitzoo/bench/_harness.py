@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from timm.layers import set_fused_attn, use_fused_attn
 
 from vitzoo.metrics.speed import synchronize
 
@@ -101,6 +102,22 @@ def _time(call: Callable[[int], object], number: int, repeats: int, device: torc
         call(number + repeat)
     synchronize(device)
     return (time.perf_counter() - start) / repeats
+
+
+def with_fused_attn(
+    function: Callable[..., Any], *, enable: bool = True, experimental: bool = False
+) -> Callable[..., Any]:
+    """The function with timm's switch for fused attention in another state, which is put back after each call."""
+
+    def call(*args: Any) -> Any:
+        was_fused, was_experimental = use_fused_attn(), use_fused_attn(experimental=True)
+        set_fused_attn(enable, experimental=experimental)
+        try:
+            return function(*args)
+        finally:
+            set_fused_attn(was_fused, experimental=was_experimental)
+
+    return call
 
 
 def in_cuda_graphs(call: Callable[[int], object], stream: torch.cuda.Stream, pool: Any) -> Callable[[int], object]:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.layers import set_fused_attn, use_fused_attn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,6 +31,7 @@ from vitzoo.bench._harness import (
     matmul,
     ratios,
     time_in_turn,
+    with_fused_attn,
 )
 from vitzoo.bench._options import DEFAULT_TOKENS, add_layer_shape, check_heads, check_squares, parse_common
 from vitzoo.bench._results import append_rows, make_row, start_run
@@ -129,24 +129,12 @@ def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any
 
 def with_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The op with timm's switch for experimental fused attention on, so with its kernel for all inputs."""
-    return _switched(op, experimental=True)
+    return with_fused_attn(op, experimental=True)
 
 
 def without_kernel(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The op with timm's switch for fused attention off; no op with a kernel has other uses of it."""
-    return _switched(op, enable=False)
-
-
-def _switched(op: Callable[..., torch.Tensor], **switch: bool) -> Callable[..., torch.Tensor]:
-    def call(*args: Any) -> torch.Tensor:
-        was_fused, was_experimental = use_fused_attn(), use_fused_attn(experimental=True)
-        set_fused_attn(**switch)
-        try:
-            return op(*args)
-        finally:
-            set_fused_attn(was_fused, experimental=was_experimental)
-
-    return call
+    return with_fused_attn(op, enable=False)
 
 
 def run_op(op: Callable[..., torch.Tensor], case: Case) -> list[torch.Tensor]:

@@ -25,7 +25,6 @@ from itertools import product
 
 import psutil
 import torch
-from timm.layers import set_fused_attn, use_fused_attn
 from torch import nn
 
 from vitzoo.bench._harness import (
@@ -38,6 +37,7 @@ from vitzoo.bench._harness import (
     in_cuda_graphs,
     ratios,
     time_in_turn,
+    with_fused_attn,
 )
 from vitzoo.bench._options import (
     DEFAULT_TOKENS,
@@ -278,7 +278,7 @@ def make_call(
     side = math.isqrt(inputs[0].shape[1])
     mixer = create_mixer(name.partition(',')[0], args.dim, args.heads, grid_size=(side, side), device=args.device)
     call = mixer_call(mixer, inputs, (side, side), measured_pass, args.dtype)
-    return mixer, without_fused_attn(call) if name == UNFUSED else call
+    return mixer, with_fused_attn(call, enable=False) if name == UNFUSED else call
 
 
 def mixer_call(
@@ -303,20 +303,6 @@ def mixer_call(
     is_forward = measured_pass == 'forward'
     mixer.train(not is_forward)
     return forward if is_forward else forward_backward
-
-
-def without_fused_attn(call: Callable[[int], object]) -> Callable[[int], object]:
-    """The same call with timm's switch for fused attention off."""
-
-    def call_unfused(number: int) -> None:
-        was_fused, was_experimental = use_fused_attn(), use_fused_attn(experimental=True)
-        set_fused_attn(False)
-        try:
-            call(number)
-        finally:
-            set_fused_attn(was_fused, experimental=was_experimental)
-
-    return call_unfused
 
 
 def cells_to_rows(cells: dict[tuple[str, str, int], Cell], args: argparse.Namespace) -> list[dict]:

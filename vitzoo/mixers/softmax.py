@@ -78,9 +78,9 @@ def softmax_attention(
             return softmax_attention_cpu(q, k, v, scale, bias)
         # sdpa requires the bias in the dtype of the queries, which autocast does not ensure, and on a GPU computes with
         # unfused operations in float32 if its rows are not contiguous
-        bias = None if bias is None else bias.to(q.dtype)
-        if bias is not None and q.is_cuda and bias.stride(-1) != 1:
-            bias = bias.contiguous()
+        if bias is not None:
+            bias = bias.to(q.dtype)
+            bias = bias.contiguous() if q.is_cuda and bias.stride(-1) != 1 else bias
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     scores = scaled_scores(q, k, scale)
     if bias is not None:

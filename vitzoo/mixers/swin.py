@@ -72,15 +72,19 @@ def shifted_window_attention(
     `bias` (heads, w*w, w*w) is between the tokens of a window. Without dropout it runs as a Triton kernel if
     `use_kernel` allows it.
     """
+    P = q.shape[2] - grid_size[0] * grid_size[1]
+    sizes, shifts = fit_window(grid_size, window_size), fit_halo(grid_size, window_size, shift)
+    bias = None if bias is None else _crop(bias, window_size, sizes)
     if dropout_p == 0 and use_kernel(q):
         from vitzoo.kernels import window as kernels
 
         if kernels.fits(q, k, v):
-            grid = _attend_by_kernel(q, k, v, grid_size, window_size, shift, scale, bias)
+            # the first windows begin before the grid, which is not rolled
+            offset = -shifts[0] % sizes[0], -shifts[1] % sizes[1]
+            tokens = q[:, :, P:], k[:, :, P:], v[:, :, P:], k[:, :, :P], v[:, :, :P]
+            grid = kernels.window_attention_triton(*tokens, grid_size, sizes, (0, 0), offset, scale, bias)
             return prepend_global_tokens(grid, q, k, v, scale)
-    attend = partial(
-        _attend_windows, grid_size=grid_size, window_size=window_size, shift=shift, scale=scale, dropout_p=dropout_p
-    )
+    attend = partial(_attend_windows, grid_size=grid_size, sizes=sizes, shifts=shifts, scale=scale, dropout_p=dropout_p)
     tensors = (q, k, v) if bias is None else (q, k, v, bias.unsqueeze(0))
     # queries, keys, values and outputs in windows
     grid = recompute_heads(attend, tensors, 4 * q.shape[2] * q.shape[3], dropout_p)
@@ -94,14 +98,13 @@ def _attend_windows(
     bias: torch.Tensor | None = None,
     *,
     grid_size: tuple[int, int],
-    window_size: int,
-    shift: int,
+    sizes: tuple[int, int],
+    shifts: tuple[int, int],
     scale: float,
     dropout_p: float,
 ) -> torch.Tensor:
-    """The outputs of grid tokens, (B, heads, H*W, d), for a bias (1, heads, w*w, w*w)."""
+    """The outputs of grid tokens, (B, heads, H*W, d), for windows of s tokens and a bias (1, heads, s, s)."""
     heads, P = q.shape[1], q.shape[2] - grid_size[0] * grid_size[1]
-    sizes, shifts = fit_window(grid_size, window_size), fit_halo(grid_size, window_size, shift)
     tiles = [tile(x[:, :, P:], grid_size, sizes, shifts) for x in (q, k, v)]  # (B, heads, T, s, d)
     T = tiles[0].shape[2]
     grid_q, grid_k, grid_v = (x.flatten(1, 2) for x in tiles)
@@ -110,31 +113,10 @@ def _attend_windows(
         grid_k, grid_v = (torch.cat(pair, dim=2) for pair in zip(shared, (grid_k, grid_v)))
     mask = F.pad(_window_mask(grid_size, sizes, shifts, q), (P, 0))
     if bias is not None:
-        mask = mask + F.pad(_crop(bias[0], window_size, sizes), (P, 0)).unsqueeze(1)
+        mask = mask + F.pad(bias[0], (P, 0)).unsqueeze(1)
     mask = mask.expand(heads, T, -1, -1).flatten(0, 1)
     grid = softmax_attention(grid_q, grid_k, grid_v, scale, mask, dropout_p)
     return untile(grid.unflatten(1, (heads, T)), grid_size, sizes, shifts)
-
-
-def _attend_by_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    grid_size: tuple[int, int],
-    window_size: int,
-    shift: int,
-    scale: float,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """The outputs of grid tokens, (B, heads, H*W, d), by the Triton kernel: windows that begin before the grid."""
-    from vitzoo.kernels.window import window_attention_triton
-
-    P = q.shape[2] - grid_size[0] * grid_size[1]
-    sizes, shifts = fit_window(grid_size, window_size), fit_halo(grid_size, window_size, shift)
-    offset = -shifts[0] % sizes[0], -shifts[1] % sizes[1]
-    bias = None if bias is None else _crop(bias, window_size, sizes)
-    (k_shared, k), (v_shared, v) = ((x[:, :, :P], x[:, :, P:]) for x in (k, v))
-    return window_attention_triton(q[:, :, P:], k, v, k_shared, v_shared, grid_size, sizes, (0, 0), offset, scale, bias)
 
 
 def _window_mask(
