@@ -1,6 +1,7 @@
 """Runs the cases and prints what was found; check.py starts it."""
 
 import argparse
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -121,7 +122,10 @@ def main() -> None:
     findings, console = Findings(), Console(stderr=True)
     for case in track(cases, 'checking', console=console, disable=not console.is_terminal):
         findings.run(case)
-    sys.exit(findings.print())
+    code = findings.print()
+    sys.stdout.flush()
+    # the threads of backward passes on the device that is not there sometimes abort a process that ends by itself
+    os._exit(code)
 
 
 if __name__ == '__main__':
