@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import multiprocessing
 import os
 import pkgutil
 import random
@@ -289,6 +290,13 @@ def test_the_weights_that_a_mixer_loses_are_named_once(teacher, images, tmp_path
     transfer([teacher, *QUICK, *options, '--data-dir', images, '--output', str(tmp_path)])
     assert caplog.text.count('pool does not inherit all weights of the attention') == 1
     assert 'softmax does not' not in caplog.text
+
+
+def test_the_workers_of_a_transfer_end_with_it(teacher, images, tmp_path):
+    others = set(multiprocessing.active_children())
+    options = split('--mixer linear --steps 0 --network-steps 1 --no-random-control')
+    transfer([teacher, *QUICK, *options, '--workers', '1', '--data-dir', images, '--output', str(tmp_path)])
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_several_mixers_give_one_table(teacher, images, tmp_path, capsys):

@@ -34,7 +34,12 @@ def transfer(argv: list[str] | None = None) -> list[dict] | None:
         _check_mixer(mixer)
     try:
         with raise_on_sigterm():
-            return _transfer(open_transfer(options))
+            opened = open_transfer(options)
+            try:
+                return _transfer(opened)
+            finally:
+                # a garbage collection would wait 10 seconds for them
+                opened.stop_workers()
     except Stopped as reason:
         if is_first_process():
             print(f'stopped {reason}' + ('' if options.probe_only else '; continue with --resume'), flush=True)

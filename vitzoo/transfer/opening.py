@@ -90,6 +90,11 @@ class Transfer:
         settings: dict[str, Any] = dict(accelerator=self.accelerator, multi_label=self.data.multi_label)
         return StudentScorer(self.teacher, load(self.data.val), self.data.kind, bank, **settings)
 
+    def stop_workers(self) -> None:
+        """End the worker processes that read the validation images."""
+        if 'scorer' in vars(self):
+            self.scorer.stop_workers()
+
     def output_error(self, student: nn.Module) -> float:
         """Error of a student's outputs on the held-out images, as in `vitzoo.transfer.outputs`."""
         with self.accelerator.autocast():

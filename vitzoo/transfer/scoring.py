@@ -8,8 +8,10 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from vitzoo._modes import restored_modes
+from vitzoo.data.loader import stop_workers
 from vitzoo.metrics.features import linear_probe, nearest_neighbors
 from vitzoo.train.kl import kl_divergence, same_classes
 from vitzoo.train.processes import raise_together
@@ -66,6 +68,12 @@ class StudentScorer:
         with restored_modes(model):
             model.eval()
             return self._score(model)
+
+    def stop_workers(self) -> None:
+        """End the worker processes of the loaders; another score starts new ones."""
+        for loader in (self.val, self.bank):
+            if isinstance(loader, DataLoader):
+                stop_workers(loader)
 
     def _score(self, model: nn.Module) -> dict[str, float]:
         found = _collect(model, self.val, self.has_head, self.accelerator)
