@@ -141,6 +141,13 @@ def test_weights_that_fit_at_no_size_are_one_sentence(name, tmp_path):
     assert '\n' not in str(error.value)
 
 
+def test_a_model_that_timm_builds_for_one_size_refuses_another_with_advice(tmp_path):
+    model = timm.create_model('cait_xxs24_224', img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    with pytest.raises(UserError, match=r'made with img_size=\(48, 48\): .*; choose the image size of the weights$'):
+        create_model(str(tmp_path), img_size=(48, 48), pretrained=True)
+
+
 def test_a_mixer_of_another_package_is_resampled_by_its_set_input_size(monkeypatch):
     class Positions(ParameterFreeMixer):
         op = op_naive = staticmethod(torch.add)
