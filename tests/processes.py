@@ -61,7 +61,8 @@ def start_processes(world_size: int, target: Callable, *args, machines: int = 1)
     folder = Path(tempfile.mkdtemp())
     processes = []
     for rank in range(world_size):
-        arguments = (_launcher_variables(rank, world_size, machines, port), str(folder / str(rank)), target, args)
+        variables, output = _launcher_variables(rank, world_size, machines, port), str(folder / str(rank))
+        arguments = (variables, output, multiprocessing.get_start_method(), target, args)
         processes.append(context.Process(target=_run_process, args=arguments))
     for process in processes:
         process.start()
@@ -137,7 +138,7 @@ def _launcher_variables(rank: int, world_size: int, machines: int, port: int) ->
     return dict({name: str(number) for name, number in numbers.items()}, MASTER_ADDR='127.0.0.1')
 
 
-def _run_process(variables: dict[str, str], output: str, target: Callable, args: tuple) -> None:
+def _run_process(variables: dict[str, str], output: str, start_method: str, target: Callable, args: tuple) -> None:
     import torch
 
     import vitzoo.figures
@@ -145,6 +146,8 @@ def _run_process(variables: dict[str, str], output: str, target: Callable, args:
     for number, kind in {1: 'out', 2: 'err'}.items():
         os.dup2(os.open(f'{output}.{kind}', os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     torch.set_num_threads(1)
+    # that of a launched process, in which a loader's workers import nothing again
+    multiprocessing.set_start_method(start_method, force=True)
     os.environ.update(variables)
     # plotting takes longer than training
     vitzoo.figures.draw_history = lambda folder, history: (folder / 'curves.png').touch()
