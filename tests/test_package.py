@@ -485,6 +485,7 @@ def test_the_sample_names_no_owner_and_no_date():
         assert headers == {(0, 0, 0, '', '')}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ARCHIVE.is_file(), reason='needs the CIFAR-10 archive next to the repository')
 def test_the_sample_is_made_again_bit_for_bit(tmp_path):
     spec = importlib.util.spec_from_file_location('make_sample', SAMPLE / 'make_sample.py')

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import multiprocessing
 import os
 import pkgutil
 from pathlib import Path
@@ -63,8 +62,6 @@ def _prepare() -> None:
 
     # a transfer collects garbage, and would look through all objects of the imported modules each time
     gc.freeze()
-    # a child of the fork server would start another one for the workers of its loaders
-    multiprocessing.set_start_method('fork', force=True)
     measurements.measure_throughput = lambda *args: Speed(1.0)
     install_datasets()
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -20,6 +19,7 @@ from toys import read_metrics
 from vitzoo.errors import UserError
 from vitzoo.train.loop import train
 from vitzoo.validate import evaluation
+from vitzoo.validate.command import validate
 
 pytestmark = pytest.mark.slow
 
@@ -148,8 +148,6 @@ def train_tiny(runs: dict[int, list[str]], scores: str, kill_at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     register_optimizer_step_post_hook(count_step)
-    # a child of the fork server would start another one for the workers of its loaders
-    multiprocessing.set_start_method('fork', force=True)
     # drawing the curves takes longer than training
     Figure.savefig = lambda figure, path, **kwargs: Path(path).touch()
     install_datasets()
@@ -162,10 +160,9 @@ def train_tiny(runs: dict[int, list[str]], scores: str, kill_at: int) -> None:
 
 
 def validate_tiny(arguments: list[str]) -> None:
-    multiprocessing.set_start_method('fork', force=True)
     evaluation.measure_throughput = lambda *args: evaluation.Speed(1.0)
     install_datasets()
-    evaluation.validate(arguments)
+    validate(arguments)
 
 
 def assert_ended(outcome: Outcome) -> None:

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import multiprocessing
 import shutil
 from pathlib import Path
 from shlex import split
@@ -120,8 +119,6 @@ def command_line(row: dict[str, str], run: Path, data_dir: str, folder: Path) ->
 
 
 def validate_tiny(arguments: list[str]) -> None:
-    # a child of the fork server would start another one for the workers of its loader
-    multiprocessing.set_start_method('fork', force=True)
     evaluation.measure_throughput = lambda *args: evaluation.Speed(1.0)
     install_datasets()
     validate(arguments)
