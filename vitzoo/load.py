@@ -399,8 +399,8 @@ def _explain_misfit(name: str, chosen: dict, error: Exception) -> str:
         return ''
     made = f' made{_with_arguments(chosen)}' if chosen else ''
     others = f', and {len(problems) - 1} more' if len(problems) > 1 else ''
-    # they fit the model without arguments
-    advice = '; choose the image size of the weights' if chosen.keys() == {'img_size'} else ''
+    is_of_size = chosen.keys() == {'img_size'} and all(problem.startswith('size mismatch') for problem in problems)
+    advice = '; choose the image size of the weights' if is_of_size else ''
     return f'the weights of {name} do not fit the model{made}: {problems[0].rstrip(". ")}{others}{advice}'
 
 
