@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import io
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import timm
@@ -254,6 +256,49 @@ def test_the_check_of_names_finds_a_duplicate(tmp_path):
         'SIZES': ['data/loader.py', 'data/shards.py'],
         'load': ['models/cvt.py', 'train.py'],
     }
+
+
+def missing_names(source: str) -> list[str]:
+    """What `source` imports from vitzoo or reads from a module of it, and what does not exist."""
+    tree, modules, missing = ast.parse(source), {}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split('.')[0] == 'vitzoo':
+            for alias in node.names:
+                path = f'{node.module}.{alias.name}'
+                try:
+                    found = pkgutil.resolve_name(path)
+                except (ImportError, AttributeError):
+                    missing.append(path)
+                    continue
+                if isinstance(found, ModuleType):
+                    modules[alias.asname or alias.name] = found
+    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    reads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    for node in reads:
+        module = modules.get(node.value.id) if node.value.id not in assigned else None
+        if module and not hasattr(module, node.attr):
+            missing.append(f'{module.__name__}.{node.attr}')
+    return missing
+
+
+@pytest.mark.parametrize('folder', ['tests', 'tools'])
+def test_what_tests_and_tools_use_of_vitzoo_exists(folder):
+    # slow tests and tests on a GPU run seldom, and would not be missed
+    missing = {relative_id(path): missing_names(path.read_text()) for path in (ROOT / folder).rglob('*.py')}
+    assert len(missing) > 10 and {path: names for path, names in missing.items() if names} == {}
+
+
+def test_the_check_of_uses_finds_a_missing_name():
+    source = """
+def f():
+    from vitzoo import cite as papers, lost
+    from vitzoo.validate import evaluation
+
+    papers.lost(evaluation.lost)
+    lost = evaluation
+    lost.records = evaluation.measure_throughput
+"""
+    assert missing_names(source) == ['vitzoo.lost', 'vitzoo.cite.lost', 'vitzoo.validate.evaluation.lost']
 
 
 # expressions that are wrong or obscure, with a better one

@@ -352,7 +352,7 @@ def assert_same_files(folder: Path, other: Path) -> None:
 
 
 def expected_kind(row: dict[str, str]) -> str:
-    """How a student is measured."""
+    """The measure of a student."""
     if row['data'] == 'flat' or (row['head'] == 'several' and row['data'] == 'labels'):
         return 'cosine'
     return 'top1' if row['head'] == 'own' else 'knn'
