@@ -116,9 +116,7 @@ FACTORS = {
     'head': ('own', 'others', 'none', 'several'),
     'channels': ('color', 'grey'),
     'held out': ('none', 'listed'),
-    'data': (
-        *('folder', 'folder undivided', 'tar', 'zip undivided', 'wds', 'hfds', 'labels', 'flat'),
-    ),
+    'data': ('folder', 'folder undivided', 'tar', 'zip undivided', 'wds', 'hfds', 'labels', 'flat'),
     'config': ('no', 'yes'),
     'probe': ('no', 'before'),
     # the first process gets its signal earlier than others if it is skewed
@@ -129,7 +127,7 @@ FACTORS = {
     'resumed by': ('as many', 'others'),
     'resumed with': ('the same', 'other workers', 'other accumulation'),
     **{name: tuple(values) for name, values in OPTIONS.items()},
-}  # fmt: skip
+}
 FORBIDDEN = (
     Forbidden('teacher', ['dinov3'], 'mixer', ['aft_conv', 'two'], 'would lose its rotary positions'),
     Forbidden('labels', ['yes'], 'head', ['others'], '--labels needs images of the classes of'),
@@ -139,8 +137,12 @@ FORBIDDEN = (
     Forbidden('data', ['flat'], 'map', ['given', 'subset'], 'no class folders'),
 )
 ROWS = covering_array(FACTORS, FORBIDDEN)
-CLASSES = {'own': ['blue', 'green', 'red'], 'others': ['cat', 'dog', 'owl'], 'none': [], 'several': None}
-CLASSES['several'] = ['blue', 'first', 'green', 'red']
+CLASSES = {
+    'own': ['blue', 'green', 'red'],
+    'others': ['cat', 'dog', 'owl'],
+    'none': [],
+    'several': ['blue', 'first', 'green', 'red'],
+}
 CLASS_MAP = dict(red='blue', blue='red', green='green')
 SUBSET = dict(red='red', blue='blue')
 
