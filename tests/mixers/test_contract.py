@@ -349,15 +349,14 @@ def scaled(args, batch_size, scales):
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize('std', [0.1, 1, 4, 8])
 @pytest.mark.parametrize('name, kwargs', CASES)
-def test_values_and_gradients_stay_finite(name, kwargs, std, dtype):
+def test_values_and_gradients_stay_finite(name, kwargs, dtype):
     mixer = build(name, num_prefix_tokens=1, **kwargs)
-    args = scaled(recorded_call(mixer, tokens(mixer)), 2, std)
-    out, grads = run_with_gradients(mixer.op, cast(args, dtype))
-    assert out.dtype == dtype
-    assert out.isfinite().all()
-    assert all(grad.isfinite().all() for grad in grads)
+    args = recorded_call(mixer, tokens(mixer))
+    for std in (0.1, 1, 4, 8):
+        out, grads = run_with_gradients(mixer.op, cast(scaled(args, 2, std), dtype))
+        assert out.dtype == dtype
+        assert all(x.isfinite().all() for x in (out, *grads)), std
 
 
 @pytest.mark.parametrize('name', list_mixers())

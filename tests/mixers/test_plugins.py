@@ -76,7 +76,9 @@ def toy(tmp_path_factory) -> Path:
 REPORT_PROBE = """
 import timm, torch
 from vitzoo.cli import main
+from vitzoo.validate import evaluation
 
+evaluation.measure_throughput = lambda *args: evaluation.Speed(1.0)
 print(*timm.list_models('*_toy_*'))
 for name in ('deit_toy_tiny', 'cvt_toy_13', 'vil_toy_tiny', 'aft_toy_tiny'):
     print(*timm.create_model(name, img_size=32, num_classes=3).eval()(torch.randn(2, 3, 32, 32)).shape)

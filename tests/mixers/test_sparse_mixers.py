@@ -2,7 +2,6 @@
 
 import copy
 import math
-from datetime import timedelta
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from helpers import (
     recorded_on_grid,
     tokens,
 )
+from processes import start_processes
 from timm.layers.halo_attn import HaloAttn
 from torch import distributed, nn
 from torch.nn import functional as F
@@ -502,10 +502,9 @@ def test_routing_centroids_survive_a_step_of_tokens_that_are_not_finite():
     assert after.isfinite().all() and not torch.equal(after, before)
 
 
-def routing_rank(rank, folder):
-    torch.set_num_threads(1)
-    options = dict(init_method=f'file://{folder}/store', world_size=2, timeout=timedelta(minutes=5))
-    distributed.init_process_group('gloo', rank=rank, **options)
+def routing_rank(folder):
+    distributed.init_process_group('gloo')
+    rank = distributed.get_rank()
     mixer = DistributedDataParallel(build('routing', num_clusters=3, decay=0.5))
     x = tokens(mixer.module, batch_size=4)[2 * rank : 2 * rank + 2]
     steps = [routing_step(mixer, x).clone() for _ in range(2)]
@@ -514,12 +513,8 @@ def routing_rank(rank, folder):
 
 
 def test_routing_centroids_are_those_of_the_whole_batch_on_every_rank(tmp_path):
-    # this process is one of the ranks, because starting a process takes most of the time of this test
-    child = torch.multiprocessing.get_context('spawn').Process(target=routing_rank, args=(1, str(tmp_path)))
-    child.start()
-    routing_rank(0, str(tmp_path))
-    child.join()
-    assert child.exitcode == 0
+    outcome = start_processes(2, routing_rank, str(tmp_path))
+    assert outcome.codes == [0, 0], outcome.err
     ranks = [torch.load(tmp_path / f'{rank}.pt') for rank in range(2)]
     mixer = build('routing', num_clusters=3, decay=0.5)
     x = tokens(mixer, batch_size=4)

@@ -85,7 +85,7 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert all(torch.equal(state[name], optimizers[1][index][name]) for name in state)
 
 
-@pytest.fixture(scope='module', params=[1, 2], ids='{} processes'.format)
+@pytest.fixture(scope='module', params=[pytest.param(1, marks=pytest.mark.slow), 2], ids='{} processes'.format)
 def uninterrupted(request, images, tmp_path_factory) -> tuple[int, Path]:
     """The number of processes and the folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp(f'uninterrupted{request.param}')
