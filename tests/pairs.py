@@ -79,7 +79,7 @@ def _complete(row: Row, factors: Factors, clashes: dict, missing: Collection[Pai
     dice.shuffle(rest)
     for name in rest:
         values = [value for value in factors[name] if not _clashes(row, name, value, clashes)]
-        values = [value for value in values if _has_room(row | {name: value}, factors, clashes, (name, value))]
+        values = [value for value in values if _has_room(row | {name: value}, factors, clashes)]
         if not values:
             raise ValueError(f'the forbidden pairs leave no value for {name} next to {row}')
         gains = [sum(frozenset([(name, value), item]) in missing for item in row.items()) for value in values]
@@ -87,13 +87,10 @@ def _complete(row: Row, factors: Factors, clashes: dict, missing: Collection[Pai
     return row
 
 
-def _has_room(row: Row, factors: Factors, clashes: dict, added: tuple[str, str] | None = None) -> bool:
-    """Return True if every factor that is not in the row yet has a value that may join it.
-
-    Args:
-        added: The newest value of the row, which had room without it.
-    """
-    names = {name for name, _ in (clashes.get(added, ()) if added else clashes)} - row.keys()
+def _has_room(row: Row, factors: Factors, clashes: dict) -> bool:
+    """Return True if every factor that is not in the row yet has a value that may join it."""
+    # a factor that clashes with nothing in the row can have any of its values
+    names = {name for item in row.items() for name, _ in clashes.get(item, ())} - row.keys()
     return all(any(not _clashes(row, name, value, clashes) for value in factors[name]) for name in names)
 
 

@@ -82,6 +82,27 @@ def start_processes(world_size: int, target: Callable, *args, machines: int = 1)
     return Outcome([process.exitcode for process in processes], out, err)
 
 
+def assert_ended(outcome: Outcome) -> None:
+    """Assert that all processes ended with exit code 0."""
+    assert not any(outcome.codes), outcome.err[-5000:]
+
+
+def run_in_turn(command: Callable[[list[str]], object], runs: dict[int, list[str]], file: str) -> None:
+    """Call a command once for each port, and write what it returns to a JSON file.
+
+    Processes of a run find each other at its port: at that of a run before it they would find what is left of it.
+    """
+    from accelerate.state import AcceleratorState
+
+    results = []
+    for port, arguments in runs.items():
+        os.environ['MASTER_PORT'] = str(port)
+        results.append(command(arguments))
+        AcceleratorState._reset_state(reset_partial_state=True)
+    if os.environ.get('RANK', '0') == '0':
+        Path(file).write_text(json.dumps(results))
+
+
 def train_and_log(argv: list[str], log: str, event: Callable | None = None, at: int = -1) -> None:
     """Train, log every step to `<log>.<rank>`, and call `event(run)` after step `at`."""
     from vitzoo.data.loader import SeededImages

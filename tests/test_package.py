@@ -260,7 +260,7 @@ def test_the_check_of_names_finds_a_duplicate(tmp_path):
 
 
 def missing_names(source: str) -> list[str]:
-    """What `source` imports from vitzoo or reads from a module of it, and what does not exist."""
+    """Names that `source` imports from vitzoo, or reads from modules of it, and that do not exist."""
     tree, modules, missing = ast.parse(source), {}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split('.')[0] == 'vitzoo':
@@ -283,8 +283,8 @@ def missing_names(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize('folder', ['tests', 'tools'])
-def test_what_tests_and_tools_use_of_vitzoo_exists(folder):
-    # slow tests and tests on a GPU run seldom, and would not be missed
+def test_the_names_of_vitzoo_in_tests_and_tools_exist(folder):
+    # slow tests and tests on a GPU run seldom, so a wrong name would go unnoticed
     missing = {relative_id(path): missing_names(path.read_text()) for path in (ROOT / folder).rglob('*.py')}
     assert len(missing) > 10 and {path: names for path, names in missing.items() if names} == {}
 

@@ -162,3 +162,13 @@ def install_datasets() -> None:
         return Table({image_key: ImageFeature(), 'label': ClassLabel(*names)}, rows)
 
     sys.modules['datasets'] = make_package(load_dataset)
+
+
+def validate_tiny(arguments: list[str]) -> None:
+    """`vitzoo validate` in a process of its own, without measuring a speed."""
+    from vitzoo.validate import evaluation
+    from vitzoo.validate.command import validate
+
+    evaluation.measure_throughput = lambda *args: evaluation.Speed(1.0)
+    install_datasets()
+    validate(arguments)

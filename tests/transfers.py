@@ -1,11 +1,10 @@
 """Runs transfers in processes of their own, and interrupts them."""
 
 import gc
-import json
 import os
 import pkgutil
-from pathlib import Path
 
+from processes import run_in_turn
 from tiny import install_datasets
 
 # functions that all processes call, during which a transfer is interrupted
@@ -21,22 +20,11 @@ MOMENTS = {
 
 
 def transfer_tiny(runs: dict[int, list[str]], file: str) -> None:
-    """Transfer once for each port, and write the results of all to a JSON file.
-
-    Processes of a run find each other at its port: at that of a run before it they would find what is left of it.
-    """
-    from accelerate.state import AcceleratorState
-
+    """Transfer once for each port, and write the results of all to a JSON file."""
     from vitzoo.transfer.command import transfer
 
     _prepare()
-    results = []
-    for port, arguments in runs.items():
-        os.environ['MASTER_PORT'] = str(port)
-        results.append(transfer(arguments))
-        AcceleratorState._reset_state(reset_partial_state=True)
-    if os.environ.get('RANK', '0') == '0':
-        Path(file).write_text(json.dumps(results))
+    run_in_turn(transfer, runs, file)
 
 
 def interrupt_tiny(arguments: list[str], moment: str, call: int, number: int, skew: int) -> None:

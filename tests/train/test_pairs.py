@@ -11,15 +11,13 @@ import pytest
 import timm
 import torch
 from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
-from processes import Outcome, free_port, start_processes
+from processes import assert_ended, free_port, run_in_turn, start_processes
 from safetensors.torch import load_file
-from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model
+from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model, validate_tiny
 from toys import read_metrics
 
 from vitzoo.errors import UserError
 from vitzoo.train.loop import train
-from vitzoo.validate import evaluation
-from vitzoo.validate.command import validate
 
 pytestmark = pytest.mark.slow
 
@@ -131,15 +129,11 @@ def command_line(row: dict[str, str], make_once: MakeOnce) -> list[str]:
 
 
 def train_tiny(runs: dict[int, list[str]], scores: str, kill_at: int) -> None:
-    """Train one run after the other and write down their scores; be killed during step `kill_at` unless it is 0.
-
-    Processes of a run find each other at its port: at that of a run before it they would find what is left of it.
-    """
-    from accelerate.state import AcceleratorState
+    """Train one run after the other and write down their scores; be killed during step `kill_at` unless it is 0."""
     from matplotlib.figure import Figure
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    steps, results = 0, []
+    steps = 0
 
     def count_step(*_) -> None:
         nonlocal steps
@@ -151,22 +145,7 @@ def train_tiny(runs: dict[int, list[str]], scores: str, kill_at: int) -> None:
     # drawing the curves takes longer than training
     Figure.savefig = lambda figure, path, **kwargs: Path(path).touch()
     install_datasets()
-    for port, arguments in runs.items():
-        os.environ['MASTER_PORT'] = str(port)
-        results.append(train(arguments))
-        AcceleratorState._reset_state(reset_partial_state=True)
-    if os.environ.get('RANK', '0') == '0':
-        Path(scores).write_text(json.dumps(results))
-
-
-def validate_tiny(arguments: list[str]) -> None:
-    evaluation.measure_throughput = lambda *args: evaluation.Speed(1.0)
-    install_datasets()
-    validate(arguments)
-
-
-def assert_ended(outcome: Outcome) -> None:
-    assert not any(outcome.codes), outcome.err[-3000:]
+    run_in_turn(train, runs, scores)
 
 
 def assert_same_files(one: Path, other: Path) -> None:

@@ -19,10 +19,10 @@ import timm
 import torch
 import yaml
 from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
-from processes import Outcome, free_port, start_processes
+from processes import assert_ended, free_port, start_processes
 from teachers import make_teacher
 from timm.models import save_for_hf
-from tiny import MakeOnce, install_datasets, make_data
+from tiny import CLASSES, MakeOnce, install_datasets, make_data
 from transfers import MOMENTS, interrupt_tiny, transfer_tiny
 
 import vitzoo
@@ -33,10 +33,9 @@ from vitzoo.mixers import mixer_class
 from vitzoo.report.command import make_report
 from vitzoo.transfer import main
 from vitzoo.transfer.options import parse_args
-from vitzoo.validate import evaluation
 from vitzoo.validate.command import validate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('quick_timing')]
 
 BASE = split('--batch-size 8 --lr 1e-3')
 PYRAMID = dict(depth=None, embed_dim=None, embed_dims=(16, 32), depths=(1, 1), num_heads=(2, 2))
@@ -137,8 +136,8 @@ FORBIDDEN = (
     Forbidden('data', ['flat'], 'map', ['given', 'subset'], 'no class folders'),
 )
 ROWS = covering_array(FACTORS, FORBIDDEN)
-CLASSES = {
-    'own': ['blue', 'green', 'red'],
+LABELS = {
+    'own': CLASSES,
     'others': ['cat', 'dog', 'owl'],
     'none': [],
     'several': ['blue', 'first', 'green', 'red'],
@@ -152,11 +151,6 @@ def make_once(tmp_path_factory) -> MakeOnce:
     return MakeOnce(tmp_path_factory.mktemp('made'))
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr('vitzoo.validate.evaluation.measure_throughput', lambda *args: evaluation.Speed(1.0))
-
-
 def make_images_of(kind: str, root: Path) -> str:
     """As `make_data`; 'flat' has no class folders."""
     if kind != 'flat':
@@ -168,14 +162,18 @@ def make_images_of(kind: str, root: Path) -> str:
     return str(root / 'flat')
 
 
+def make_tiny(name: str, num_classes: int, channels: str) -> torch.nn.Module:
+    """A teacher with random weights."""
+    architecture, kwargs = TEACHERS[name]
+    settings = dict(depth=2, img_size=32, num_classes=num_classes, in_chans=1 if channels == 'grey' else 3)
+    model = make_teacher(architecture, **{**settings, **kwargs})
+    return vitzoo.swap_mixer(model, ['softmax', 'linear']) if name == 'swapped' else model
+
+
 def save_tiny(name: str, head: str, channels: str, has_map: bool, data_dir: str, root: Path) -> Path:
     """The folder of a teacher as training writes it; with `data_dir`, it held out images of it."""
-    architecture, kwargs = TEACHERS[name]
-    classes, in_chans = CLASSES[head], 1 if channels == 'grey' else 3
-    settings = dict(depth=2, img_size=32, num_classes=len(classes), in_chans=in_chans)
-    model = make_teacher(architecture, **{**settings, **kwargs})
-    if name == 'swapped':
-        vitzoo.swap_mixer(model, ['softmax', 'linear'])
+    classes, in_chans = LABELS[head], 1 if channels == 'grey' else 3
+    model = make_tiny(name, len(classes), channels)
     about = dict(multi_label=head == 'several') | (dict(class_map=CLASS_MAP) if has_map else {})
     data_config = dict(input_size=(in_chans, 32, 32), crop_pct=0.9, mean=(0.5,) * in_chans, std=(0.3,) * in_chans)
     config = dict(label_names=classes or None, vitzoo=about)
@@ -189,12 +187,7 @@ def save_tiny(name: str, head: str, channels: str, has_map: bool, data_dir: str,
 
 def save_base(name: str, head: str, channels: str, root: Path) -> Path:
     """The folder of a model with the architecture of a teacher, but with other weights and without names of classes."""
-    architecture, kwargs = TEACHERS[name]
-    settings = dict(depth=2, img_size=32, num_classes=0 if head == 'none' else 5)
-    model = make_teacher(architecture, **{**settings, 'in_chans': 1 if channels == 'grey' else 3, **kwargs})
-    if name == 'swapped':
-        vitzoo.swap_mixer(model, ['softmax', 'linear'])
-    save_for_hf(model, str(root), safe_serialization=True)
+    save_for_hf(make_tiny(name, 0 if head == 'none' else 5, channels), str(root), safe_serialization=True)
     return root
 
 
@@ -216,7 +209,7 @@ def teacher_words(row: dict[str, str], folder: Path, make_once: MakeOnce) -> lis
         return [f'local-dir:{folder}' if row['given'] == 'local-dir' else str(folder)]
     base = make_once(save_base, row['teacher'], row['head'], row['channels'])
     words = [str(base), '--checkpoint', str(folder / 'model.safetensors')]
-    return words if row['head'] == 'none' else [*words, '--num-classes', str(len(CLASSES[row['head']]))]
+    return words if row['head'] == 'none' else [*words, '--num-classes', str(len(LABELS[row['head']]))]
 
 
 def find_teacher(row: dict[str, str], data_dir: str, make_once: MakeOnce) -> Path:
@@ -247,10 +240,6 @@ def to_config(words: list[str], file: Path) -> list[str]:
             content[name] = True if not values and name != 'sizes' else values if len(values) != 1 else values[0]
     file.write_text(yaml.safe_dump(content))
     return ['--config', str(file)]
-
-
-def assert_ended(outcome: Outcome) -> None:
-    assert not any(outcome.codes), outcome.err[-5000:]
 
 
 def must_be_reached(row: dict[str, str]) -> bool:
@@ -409,7 +398,7 @@ def assert_model(row: dict[str, str], run: Path, folder: Path, result: dict) -> 
     side = {'own': (32, 32), '48': (48, 48), '32 x 48': (32, 48)}[row['size']]
     assert config == expected | dict(input_size=(expected['input_size'][0], *side))
     assert model.pretrained_cfg.get('label_names') == teacher.pretrained_cfg.get('label_names')
-    assert model.num_classes == teacher.num_classes == len(CLASSES[row['head']])
+    assert model.num_classes == teacher.num_classes == len(LABELS[row['head']])
     assert model(torch.zeros(1, *config['input_size'])).isfinite().all()
     if row['steps'] == row['network'] == row['softmax'] == '0':
         assert_inherits(row, model, folder, result)

@@ -8,8 +8,8 @@ from shlex import split
 
 import pytest
 from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
-from processes import start_processes
-from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model
+from processes import assert_ended, start_processes
+from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model, validate_tiny
 
 from vitzoo.data import open_dataset
 from vitzoo.data.held_out import HELD_OUT, write_held_out
@@ -118,12 +118,6 @@ def command_line(row: dict[str, str], run: Path, data_dir: str, folder: Path) ->
     return [*arguments, '--data-dir', data_dir, *split(options.replace('FOLDER', str(folder)))]
 
 
-def validate_tiny(arguments: list[str]) -> None:
-    evaluation.measure_throughput = lambda *args: evaluation.Speed(1.0)
-    install_datasets()
-    validate(arguments)
-
-
 def read_results(folder: Path, kind: str) -> list[dict]:
     if kind == 'json':
         return json.loads((folder / 'results.json').read_text())
@@ -148,8 +142,7 @@ def test_a_pair_of_options_gives_the_scores_of_a_plain_evaluation(row, make_once
     if row['processes'] == '1':
         validate(arguments)
     else:
-        outcome = start_processes(2, validate_tiny, arguments)
-        assert not any(outcome.codes), outcome.err[-3000:]
+        assert_ended(start_processes(2, validate_tiny, arguments))
 
     records = read_results(tmp_path, row['results'])
     assert len(records) == (2 if row['given'] == 'twice' else 1)
