@@ -23,7 +23,8 @@ from vitzoo.mixers._window_cpu import window_attention_cpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 
 DIM, HEADS = 96, 3
-SHAPES = [((14, 14), 0), ((9, 13), 1), ((7, 7), 2)]
+# the last is narrower than most blocks and windows
+SHAPES = [((14, 14), 0), ((9, 13), 1), ((7, 7), 2), ((4, 6), 1)]
 CASES = {
     **{name: (name, {}) for name in vitzoo.list_mixers()},
     'linformer_shared': ('linformer', dict(share_kv=True, share_heads=False)),
@@ -44,10 +45,16 @@ CASES = {
 
 def window(grid, size, halo, shared, C):
     """Queries in tiles of `size`, keys in the tile and its halo where it is not the whole grid, and `shared` keys."""
+    queries, reach = tile(grid, size, halo)
+    return attend(queries, reach + shared, C)
+
+
+def tile(grid, size, halo):
+    """Tokens of all tiles, which are not larger than the grid, and those of a tile with its halo."""
     sides = [min(size, side) for side in grid]
-    tiles = prod(ceil(side / tile) for side, tile in zip(grid, sides))
-    reach = prod(tile + 2 * halo * (side > size) for side, tile in zip(grid, sides))
-    return 2 * C * tiles * prod(sides) * (reach + shared)
+    tiles = prod(ceil(side / own) for side, own in zip(grid, sides))
+    reach = prod(own + 2 * halo * (side > size) for side, own in zip(grid, sides))
+    return tiles * prod(sides), reach
 
 
 def attend(queries, keys, C):
@@ -150,14 +157,15 @@ def neighborhood(grid, P, N, C, h, kernel_size=7):
 
 
 def rmt(grid, P, N, C, h, decomposed=True, lepe=25):
-    """Rotations of pairs of channels are four products for each pair of queries and of keys."""
+    """Rotations of pairs of channels are four products for each pair of queries and of keys, and one for the angle."""
     n = prod(grid)
-    rotations = 4 * n * C + 2 * n * C // 2
+    rotations = 4 * n * C + n * C // h
+    decays = h * (grid[0] ** 2 + grid[1] ** 2)
     if decomposed:
         mixing = attend(n, grid[1], C) + attend(n, P + grid[0], C)
     else:
         mixing = attend(n, P + n, C)
-    return rotations + mixing + attend(P, N, C) + lepe * n * C
+    return rotations + decays + mixing + attend(P, N, C) + lepe * n * C
 
 
 def sparse(grid, P, N, C, h, pattern='strided', summaries=2):
@@ -167,9 +175,10 @@ def sparse(grid, P, N, C, h, pattern='strided', summaries=2):
 
 
 def bigbird(grid, P, N, C, h, block=4, num_global=1, num_random=3):
-    tiles = prod(ceil(side / block) for side in grid)
-    keys = (9 + num_global + min(num_random, tiles)) * block**2 + P
-    return attend(tiles * block**2, keys, C) + attend(P + num_global * block**2, N, C)
+    counts = [ceil(side / block) for side in grid]
+    near, size = prod(3 if count > 1 else 1 for count in counts), prod(min(block, side) for side in grid)
+    keys = (near + num_global + min(num_random, prod(counts))) * size + P
+    return attend(prod(counts) * size, keys, C) + attend(P + num_global * size, N, C)
 
 
 def performer(grid, P, N, C, h, m=256, eps=0.0):
@@ -253,7 +262,8 @@ def relu_linear(grid, P, N, C, h, scales=()):
 
 
 def xca(grid, P, N, C, h):
-    return 2 * N * C * C // h
+    # scores and their temperature, then values
+    return (2 * N + 1) * C * C // h
 
 
 def hydra(grid, P, N, C, h):
@@ -269,8 +279,8 @@ def aft_full(grid, P, N, C, h, rank=128):
 
 
 def aft_local(grid, P, N, C, h, s=4, rank=128):
-    tiles, reach = prod(ceil(side / s) for side in grid), (3 * s - 2) ** 2
-    near = tiles * s * s * reach * (rank + 2 * C + 1)
+    queries, reach = tile(grid, s, s - 1)
+    near = queries * reach * (rank + 2 * C + 1)
     return near + (N - P) * P * (rank + 2 * C) + P * N * (rank + 2 * C) + 2 * N * C
 
 
@@ -296,9 +306,9 @@ def routing(grid, P, N, C, h, clusters=8):
 
 
 def sinkhorn(grid, P, N, C, h, block=7):
-    tiles, size = prod(ceil(side / block) for side in grid), block**2
+    tiles, size = prod(ceil(side / block) for side in grid), prod(min(block, side) for side in grid)
     # the weights of sorted tokens are 1 without partial tiles
-    mass = h if any(side % block for side in grid) else 0
+    mass = h if any(side > block and side % block for side in grid) else 0
     sort = 2 * tiles * size * C + tiles**2 * C + tiles**2 * size * (2 * C + mass)
     return sort + attend(tiles * size, P + 2 * size, C) + attend(P, N, C)
 
