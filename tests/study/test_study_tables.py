@@ -4,6 +4,7 @@ import csv
 import json
 
 import pytest
+from processes import limited_files
 from studies import STUDY, Executor, write_study
 
 from vitzoo.errors import UserError
@@ -12,7 +13,7 @@ from vitzoo.study.intervals import Estimate
 from vitzoo.study.page import render_study
 from vitzoo.study.plan import Study, read_study
 from vitzoo.study.results import ResultColumn, Row, collect, pareto_front, sides
-from vitzoo.study.tables import format_latex, format_markdown, format_notes, write_csv
+from vitzoo.study.tables import format_latex, format_markdown, format_notes, write_cells, write_csv
 from vitzoo.study.worker import Worker
 
 # accuracies of the seeds 0, 1 and 2
@@ -292,6 +293,21 @@ def test_the_report_writes_all_files(path, study, tmp_path):
     assert 'deit_ls_nano' in page and 'vitzoo study run' in page
     records = json.loads((tmp_path / 'tables' / 'report.json').read_text())['records']
     assert len(records) == len(study.cells) and records[0]['commands'][0].startswith('vitzoo train --config')
+
+
+@pytest.mark.parametrize('name', ['table.csv', 'cells.csv'])
+def test_a_table_that_cannot_be_written_leaves_the_old_one(path, study, tmp_path, name):
+    run_study(['report', path, '--out', str(tmp_path)])
+    before = (tmp_path / name).read_bytes()
+    rows = collect(study)
+    write = {
+        'table.csv': lambda: write_csv(tmp_path / name, rows),
+        'cells.csv': lambda: write_cells(tmp_path / name, study),
+    }
+    with pytest.raises(OSError), limited_files(len(before) // 2):
+        write[name]()
+    assert (tmp_path / name).read_bytes() == before
+    assert not (tmp_path / f'.{name}').exists()
 
 
 def test_a_report_in_place_of_a_file_is_refused(path, tmp_path):

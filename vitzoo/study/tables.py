@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vitzoo._files import replace_file
 from vitzoo.errors import count_of
 from vitzoo.metrics.oversmoothing import MEASURES
 from vitzoo.report.transfers import read_transfer
@@ -116,7 +117,7 @@ def _to_markdown(headings: list[str], lines: list[list[str]]) -> str:
 
 def write_csv(path: Path, rows: list[Row]) -> None:
     """Write one line for each model, way, evaluation and metric, with all digits."""
-    with path.open('w', newline='', encoding='utf-8') as file:
+    with replace_file(path) as partial, partial.open('w', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, _CSV_KEYS)
         writer.writeheader()
         for row in rows:
@@ -141,7 +142,7 @@ def write_cells(path: Path, study: Study) -> None:
     The columns `token_statistics` and `transfer` are JSON: the means of each measure of the tokens by block, and in the
     first line of a converted model the scores of the stages and controls.
     """
-    with path.open('w', newline='', encoding='utf-8') as file:
+    with replace_file(path) as partial, partial.open('w', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, CELL_COLUMNS)
         writer.writeheader()
         for cell in study.cells:
