@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -562,15 +563,20 @@ def test_a_transfer_that_was_stopped_in_its_matching_continues_only_with_its_opt
         run_study(['status', write_study(tmp_path, seeds=[0], ways=ways)])
 
 
-def test_the_time_of_a_step_is_that_of_all_its_attempts(tmp_path):
-    path = write_study(tmp_path, seeds=[0], ways=dict(scratch=STUDY['ways']['scratch']))
+@pytest.mark.parametrize('end', ['of the step', 'of the worker by Ctrl-C'])
+def test_the_time_of_a_step_is_that_of_all_its_attempts(tmp_path, end):
+    ways = dict(scratch=dict(train={}, models='deit_ls_nano'))
+    path = write_study(tmp_path, seeds=[0], ways=ways, baseline='deit_ls_nano')
 
     def stop(command):
         time.sleep(0.2)
+        if end == 'of the worker by Ctrl-C':
+            raise KeyboardInterrupt
         return -15
 
     for _ in range(2):
-        Worker(read_study(path), execute=Executor(stop)).run()
+        with suppress(KeyboardInterrupt):
+            Worker(read_study(path), execute=Executor(stop)).run()
     study = read_study(path)
     Worker(study, execute=Executor()).run()
     assert all(cell.record.finished['train']['seconds'] >= 0.4 for cell in study.cells)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -108,7 +109,14 @@ class Worker:
             words, expected = _command_line(cell, step)
             start = time.perf_counter()
             command = [*self.launch, '-m', f'vitzoo.{words[0]}', *words[1:]]
-            code = self.execute(command, cell.folder / LOG, claim, self.should_stop)
+            try:
+                code = self.execute(command, cell.folder / LOG, claim, self.should_stop)
+            except KeyboardInterrupt:
+                # Ctrl-C has ended the step, too
+                with suppress(LostLock):
+                    claim.lock.check()
+                    cell.record.spend(step, time.perf_counter() - start)
+                raise
             seconds = time.perf_counter() - start
             claim.lock.check()
             is_done = code == 0 and all(path.is_file() for path in expected)
