@@ -12,6 +12,7 @@ from shlex import split
 import psutil
 import pytest
 from accelerate import Accelerator
+from processes import limited_files
 
 from vitzoo.errors import UserError
 from vitzoo.train import lock as lock_module
@@ -55,6 +56,24 @@ def write_lock(folder: Path, age: float = 0.0, **changes) -> Path:
     (folder / LOCK_FILE).write_text(json.dumps(owner | changes))
     os.utime(folder / LOCK_FILE, (time.time() - age,) * 2)
     return folder / LOCK_FILE
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, OSError])
+def test_a_lock_that_cannot_be_written_leaves_the_folder_free(tmp_path, monkeypatch, error):
+    def fail(owner, file):
+        file.write('{')
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(lock_module.json, 'dump', fail)
+        FolderLock(tmp_path).acquire()
+    assert list(tmp_path.iterdir()) == [] and not is_locked(tmp_path)
+
+
+def test_a_full_disk_leaves_no_lock(tmp_path):
+    with limited_files(10), pytest.raises(OSError):
+        FolderLock(tmp_path).acquire()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_locked_once_and_released(tmp_path):

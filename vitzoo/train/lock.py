@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -95,10 +96,20 @@ class FolderLock:
         owner = dict(token=self.token, **identify_process(psutil.Process()))
         try:
             with self.path.open('x') as file:
-                json.dump(owner, file)
+                self._write(owner, file)
         except FileExistsError:
             return False
         return True
+
+    def _write(self, owner: dict, file: TextIO) -> None:
+        """Write the owner to the file of the lock, which is removed by an error such as a full disk, and by Ctrl-C."""
+        try:
+            json.dump(owner, file)
+            file.flush()
+        except BaseException:
+            # without its owner it would hold the folder for STALE_SECONDS
+            self.path.unlink(missing_ok=True)
+            raise
 
     def _find_stale(self, wait: Callable[[str], None]) -> dict | None:
         """The owner of the existing lock if it is stale; None if another lock or none has replaced it."""
