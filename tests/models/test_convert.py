@@ -645,6 +645,17 @@ def test_a_file_of_a_run_folder_keeps_its_preprocessing_and_labels(tmp_path):
     assert (config['mean'], config['crop_pct'], config['label_names']) == ([0.5, 0.5, 0.5], 1.0, ['cat', 'dog'])
 
 
+@pytest.mark.parametrize('is_elsewhere', [False, True])
+def test_a_file_of_a_run_keeps_the_facts_about_its_data(is_elsewhere, tmp_path):
+    vit(tmp_path / 'run', about=dict(multi_label=True, data_dir='photos', val_split='night', epochs=3))
+    file = tmp_path / 'run' / 'model.safetensors'
+    if is_elsewhere:
+        file = shutil.copy(file, tmp_path / 'model.safetensors')
+    convert([str(file), '--model', str(tmp_path / 'run'), '--out', str(tmp_path / 'out')])
+    config = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    assert config['vitzoo'] == dict(multi_label=True, data_dir='photos', val_split='night')
+
+
 def test_a_model_of_other_channels_averages_the_preprocessing_of_its_parent(tmp_path):
     parent = small('deit_softmax_tiny', depth=9)
     data_config = dict(mean=(0.2, 0.4, 0.6), std=(0.1, 0.2, 0.3))

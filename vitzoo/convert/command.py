@@ -47,8 +47,9 @@ def convert(argv: list[str] | None = None) -> None:
         fit_config(find_model(args.model), model, args.file)
         data_config, about = given_size(args.model_kwargs), {'label_names': label_names(model) or None}
     facts = _read_about(args)
-    if args.parent:
-        about['vitzoo'] = {key: value for key, value in facts.items() if key in DATA_FACTS} | about['vitzoo']
+    # a config of published weights has none
+    kept = {key: value for key, value in facts.items() if key in DATA_FACTS} | about.get('vitzoo', {})
+    about |= {'vitzoo': kept} if kept else {}
     _check_forward(args.to or args.parent or args.model, model, data_config)
     held_out = facts.get('held_out')
     if held_out:
