@@ -1070,6 +1070,14 @@ def test_random_weights_are_not_those_of_the_folder(options, tmp_path, capsys):
     assert '--random-weights and --checkpoint cannot be combined' in error
 
 
+def test_random_weights_for_other_classes_have_no_names_of_those_of_the_folder(tmp_path):
+    vit(tmp_path / 'parent')
+    argv = ['--from', str(tmp_path / 'parent'), '--random-weights', '--swap', 'softmax', '--model-kwargs']
+    for number, names in {2: ['cat', 'dog'], 3: []}.items():
+        convert([*argv, f'num_classes={number}', '--out', str(tmp_path / f'{number}')])
+        assert (loaded(tmp_path / f'{number}').pretrained_cfg.get('label_names') or []) == names
+
+
 def test_a_checkpoint_is_swapped_too(tmp_path):
     model = vit(tmp_path / 'parent')
     argv = ['--checkpoint', str(tmp_path / 'parent' / 'model.safetensors'), '--swap', 'softmax', '--out']

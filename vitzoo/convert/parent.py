@@ -193,6 +193,7 @@ def _load_parent(args: argparse.Namespace) -> tuple[nn.Module, str]:
     elif args.random_weights:
         # those of a folder are loaded by `load_model` in any case
         parent, weights = create_model(find_model(args.parent), model_kwargs=kwargs).eval(), 'random weights'
+        fit_config(find_model(args.parent), parent, None)
     else:
         loaded = load_model(find_model(args.parent), model_kwargs=kwargs)
         parent, weights = loaded.model, loaded.weights
