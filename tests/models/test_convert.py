@@ -903,6 +903,22 @@ def test_a_head_that_the_model_does_not_have_is_named(tmp_path, capsys):
     assert loaded(tmp_path / 'own').num_classes == 4 and 'is dropped' not in capsys.readouterr().out
 
 
+def test_a_file_without_a_head_is_a_parent_and_the_advice_for_it_works(tmp_path, capsys):
+    name, file, kwargs = 'deit_softmax_nano', tmp_path / 'backbone.pth', dict(num_classes=0)
+    parent = timm.create_model(name, **kwargs)
+    torch.save(parent.state_dict(), file)
+    swap, advice = ['--from', name, '--checkpoint', file, '--swap', 'ls'], '--model-kwargs num_classes=0'
+    for number, argv in enumerate([[file, '--model', name], swap]):
+        error = fails(capsys, *argv, '--out', tmp_path / f'{number}')
+        assert error.endswith(f'has no head for the 1000 classes of this DeiT; add {advice}\n')
+        convert([*map(str, argv), *advice.split(), '--out', str(tmp_path / f'{number}')])
+    for number, classes in {2: [], 3: ['--model-kwargs', 'num_classes=7']}.items():
+        argv = ['--from', name, '--checkpoint', str(file), '--to', 'deit_ls_nano', *classes]
+        convert([*argv, '--out', str(tmp_path / f'{number}')])
+        model = loaded(tmp_path / f'{number}')
+        assert model.num_classes == (7 if classes else 0) and torch.equal(model.norm.weight, parent.norm.weight)
+
+
 def test_a_parent_of_another_size_is_refused(tmp_path, capsys):
     source = folder_of(small('deit_tiny_patch16_224'), tmp_path / 'parent')
     argv = ['--to', 'deit_ls_tiny', '--model-kwargs', 'embed_dim=60', 'num_heads=3']

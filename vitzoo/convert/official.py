@@ -34,7 +34,7 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
         path: The checkpoint.
         name: A timm name, or a folder.
         model_kwargs: Arguments of the model.
-        any_classes: Give the model a head for the number of classes of the checkpoint's.
+        any_classes: Give the model a head for the number of classes of the checkpoint's, or none if that has none.
 
     Raises:
         UserError: The file cannot be read, the model cannot be created, or the checkpoint lacks some of its tensors or
@@ -54,8 +54,8 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
         has = f'; it has {summarize_names(unknown, 3)}, which {name} has not' if unknown else ''
         raise UserError(f"the checkpoint '{path}' is not of a {type(model).__name__}: {error!r}{has}") from error
     num_classes = num_classes_in(model, ours)
-    if any_classes and num_classes is not None and num_classes != model.num_classes:
-        model.reset_classifier(num_classes)
+    if any_classes and (num_classes or 0) != model.num_classes:
+        model.reset_classifier(num_classes or 0)
     own = model.state_dict()
     _check_names(path, ours, model)
     wrong = [name for name in own if ours[name].shape != own[name].shape]
@@ -91,6 +91,11 @@ def _check_names(path: str, weights: dict[str, Tensor], model: Any) -> None:
     # some tools also save buffers that follow from the settings of a model
     own |= dict(model.named_buffers())
     extra = [name for name in weights if name not in own and not name.startswith((*_WITHOUT_EFFECT, *heads))]
+    if missing and not extra and are_of_head(model, missing):
+        raise UserError(
+            f"the checkpoint '{path}' has no head for the {model.num_classes} classes of this {type(model).__name__};"
+            ' add --model-kwargs num_classes=0'
+        )
     if missing:
         raise UserError(
             f"the checkpoint '{path}' leaves {len(missing)} of {len(own)} tensors without a value: "
