@@ -656,6 +656,14 @@ def test_a_file_of_a_run_keeps_the_facts_about_its_data(is_elsewhere, tmp_path):
     assert config['vitzoo'] == dict(multi_label=True, data_dir='photos', val_split='night')
 
 
+def test_a_model_for_images_of_any_size_takes_that_of_its_file(tmp_path):
+    model = timm.create_model('test_resnet', num_classes=2)
+    torch.save(model.state_dict(), tmp_path / 'best.pth')
+    argv = [str(tmp_path / 'best.pth'), '--model', 'test_resnet', '--model-kwargs', 'num_classes=2', 'img_size=96']
+    convert([*argv, '--out', str(tmp_path / 'out')])
+    assert tuple(loaded(tmp_path / 'out').pretrained_cfg['input_size']) == (3, 96, 96)
+
+
 def test_a_model_of_other_channels_averages_the_preprocessing_of_its_parent(tmp_path):
     parent = small('deit_softmax_tiny', depth=9)
     data_config = dict(mean=(0.2, 0.4, 0.6), std=(0.1, 0.2, 0.3))

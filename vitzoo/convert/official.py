@@ -41,7 +41,9 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
             has others.
     """
     official = read_weights(path)
-    model: Any = create_model(find_model(name), model_kwargs=model_kwargs)
+    size, others = model_kwargs.get('img_size'), {k: v for k, v in model_kwargs.items() if k != 'img_size'}
+    # a model for images of any size has no such argument
+    model: Any = create_model(find_model(name), img_size=size, model_kwargs=others)
     filter_fn = find_filter(model) or partial(_resample, read_img_size(path))
     if 'img_size' in model_kwargs:
         # that of the weights too, if they fit
