@@ -22,7 +22,7 @@ from timm.models import save_for_hf
 import vitzoo
 from vitzoo.about import read_about
 from vitzoo.convert import convert, main
-from vitzoo.convert.official import trace_names
+from vitzoo.convert.official import load_official, trace_names
 from vitzoo.errors import UserError
 from vitzoo.load import find_filter
 from vitzoo.models import cvt, vil
@@ -925,6 +925,14 @@ def test_a_file_without_a_head_is_a_parent_and_the_advice_for_it_works(tmp_path,
         convert([*argv, '--out', str(tmp_path / f'{number}')])
         model = loaded(tmp_path / f'{number}')
         assert model.num_classes == (7 if classes else 0) and torch.equal(model.norm.weight, parent.norm.weight)
+
+
+def test_a_parent_that_does_not_name_its_head_keeps_it(tmp_path, monkeypatch):
+    parent = vit(tmp_path / 'parent')
+    del parent.pretrained_cfg['classifier']
+    monkeypatch.setattr('vitzoo.convert.official.create_model', lambda *args, **kwargs: parent)
+    file = str(tmp_path / 'parent' / 'model.safetensors')
+    assert load_official(file, 'test_vit', {}, any_classes=True).num_classes == 2
 
 
 def test_a_parent_of_another_size_is_refused(tmp_path, capsys):

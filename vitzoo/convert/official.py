@@ -56,7 +56,8 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
         has = f'; it has {summarize_names(unknown, 3)}, which {name} has not' if unknown else ''
         raise UserError(f"the checkpoint '{path}' is not of a {type(model).__name__}: {error!r}{has}") from error
     num_classes = num_classes_in(model, ours)
-    if any_classes and (num_classes or 0) != model.num_classes:
+    # a model that does not name its head may have one
+    if any_classes and head_names(model) and (num_classes or 0) != model.num_classes:
         model.reset_classifier(num_classes or 0)
     own = model.state_dict()
     _check_names(path, ours, model)
