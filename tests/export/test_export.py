@@ -2,11 +2,13 @@
 
 import json
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import timm
 import torch
 from timm.models import save_for_hf
+from torch._export.verifier import SpecViolationError
 
 import vitzoo
 from vitzoo.data import resolve_data_config
@@ -65,7 +67,7 @@ def test_the_file_gives_the_logits_of_the_model_and_what_preprocessing_needs(to,
         pytest.importorskip(package)
     path = tmp_path / f'model{FILE_FORMATS[to].suffix}'
     if to == 'torch' and torch.__version__.startswith('2.6'):
-        with pytest.raises(UserError, match='cannot read its file; use torch 2.7 or --to onnx'):
+        with pytest.raises(UserError, match='cannot read its file .* use torch 2.7 or --to onnx'):
             export_to_file([str(trained), '--to', to, '--out', str(path)])
         assert not path.exists()
         return
@@ -109,6 +111,25 @@ def test_a_model_without_weights_is_exported_only_if_asked(tmp_path, monkeypatch
     assert not out.exists()
     export_to_file([*argv, '--random-weights'])
     assert read_facts(READABLE, out)['weights'] == 'random weights'
+
+
+def test_sinkhorn_with_whole_blocks_is_exported(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model('deit_sinkhorn_nano', depth=1, embed_dim=24, num_heads=2, img_size=32)
+    path, images = tmp_path / f'model{FILE_FORMATS[READABLE].suffix}', torch.randn(2, 3, 32, 32)
+    write_file(READABLE, model.eval(), images, path, {})
+    with torch.no_grad():
+        torch.testing.assert_close(FILE_FORMATS[READABLE].open(path)(images), model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_that_torch_cannot_read_is_one_sentence(tmp_path, monkeypatch):
+    error = SpecViolationError('a node is missing\nsome field')
+    monkeypatch.setattr(torch.export, 'load', Mock(side_effect=error))
+    for version, advice in {'2.6.0+cpu': 'torch 2.7 or --to onnx', '2.14.1': '--to onnx'}.items():
+        monkeypatch.setattr(torch, '__version__', version)
+        with pytest.raises(UserError) as raised:
+            FILE_FORMATS['torch'].open(tmp_path / 'a.pt2')
+        assert str(raised.value) == f'torch {version} cannot read its file (a node is missing); use {advice}'
 
 
 @pytest.mark.parametrize('to', ['onnx', 'openvino'])

@@ -149,9 +149,10 @@ def _write_torch(program: ExportedProgram, path: Path, facts: dict) -> None:
 def _open_torch(path: Path) -> _Run:
     try:
         return torch.export.load(path).module()
-    except RuntimeError as error:
-        # torch 2.6, if a part of the model is in float32 under autocast
-        raise UserError(f'torch {torch.__version__} cannot read its file; use torch 2.7 or --to onnx') from error
+    # torch 2.6 raises RuntimeError if a part of the model is in float32 under autocast, later ones errors of their own
+    except Exception as error:
+        advice = 'torch 2.7 or --to onnx' if torch.__version__.startswith('2.6.') else '--to onnx'
+        raise UserError(f'torch {torch.__version__} cannot read its file ({_reason(error)}); use {advice}') from error
 
 
 def _to_text(facts: dict) -> dict[str, str]:

@@ -118,9 +118,8 @@ def sinkhorn_attention(
         for tiles in (k_tiles, v_tiles):
             tiles.masked_fill_(~inside.unsqueeze(-1), 0)
     sort = block_sort(q_tiles, k_tiles, inside, noise, num_iterations, temperature, scale)  # (B, heads, T, T)
-    # in the dtype of `sort`, because the gradient of 1 / M overflows in float16; without partial tiles M is 1
-    with no_autocast(q):
-        mass = sort @ inside.to(sort.dtype) if has_partial_tiles else None  # (B, heads, T, b*b)
+    # without partial tiles M is 1
+    mass = _mass(sort, inside) if has_partial_tiles else None
     keys, values = (
         torch.cat(
             [prefix.unsqueeze(2).expand(-1, -1, len(inside), -1, -1), tiles, _sorted_tiles(sort, tiles, mass)], dim=3
@@ -159,6 +158,12 @@ def block_sort(
         if noise is not None:
             logits = logits + noise
         return log_sinkhorn(logits / temperature, num_iterations).exp()
+
+
+def _mass(sort: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """M of the formula, (B, heads, T, b*b), in the dtype of `sort`: the gradient of 1 / M overflows in float16."""
+    with no_autocast(sort):
+        return sort @ inside.to(sort.dtype)
 
 
 def _sorted_tiles(sort: torch.Tensor, tiles: torch.Tensor, mass: torch.Tensor | None) -> torch.Tensor:
