@@ -66,8 +66,9 @@ def make_model(name: str, class_names: tuple[str, ...], in_chans: int, multi_lab
     model = timm.create_model(architecture, num_classes=len(class_names), in_chans=in_chans, **kwargs, **size)
     heads = model.get_classifier()
     for head in heads if isinstance(heads, tuple) else [heads]:
-        # so that classes differ in their scores
-        torch.nn.init.normal_(head.weight)
+        # so that classes differ in their scores; a model without classes has no weights there
+        if class_names:
+            torch.nn.init.normal_(head.weight)
     data_config = dict(input_size=(in_chans, 32, 32), mean=(0.5,) * in_chans, std=(0.3,) * in_chans, crop_pct=0.9)
     about = dict(label_names=list(class_names), vitzoo=dict(multi_label=multi_label))
     save_for_hf(model, str(folder), model_config=about, safe_serialization=True, data_config=data_config)
