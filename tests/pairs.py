@@ -62,6 +62,19 @@ def covered_pairs(rows: Sequence[Row]) -> set[Pair]:
     return {pair for row in rows for pair in map(frozenset, combinations(row.items(), 2))}
 
 
+def assert_covered(factors: Factors, forbidden: Sequence[Forbidden], rows: Sequence[Row]) -> int:
+    """Check that rows cover every pair that is allowed, and no other; returns the number of pairs."""
+    pairs = set(allowed_pairs(factors, forbidden))
+    assert pairs == covered_pairs(rows)
+    return len(pairs)
+
+
+def refused_row(factors: Factors, rule: Forbidden) -> Row:
+    """A row with the first two values that a rule forbids, and the first value of every other factor."""
+    row = {name: values[0] for name, values in factors.items()}
+    return row | {rule.factor: rule.values[0], rule.other: rule.other_values[0]}
+
+
 def _find_clashes(forbidden: Sequence[Forbidden]) -> dict[tuple[str, str], set[tuple[str, str]]]:
     """For each (factor, value), those that must not be in the same row."""
     clashes = {}

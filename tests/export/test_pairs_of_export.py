@@ -7,12 +7,12 @@ from shlex import split
 import pytest
 import timm
 import torch
-from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
+from pairs import Forbidden, assert_covered, covering_array, refused_row
+from sources import save_converted
 from test_export import read_facts
 from tiny import CLASSES, MODELS, MakeOnce, make_model
 
 import vitzoo
-from vitzoo.convert import convert
 from vitzoo.export import main
 from vitzoo.export.command import export_to_file
 from vitzoo.export.formats import FILE_FORMATS
@@ -61,11 +61,6 @@ def make_other(model: str, names: tuple[str, ...], in_chans: int, multi_label: b
         other, str(folder), safe_serialization=True, model_config=dict(label_names=list(names[::-1]))
     )
     return folder
-
-
-def save_converted(folder: Path, root: Path) -> Path:
-    convert(['--from', str(folder), '--swap', 'linear:1', '--out', str(root / 'converted')])
-    return root / 'converted'
 
 
 def copy_file(folder: Path, root: Path) -> Path:
@@ -141,8 +136,7 @@ def assert_facts(row: dict[str, str], facts: dict, folder: Path, other: Path) ->
     ids=lambda rule: f'{rule.factor}-{rule.values[0]}-{rule.other}',
 )
 def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, capsys):
-    row = {name: values[0] for name, values in FACTORS.items()}
-    row |= {rule.factor: rule.values[0], rule.other: rule.other_values[0]}
+    row = refused_row(FACTORS, rule)
     out = tmp_path / f'model{FILE_FORMATS[row["to"]].suffix}'
     with pytest.raises(SystemExit) as end:
         main(command_line(row, out, make_once))
@@ -151,7 +145,6 @@ def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, cap
 
 
 def test_the_files_cover_every_pair_that_is_not_refused(capsys):
-    pairs = set(allowed_pairs(FACTORS, FORBIDDEN))
-    assert pairs == covered_pairs(ROWS)
+    number = assert_covered(FACTORS, FORBIDDEN, ROWS)
     with capsys.disabled():
-        print(f'\n{len(FACTORS)} options of export, {len(pairs)} pairs of values, {len(ROWS)} files')
+        print(f'\n{len(FACTORS)} options of export, {number} pairs of values, {len(ROWS)} files')

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
+from pairs import Forbidden, assert_covered, covering_array, refused_row
 from readers import READERS, read, run_loaded
 from safetensors.torch import load_file
 from sources import LABELS, SOURCES, arguments_of, save_converted, save_source, write_file
@@ -311,8 +311,7 @@ def test_a_pair_of_options_makes_the_folder_of_the_same_in_python(row, make_once
     ids=lambda rule: f'{rule.values[0]}-{rule.other}'.replace(' ', '_'),
 )
 def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, capsys):
-    row = {name: values[0] for name, values in FACTORS.items()}
-    row |= {rule.factor: rule.values[0], rule.other: rule.other_values[0]}
+    row = refused_row(FACTORS, rule)
     if rule.factor == 'way' and 'NAME' in row['way']:
         row['source'] = 'named'
     with pytest.raises(SystemExit) as end:
@@ -322,7 +321,6 @@ def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, cap
 
 
 def test_the_conversions_cover_every_pair_that_is_not_refused(capsys):
-    pairs = set(allowed_pairs(FACTORS, FORBIDDEN))
-    assert pairs == covered_pairs(ROWS)
+    number = assert_covered(FACTORS, FORBIDDEN, ROWS)
     with capsys.disabled():
-        print(f'\n{len(FACTORS)} options of convert, {len(pairs)} pairs of values, {len(ROWS)} conversions')
+        print(f'\n{len(FACTORS)} options of convert, {number} pairs of values, {len(ROWS)} conversions')

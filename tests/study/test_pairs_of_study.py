@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
+from pairs import Forbidden, assert_covered, covering_array, refused_row
 from study_runs import ENDS, MOMENTS, STALE_SECONDS, Interruption, run_workers
 from tiny import MakeOnce, install_datasets, make_data
 from tiny_studies import EVALUATIONS, TINY, link_name, make_earlier, make_study, write_folder
@@ -274,8 +274,7 @@ def assert_scores(row: dict[str, str], cell: StudyCell, name: str, data_name: st
 
 @pytest.mark.parametrize('rule', FORBIDDEN, ids=lambda rule: f'{rule.factor}-{rule.other}')
 def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, monkeypatch, capsys):
-    row = {name: values[0] for name, values in FACTORS.items()}
-    row |= {rule.factor: rule.values[0], rule.other: rule.other_values[0]}
+    row = refused_row(FACTORS, rule)
     data = make_once(make_data, row['data'])
     write_folder(make_study(row, link_name(data), make_once), tmp_path, data, data)
     monkeypatch.chdir(tmp_path)
@@ -288,7 +287,6 @@ def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, mon
 
 
 def test_the_studies_cover_every_pair_that_is_not_refused(capsys):
-    pairs = set(allowed_pairs(FACTORS, FORBIDDEN))
-    assert pairs == covered_pairs(ROWS)
+    number = assert_covered(FACTORS, FORBIDDEN, ROWS)
     with capsys.disabled():
-        print(f'\n{len(FACTORS)} settings of studies, {len(pairs)} pairs of values, {len(ROWS)} studies')
+        print(f'\n{len(FACTORS)} settings of studies, {number} pairs of values, {len(ROWS)} studies')

@@ -10,7 +10,7 @@ from shlex import split
 import pytest
 import timm
 import torch
-from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
+from pairs import Forbidden, assert_covered, covering_array, refused_row
 from processes import assert_ended, free_port, run_in_turn, start_processes
 from safetensors.torch import load_file
 from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model, validate_tiny
@@ -187,14 +187,12 @@ def test_a_pair_of_options_trains_resumes_loads_and_is_validated(row, make_once,
 @pytest.mark.usefixtures('fresh_accelerate')
 @pytest.mark.parametrize('rule', FORBIDDEN, ids=lambda rule: f'{rule.factor}-{rule.other}-{rule.other_values[0]}')
 def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path):
-    row = {name: values[0] for name, values in FACTORS.items()}
-    row |= {rule.factor: rule.values[0], rule.other: rule.other_values[0]}
+    row = refused_row(FACTORS, rule)
     with pytest.raises(UserError, match=rule.sentence):
         train([*command_line(row, make_once), '--output', str(tmp_path / 'run')])
 
 
 def test_the_runs_cover_every_pair_that_is_not_refused(capsys):
-    pairs = set(allowed_pairs(FACTORS, FORBIDDEN))
-    assert pairs == covered_pairs(ROWS)
+    number = assert_covered(FACTORS, FORBIDDEN, ROWS)
     with capsys.disabled():
-        print(f'\n{len(FACTORS)} options of training, {len(pairs)} pairs of values, {len(ROWS)} runs')
+        print(f'\n{len(FACTORS)} options of training, {number} pairs of values, {len(ROWS)} runs')

@@ -18,7 +18,7 @@ import pytest
 import timm
 import torch
 import yaml
-from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
+from pairs import Forbidden, assert_covered, covering_array, refused_row
 from processes import assert_ended, free_port, start_processes
 from teachers import make_teacher
 from timm.models import save_for_hf
@@ -471,8 +471,7 @@ def assert_command(record: dict, result: dict) -> None:
 @pytest.mark.usefixtures('fresh_accelerate')
 @pytest.mark.parametrize('rule', FORBIDDEN, ids=lambda rule: f'{rule.factor}-{rule.other}-{rule.other_values[0]}')
 def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, capsys):
-    row = {name: values[0] for name, values in FACTORS.items()}
-    row |= {rule.factor: rule.values[0], rule.other: rule.other_values[0]}
+    row = refused_row(FACTORS, rule)
     data_dir = make_once(make_images_of, row['data'])
     folder = find_teacher(row, data_dir, make_once)
     words = [*teacher_words(row, folder, make_once), *option_words(row, data_dir, make_once)]
@@ -484,7 +483,6 @@ def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, cap
 
 
 def test_the_runs_cover_every_pair_that_is_not_refused(capsys):
-    pairs = set(allowed_pairs(FACTORS, FORBIDDEN))
-    assert pairs == covered_pairs(ROWS)
+    number = assert_covered(FACTORS, FORBIDDEN, ROWS)
     with capsys.disabled():
-        print(f'\n{len(FACTORS)} options of transfer, {len(pairs)} pairs of values, {len(ROWS)} runs')
+        print(f'\n{len(FACTORS)} options of transfer, {number} pairs of values, {len(ROWS)} runs')

@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import split
 
 import pytest
-from pairs import Forbidden, allowed_pairs, covered_pairs, covering_array
+from pairs import Forbidden, assert_covered, covering_array, refused_row
 from processes import assert_ended, start_processes
 from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model, validate_tiny
 
@@ -180,8 +180,7 @@ def assert_files(row: dict[str, str], record: dict, folder: Path) -> None:
     ids=lambda rule: f'{rule.factor}-{rule.values[0]}-{rule.other}',
 )
 def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, capsys):
-    row = {name: values[0] for name, values in FACTORS.items()}
-    row |= {rule.factor: rule.values[0], rule.other: rule.other_values[0]}
+    row = refused_row(FACTORS, rule)
     data_dir = make_once(make_data, row['data'])
     run = make_once(make_run, row['model'], row['channels'], row['data'], data_dir)
     with pytest.raises(SystemExit) as end:
@@ -190,7 +189,6 @@ def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, cap
 
 
 def test_the_evaluations_cover_every_pair_that_is_not_refused(capsys):
-    pairs = set(allowed_pairs(FACTORS, FORBIDDEN))
-    assert pairs == covered_pairs(ROWS)
+    number = assert_covered(FACTORS, FORBIDDEN, ROWS)
     with capsys.disabled():
-        print(f'\n{len(FACTORS)} options of validate, {len(pairs)} pairs of values, {len(ROWS)} evaluations')
+        print(f'\n{len(FACTORS)} options of validate, {number} pairs of values, {len(ROWS)} evaluations')
