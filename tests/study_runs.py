@@ -159,7 +159,9 @@ def submit_and_wait(*args) -> list:
 
     jobs = submit_workers(*args)
     for job in jobs:
-        job.result()
+        # its method result() would start a debugger
+        if error := job.exception():
+            raise error
     return jobs
 
 

@@ -55,7 +55,7 @@ def explain_files(argv: list[str] | None = None) -> list[str]:
     titles = readable(names)
     unreadable: list[str] = []
     with autocast(args.device, args.amp_dtype):
-        data_config = fit_data_config(name, model, args.img_size)
+        data_config = fit_data_config(name, model, args.img_size, args.crop_pct)
         loader = open_images(files, data_config, args)
         is_multi_label = loaded.about.get('multi_label', False)
         records = explain_images(model, loader, args.method, target, is_multi_label, name)

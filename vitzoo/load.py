@@ -272,14 +272,16 @@ def swap_in(
     return describe_swaps(model._model_args['swap_mixer'])
 
 
-def fit_data_config(name: str, model: nn.Module, img_size: int | Sequence[int] | None = None) -> dict:
-    """The model's data config; if an image size is given, at that size, after running the model on one such image.
+def fit_data_config(
+    name: str, model: nn.Module, img_size: int | Sequence[int] | None = None, crop_pct: float | None = None
+) -> dict:
+    """The model's data config, with another crop or image size if given; the model must run on an image of that size.
 
     Raises:
         UserError: The model does not support this image size.
     """
     try:
-        data_config = resolve_data_config(model, img_size)
+        data_config = resolve_data_config(model, img_size, crop_pct)
     except ValueError as error:
         raise UserError(f'{name} cannot take another image size: {error}') from error
     if img_size is not None:

@@ -1,6 +1,7 @@
 """Command-line options shared by several commands, and the types of their values."""
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add('--checkpoint', metavar='FILE', help='weights to load, .safetensors or .pth')
     add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the model)')
+    add('--crop-pct', type=crop_pct, metavar='P', help="center crop, as a fraction (default: the model's)")
     add('--batch-size', type=positive, default=64, metavar='N', help='batch size per process (default: %(default)s)')
     add_workers(parser)
     add('--device', type=device, default=default_device(), help='device (default: the accelerator if available)')
@@ -125,6 +127,17 @@ def size(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 224 or 224x288")
     sizes = [positive(side) for side in sides]
     return sizes[0], sizes[-1]
+
+
+def crop_pct(text: str) -> float:
+    """Parse the side of a center crop as a fraction of the resized image's, from 0.01 to 1."""
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not 0.01 <= fraction <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a fraction from 0.01 to 1")
+    return fraction
 
 
 def keyword(text: str) -> tuple[str, Any]:

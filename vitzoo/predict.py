@@ -50,7 +50,7 @@ def predict(argv: list[str] | None = None) -> list[str]:
     loaded = load_classifier(args)
     name, model = loaded.name, loaded.model
     with autocast(args.device, args.amp_dtype):
-        loader = open_images(files, fit_data_config(name, model, args.img_size), args)
+        loader = open_images(files, fit_data_config(name, model, args.img_size, args.crop_pct), args)
         top_k = min(args.top_k, model.num_classes)
         unreadable: list[str] = []
         is_multi_label = loaded.about.get('multi_label', False)

@@ -296,6 +296,18 @@ def test_a_checkpoint_a_size_and_a_precision_are_taken(images, tmp_path):
     assert float(row['probability']) == pytest.approx(torch.tensor([0.0, 3, 0]).softmax(0)[1].item(), abs=0.005)
 
 
+@pytest.mark.parametrize('fraction', [None, 0.5])
+def test_a_given_crop_is_that_of_timms_transform(images, trained, tmp_path, fraction):
+    model = timm.create_model(f'local-dir:{trained}', pretrained=True).eval()
+    config = timm.data.resolve_model_data_config(model) | ({} if fraction is None else dict(crop_pct=fraction))
+    image = timm.data.create_transform(**config)(Image.open(images / '9.png').convert('RGB'))
+    crop = () if fraction is None else ('--crop-pct', fraction)
+    (row,) = rows_of(tmp_path, images / '9.png', '--model', trained, *crop)
+    with torch.no_grad():
+        expected = model(image[None]).softmax(-1)[0].sort(descending=True).values
+    assert [float(row[key]) for key in PROBABILITIES] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
 def test_an_answer_that_is_not_finite_is_refused(images, tmp_path, capsys):
     save_model(tmp_path)
     model = timm.create_model(f'local-dir:{tmp_path}', pretrained=True)

@@ -30,6 +30,7 @@ FACTORS = {
     'channels': ('color', 'grey'),
     'head': tuple(NAMES),
     'weights': ('own', 'random'),
+    'crop': ('own', '0.7'),
     'tolerance': ('usual', '1e-4'),
     'out': ('new', 'new folder', 'existing'),
 }
@@ -93,6 +94,7 @@ def command_line(row: dict[str, str], out: Path, make_once: MakeOnce) -> list[st
     }[row['given']]()  # fmt: skip
     options = '' if row['size'] == 'own' else f'--img-size {H}x{W} '
     options += '--random-weights ' if row['weights'] == 'random' else ''
+    options += '' if row['crop'] == 'own' else f'--crop-pct {row["crop"]} '
     options += '' if row['tolerance'] == 'usual' else f'--tolerance {row["tolerance"]}'
     return [*arguments, '--to', row['to'], '--out', str(out), *split(options)]
 
@@ -122,7 +124,9 @@ def assert_facts(row: dict[str, str], facts: dict, folder: Path, other: Path) ->
     in_chans = 1 if row['channels'] == 'grey' else 3
     assert facts['input_size'] == [in_chans, *SIZES[row['size']]] and facts['vitzoo'] == vitzoo.__version__
     is_elsewhere, has_file = row['given'] == 'file elsewhere', row['given'] in ('checkpoint', 'file elsewhere', 'name')
-    config = timm.create_model(f'local-dir:{other if is_elsewhere else folder}').pretrained_cfg
+    config = dict(timm.create_model(f'local-dir:{other if is_elsewhere else folder}').pretrained_cfg)
+    if row['crop'] != 'own':
+        config['crop_pct'] = float(row['crop'])
     assert facts['class_names'] == list(config.get('label_names') or [])
     assert facts['multi_label'] == (row['head'] == 'several' and not is_elsewhere)
     assert facts['weights'] == ('checkpoint' if has_file else 'trained')

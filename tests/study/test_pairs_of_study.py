@@ -139,10 +139,9 @@ def must_be_reached(row: dict[str, str]) -> bool:
 
 def assert_codes(row: dict[str, str], codes: list[int | None], is_interrupted: bool) -> None:
     """The exit codes of the first workers, during whose work the moment of the row may have come."""
-    # a job of Slurm leaves it to `status` to tell of failures
-    errors = {0} if row['workers'] == 'slurm' else {0, 2}
+    errors = {0, 2}
     if not is_interrupted:
-        assert set(codes) <= errors and (row['damage'] != 'late data' or set(codes) == errors - {0} or errors == {0})
+        assert set(codes) <= errors and (row['damage'] != 'late data' or set(codes) == {2})
         return
     number = {'sigint': 130, 'ctrl-c': 130, 'sigkill': -9, 'sigkill of both': -9}.get(row['end'])
     allowed = {0} if row['end'] == 'sigterm' else errors if number is None else {number}

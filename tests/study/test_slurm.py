@@ -106,6 +106,15 @@ def test_a_job_refuses_a_study_that_was_changed_while_it_was_queued(tmp_path, mo
     assert len(executor.commands) == number > 0
 
 
+def test_a_job_fails_if_a_cell_has_failed(tmp_path, monkeypatch):
+    path = write_study(tmp_path, seeds=[0])
+    monkeypatch.setattr(
+        'vitzoo.study.worker.run_process', Executor(lambda command: 2 if 'deit_ls_nano' in ' '.join(command) else None)
+    )
+    with pytest.raises(UserError, match='1 of 2 cells failed, the first is scratch/deit_ls_nano/seed-0'):
+        WorkerJob(path, ['python'], ['scratch/*'])()
+
+
 @pytest.mark.slow
 def test_the_local_executor_computes_a_study(tmp_path, monkeypatch):
     # the steps of the cells write their files without computing anything

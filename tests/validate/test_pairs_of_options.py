@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 MEASURES = 'effective_rank,rank_one_residual,high_frequency_energy,head_similarity'
 OPTIONS = {
     'size': {'own': '', '48': '--img-size 48', '32 x 48': '--img-size 32x48'},
+    'crop': {'own': '', '0.7': '--crop-pct 0.7'},
     'batch': {'64': '', '1': '--batch-size 1', '5': '--batch-size 5'},
     'precision': {'float32': '', 'bfloat16': '--amp-dtype bfloat16'},
     'workers': {'0': '--workers 0', '1': '--workers 1'},
@@ -146,7 +147,7 @@ def test_a_pair_of_options_gives_the_scores_of_a_plain_evaluation(row, make_once
 
     records = read_results(tmp_path, row['results'])
     assert len(records) == (2 if row['given'] == 'twice' else 1)
-    scoring = ' '.join(OPTIONS[name][row[name]] for name in ('size', 'batch', 'precision'))
+    scoring = ' '.join(OPTIONS[name][row[name]] for name in ('size', 'crop', 'batch', 'precision'))
     plain = make_once(make_plain, run, data_dir, scoring)
     for record in records:
         assert [record['params'], record['gmacs']] == [plain['params'], plain['gmacs']]

@@ -20,10 +20,10 @@ from timm.data import ImageNetInfo
 from timm.models import save_for_hf
 from torch.utils.data import DataLoader
 
-from vitzoo.data import eval_transform, resolve_data_config
+from vitzoo.data import eval_loader, eval_transform, open_dataset, resolve_data_config
 from vitzoo.errors import UserError
 from vitzoo.load import LoadedModel, find_models, fit_data_config, load_model, load_weights
-from vitzoo.metrics import token_statistics
+from vitzoo.metrics import evaluate, token_statistics
 from vitzoo.validate import main
 from vitzoo.validate.command import validate
 from vitzoo.validate.data import open_validation_data
@@ -343,6 +343,25 @@ def test_images_have_the_size_and_crop_that_the_weights_were_trained_for():
     assert (config['input_size'], config['crop_pct']) == ((3, 224, 224), 0.95)
     config = fit_data_config('resnet18.a1_in1k', model, 288)
     assert (config['input_size'], config['crop_pct']) == ((3, 288, 288), 0.95)
+    of_timm = timm.data.resolve_model_data_config(model, use_test_size=True)
+    assert fit_data_config('resnet18.a1_in1k', model, 288, 1.0) == of_timm
+
+
+def test_a_given_crop_is_that_of_timms_transform(data, trained):
+    model = timm.create_model(f'local-dir:{trained}', pretrained=True)
+    config = timm.data.resolve_model_data_config(model) | dict(crop_pct=0.6)
+    images = open_dataset(str(data), 'val', timm.data.create_transform(**config))
+    record = validate_one(trained, '--data-dir', data, '--crop-pct', '0.6')
+    assert record['crop_pct'] == 0.6
+    assert record['loss'] == pytest.approx(evaluate(model, eval_loader(images, 64, 0))['loss'], rel=1e-5)
+    whole = validate_one(trained, '--data-dir', data)
+    assert whole['crop_pct'] == 0.9
+    assert abs(whole['loss'] - record['loss']) > 1e-4
+
+
+@pytest.mark.parametrize('fraction', ['0', '1.01', '87.5', '-1', 'nan', 'half'])
+def test_a_crop_that_is_no_fraction_is_refused(trained, capsys, fraction):
+    assert f"'{fraction}' is not a fraction from 0.01 to 1" in fails(capsys, trained, f'--crop-pct={fraction}')
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from vitzoo.classes import class_names
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
 from vitzoo.load import LoadedModel, find_model, fit_data_config, load_model
-from vitzoo.options import check_num_classes, check_output, nonnegative, positive, size
+from vitzoo.options import check_num_classes, check_output, crop_pct, nonnegative, positive, size
 
 # traced with the first number of images, and compared with all
 _BATCH_SIZES = (2, 1, 3)
@@ -43,7 +43,7 @@ def export_to_file(argv: list[str] | None = None) -> None:
     if not args.random_weights:
         loaded.require_weights()
     model = loaded.model
-    data_config = fit_data_config(name, model, args.img_size)
+    data_config = fit_data_config(name, model, args.img_size, args.crop_pct)
     batches = random_batches(data_config['input_size'])
     out = Path(args.out)
     with TemporaryDirectory(dir=out.parent) as folder:
@@ -78,6 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint')
     add('--random-weights', action='store_true', help='allow a model without weights, to measure its speed')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the model)')
+    add('--crop-pct', type=crop_pct, metavar='P', help="center crop of the metadata, a fraction (default: the model's)")
     add('--tolerance', type=nonnegative, default=1e-3, metavar='T',
         help='largest difference of the logits, as a fraction of the largest logit (default: 1e-3)')  # fmt: skip
     return parser.parse_args(argv)

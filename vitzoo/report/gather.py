@@ -82,7 +82,7 @@ def describe_model(name: str, options: EvalOptions) -> dict:
         checkpoint=options.checkpoint,
         pretrained=options.pretrained,
     )
-    model, config = loaded.model, resolve_data_config(loaded.model, options.img_size)
+    model, config = loaded.model, resolve_data_config(loaded.model, options.img_size, options.crop_pct)
     about = find_origin(name)
     # other weights were not made by the commands of the folder
     about |= read_transfer(name) if loaded.weights == 'trained' else dict(commands=[])

@@ -5,12 +5,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from vitzoo.errors import CommandParser, UserError, count_of
+from vitzoo.errors import CommandParser, UserError
 from vitzoo.study.plan import Study, read_study
 from vitzoo.study.report import write_study_report
 from vitzoo.study.results import collect
 from vitzoo.study.slurm import slurm_settings, submit_workers
-from vitzoo.study.status import CellState, find_state, print_status
+from vitzoo.study.status import CellState, check_failures, find_state, print_status
 from vitzoo.study.tables import format_markdown
 from vitzoo.study.worker import Worker
 from vitzoo.train.stopping import StopSignal
@@ -68,13 +68,7 @@ def _run(study: Study, args: argparse.Namespace) -> None:
     with StopSignal() as stop:
         Worker(study, launch=args.launch, should_stop=lambda: stop.received).run()
     print_status(study)
-    cells = count_of(len(study.cells), 'cell')
-    failed = [cell.name for cell in study.cells if find_state(cell) is CellState.FAILED]
-    if failed:
-        raise UserError(
-            f'{len(failed)} of {cells} failed, the first is {failed[0]}; see study.log in its folder,'
-            f' correct the cause, and run again with --retry'
-        )
+    check_failures(study)
     left = [cell.name for cell in study.cells if find_state(cell) in (CellState.FREE, CellState.WAITING)]
     if left and not stop.received:
         raise UserError(

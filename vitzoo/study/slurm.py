@@ -7,6 +7,7 @@ from typing import Any
 
 from vitzoo.errors import UserError
 from vitzoo.study.plan import read_study
+from vitzoo.study.status import check_failures
 from vitzoo.study.worker import Worker
 from vitzoo.train.stopping import StopSignal
 
@@ -17,7 +18,7 @@ _DEFAULTS = {'jobs': 1, 'minutes': None, 'timeouts': 1000}
 
 
 class WorkerJob:
-    """A job that computes cells of a study until none is left.
+    """A job that computes cells of a study until none is left, and fails if a cell has failed.
 
     Args:
         path: The study's file.
@@ -34,7 +35,9 @@ class WorkerJob:
             # the file may have changed while the job was queued
             for cell in study.cells:
                 cell.record.check()
-            Worker(study.choose(self.cells), launch=self.launch, should_stop=lambda: stop.received).run()
+            study = study.choose(self.cells)
+            Worker(study, launch=self.launch, should_stop=lambda: stop.received).run()
+            check_failures(study)
 
     def checkpoint(self) -> Any:
         """Queue the job again, which submitit asks for before a time limit and on preemption.

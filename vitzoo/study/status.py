@@ -3,7 +3,7 @@
 from collections import Counter
 from enum import Enum
 
-from vitzoo.errors import count_of
+from vitzoo.errors import UserError, count_of
 from vitzoo.study.claim import is_claimed as is_cell_claimed
 from vitzoo.study.plan import Study, StudyCell
 
@@ -33,6 +33,16 @@ def find_state(cell: StudyCell, is_claimed: bool | None = None) -> CellState:
     if cell.teacher is not None and cell.teacher.command not in cell.teacher.record.finished:
         return CellState.WAITING
     return CellState.FREE
+
+
+def check_failures(study: Study) -> None:
+    """Raise UserError if a cell has failed."""
+    failed = [cell.name for cell in study.cells if find_state(cell) is CellState.FAILED]
+    if failed:
+        raise UserError(
+            f'{len(failed)} of {count_of(len(study.cells), "cell")} failed, the first is {failed[0]}; see study.log in'
+            f' its folder, correct the cause, and run again with --retry'
+        )
 
 
 def print_status(study: Study) -> None:

@@ -55,7 +55,7 @@ def validate_model(
         )
         model = loaded.model.to(device)
         with autocast(device, options.amp_dtype):
-            data_config = fit_data_config(name, model, options.img_size)
+            data_config = fit_data_config(name, model, options.img_size, options.crop_pct)
             probe = _create_probe(model, data_config['input_size'], options)
         evaluation = Evaluation(loaded, data_config, options, accelerator)
         # before the evaluation, because it fails if an operation has no formula
@@ -74,6 +74,7 @@ def validate_model(
         gmacs=gmacs,
         gflops=2 * gmacs,
         img_size=height if height == width else f'{height}x{width}',
+        crop_pct=data_config['crop_pct'],
         images_per_second=speed and speed.images_per_second,
         speed_doubt=speed and speed.doubt,
         peak_memory_mb=memory.megabytes,

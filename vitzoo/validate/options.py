@@ -44,6 +44,7 @@ class EvalOptions:
     checkpoint: str | None = None
     num_classes: int | None = None
     img_size: tuple[int, int] | None = None
+    crop_pct: float | None = None
     results_file: str | None = None
     measures: tuple[str, ...] = ('cosine',)
     absolute: bool = False

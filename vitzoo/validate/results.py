@@ -29,6 +29,7 @@ RECORD_KEYS = (
     'gmacs',
     'gflops',
     'img_size',
+    'crop_pct',
     'images_per_second',
     'speed_doubt',
     'peak_memory_mb',
