@@ -43,12 +43,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add('--checkpoint', metavar='FILE', help='weights to load, .safetensors or .pth')
     add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint')
+    add_keywords(parser, '--model-kwargs', 'arguments of the model')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the model)')
     add('--crop-pct', type=crop_pct, metavar='P', help="center crop, as a fraction (default: the model's)")
     add('--batch-size', type=positive, default=64, metavar='N', help='batch size per process (default: %(default)s)')
     add_workers(parser)
     add('--device', type=device, default=default_device(), help='device (default: the accelerator if available)')
     add('--amp-dtype', choices=AMP_DTYPES, default='float32', help='precision of the forward pass (default: float32)')
+
+
+def add_keywords(parser: argparse.ArgumentParser, flag: str, meaning: str) -> None:
+    """Add an option of words KEY=VALUE, which the parser returns as a dict."""
+    parser.add_argument(flag, nargs='+', type=keyword, action=_Keywords, default={}, metavar='KEY=VALUE', help=meaning)
+
+
+class _Keywords(argparse.Action):
+    """Collects the pairs of an option in a dict."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, dict(values))
 
 
 def add_workers(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -236,6 +251,16 @@ def check_num_classes(num_classes: int | None, checkpoint: str | None) -> None:
     """Raise UserError if a number of classes is given without the checkpoint that has it."""
     if num_classes is not None and checkpoint is None:
         raise UserError(f'--num-classes {num_classes} is for the weights of a --checkpoint, which is missing')
+
+
+def check_model_kwargs(model_kwargs: Mapping[str, Any]) -> None:
+    """Raise UserError if --model-kwargs has what another option is for."""
+    own = dict(img_size='--img-size', num_classes='--num-classes', checkpoint_path='--checkpoint')
+    for key, value in model_kwargs.items():
+        if key in own:
+            raise UserError(f'--model-kwargs {key}={value} is not taken here; give {own[key]}')
+        if key in ('pretrained', 'features_only'):
+            raise UserError(f'--model-kwargs {key}={value} is not taken here; leave it out')
 
 
 def check_output(path: str, suffixes: tuple[str, ...]) -> None:

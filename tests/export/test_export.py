@@ -206,6 +206,10 @@ def test_a_file_whose_logits_differ_is_not_kept(wrong, trained, tmp_path, monkey
             'deit_linear_nano --to onnx --num-classes 3 --out a.onnx',
             '--num-classes 3 is for the weights of a --checkpoint',
         ),
+        (
+            'deit_linear_nano --to onnx --model-kwargs num_classes=3 --out a.onnx',
+            '--model-kwargs num_classes=3 is not taken here; give --num-classes',
+        ),
         ('deit_linear_nano --to openvino --out a.xml', 'needs packages that are not installed: pip install nowhere'),
     ],
 )

@@ -31,6 +31,7 @@ FACTORS = {
     'head': tuple(NAMES),
     'weights': ('own', 'random'),
     'crop': ('own', '0.7'),
+    'arguments': ('own', 'drop'),
     'tolerance': ('usual', '1e-4'),
     'out': ('new', 'new folder', 'existing'),
 }
@@ -95,6 +96,7 @@ def command_line(row: dict[str, str], out: Path, make_once: MakeOnce) -> list[st
     options = '' if row['size'] == 'own' else f'--img-size {H}x{W} '
     options += '--random-weights ' if row['weights'] == 'random' else ''
     options += '' if row['crop'] == 'own' else f'--crop-pct {row["crop"]} '
+    options += '' if row['arguments'] == 'own' else '--model-kwargs drop_rate=0.1 '
     options += '' if row['tolerance'] == 'usual' else f'--tolerance {row["tolerance"]}'
     return [*arguments, '--to', row['to'], '--out', str(out), *split(options)]
 

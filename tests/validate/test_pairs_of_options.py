@@ -22,6 +22,7 @@ MEASURES = 'effective_rank,rank_one_residual,high_frequency_energy,head_similari
 OPTIONS = {
     'size': {'own': '', '48': '--img-size 48', '32 x 48': '--img-size 32x48'},
     'crop': {'own': '', '0.7': '--crop-pct 0.7'},
+    'arguments': {'own': '', 'drop': '--model-kwargs drop_rate=0.1'},
     'batch': {'64': '', '1': '--batch-size 1', '5': '--batch-size 5'},
     'precision': {'float32': '', 'bfloat16': '--amp-dtype bfloat16'},
     'workers': {'0': '--workers 0', '1': '--workers 1'},

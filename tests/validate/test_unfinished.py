@@ -139,7 +139,12 @@ CHANGES = {
     'a label': lambda run, data: (data / 'val' / 'blue' / '0.png').rename(data / 'val' / 'red' / '9.png'),
     'an image more': lambda run, data: shutil.copy(data / 'val' / 'red' / '0.png', data / 'val' / 'red' / '9.png'),
 }
-OTHER_OPTIONS = {'size': dict(img_size=(48, 48)), 'precision': dict(amp_dtype='bfloat16')}
+OTHER_OPTIONS = {
+    'size': dict(img_size=(48, 48)),
+    'crop': dict(crop_pct=0.5),
+    'precision': dict(amp_dtype='bfloat16'),
+    'arguments': dict(model_kwargs=dict(drop_rate=0.1)),
+}
 
 
 @pytest.mark.parametrize('change', ['nothing', *CHANGES, *OTHER_OPTIONS])
@@ -155,7 +160,7 @@ def test_scores_of_anything_else_are_computed_again(data, trained, tmp_path, cha
 
     def open_scores(options: EvalOptions) -> UnfinishedScores:
         loaded = load_model(str(run), img_size=options.img_size)
-        config = fit_data_config(str(run), loaded.model, options.img_size)
+        config = fit_data_config(str(run), loaded.model, options.img_size, options.crop_pct)
         return UnfinishedScores(Evaluation(loaded, config, options), open_dataset(str(images), 'val'))
 
     open_scores(options).add(('fog', 3), 4, 10)

@@ -282,7 +282,8 @@ def test_tokens_are_measured_on_images_of_any_class_or_none(data, trained, tmp_p
 
 
 def test_the_error_analysis_is_of_the_images_that_were_validated(data, trained, tmp_path, capsys):
-    record = validate_one(trained, '--data-dir', data, '--errors', tmp_path / 'errors')
+    options = ('--data-dir', data, '--errors', tmp_path / 'errors', '--model-kwargs', 'drop_rate=0.1')
+    record = validate_one(trained, *options)
     with open(tmp_path / 'errors' / 'per_class.csv', newline='') as file:
         rows = list(csv.DictReader(file))
     assert {row['class']: int(row['images']) for row in rows} == {'blue': 5, 'green': 3, 'red': 2}
@@ -292,7 +293,7 @@ def test_the_error_analysis_is_of_the_images_that_were_validated(data, trained, 
     page = (ROOT / 'docs' / 'validation.md').read_text().partition('| column | meaning |')[2].partition('\n\n')[0]
     described = {name for row in page.splitlines() for name in re.findall(r'`(\w+)`', row[: row.find(' | ')])}
     # the results file has no column of the origin of the weights
-    assert record.keys() - {'weights'} == {*RECORD_KEYS, 'ece'} == described
+    assert record.keys() - {'weights'} == {*RECORD_KEYS, 'ece', 'model_kwargs'} == described
     assert 0 < record['ece'] < 100 and f'{record["ece"]:.2f} %' in capsys.readouterr().out
     names = {'calibration.csv', 'confused.csv', 'confused.png', 'confusion.csv', 'confusion.png', 'reliability.png'}
     assert {path.name for path in (tmp_path / 'errors').iterdir()} == names | {'per_class.csv'}
@@ -357,6 +358,35 @@ def test_a_given_crop_is_that_of_timms_transform(data, trained):
     whole = validate_one(trained, '--data-dir', data)
     assert whole['crop_pct'] == 0.9
     assert abs(whole['loss'] - record['loss']) > 1e-4
+
+
+def test_a_model_is_made_with_its_arguments(data, trained, tmp_path, capsys):
+    model = timm.create_model(f'local-dir:{trained}', pretrained=True, mixer='linear')
+    config = timm.data.resolve_model_data_config(model)
+    images = open_dataset(str(data), 'val', timm.data.create_transform(**config))
+    results = tmp_path / 'results.json'
+    record = validate_one(
+        trained, '--data-dir', data, '--results-file', results, '--model-kwargs', 'mixer=linear', 'drop_rate=0.1'
+    )
+    assert record['loss'] == pytest.approx(evaluate(model, eval_loader(images, 64, 0))['loss'], rel=1e-5)
+    assert record['loss'] != pytest.approx(validate_one(trained, '--data-dir', data)['loss'], rel=1e-4)
+    assert json.loads(results.read_text())[0]['model_kwargs'] == {'mixer': 'linear', 'drop_rate': 0.1}
+    assert 'mixer=linear\ndrop_rate=0.1\ntrained' in re.sub(' .*', '', capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ('argument', 'message'),
+    [
+        ('num_classes=3', '--model-kwargs num_classes=3 is not taken here; give --num-classes'),
+        ('img_size=48', '--model-kwargs img_size=48 is not taken here; give --img-size'),
+        ('pretrained=false', '--model-kwargs pretrained=False is not taken here; leave it out'),
+        ('features_only=true', '--model-kwargs features_only=True is not taken here; leave it out'),
+        ('mixr=ls', "has no argument 'mixr', did you mean mixer?"),
+        ('mixer', "'mixer' is not KEY=VALUE"),
+    ],
+)
+def test_an_argument_that_no_model_or_another_option_has_is_refused(trained, capsys, argument, message):
+    assert message in fails(capsys, trained, '--no-data', '--model-kwargs', argument)
 
 
 @pytest.mark.parametrize('fraction', ['0', '1.01', '87.5', '-1', 'nan', 'half'])

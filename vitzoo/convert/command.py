@@ -18,7 +18,7 @@ from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import find_model, fit_data_config
 from vitzoo.mixers.base import named_mixers
-from vitzoo.options import check_output, keyword
+from vitzoo.options import add_keywords, check_output
 
 
 def convert(argv: list[str] | None = None) -> None:
@@ -78,9 +78,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--to', metavar='NAME', help='model that inherits')
     add('--swap', metavar='MIXERS', help="replace the attention of the --from model: 'ls', or 'ls:0-9,softmax:10,11'")
     add('--blocks', metavar='N,N-N', help='blocks in which --swap replaces it, such as 2,3,5-11 (default: all)')
-    add('--mixer-kwargs', nargs='+', type=keyword, default=[], metavar='KEY=VALUE', help='arguments of the mixer')
+    add_keywords(parser, '--mixer-kwargs', 'arguments of the mixer')
     add('--out', required=True, metavar='DIR', help='folder to write config.json and model.safetensors to')
-    add('--model-kwargs', nargs='+', type=keyword, default=[], metavar='KEY=VALUE', help='arguments of the new model')
+    add_keywords(parser, '--model-kwargs', 'arguments of the new model')
     args = parser.parse_args(argv)
     if not (args.file and args.model) and not (args.parent and (args.to or args.swap)):
         parser.error('either OFFICIAL_FILE and --model, or --from and --to or --swap, are required')
@@ -94,7 +94,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error('--blocks and --mixer-kwargs need --swap')
     if args.random_weights and args.checkpoint:
         parser.error('--random-weights and --checkpoint cannot be combined')
-    args.model_kwargs, args.mixer_kwargs = dict(args.model_kwargs), dict(args.mixer_kwargs)
     return args
 
 

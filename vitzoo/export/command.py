@@ -16,7 +16,16 @@ from vitzoo.classes import class_names
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
 from vitzoo.load import LoadedModel, find_model, fit_data_config, load_model
-from vitzoo.options import check_num_classes, check_output, crop_pct, nonnegative, positive, size
+from vitzoo.options import (
+    add_keywords,
+    check_model_kwargs,
+    check_num_classes,
+    check_output,
+    crop_pct,
+    nonnegative,
+    positive,
+    size,
+)
 
 # traced with the first number of images, and compared with all
 _BATCH_SIZES = (2, 1, 3)
@@ -37,9 +46,16 @@ def export_to_file(argv: list[str] | None = None) -> None:
         # OpenVINO's writer takes no other
         raise UserError(f"the name of the file '{args.out}' must end in {file_format.suffix} in lower case")
     check_num_classes(args.num_classes, args.checkpoint)
+    check_model_kwargs(args.model_kwargs)
     check_packages(f'--to {args.to}', args.to)
     name = find_model(args.model)
-    loaded = load_model(name, img_size=args.img_size, num_classes=args.num_classes, checkpoint=args.checkpoint)
+    loaded = load_model(
+        name,
+        img_size=args.img_size,
+        num_classes=args.num_classes,
+        checkpoint=args.checkpoint,
+        model_kwargs=args.model_kwargs,
+    )
     if not args.random_weights:
         loaded.require_weights()
     model = loaded.model
@@ -77,6 +93,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--checkpoint', metavar='FILE', help='weights to load, .safetensors or .pth')
     add('--num-classes', type=positive, metavar='N', help='number of classes of the checkpoint')
     add('--random-weights', action='store_true', help='allow a model without weights, to measure its speed')
+    add_keywords(parser, '--model-kwargs', 'arguments of the model')
     add('--img-size', type=size, metavar='N', help='image size, N or HxW (default: that of the model)')
     add('--crop-pct', type=crop_pct, metavar='P', help="center crop of the metadata, a fraction (default: the model's)")
     add('--tolerance', type=nonnegative, default=1e-3, metavar='T',

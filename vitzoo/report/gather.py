@@ -81,9 +81,11 @@ def describe_model(name: str, options: EvalOptions) -> dict:
         num_classes=options.num_classes,
         checkpoint=options.checkpoint,
         pretrained=options.pretrained,
+        model_kwargs=options.model_kwargs,
     )
     model, config = loaded.model, resolve_data_config(loaded.model, options.img_size, options.crop_pct)
     about = find_origin(name)
+    about['arguments'] = sorted({*about['arguments'], *set(options.model_kwargs) - _USUAL_ARGUMENTS})
     # other weights were not made by the commands of the folder
     about |= read_transfer(name) if loaded.weights == 'trained' else dict(commands=[])
     if options.has_data and not options.ignore_labels:

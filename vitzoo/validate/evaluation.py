@@ -52,6 +52,7 @@ def validate_model(
             num_classes=options.num_classes,
             checkpoint=options.checkpoint,
             pretrained=options.pretrained,
+            model_kwargs=options.model_kwargs,
         )
         model = loaded.model.to(device)
         with autocast(device, options.amp_dtype):
@@ -80,6 +81,8 @@ def validate_model(
         peak_memory_mb=memory.megabytes,
         health=health,
     )
+    if options.model_kwargs:
+        record['model_kwargs'] = options.model_kwargs
     return record | scores
 
 

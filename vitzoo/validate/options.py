@@ -2,8 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from vitzoo.about import is_trained_folder
 from vitzoo.data.options import DATA_OPTIONS, DataOptions
 from vitzoo.errors import CommandParser, UserError, format_flag
 from vitzoo.metrics.oversmoothing import MEASURES
-from vitzoo.options import add_data_options, add_model_options, check_output
+from vitzoo.options import add_data_options, add_model_options, check_model_kwargs, check_output
 from vitzoo.validate.predictions import FORMATS
 
 _DESCRIPTION = 'accuracy, size, speed, oversmoothing and health of models, as a table, a file and a figure'
@@ -43,6 +44,7 @@ class EvalOptions:
     random_weights: bool = False
     checkpoint: str | None = None
     num_classes: int | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
     img_size: tuple[int, int] | None = None
     crop_pct: float | None = None
     results_file: str | None = None
@@ -122,6 +124,7 @@ def parse_args(argv: list[str] | None = None, no_model: str = _NO_MODEL) -> Eval
 
 def check_models(options: EvalOptions, names: Sequence[str]) -> None:
     """Raise UserError if an option for one model is given with several, or one that discards the weights of a run."""
+    check_model_kwargs(options.model_kwargs)
     trained = [name for name in names if is_trained_folder(name)]
     if options.num_classes is not None and options.checkpoint is None and trained:
         raise UserError(
@@ -189,7 +192,7 @@ def _check_options(parser: argparse.ArgumentParser, options: EvalOptions, no_mod
 def _check_predictions_options(parser: argparse.ArgumentParser, options: EvalOptions) -> None:
     """Reject options that need a model."""
     default = EvalOptions(**vars(parser.parse_args([])))
-    for name in (field.name for field in fields(options)):
+    for name in (each.name for each in fields(options)):
         is_allowed = name in ('from_predictions', 'results_file', 'errors', 'data_dir', *DATA_OPTIONS)
         if not is_allowed and getattr(options, name) != getattr(default, name):
             parser.error(f'{format_flag(name)} needs a MODEL; --from-predictions has none')

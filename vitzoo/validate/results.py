@@ -140,8 +140,9 @@ def have_different_images(records: list[dict]) -> bool:
 
 
 def format_weights(record: dict) -> str:
-    """The origin of a model's weights and, if it is known, their licence."""
-    return ', '.join(filter(None, [record.get('weights'), record.get('license')]))
+    """The origin of a model's weights and, if it is known, their licence; before them, the --model-kwargs in lines."""
+    arguments = [f'{key}={value}\n' for key, value in record.get('model_kwargs', {}).items()]
+    return ''.join(arguments) + ', '.join(filter(None, [record.get('weights'), record.get('license')]))
 
 
 def print_robustness(records: list[dict]) -> None:

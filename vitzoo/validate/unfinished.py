@@ -118,8 +118,9 @@ def _digest(evaluation: Evaluation, images: Images) -> str:
     digest, config = hashlib.sha256(), Path(name.removeprefix('local-dir:')).expanduser() / 'config.json'
     versions = [f'{module.__name__} {module.__version__}' for module in (cv2, numpy, PIL, timm, torch, vitzoo)]
     facts = [name, str(model), evaluation.data_config, options.amp_dtype, str(options.device), images.targets, versions]
-    digest.update(repr(facts).encode(errors='surrogateescape'))
     # the arguments of the model, which its description may not have
+    facts.append(options.model_kwargs)
+    digest.update(repr(facts).encode(errors='surrogateescape'))
     digest.update(config.read_bytes() if config.is_file() else b'')
     for key, tensor in model.state_dict().items():
         digest.update(f'{key} {tensor.dtype} {tuple(tensor.shape)}'.encode())
