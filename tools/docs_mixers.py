@@ -86,8 +86,9 @@ makes no difference to softmax attention but does to most kernels; `agent` and `
 take it.
 
 Second derivatives raise an error in the Triton kernels and in PyTorch's fused attention, which `biformer`, `global`,
-`linformer`, `nystrom`, `set`, `softmax`, `srformer` and, without partial tiles, `sinkhorn` use, and others for prefix
-tokens. On a CPU, within `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, every mixer has them.
+`linformer`, `nystrom`, `set`, `softmax`, `srformer` and, without partial tiles, `sinkhorn` use, `neighborhood` and
+`swin` without a bias, and others for prefix tokens. On a CPU, within
+`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, every mixer has them.
 
 On long sequences, from 16 MB of intermediate results per image on, most mixers of kernels and feature maps, and
 `aft_conv`, `neighborhood`, `reformer`, `swin`, `ttt`, `vssd` and `xca`, store only their arguments, and recompute a few

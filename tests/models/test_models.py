@@ -213,6 +213,29 @@ def test_keywords_add_to_those_of_the_name_and_go_with_another_mixer():
     assert type(blocks(other)[0].attn).__name__ == 'Nystrom'
 
 
+@pytest.mark.parametrize('sequence', [tuple, list])
+def test_windows_of_a_name_stay_if_its_own_mixers_are_named(sequence):
+    published = build('vil_ls_medium_384', mixer=sequence(['ls', 'ls', 'softmax', 'softmax']))
+    first = blocks(published)[0].attn
+    assert (first.window_size, first.rel_bias.row_stride) == (8, 16)
+    kwargs = dict(mixer=sequence(['longformer', 'longformer', 'softmax', 'softmax']))
+    for chosen in (
+        kwargs,
+        dict(mixer_kwargs={'random_shift': True}),
+        dict(mixer_kwargs=[{}, {'random_shift': True}, {}, {}]),
+    ):
+        stages = build('vil_medium_wide_abs_384', **chosen).stages
+        assert [stage.blocks[0].attn.window_size for stage in stages[:2]] == [8, 12]
+        assert stages[1].blocks[0].attn.random_shift == ('mixer' not in chosen)
+    wider = build('vil_medium_wide_abs_384', mixer_kwargs=({'window_size': 6}, {}, {}, {})).stages
+    assert [stage.blocks[0].attn.window_size for stage in wider[:2]] == [6, 12]
+
+
+def test_a_mixer_that_the_name_does_not_have_gets_none_of_its_keywords():
+    other = build('vil_ls_medium_384', mixer='nystrom')
+    assert type(blocks(other)[0].attn).__name__ == 'Nystrom'
+
+
 @pytest.mark.parametrize('name', ['cvt_ls_13', 'vil_tiny', 'deit_performer_tiny', 'aft_conv_tiny'])
 def test_a_wrong_mixer_argument_says_so(name):
     with pytest.raises(TypeError, match='no_such_option'):

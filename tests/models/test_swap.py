@@ -426,6 +426,32 @@ def test_what_a_mixer_inherits_from_frozen_weights_stays_frozen(frozen):
         assert parameter.requires_grad != is_frozen, name
 
 
+# mixers whose layers have other names than those of the attention, and what is in each that has no frozen parent
+OTHER_LAYERS = {'srformer': ('sr', 'norm'), 'synthesizer': ('scores',), 'longformer': ('rel_bias',), 'softmax': ()}
+
+
+@pytest.mark.parametrize('mixer', OTHER_LAYERS)
+def test_layers_made_of_frozen_ones_of_another_name_stay_frozen(mixer):
+    model = build()
+    for block in model.blocks:
+        block.attn.qkv.requires_grad_(False)
+    kwargs = dict(global_proj=True) if mixer == 'longformer' else {}
+    vitzoo.swap_mixer(model, mixer, **kwargs)
+    for name, parameter in model.blocks[0].attn.named_parameters():
+        part = name.partition('.')[0]
+        assert parameter.requires_grad == (part in ('proj', 'proj_global', *OTHER_LAYERS[mixer])), name
+
+
+def test_a_scale_of_its_own_gives_way_to_that_of_the_inherited_queries():
+    model = build()
+    expected = logits(model)
+    vitzoo.swap_mixer(model, 'biformer', num_windows=1, topk=1)
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attn.lepe.weight)
+        torch.nn.init.zeros_(block.attn.lepe.bias)
+    torch.testing.assert_close(logits(model), expected)
+
+
 @pytest.mark.parametrize('mixer', NARROW_KEYS)
 def test_a_mixer_that_cannot_normalize_its_keys_says_so(mixer):
     with pytest.raises(ValueError, match='qk_norm'):

@@ -76,6 +76,13 @@ def test_convolutions_that_add_nothing_at_first_do_so_in_every_model(family):
     assert weights and not any(weight.any() for weight in weights)
 
 
+@pytest.mark.parametrize('family', ['relative table', 'relative mlp', 'beit', 'swin'])
+def test_a_table_of_relative_positions_is_lost_to_a_bias_that_depends_on_queries(family):
+    model = vitzoo.swap_mixer(build(family), 'softmax', rel_bias='decomposed')
+    assert 'rel_bias.table' in next(iter(model.inheritance.values())).lost
+    assert all(output.isfinite().all() for output in outputs(model, images()))
+
+
 @pytest.mark.parametrize('family', ['eva02 separate layers', 'shared keys', 'pvt', 'beit', 'sam', 'scale norm'])
 def test_weights_stay_frozen_also_if_biases_are_trained(family):
     model = build(family)

@@ -10,6 +10,7 @@ from vitzoo.about import describe_architecture
 from vitzoo.load import create_model, swap_in
 from vitzoo.metrics import token_statistics
 from vitzoo.mixers import mixer_class
+from vitzoo.models.inherit import differing_settings
 
 SMALL = dict(embed_dim=48, depth=2, num_heads=3, img_size=(32, 48), num_classes=5)
 STAGES = dict(embed_dims=(16, 32), depths=(1, 2), num_heads=(1, 2), img_size=(64, 96), num_classes=5)
@@ -101,7 +102,9 @@ def swapped_and_built(body, mixer):
     """A swapped model, and the model built with this mixer with the same weights."""
     body = fitting(body, mixer)
     model = perturb(vitzoo.swap_mixer(build(body), mixer))
-    built = build(body, mixer=mixer)
+    # biformer has another scale of its own than the attention that it takes the place of, with heads of 16 channels
+    kwargs = dict(mixer_kwargs=dict(scale=0.25)) if mixer == 'biformer' and body != 'cvt' else {}
+    built = build(body, mixer=mixer, **kwargs)
     built.load_state_dict(model.state_dict(), strict=True)
     return model, built
 
@@ -129,6 +132,28 @@ def test_every_mixer_in_every_body_is_the_one_built_with_it(body):
                 either.set_input_size((64, 32))
         model.train()(images(model)).square().sum().backward()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize(('body', 'mixer', 'scale'), [('deit', 'biformer', 48**-0.5), ('cvt', 'biformer', 16**-0.5),
+    ('cvt', 'srformer', 16**-0.5), ('cvt', 'pool', 16**-0.5), ('vil', 'srformer', 16**-0.5)])  # fmt: skip
+def test_softmax_has_the_scale_of_the_queries_that_it_inherits_else_that_of_the_model(body, mixer, scale):
+    model = vitzoo.swap_mixer(build(body, mixer=mixer), 'softmax')
+    assert next(iter(model.mixers().values())).scale == pytest.approx(scale)
+
+
+def test_a_difference_of_scale_is_reported():
+    parent, model = build('deit', mixer='biformer'), build('deit')
+    assert differing_settings(model, parent) == ['blocks.*.attn.scale (2): 0.25, not 0.1443']
+    assert differing_settings(model, build('deit', mixer='linear')) == []
+
+
+@pytest.mark.parametrize('mixer', ['softmax', 'ls', 'mhla'])
+def test_a_norm_over_all_heads_is_not_taken_for_one_of_each_head(mixer, caplog):
+    model = build('deit', mixer='mhla', mixer_kwargs=dict(rms_norm=True))
+    vitzoo.swap_mixer(model, mixer, **(dict(rms_norm=True) if mixer == 'mhla' else {}))
+    assert all(output.isfinite().all() for output in outputs(model))
+    is_lost = {name.rpartition('.')[0] for name in model.inheritance[0].lost} >= {'q_norm', 'k_norm'}
+    assert is_lost == (mixer != 'mhla') == ('q_norm' in caplog.text)
 
 
 def swap_back(body, mixer):

@@ -1,5 +1,6 @@
 """Swapped models as models of timm: saved, loaded, at other sizes, with other heads, and from the command line."""
 
+import copy
 import json
 import logging
 import shutil
@@ -10,6 +11,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file
+from timm.layers import to_2tuple
 from timm.models import _hub as timm_hub
 from timm.models import push_to_hf_hub, resolve_model_input_args, save_for_hf
 
@@ -103,6 +105,17 @@ def test_a_folder_loads_by_timm_with_the_same_logits_and_weights(name, kwargs, t
     configs = [resolve_data_config(each) for each in (model, loaded)]
     assert [tuple(configs[1][key]) for key in ('mean', 'std')] == [configs[0][key] for key in ('mean', 'std')]
     assert configs[1]['input_size'] == configs[0]['input_size'] == (3, *model.patch_embed.img_size)
+
+
+@pytest.mark.parametrize(
+    'kwargs', [dict(patch_size=8), dict(patch_size=(8, 32), img_size=(64, 96)), dict(patch_size=32)]
+)
+def test_a_folder_loads_at_another_patch_size(saved, kwargs):
+    model, source = saved
+    expected = copy.deepcopy(model)
+    expected.set_input_size(**kwargs)
+    x = images(*to_2tuple(kwargs.get('img_size', 64)))
+    assert torch.equal(outputs(load(source, **kwargs), x), outputs(expected, x))
 
 
 def test_the_config_has_the_base_and_its_data_config(saved):
@@ -402,8 +415,12 @@ def test_timms_slot_says_what_it_cannot_do(tmp_path):
         save(model, tmp_path)
     with pytest.raises(ValueError, match='smaller than a patch'):
         vitzoo.attn_layer('ls', img_size=8)
-    with pytest.raises(ValueError, match='scale_norm'):
+    with pytest.raises(ValueError, match='does not take scale_attn_norm; leave it out, or use vitzoo.swap_mixer'):
         layer_model('ls', scale_attn_norm=True)
+    with pytest.raises(ValueError, match="window_size of ls must be a whole number, not '7'"):
+        vitzoo.attn_layer('ls', window_size='7')
+    with pytest.raises(ValueError, match='shared_qk is a part of the definition of ls'):
+        vitzoo.attn_layer('ls', shared_qk=True)
 
 
 def test_timms_slot_normalizes_queries_and_keys():

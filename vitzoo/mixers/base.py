@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from operator import index as as_int
 from types import NoneType, UnionType
@@ -94,10 +94,7 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
     Raises ValueError for an unknown name or an invalid value, TypeError for a keyword that the mixer does not take.
     """
     cls = mixer_class(name)
-    for key in _OF_THE_CLASS:
-        if key in kwargs:
-            raise ValueError(f'{key} is a part of the definition of {name}; leave {key}={kwargs[key]} out.')
-    _check_types(name, cls, dict(kwargs, num_heads=num_heads))
+    check_arguments(name, dict(kwargs, num_heads=num_heads))
     # some functions of torch do not take whole numbers of numpy
     kwargs = {key: as_int(value) if is_whole(value) else value for key, value in kwargs.items()}
     try:
@@ -114,9 +111,12 @@ def create_mixer(name: str, dim: int, num_heads: int, *, grid_size: tuple[int, i
         raise TypeError(f"{name} does not take the argument '{unknown[1]}'{hint}") from error
 
 
-def _check_types(name: str, cls: type, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for another value of an argument that a mixer declares as a number or as True or False."""
-    for base in cls.__mro__:
+def check_arguments(name: str, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for an argument that the mixer `name` sets itself, or for a value of another type."""
+    for key in _OF_THE_CLASS:
+        if key in kwargs:
+            raise ValueError(f'{key} is a part of the definition of {name}; leave {key}={kwargs[key]} out.')
+    for base in mixer_class(name).__mro__:
         for key, hint in getattr(vars(base).get('__init__'), '__annotations__', {}).items():
             kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
             kind, *others = (kind for kind in kinds if kind is not NoneType)
@@ -128,10 +128,15 @@ def _check_types(name: str, cls: type, kwargs: dict[str, Any]) -> None:
 
 
 # description and check of the values of each type
-_CHECKS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+_CHECKS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     int: ('a whole number', is_whole),
     float: ('a number', lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     bool: ('True or False', lambda value: isinstance(value, bool)),
+    str: ('a name', lambda value: isinstance(value, str)),
+    Sequence[int]: (
+        'a list of whole numbers',
+        lambda value: isinstance(value, list | tuple) and all(map(is_whole, value)),
+    ),
 }
 
 

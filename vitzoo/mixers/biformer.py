@@ -8,7 +8,8 @@ convolution. The authors pad a grid that n does not divide, and attend the paddi
 ceil(W / n) tokens, fewer at the border, so that a side may have fewer than n of them, and the means are over their
 tokens. Prefix tokens are global: every token attends them and they attend every token. The 3 x 3 depthwise convolution
 that the authors' blocks add to the tokens before the norm belongs to the block and is not here. If all windows are
-chosen, and without lepe, it is softmax attention with this scale. With windows of s tokens, O(N (k s + P) dim).
+chosen, and without lepe, it is softmax attention with this scale. `swap_mixer` keeps the scale of the attention. With
+windows of s tokens, O(N (k s + P) dim).
 BiFormer: Vision Transformer with Bi-Level Routing Attention, section 3.2, https://arxiv.org/abs/2303.08810
 """
 

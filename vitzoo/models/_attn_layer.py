@@ -7,7 +7,8 @@ import torch
 from timm.layers import register_notrace_module, to_2tuple
 from torch import nn
 
-from vitzoo.mixers import TokenMixer, mixer_class
+from vitzoo.mixers import QKVMixer, TokenMixer, mixer_class
+from vitzoo.mixers.base import check_arguments
 
 from ._block import check_tokens
 
@@ -34,10 +35,11 @@ def attn_layer(
         mixer_kwargs: The mixer's own arguments.
 
     Raises:
-        ValueError: The mixer does not exist, the image is smaller than a patch, or, when the model is built, it has
-            `scale_attn_norm`.
+        ValueError: The mixer or a value of its arguments does not exist, the image is smaller than a patch, or, when
+            the model is built, it has `scale_attn_norm`.
     """
     cls: Any = mixer_class(mixer)
+    check_arguments(mixer, mixer_kwargs)
     H, W = (side // patch for side, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)))
     grid_size = H, W
     if min(grid_size) < 1:
@@ -58,11 +60,13 @@ def attn_layer(
             **kwargs: Any,
         ) -> None:
             if scale_norm:
-                raise ValueError(f'{cls.__name__} has no scale_norm; build the model without scale_attn_norm.')
+                raise ValueError('attn_layer does not take scale_attn_norm; leave it out, or use vitzoo.swap_mixer.')
             # mixers without queries and keys have nothing to normalize
             norm = {'qk_norm': True, 'norm_layer': norm_layer} if qk_norm and cls.has_qk_norm else {}
             place = {'grid_size': grid_size, 'num_prefix_tokens': num_prefix_tokens, 'layer': next(layers)}
-            super().__init__(dim, num_heads, **{**kwargs, **norm, **place, **mixer_kwargs})
+            # that of timm's attention, whose weights may be loaded
+            scale = {'scale': (dim // num_heads) ** -0.5} if issubclass(cls, QKVMixer) else {}
+            super().__init__(dim, num_heads, **{**kwargs, **norm, **place, **scale, **mixer_kwargs})
             if not proj_bias and isinstance(getattr(self, 'proj', None), nn.Linear):
                 self.proj.register_parameter('bias', None)
 

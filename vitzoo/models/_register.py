@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.hub import download_url_to_file
 
 from vitzoo.mixers import list_mixers
 
+from ._pyramid import per_stage_mixers
 from ._shipped import shipped_configs
 
 __all__ = ['cfg', 'register_variants', 'swapped']
@@ -98,17 +100,19 @@ def register_variants(
         )
 
     for name, args in variants.items():
-        entrypoint = _entrypoint(module, name, create, args)
+        entrypoint = _entrypoint(module, name, create, args, signature(model_cls.__init__).parameters['mixer'].default)
         setattr(namespace, name, entrypoint)
         register_model(entrypoint)
 
 
-def _entrypoint(module: str, name: str, create: Callable[..., nn.Module], args: dict) -> Callable[..., nn.Module]:
+def _entrypoint(
+    module: str, name: str, create: Callable[..., nn.Module], args: dict, default_mixer: str | tuple[str, ...]
+) -> Callable[..., nn.Module]:
     # the image size of a variant is in the config of its name; weights of a tag may have another
     arguments = {key: value for key, value in args.items() if key != 'img_size'}
 
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        return create(name, pretrained, **_override(arguments, kwargs))
+        return create(name, pretrained, **_override(arguments, kwargs, default_mixer))
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
     entrypoint.__module__ = module
@@ -116,17 +120,22 @@ def _entrypoint(module: str, name: str, create: Callable[..., nn.Module], args: 
     return entrypoint
 
 
-def _override(args: dict, kwargs: dict) -> dict:
+def _override(args: dict, kwargs: dict, default_mixer: str | tuple[str, ...]) -> dict:
     """The variant's arguments, overridden by the caller's.
 
-    A `mixer_kwargs` dict is merged with the variant's, whose own are dropped if the caller chooses another mixer.
+    `mixer_kwargs` are merged with the variant's in each stage. The variant's are dropped if the caller chooses other
+    mixers.
     """
-    if 'mixer' in kwargs and kwargs['mixer'] != args.get('mixer'):
-        args = {key: value for key, value in args.items() if key != 'mixer_kwargs'}
-    own, given = args.get('mixer_kwargs'), kwargs.get('mixer_kwargs')
-    if isinstance(own, dict) and isinstance(given, dict):
-        kwargs = {**kwargs, 'mixer_kwargs': {**own, **given}}
-    return {**args, **kwargs}
+    both, own, given = {**args, **kwargs}, args.get('mixer_kwargs'), kwargs.get('mixer_kwargs')
+    if own is None:
+        return both
+    mixer, num_stages = args.get('mixer', default_mixer), len(both.get('depths', (None,)))
+    old = per_stage_mixers(mixer, own, num_stages)
+    new = per_stage_mixers(kwargs.get('mixer', mixer), given, num_stages)
+    if [name for name, _ in old] != [name for name, _ in new]:
+        return {**both, 'mixer_kwargs': given}
+    merged = tuple({**options, **chosen} for (_, options), (_, chosen) in zip(old, new))
+    return {**both, 'mixer_kwargs': merged if 'depths' in both else merged[0]}
 
 
 def _fetch_official(name: str, kwargs: dict) -> dict | None:

@@ -26,6 +26,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from vitzoo.mixers import QKVMixer, TokenMixer
 from vitzoo.mixers._qkv import LinearQKV
+from vitzoo.mixers._rel_bias import OffsetBias
 
 __all__ = ['AttentionParts', 'Unsupported', 'take_apart']
 
@@ -53,8 +54,8 @@ class AttentionParts:
         """The width of the tokens."""
         return self.attn.dim if isinstance(self.attn, TokenMixer) else self.weights['qkv.weight'].shape[1]
 
-    def settings(self, cls: type[TokenMixer]) -> dict:
-        """Keywords for a mixer of class `cls` that takes the place of the layer."""
+    def settings(self, cls: type[TokenMixer], num_heads: int | None = None) -> dict:
+        """Keywords for a mixer of class `cls` that takes the place of the layer, perhaps with other heads."""
         layers = [name for name in _BIASED_LAYERS if f'{name}.weight' in self.weights]
         settings: dict[str, Any] = dict(
             dim=self.dim,
@@ -65,9 +66,10 @@ class AttentionParts:
         if hasattr(self.attn, 'attn_drop'):
             settings.update(attn_drop=self.attn.attn_drop.p)
         if hasattr(self.attn, 'scale') and issubclass(cls, QKVMixer):
-            # None also overrides a scale that the backbone gives to its mixers
-            usual = self.attn.scale == (self.dim // self.attn.num_heads) ** -0.5
-            settings.update(scale=None if usual else self.attn.scale)
+            # also where the mixer's own scale is another: it is that of the inherited queries and keys
+            is_usual = self.attn.scale == (self.dim // self.attn.num_heads) ** -0.5
+            has_other_heads = num_heads not in (None, self.attn.num_heads)
+            settings.update(scale=None if is_usual and has_other_heads else self.attn.scale)
         # mixers without queries and keys have nothing to normalize
         if 'q_norm' in self.norms and cls.has_qk_norm:
             settings.update(qk_norm=True, norm_layer=self._norm_layer)
@@ -86,7 +88,7 @@ class AttentionParts:
     def weights_for(self, mixer: TokenMixer) -> dict[str, Tensor]:
         """The weights, with a table of relative positions that a mixer with windows can inherit."""
         table, rel_bias = self.weights.get('rel_bias.table'), getattr(mixer, 'rel_bias', None)
-        if table is None or rel_bias is None or rel_bias.table.shape == table.shape:
+        if table is None or not isinstance(rel_bias, OffsetBias) or rel_bias.table.shape == table.shape:
             return self.weights
         # Swin's windows need not have the shape of the grid
         window = getattr(self.attn, 'window_size', None) or mixer.grid_size
@@ -291,7 +293,11 @@ def _weights(attn: nn.Module) -> dict[str, Tensor]:
 def _norms(attn: nn.Module, scale_norm: str = 'scale_norm') -> dict[str, nn.Module]:
     """The norms of a layer, whose norm before `proj` has the name `scale_norm`."""
     norms = {'q_norm': getattr(attn, 'q_norm', None), 'scale_norm': getattr(attn, scale_norm, None)}
-    return {name: norm for name, norm in norms.items() if not isinstance(norm, (nn.Identity, type(None)))}
+    norms = {name: norm for name, norm in norms.items() if not isinstance(norm, (nn.Identity, type(None)))}
+    # mixers normalize the queries and keys of each head, not of all together
+    if any(parameter.dim() > 1 for parameter in norms.get('q_norm', nn.Identity()).parameters()):
+        del norms['q_norm']
+    return norms
 
 
 def _rename(weights: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ have another name in the parent, such as layers that are fused there. Everything
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Inheritance:
         dropped: Tensors of the parent that no tensor of the model comes from.
         lost: Tensors of the parent of which not all values are inherited, those dropped included.
         share: Fraction of the parent's parameters that are inherited.
+        sources: Names in the parent of tensors made from those of other names.
     """
 
     copied: list[str]
@@ -59,6 +60,7 @@ class Inheritance:
     dropped: list[str]
     lost: list[str]
     share: float
+    sources: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"inherited {self.share:.2%} of the parent's parameters, {len(self.copied)} tensors as they are"]
@@ -101,10 +103,10 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
         if is_same:
             copied.add(name)
     num_inherited = sum(num_values for name, num_values in num_used.items() if name not in buffers)
-    same_name = set(inherited)
+    same_name, other_names = set(inherited), {}
     for name, (tensor, sources) in _from_other_names(model, parent).items():
         if name in own and name not in inherited and own[name].shape == tensor.shape:
-            inherited[name] = tensor
+            inherited[name], other_names[name] = tensor, sources
             # a copy of a tensor that is inherited anyway does not count
             if same_name.isdisjoint(sources):
                 num_inherited += tensor.numel()
@@ -120,6 +122,7 @@ def inherit_weights(model: nn.Module, parent: dict[str, Tensor]) -> Inheritance:
         dropped=[name for name in parent if name not in num_used],
         lost=[name for name, tensor in parent.items() if num_used[name] < tensor.numel()],
         share=num_inherited / max(1, num_parent),
+        sources=other_names,
     )
 
 
@@ -146,8 +149,9 @@ def _fold_layer_scale(parent: dict[str, Tensor], own: dict[str, Tensor]) -> dict
 def differing_settings(model: nn.Module, parent: nn.Module) -> list[str]:
     """Settings in which modules of the same name differ, such as 'blocks.*.mlp.act (12): GELU, not QuickGELU'.
 
-    These are what a state dict does not show: numbers of heads, the kind of norms and their epsilon, activations,
-    whether norms are before or after the layers of a block, the pooling, padded images, and rotary positions.
+    These are what a state dict does not show: numbers of heads, the scale of their products, the kind of norms and
+    their epsilon, activations, whether norms are before or after the layers of a block, the pooling, padded images, and
+    rotary positions.
     """
     parents = dict(parent.named_modules())
     differing: dict[str, list[str]] = {}
@@ -163,6 +167,8 @@ def _settings(path: str, module: nn.Module) -> dict[str, Any]:
     """Values of a module by their names in the model."""
     prefix = f'{path}.' if path else ''
     settings = {prefix + name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
+    if isinstance(getattr(module, 'scale', None), float) and hasattr(module, 'num_heads'):
+        settings[f'{prefix}scale'] = round(module.scale, 4)
     if path.rpartition('.')[2] == 'act':
         settings[path] = type(module).__name__
     if path.rpartition('.')[2] in _NORMS and not isinstance(module, nn.Identity):

@@ -192,7 +192,11 @@ def _new_mixers(
         ) from None
     new = []
     for number, part in enumerate(parts):
-        settings = get_device_dtype(block) | family.mixer_settings(model, path, cls) | part.settings(cls)
+        of_family = family.mixer_settings(model, path, cls)
+        settings = get_device_dtype(block) | of_family | part.settings(cls, mixer_kwargs.get('num_heads'))
+        if 'qkv_layer' in of_family and 'qkv.proj_q.weight' not in part.weights:
+            # CvT's convolutions inherit no queries and keys, and keep its scale
+            settings['scale'] = of_family['scale']
         settings |= dict(
             grid_size=family.grid_size_of(model, path),
             num_prefix_tokens=family.num_prefix_in_block(model, path),
@@ -218,7 +222,7 @@ def _new_mixers(
         if isinstance(proj, nn.Linear) and 'proj.weight' in part.weights and 'proj.bias' not in part.weights:
             proj.register_parameter('bias', None)
         report = inherit_weights(mixer, part.weights_for(mixer))
-        _keep_frozen(mixer, part, [*report.copied, *report.fitted])
+        _keep_frozen(mixer, part, report)
         new.append((mixer.train(part.attn.training), report))
     return new
 
@@ -244,11 +248,11 @@ def _restart_at_zero(mixer: TokenMixer) -> None:
             nn.init.zeros_(module.weight)
 
 
-def _keep_frozen(mixer: TokenMixer, part: AttentionParts, inherited: list[str]) -> None:
+def _keep_frozen(mixer: TokenMixer, part: AttentionParts, report: Inheritance) -> None:
     """Freeze what a mixer inherits from frozen weights of the attention."""
     parameters = dict(mixer.named_parameters())
-    for name in inherited:
-        if name in parameters and not part.is_trained(name):
+    for name in [*report.copied, *report.fitted]:
+        if name in parameters and not any(map(part.is_trained, report.sources.get(name, [name]))):
             parameters[name].requires_grad_(False)
 
 
@@ -309,7 +313,12 @@ def _merge(block: Any, reports: list[Inheritance]) -> Inheritance:
         label: [f'{name}.{tensor}' for name, report in zip(names, reports) for tensor in getattr(report, label)]
         for label in ('copied', 'fitted', 'initialized', 'dropped', 'lost')
     }
-    return Inheritance(**lists, share=sum(report.share for report in reports) / len(reports))
+    sources = {
+        f'{name}.{tensor}': [f'{name}.{source}' for source in report.sources[tensor]]
+        for name, report in zip(names, reports)
+        for tensor in report.sources
+    }
+    return Inheritance(**lists, share=sum(report.share for report in reports) / len(reports), sources=sources)
 
 
 def _warn_of_losses(model: nn.Module, name: str, indices: list[int]) -> None:

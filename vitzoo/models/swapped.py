@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import timm
+from timm.layers import resample_patch_embed
 from timm.models import build_model_with_cfg, is_model_in_modules, register_model, resolve_pretrained_cfg
 from timm.models._pretrained import PretrainedCfg, filter_pretrained_cfg
 from timm.models._registry import _deprecated_models, generate_default_cfgs
@@ -132,8 +133,14 @@ def _is_default(config: dict | PretrainedCfg) -> bool:
 
 
 def _resample(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Resample weights to the image size of a model, if timm can change it."""
-    return resample_weights(state_dict, model) if is_resizable(model) else state_dict
+    """Resample weights to the image size and the patch size of a model, if timm can change them."""
+    if not is_resizable(model):
+        return state_dict
+    resampled = resample_weights(state_dict, model)
+    weight, own = (weights.get('patch_embed.proj.weight') for weights in (resampled, model.state_dict()))
+    if weight is None or own is None or weight.shape[2:] == own.shape[2:]:
+        return resampled
+    return {**resampled, 'patch_embed.proj.weight': resample_patch_embed(weight, list(own.shape[2:]))}
 
 
 def _feature_cfg(model: nn.Module) -> dict:
