@@ -109,29 +109,38 @@ def test_a_mixer_that_is_named_after_its_body_is_found_from_scratch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('teacher', 'scratch', 'mixer', 'is_alike'),
+    ('teacher', 'scratch', 'mixer', 'mixer_kwargs', 'marks'),
     [
-        ('deit_softmax_nano', 'deit_ls_nano', 'ls', True),
-        ('cvt_13', 'cvt_ls_13', 'ls', True),
+        ('deit_softmax_nano', 'deit_sparse_nano', 'sparse', {}, ''),
+        ('cvt_13', 'cvt_sparse_13', 'sparse', {}, ''),
+        # a conversion to ls starts without its norms, and one to inline with another convolution
+        ('deit_softmax_nano', 'deit_ls_nano', 'ls', {}, '†'),
+        ('deit_softmax_nano', 'deit_ls_nano', 'ls', {'dual_norm': True}, ''),
+        ('deit_softmax_nano', 'deit_ls_nano', 'ls', ['dual_norm=true', 'rank=3'], '†'),
+        ('deit_softmax_nano', 'deit_inline_nano', 'inline', {}, '†'),
         # ViL with a mixer has it in its first two stages, and AFT-conv has many heads
-        ('vil_softmax_nano', 'vil_ls_nano', 'ls', False),
-        ('aft_softmax_nano', 'aft_conv_nano', 'aft_conv', False),
+        ('vil_softmax_nano', 'vil_sparse_nano', 'sparse', {}, '*'),
+        ('vil_softmax_nano', 'vil_ls_nano', 'ls', {}, '*†'),
+        ('aft_softmax_nano', 'aft_conv_nano', 'aft_conv', {}, '*'),
     ],
 )
-def test_models_with_the_mixer_elsewhere_or_with_other_heads_are_marked(tmp_path, teacher, scratch, mixer, is_alike):
+def test_models_with_the_mixer_elsewhere_or_with_other_heads_or_options_are_marked(
+    tmp_path, teacher, scratch, mixer, mixer_kwargs, marks
+):
     way = dict(train=dict(epochs=1), models=[teacher, scratch])
-    converted = dict(transfer={}, teacher=teacher, teacher_way='scratch', mixers=[mixer])
+    transfer = dict(mixer_kwargs=mixer_kwargs)
+    converted = dict(transfer=transfer, teacher=teacher, teacher_way='scratch', mixers=[mixer])
     study = read_study(write_study(tmp_path, baseline=teacher, seeds=[0], ways=dict(scratch=way, converted=converted)))
     rows = collect(study, lambda cell, evaluation: dict(top1=70.0 if cell.model == scratch else 60.0))
     (kept,) = find_kept(study, [row for row in rows if row.is_converted], rows)
-    assert kept.is_alike is is_alike
-    line = f'| {mixer} | 60.00 | 100.0 | 70.00{"" if is_alike else "*"} | – | – | – |'
+    assert (kept.is_alike, kept.has_same_options) == ('*' not in marks, '†' not in marks)
     for text in (format_markdown(study, rows), format_latex(study, rows)):
-        assert ('"*" marks models' in text) is not is_alike
-    assert line in format_markdown(study, rows).splitlines()
+        assert all((f'"{mark}" marks models' in text) is (mark in marks) for mark in '*†')
+    assert f'| {mixer} | 60.00 | 100.0 | 70.00{marks} | – | – | – |' in format_markdown(study, rows).splitlines()
     # only the same mixer is drawn beside it
-    kept_figure = figures(render_study(study, rows, [], []))[f'Mixers in {teacher}']
-    assert (f'from scratch, {mixer}' in kept_figure) is is_alike
+    page = render_study(study, rows, [], [])
+    assert (f'from scratch, {mixer}' in figures(page)[f'Mixers in {teacher}']) is ('*' not in marks)
+    assert ('"†" marks models' in page.replace('&quot;', '"')) is (marks == '†')
 
 
 @pytest.mark.parametrize(
@@ -300,7 +309,7 @@ def test_records_of_the_same_inputs_are_joined():
 def test_a_teacher_without_any_correct_image_has_no_share(study):
     rows = collect(study, lambda cell, evaluation: read(cell, evaluation) | dict(top1=0.0))
     assert '| ls | 0.00 | – |' in format_markdown(study, rows)
-    assert '<th scope="row">ls</th><td>0</td><td>0</td><td>–</td>' in render_study(study, rows, [], [])
+    assert '<th scope="row">ls</th><td>0</td><td>0†</td><td>–</td>' in render_study(study, rows, [], [])
 
 
 def test_sizes_of_the_same_height_have_points_of_their_own(tmp_path):

@@ -8,7 +8,7 @@ from math import prod
 
 from vitzoo.errors import count_of
 from vitzoo.metrics.oversmoothing import MEASURES
-from vitzoo.report.blocks import figure, inline_symbol, scrolling
+from vitzoo.report.blocks import figure, inline_symbol, number, scrolling
 from vitzoo.report.charts import Curve, Point, curves, dots, scatter
 from vitzoo.report.markup import Element, tag
 from vitzoo.report.page import assemble
@@ -19,7 +19,7 @@ from vitzoo.report.transfers import retention_table
 from vitzoo.study.plan import Study
 from vitzoo.study.results import ResultColumn, Row, group_records, same_inputs, score_column, size_columns, teachers_of
 from vitzoo.study.retention import find_kept
-from vitzoo.study.tables import GridCell, format_fronts, format_size, make_grid
+from vitzoo.study.tables import OTHER_OPTIONS, GridCell, format_fronts, format_size, make_grid
 
 # of `vitzoo report`, with their titles
 _SECTIONS = (
@@ -210,9 +210,12 @@ def _retention_figures(study: Study, way: list[_Entry], rows: list[Row]) -> list
     marks = [(number, name, list(values)) for number, (name, values) in enumerate(columns.items(), start=len(rows))]
     chart = dots(f'{score.metric.title} of mixers in {teacher}', names, marks, score.metric.title)
     head = ['mixer', 'converted', 'from scratch', '% of the teacher']
-    numbers = [[kept.mixer, kept.student, other, kept.share] for kept, other in zip(found, scratch)]
+    marked = [other is not None and not kept.has_same_options for kept, other in zip(found, scratch)]
+    shown = [f'{number(other)}†' if mark else other for other, mark in zip(scratch, marked)]
+    numbers = [[kept.mixer, kept.student, other, kept.share] for kept, other in zip(found, shown)]
     symbols = [dict(index=number, name=name) for number, name, _ in marks]
-    return [figure(f'Mixers in {teacher}', legend(symbols), chart, head, numbers)]
+    notes = [tag('p', OTHER_OPTIONS)] if any(marked) else []
+    return [figure(f'Mixers in {teacher}', legend(symbols), chart, head, numbers), *notes]
 
 
 def _provenance(study: Study, rows: list[Row]) -> list[Element]:

@@ -1,5 +1,6 @@
 """Accuracies of students next to those of their teachers and of models with the same mixers from scratch."""
 
+import json
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -8,9 +9,11 @@ from typing import Any, NamedTuple
 
 from vitzoo.data.options import DATA_OPTIONS
 from vitzoo.load import build_on_meta
-from vitzoo.mixers import mixer_class
+from vitzoo.mixers import TokenMixer, mixer_class
 from vitzoo.mixers.base import named_mixers
 from vitzoo.models._mixer_paths import block_of
+from vitzoo.models.swap import swap_mixer, without_warnings
+from vitzoo.options import keyword
 from vitzoo.study.plan import Study, StudyCell
 from vitzoo.study.results import ResultColumn, Row, score_column, sides
 
@@ -31,6 +34,8 @@ class KeptAccuracy(NamedTuple):
         matched: Of the converted model after the matching of its blocks, if the transfers recorded it.
         zero: Of the converted and trained model whose attention is set to zero, if the transfers recorded it.
         is_alike: Whether the model from scratch has the mixer in the same blocks, with as many heads, as the student.
+        has_same_options: Whether the mixer of the model from scratch has the options of the student's, which begins
+            with those that come nearest to softmax attention.
     """
 
     mixer: str
@@ -41,6 +46,7 @@ class KeptAccuracy(NamedTuple):
     matched: float | None
     zero: float | None
     is_alike: bool
+    has_same_options: bool
 
     @property
     def share(self) -> float | None:
@@ -68,9 +74,9 @@ def find_kept(study: Study, way: list[Row], rows: list[Row]) -> list[KeptAccurac
                 _comparable_mean(known.get(key), row, score, seeds) for key in (row.baseline, of_scratch)
             )
             is_alike = scratch is None or _is_alike(of_scratch[1], name, row.mixer, _kept_blocks(study, row, seeds))
-            found.append(
-                KeptAccuracy(row.mixer, teacher, student, scratch, *_recorded(study, row, score, seeds), is_alike)
-            )
+            has_same_options = scratch is None or _has_same_options(of_scratch[1], name, _cell_of(study, row))
+            recorded = _recorded(study, row, score, seeds)
+            found.append(KeptAccuracy(row.mixer, teacher, student, scratch, *recorded, is_alike, has_same_options))
     return found
 
 
@@ -112,6 +118,18 @@ def _layers_of_student(teacher: str, mixer: str, kept: set[str]) -> list[tuple[t
     ]
 
 
+def _has_same_options(scratch: str, teacher: str, cell: StudyCell) -> bool:
+    """Return True if the mixers of a model have the options and parameters of those of a teacher's student."""
+    mixer, given = str(cell.options['mixer']), cell.options.get('mixer_kwargs') or {}
+    # a list has KEY=VALUE
+    pairs = given.items() if isinstance(given, dict) else [keyword(text) for text in given]
+    options = {str(key).removeprefix(f'{mixer}.'): value for key, value in pairs}
+    student = _forms(teacher, mixer, json.dumps(options))
+    forms = [(form, student[path]) for path, form in _forms(scratch).items() if path in student]
+    # with another mixer or other heads, which has a mark of its own, shapes differ for that reason
+    return all(a == b for a, b in forms if (a['kind'], a['num_heads']) == (b['kind'], b['num_heads']))
+
+
 def _kept_blocks(study: Study, row: Row, seeds: list[int]) -> list[set[str]] | None:
     """The blocks of a teacher that its student of each seed keeps, as the transfers recorded them; None if unknown."""
     if str(_cell_of(study, row).options.get('keep_softmax') or 0) == '0':
@@ -122,14 +140,31 @@ def _kept_blocks(study: Study, row: Row, seeds: list[int]) -> list[set[str]] | N
     return [{block_of(path) for path in rounds[-1]['kept']} for rounds in searches]
 
 
-@cache
 def _layers(name: str) -> list[tuple[str, type, int]]:
     """The path, the kind and the number of heads of each mixer of a model."""
-    with warnings.catch_warnings():
+    return [(path, form['kind'], form['num_heads']) for path, form in _forms(name).items()]
+
+
+@cache
+def _forms(name: str, mixer: str | None = None, options: str = '{}') -> dict[str, dict[str, Any]]:
+    """The kind, the options and the shapes of the parameters of each mixer of a model by its path.
+
+    Args:
+        mixer: The model is a teacher, and these are those of its student with this mixer.
+        options: The arguments of the student's mixer as JSON.
+    """
+    with warnings.catch_warnings(), without_warnings():
         # those on its options come up where it is trained
         warnings.simplefilter('ignore')
         model = build_on_meta(name)
-    return [(path, type(mixer), mixer.num_heads) for path, mixer in named_mixers(model)]
+        if mixer is not None:
+            swap_mixer(model, mixer, **{**mixer_class(mixer).start_arguments, **json.loads(options)})
+    return {path: _form(layer) for path, layer in named_mixers(model)}
+
+
+def _form(mixer: TokenMixer) -> dict[str, Any]:
+    options = {name: value for name, value in vars(mixer).items() if isinstance(value, bool | int | float | str | None)}
+    return {'kind': type(mixer), **options, **{name: tensor.shape for name, tensor in mixer.state_dict().items()}}
 
 
 def _recorded(

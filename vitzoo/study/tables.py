@@ -39,11 +39,15 @@ CELL_COLUMNS = (
 )
 # columns of text, which are aligned at the left
 _TEXTS = ('model', 'mixer')
+OTHER_OPTIONS = (
+    '"†" marks models whose mixer has its usual options, and not those with which a conversion starts, such as a'
+    ' convolution of the values, or no gate.'
+)
 _RETENTION = (
     *('mixer', 'converted', '% of the teacher', 'from scratch'),
     *('before training', 'after matching', 'without attention'),
 )
-_ESCAPES = {character: f'\\{character}' for character in '&%$#_{}'} | {'±': r'$\pm$'}
+_ESCAPES = {character: f'\\{character}' for character in '&%$#_{}'} | {'±': r'$\pm$', '†': r'$\dagger$'}
 # of paths of models
 _ESCAPES |= {'~': r'\textasciitilde{}', '^': r'\textasciicircum{}', '\\': r'\textbackslash{}'}
 
@@ -98,16 +102,21 @@ def _retention_line(kept: KeptAccuracy) -> list[str]:
     scores = (kept.student, kept.scratch, kept.start, kept.matched, kept.zero)
     student, scratch, *others = ('–' if score is None else f'{score:.2f}' for score in scores)
     share = '–' if kept.share is None else f'{kept.share:.1f}'
-    return [kept.mixer, student, share, scratch if kept.is_alike else f'{scratch}*', *others]
+    mark = ('' if kept.is_alike else '*') + ('' if kept.has_same_options else '†')
+    return [kept.mixer, student, share, scratch + mark, *others]
 
 
 def _retention_notes(found: list[KeptAccuracy]) -> list[str]:
     """The meaning of the marks of `_retention_line`."""
-    if all(kept.is_alike for kept in found):
-        return []
-    return [
-        '"*" marks models that have the mixer in other blocks, or with other numbers of heads, than the converted one.'
-    ]
+    notes = []
+    if not all(kept.is_alike for kept in found):
+        notes.append(
+            '"*" marks models that have the mixer in other blocks, or with other numbers of heads, than the converted'
+            ' one.'
+        )
+    if not all(kept.has_same_options for kept in found):
+        notes.append(OTHER_OPTIONS)
+    return notes
 
 
 def _to_markdown(headings: list[str], lines: list[list[str]]) -> str:
