@@ -15,6 +15,7 @@ from toys import make_images
 
 from vitzoo.about import read_about
 from vitzoo.data import open_dataset
+from vitzoo.data.held_out import write_held_out
 from vitzoo.errors import UserError
 from vitzoo.train import loop as train_module
 from vitzoo.train.loop import train
@@ -115,6 +116,16 @@ def test_a_student_holds_out_the_images_that_its_teacher_held_out(undivided_run,
     options = ['--kd-model-name', str(run), '--epochs', '1', '--val-fraction', '0.4', '--seed', '9']
     train([*TINY, '--data-dir', str(photos), *options, '--output', str(tmp_path / 'student')])
     assert held_out(tmp_path / 'student') == held_out(run)
+
+
+@pytest.mark.parametrize(('seed', 'known'), [(3, 0), (9, 4)])
+def test_validation_images_that_a_teacher_was_trained_on_are_counted(undivided_run, tmp_path, capsys, seed, known):
+    run, photos = undivided_run
+    first = shutil.copytree(run / 'best', tmp_path / 'first')
+    write_held_out(first / 'held_out.csv', open_dataset(str(photos), 'val', val_fraction=0.4, seed=seed).reader)
+    _, val_set = open_data(make_recipe(dict(model=str(first), kd_model_name=str(run), data_dir=str(photos))))
+    assert len({*val_set.reader.filenames()} - held_out(run)) == known
+    assert (f'trained on {known} validation images of 6' in capsys.readouterr().out) == bool(known)
 
 
 def test_a_run_in_the_folder_of_another_has_not_held_out_the_same_images(undivided_run, tmp_path):

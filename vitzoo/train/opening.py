@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration
 from rich.console import Console
 
@@ -18,10 +18,10 @@ from vitzoo.data import (
     resolve_data_config,
     train_transform,
 )
-from vitzoo.data.held_out import HELD_OUT
+from vitzoo.data.held_out import HELD_OUT, Subset, find_held_out
 from vitzoo.data.loader import seed_everything
 from vitzoo.data.options import DATA_OPTIONS, UNDIVIDED
-from vitzoo.errors import UserError
+from vitzoo.errors import UserError, count_of
 from vitzoo.load import find_model
 from vitzoo.models._recompute import update_statistics_once
 from vitzoo.train.batches import build_mixup, build_train_loader, build_val_loader, plan_batches
@@ -192,6 +192,7 @@ def open_data(recipe: Recipe) -> tuple[Images, Images]:
             f" some images of each class to '{recipe.data_dir}/val/<class>', or use --val-fraction 0.2"
         )
     _check_targets(recipe, train_set)
+    _note_images_of_teacher(recipe, val_set)
     return train_set, val_set
 
 
@@ -201,6 +202,23 @@ def _share_images(train_set: Images, val_set: Images) -> bool:
         return False
     names = set(val_set.reader.filenames())
     return any(name in names for name in train_set.reader.filenames())
+
+
+def _note_images_of_teacher(recipe: Recipe, val_set: Images) -> None:
+    """Say so if the teacher held out other images of the same data, so that it knows some of the validation images."""
+    if recipe.kd_model_name is None or not isinstance(val_set.reader, Subset):
+        return
+    held_out = read_about(find_model(recipe.kd_model_name)).get('held_out')
+    found = None if held_out is None else find_held_out(held_out, val_set.reader.reader)
+    if found is None:
+        return
+    known = len({*val_set.reader.indices} - {*found.indices})
+    if known:
+        PartialState().print(
+            f'note   the teacher {recipe.kd_model_name} may have been trained on {count_of(known, "validation image")}'
+            f' of {len(val_set)}, because it held out those in {held_out}; choose initial weights and a teacher that'
+            ' held out the same images'
+        )
 
 
 def _check_targets(recipe: Recipe, train_set: Images) -> None:
