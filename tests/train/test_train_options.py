@@ -61,6 +61,16 @@ def test_layer_decay_scales_the_step_of_every_layer(frozen, sched):
         torch.testing.assert_close(before[name] - parameter, 0.1 * 0.5**depth * parameter.grad, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ('opt', 'betas', 'takes'), [('lion', 3, 2), ('adamw', 3, 2), ('adafactor', 3, 2), ('adan', 2, 3)]
+)
+def test_another_number_of_betas_than_the_optimizer_takes_is_refused(opt, betas, takes):
+    model = nn.Linear(2, 2)
+    build_optimizer(make_recipe(dict(opt=opt, opt_betas=[0.9] * takes)), model, 0.1)
+    with pytest.raises(UserError, match=f'opt {opt} takes {takes} opt_betas, not {betas}'):
+        build_optimizer(make_recipe(dict(opt=opt, opt_betas=[0.9] * betas)), model, 0.1)
+
+
 @pytest.mark.parametrize('sched', ['wsd', 'rsqrt'])
 @pytest.mark.parametrize(
     ('epochs', 'warmup', 'decay', 'updates'),

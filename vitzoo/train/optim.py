@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
@@ -18,7 +18,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
     """The recipe's timm optimizer, without weight decay on biases and norms.
 
     Raises:
-        UserError: timm has no such optimizer, or it cannot be used.
+        UserError: timm has no such optimizer, it cannot be used, or it takes another number of betas.
     """
     names = [str(name) for name in list_optimizers()]
     if recipe.opt.lower() not in names:
@@ -28,6 +28,10 @@ def build_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> Optimizer:
     if recipe.opt.lower() == 'kron' and not torch.backends.opt_einsum.is_available():
         # timm only warns, and torch.einsum needs gigabytes for a small model
         raise UserError('opt kron needs its package: pip install opt_einsum')
+    info, given = get_optimizer_info(recipe.opt.lower()), len(recipe.opt_betas or ())
+    if given and info.has_betas and given != info.num_betas:
+        # some optimizers would find out in their first step, and others drop the rest
+        raise UserError(f'opt {recipe.opt} takes {info.num_betas} opt_betas, not {given}; correct them')
     overrides: dict[str, Any] = {}
     if recipe.opt_eps is not None:
         overrides['eps'] = recipe.opt_eps
