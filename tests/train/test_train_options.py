@@ -71,6 +71,15 @@ def test_another_number_of_betas_than_the_optimizer_takes_is_refused(opt, betas,
         build_optimizer(make_recipe(dict(opt=opt, opt_betas=[0.9] * betas)), model, 0.1)
 
 
+@pytest.mark.parametrize('milestones', [[6, 3], [3, 3], [1, 5, 4]], ids=str)
+def test_milestones_that_do_not_increase_are_refused(milestones):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(UserError, match='decay_milestones must increase, not'):
+        build_scheduler(make_recipe(dict(sched='multistep', decay_milestones=milestones)), optimizer, 10)
+    # of other schedules they have no effect
+    build_scheduler(make_recipe(dict(decay_milestones=milestones)), optimizer, 10)
+
+
 @pytest.mark.parametrize('sched', ['wsd', 'rsqrt'])
 @pytest.mark.parametrize(
     ('epochs', 'warmup', 'decay', 'updates'),

@@ -1,6 +1,7 @@
 """Builds a run's optimizer and learning-rate schedule, both timm's, from its recipe."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,6 +66,10 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
     """
     if recipe.sched == 'step' and recipe.decay_epochs == 0:
         raise UserError('sched step needs decay_epochs above 0; set it, or leave it out')
+    milestones = recipe.decay_milestones
+    if recipe.sched == 'multistep' and any(a >= b for a, b in pairwise(milestones)):
+        # timm counts those passed by bisection
+        raise UserError(f'decay_milestones must increase, not {milestones}; sort them, each once')
     if recipe.sched == 'rsqrt' and not recipe.warmup_epochs:
         raise UserError('sched rsqrt decays by the length of the warm-up: set warmup_epochs, or choose another sched')
     decay_epochs = recipe.decay_epochs
@@ -80,7 +85,7 @@ def build_scheduler(recipe: Recipe, optimizer: Optimizer, steps_per_epoch: int) 
             warmup_lr=recipe.warmup_lr,
             min_lr=recipe.min_lr,
             decay_epochs=decay_epochs,
-            decay_milestones=recipe.decay_milestones,
+            decay_milestones=milestones,
             decay_rate=recipe.decay_rate,
             cooldown_epochs=recipe.cooldown_epochs,
             step_on_epochs=False,
