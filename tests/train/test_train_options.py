@@ -311,6 +311,7 @@ def test_a_distilled_checkpoint_gets_new_heads_for_other_classes(images, tmp_pat
         ('--log-with dvclive', "log_with 'dvclive' needs its package: pip install dvclive"),
         ('--torchcompile inducktor', "torch.compile has no backend 'inducktor'"),
         ('--freeze heads', "freeze: the model has no parameters in 'heads'"),
+        ('--img-size 32 --model-kwargs img_size=64', 'img_size is 32, but 64 in model_kwargs; leave out one'),
         ('--model twins_svt_small --grad-checkpointing', 'twins_svt_small cannot recompute activations'),
     ],
 )
@@ -318,6 +319,13 @@ def test_an_invalid_option_is_refused_before_the_folder_is_created(images, teach
     with pytest.raises(UserError, match=words):
         run_once(images, tmp_path / 'run', *options.replace('TEACHER', teacher).split())
     assert not (tmp_path / 'run').exists()
+
+
+def test_images_have_the_size_that_is_given_as_an_argument_of_the_model(images, tmp_path, capsys):
+    options = split('--model test_vit --model-kwargs img_size=32 --workers 0 --epochs 1 --warmup-epochs 0')
+    train([*options, '--data-dir', images, '--output', str(tmp_path / 'run')])
+    assert 'images 32 x 32' in capsys.readouterr().out
+    assert json.loads((tmp_path / 'run' / 'config.json').read_text())['pretrained_cfg']['input_size'] == [3, 32, 32]
 
 
 def test_a_tracker_logs_every_epoch(images, tmp_path):

@@ -6,7 +6,7 @@ import timm
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
-from timm.layers import convert_sync_batchnorm
+from timm.layers import convert_sync_batchnorm, to_2tuple
 from timm.utils import ModelEmaV3
 from torch import nn
 
@@ -26,6 +26,18 @@ def has_initial_weights(recipe: Recipe) -> bool:
     return recipe.pretrained or is_trained_folder(name) or name.startswith('local-dir:')
 
 
+def image_size(recipe: Recipe) -> int | list | None:
+    """The image size of a recipe, which may be among its model arguments.
+
+    Raises:
+        UserError: There are two different ones.
+    """
+    size = recipe.model_kwargs.get('img_size', recipe.img_size)
+    if recipe.img_size is not None and to_2tuple(size) != to_2tuple(recipe.img_size):
+        raise UserError(f'img_size is {recipe.img_size}, but {size} in model_kwargs; leave out one of them')
+    return size
+
+
 def build_model(
     recipe: Recipe, num_classes: int, class_names: list[str] | None = None, is_resumed: bool = False
 ) -> nn.Module:
@@ -42,10 +54,10 @@ def build_model(
     is_folder = is_trained_folder(name)
     if recipe.pretrained and not is_folder and ':' not in name and not timm.is_model_pretrained(name):
         raise UserError(f'there are no published weights of {name}; leave out pretrained')
-    is_pretrained = has_initial_weights(recipe)
+    is_pretrained, img_size = has_initial_weights(recipe), image_size(recipe)
     model = create_model(
         name,
-        img_size=recipe.img_size,
+        img_size=img_size,
         model_kwargs=recipe.model_kwargs,
         pretrained=is_pretrained,
         num_classes=num_classes,
@@ -77,7 +89,6 @@ def build_model(
         PartialState().print(f'note   the head of {source} is kept for other classes: {_compare(known, class_names)}')
     if recipe.mixer is not None:
         # after the checkpoint, which mixers inherit as well
-        img_size = recipe.model_kwargs.get('img_size', recipe.img_size)
         swapped = swap_in(name, model, recipe.mixer, recipe.mixer_kwargs, img_size=img_size)
         PartialState().print(f'note   the attention of {name} is replaced: {swapped}')
     elif recipe.mixer_kwargs:
@@ -88,7 +99,7 @@ def build_model(
         except AssertionError as error:
             raise UserError(f'{name} cannot recompute activations: {error}; leave out --grad-checkpointing') from error
     # check the image size before the first step does
-    fit_data_config(name, model, recipe.img_size)
+    fit_data_config(name, model, img_size)
     return model
 
 

@@ -36,6 +36,7 @@ from vitzoo.train.model import (
     compile_model,
     convert_format,
     has_initial_weights,
+    image_size,
     synchronize_batch_norm,
 )
 from vitzoo.train.optim import build_optimizer, build_scheduler
@@ -104,7 +105,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, lock: FolderLock, is_resume
             update_statistics_once(raw_model)
         raw_model = convert_format(raw_model, recipe, accelerator)
         frozen = freeze(raw_model, recipe.freeze)
-        data_config = resolve_data_config(raw_model, recipe.img_size, recipe.crop_pct)
+        data_config = resolve_data_config(raw_model, image_size(recipe), recipe.crop_pct)
         train_set.transform = train_transform(recipe, data_config)
         val_set.transform = eval_transform(data_config)
 
