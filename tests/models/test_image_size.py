@@ -114,6 +114,22 @@ def test_a_file_that_fits_with_several_grids_is_refused(tmp_path, capsys):
     assert same_weights(loaded, model)
 
 
+@pytest.mark.parametrize(
+    ('source', 'name'), [('deit_softmax_tiny', 'vit_tiny_patch16_224'), ('deit_aft_full_tiny', 'deit_aft_full_tiny')]
+)
+@pytest.mark.parametrize(
+    ('kwargs', 'end'),
+    [([], ', and resampled for 224 x 224; --model-kwargs img_size=64 keeps them'), (['img_size=96'], 'for 96 x 96')],
+)
+def test_a_conversion_says_once_that_it_resamples(source, name, kwargs, end, tmp_path, capsys, caplog):
+    file = weights_file(trained(source, img_size=64), tmp_path)['file']
+    kwargs = [*kwargs, *(f'{key}={value}' for key, value in SMALL['deit'].items())]
+    convert([file, '--model', name, '--model-kwargs', *kwargs, 'num_classes=5', '--out', str(tmp_path / 'out')])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if 'taken to be' in line)
+    assert line.startswith('the weights are taken to be for images of 64 x 64') and line.endswith(end)
+    assert not caplog.messages
+
+
 def test_weights_of_another_patch_size_keep_their_grid(tmp_path):
     model = trained('deit_softmax_tiny', img_size=64)
     model.pretrained_cfg = {**model.pretrained_cfg, 'input_size': (3, 64, 64)}

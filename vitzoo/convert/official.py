@@ -1,7 +1,9 @@
 """Loads a checkpoint in the layout of its authors, and says which of its tensors became which of ours."""
 
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from vitzoo.classes import are_of_head, head_names, num_classes_in
 from vitzoo.errors import UserError, count_of
 from vitzoo.load import create_model, find_filter, find_model, read_weights
 from vitzoo.mixers.base import named_mixers
-from vitzoo.models._resample import is_resizable, resample_weights
+from vitzoo.models._resample import find_sizes, is_resizable, resample_weights
 from vitzoo.models.inherit import summarize_names
 
 # the number of models in an average, which timm and torch count, and what masked pretraining has for its own task
@@ -44,12 +46,14 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
     size, others = model_kwargs.get('img_size'), {k: v for k, v in model_kwargs.items() if k != 'img_size'}
     # a model for images of any size has no such argument
     model: Any = create_model(find_model(name), img_size=size, model_kwargs=others)
-    filter_fn = find_filter(model) or partial(_resample, read_img_size(path))
+    own_filter, known_size = find_filter(model), read_img_size(path)
+    filter_fn = own_filter or partial(_resample, known_size)
     if 'img_size' in model_kwargs:
         # that of the weights too, if they fit
         model.pretrained_model_args = {'img_size': model_kwargs['img_size']}
     try:
-        ours = filter_fn(dict(official), model)
+        with _without_warnings():
+            ours = filter_fn(dict(official), model)
     except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
         # given the weights of another model, a filter does not find the tensors that it expects
         unknown = [name for name in official if name not in model.state_dict()]
@@ -71,10 +75,39 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
         texts = [f'{name} is {tuple(ours[name].shape)}, not {tuple(own[name].shape)}' for name in wrong[:3]]
         raise UserError(f"the checkpoint '{path}' does not fit {type(model).__name__}: {'; '.join(texts)}")
     model.load_state_dict({name: ours[name] for name in own})
-    _print_mapping(trace_names(filter_fn, official, model), official, own)
+    with _without_warnings():
+        sources = trace_names(filter_fn, official, model)
+        is_resampled = any(tensor.shape != ours[name].shape for name, tensor in official.items() if name in ours)
+        sizes = find_sizes(official, model, None if own_filter else known_size) if is_resampled else None
+    _print_mapping(sources, official, own)
+    if sizes is not None:
+        _print_resampling(path, name, *sizes, is_chosen=size is not None, is_parent=any_classes)
     if num_classes and not model.num_classes:
         print(f'the head for {num_classes} classes is dropped; --model-kwargs num_classes={num_classes} keeps it')
     return model
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out the warnings of each call of a filter about image sizes, which are printed once."""
+    logger = logging.getLogger(resample_weights.__module__)
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
+
+
+def _print_resampling(
+    path: str, name: str, old: tuple[int, int], new: tuple[int, int], *, is_chosen: bool, is_parent: bool
+) -> None:
+    option = f'--model-kwargs img_size={old[0] if old[0] == old[1] else f"[{old[0]},{old[1]}]"}'
+    # as an option of a conversion from a parent it is that of the new model
+    advice = f'; {f"vitzoo convert {path} --model {name} {option} --out DIR" if is_parent else option} keeps them'
+    print(
+        f'the weights are taken to be for images of {old[0]} x {old[1]}, and resampled for {new[0]} x {new[1]}'
+        f'{"" if is_chosen else advice}'
+    )
 
 
 def _check_names(path: str, weights: dict[str, Tensor], model: Any) -> None:

@@ -19,7 +19,7 @@ from vitzoo.mixers.base import named_mixers
 from ._meta import meta_copy
 from ._pyramid import Pyramid
 
-__all__ = ['is_resizable', 'resample_checkpoint', 'resample_weights']
+__all__ = ['find_sizes', 'is_resizable', 'resample_checkpoint', 'resample_weights']
 
 _logger = logging.getLogger(__name__)
 # no published weights are for larger images
@@ -81,6 +81,19 @@ def _weights_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int,
             *size,
         )
     return size
+
+
+def find_sizes(
+    state_dict: dict[str, Tensor], model: nn.Module, img_size: Sequence[int] | None = None
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """The image size that `resample_weights` takes weights to be for and that of the model; None if they are equal.
+
+    They are not known of models that cannot change their image size, and of weights in another layout.
+    """
+    if not is_resizable(model) or not any(name in state_dict for name in _bound_names(model)):
+        return None
+    old_size = _weights_size(state_dict, model) if img_size is None else to_2tuple(img_size)
+    return None if old_size in (None, _img_size(model)) else (old_size, _img_size(model))
 
 
 def resample_checkpoint(
