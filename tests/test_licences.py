@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import timm
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from timm.models import save_for_hf
@@ -107,6 +108,15 @@ def test_training_from_random_weights_has_no_licence():
     assert timm.get_pretrained_cfg('cvt_13').license
     recipe = make_recipe({'model': 'cvt_13', 'img_size': 32, 'model_kwargs': CVT})
     assert 'license' not in build_model(recipe, 2).pretrained_cfg
+
+
+@pytest.mark.parametrize('path', ['licensed', './licensed', 'licensed.v2'])
+def test_other_weights_for_the_model_of_a_folder_do_not_have_its_licence(path, licensed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(timm.create_model('test_vit', num_classes=2).state_dict(), 'others.pth')
+    Path(licensed).rename(path)
+    convert(['others.pth', '--model', path, '--out', 'out'])
+    assert 'license' not in json.loads(Path('out/config.json').read_text())['pretrained_cfg']
 
 
 @pytest.mark.parametrize(('option', 'licence'), [([], 'cc-by-nc-4.0'), (['--checkpoint'], None)])

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from torch import nn
 
@@ -40,8 +41,8 @@ def convert(argv: list[str] | None = None) -> None:
         model, data_config, about = start_from_parent(args)
     else:
         model = load_official(args.file, args.model, args.model_kwargs)
-        if '.' not in args.model:
-            # it is that of the published weights, which only a tag names
+        if '.' not in args.model or not timm.is_model(args.model):
+            # it is that of the published weights, which only a tag names; the path of a folder may have dots, too
             model.pretrained_cfg.pop('license', None)
         # a file of a run folder is described there
         fit_config(find_model(args.model), model, args.file)
