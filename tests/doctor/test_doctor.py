@@ -300,6 +300,18 @@ def test_an_archive_is_examined_like_a_folder(clean, tmp_path, kind):
     assert packed == expected
 
 
+def test_files_are_named_by_the_folders_that_their_splits_have(tmp_path):
+    data = tmp_path / 'data'
+    save_new(data, *(f'{part}/{name}/{i}.png' for part in ('training', 'Validation') for name in 'ab' for i in '01'))
+    (data / 'Validation' / 'b' / '1.png').write_bytes(b'')
+    for data_dir in (data, pack('zip', data, tmp_path / 'data.zip')):
+        assert found(data_dir)['unreadable'] == ['Validation/b/1.png (not an image, or empty)']
+    with tarfile.open(data / 'val.tar', 'w') as tar:
+        tar.add(data / 'Validation', '')
+    shutil.rmtree(data / 'Validation')
+    assert found(data)['unreadable'] == ['val.tar/b/1.png (not an image, or empty)']
+
+
 def test_shards_are_examined_picture_by_picture(tmp_path):
     for part in ('train', 'val'):
         with tarfile.open(tmp_path / f'{part}-0.tar', 'w') as tar:

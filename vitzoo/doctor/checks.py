@@ -60,7 +60,7 @@ class ExaminedSplit:
         name: 'train' or 'val'.
         images: The images, without a transform.
         names: All files, images or not, and hidden or empty folders, which end in '/'.
-        prefix: What precedes the names in findings: 'train/' or 'val/', or nothing if the data is not divided.
+        prefix: What precedes the names in findings, such as 'train/'; nothing if the data is not divided.
         facts: The facts about each image.
     """
 

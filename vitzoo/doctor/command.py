@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch.utils.data import DataLoader, Dataset
 
+from vitzoo.data.archives import ArchiveReader
 from vitzoo.data.class_map import ClassMapReader
 from vitzoo.data.dataset import SAMPLE, Images, Splits
 from vitzoo.data.decode import DECODING_ERRORS, describe_decoding_error
 from vitzoo.data.options import DATA_OPTIONS, NO_OPTIONS, DataOptions
+from vitzoo.data.reader import LabelledReader
 from vitzoo.doctor.checks import FINDING_SEVERITIES, ExaminedSplit, Finding, check
 from vitzoo.doctor.facts import Facts, inspect_image
 from vitzoo.errors import CommandParser, UserError, count_of
@@ -84,8 +86,18 @@ def open_splits(data_dir: str, multi_label: bool = False, options: DataOptions =
         files = reader.reader if isinstance(reader, ClassMapReader) else reader
         prefix, names = getattr(files, 'prefix', ''), files.archive.names if hasattr(files, 'archive') else []
         names = [name.removeprefix(prefix) for name in names if name.startswith(prefix) and name != prefix]
-        splits.append(ExaminedSplit(split, Images(reader), names, f'{split}/' if found.is_divided else ''))
+        splits.append(
+            ExaminedSplit(split, Images(reader), names, _prefix(files, split, data_dir) if found.is_divided else '')
+        )
     return splits
+
+
+def _prefix(files: LabelledReader, split: str, data_dir: str) -> str:
+    """The folder or archive of a split by its name in the data, which may be another than that of the split."""
+    if not isinstance(files, ArchiveReader):
+        return f'{split}/'
+    root = Path(data_dir).expanduser()
+    return f'{files.root.relative_to(root).as_posix() if root.is_dir() else files.root.name}/'
 
 
 def inspect_images(splits: list[ExaminedSplit], workers: int) -> None:
