@@ -56,7 +56,22 @@ def test_a_crop_is_that_of_timm(values, options, size):
 
 
 @pytest.mark.parametrize('mode', ['rkrc', 'rkrr'])
-def test_a_crop_that_keeps_the_ratio_is_augmented_and_erased(mode):
+@pytest.mark.parametrize(('ratio', 'least', 'most'), [([1, 1], 0, 1), ([0.5, 2], 8, 99)], ids=['kept', 'stretched'])
+def test_a_resized_crop_keeps_the_ratio_of_a_disc_unless_it_is_stretched(mode, ratio, least, most):
+    recipe = make_recipe(dict(train_crop_mode=mode, ratio=ratio, scale=[1, 1], hflip=0, color_jitter=0))
+    transform = train_transform(recipe, dict(CONFIG, input_size=(3, 64, 64)))
+    y, x = np.mgrid[-50:50, -60:60] + 0.5
+    disc, file, differences = np.uint8(255 * (x**2 + y**2 < 15**2)), io.BytesIO(), []
+    Image.fromarray(np.stack([disc] * 3, axis=-1)).save(file, 'PNG')
+    for seed in range(20):
+        seed_everything(seed)
+        bright = transform(transform.read(file))[0] > 127
+        differences.append(abs(int(bright.any(dim=0).sum()) - int(bright.any(dim=1).sum())))
+    assert least <= max(differences) <= most
+
+
+@pytest.mark.parametrize('mode', ['rkrc', 'rkrr'])
+def test_a_resized_crop_is_augmented_and_erased(mode):
     recipe = make_recipe(dict(train_crop_mode=mode, aa='rand-m9-mstd0.5-inc1', reprob=1.0))
     transform = train_transform(recipe, CONFIG)
     seed_everything(1)

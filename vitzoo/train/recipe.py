@@ -141,7 +141,8 @@ class Recipe:
     no_aug: bool = _augmentation(False, 'only resize the training images, without random crops and augmentation')
     train_crop_mode: str = _augmentation(
         'rrc',
-        'random resized crop (rrc), or resize with the aspect ratio kept and a central (rkrc) or random (rkrr) crop',
+        'random resized crop (rrc), or resize and a central (rkrc) or random (rkrr) crop, with half of the images'
+        ' stretched by ratio and half zoomed by scale',
         choices=('rrc', 'rkrc', 'rkrr'),
     )
     scale: list = _augmentation([0.08, 1.0], 'area range of random resized crops', low=0, lengths=(2,))
