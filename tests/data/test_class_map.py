@@ -5,7 +5,10 @@ import pickle
 from pathlib import Path
 
 import pytest
+from torchvision.datasets import ImageFolder
+from toys import make_images
 
+from vitzoo.data import DataOptions, open_dataset
 from vitzoo.data.class_map import ClassMapReader, read_class_map
 from vitzoo.data.reader import LabelledReader
 from vitzoo.data.third_party import TorchReader
@@ -131,3 +134,14 @@ def test_classes_without_images_do_not_count(labels):
 def test_a_map_without_any_class_of_the_data_gets_one_sentence():
     with pytest.raises(UserError, match='none of the classes of photos \\(cat, …\\) is in the class map \\(dog, …\\)'):
         ClassMapReader(FewImages(['cat'], [0]), {'dog': 'dog'})
+
+
+def test_a_class_map_has_the_order_of_torchvisions_folders(tmp_path):
+    names = ['apple', 'class1', 'class2', 'class10', 'Zoo']
+    data = make_images(tmp_path, **{f'data_{name}': 2 for name in names}) / 'data'
+    assert open_dataset(str(data), 'train').class_names == names
+    theirs = ImageFolder(data).classes
+    assert theirs == ['Zoo', 'apple', 'class1', 'class10', 'class2']
+    (tmp_path / 'classes.txt').write_text('\n'.join(theirs))
+    mapped = open_dataset(str(data), 'train', options=DataOptions(class_map=str(tmp_path / 'classes.txt')))
+    assert mapped.class_names == theirs
