@@ -9,6 +9,7 @@ from dataclasses import asdict
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType, ProjectConfiguration
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn, TimeRemainingColumn
+from timm.optim import get_optimizer_info
 
 from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import UserError, count_of, did_you_mean
@@ -27,6 +28,13 @@ _TIMM_AUGMENTATION = ('color_jitter', 'color_jitter_prob', 'grayscale_prob', 'ga
 _ERASING = ('remode', 'recount')
 _MIXING = ('mixup_prob', 'mixup_switch_prob', 'mixup_mode', 'mixup_off_epoch')
 _DISTILLATION = tuple(name for name, spec in FIELDS.items() if spec.metadata['group'] == 'distillation')
+# the schedules, all of timm, that take a key
+_OF_SCHEDULES = {
+    'decay_epochs': ('step', 'wsd', 'rsqrt'),
+    'decay_milestones': ('multistep',),
+    'decay_rate': ('step', 'multistep', 'poly'),
+    'min_lr': ('cosine', 'tanh', 'poly', 'wsd', 'rsqrt'),
+}
 # on a grid with a shorter side, attention has little to mix
 MIN_GRID_SIDE = 4
 
@@ -116,6 +124,17 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
         'with cutmix_minmax': (recipe.cutmix_minmax, ('cutmix',)),
         'without bce_loss': (not recipe.bce_loss and not recipe.multi_label, ('bce_target_thresh',)),
         'without kd_model_name': (not recipe.kd_model_name, _DISTILLATION),
+        'with kd_distill_type: hard': (recipe.kd_distill_type == 'hard', ('kd_temperature',)),
+        'with kd_token_distill_type: hard': (_has_hard_token(recipe), ('kd_temperature',)),
+        'without kd_distill_type: token': (recipe.kd_distill_type != 'token', ('kd_token_distill_type',)),
+        'without kd_distill_type: transfer': (recipe.kd_distill_type != 'transfer', ('kd_block_weight',)),
+        f'with opt: {recipe.opt}': (True, _not_of_optimizer(recipe.opt)),
+        'with lr': (recipe.lr is not None, ('lr_base', 'lr_base_size', 'lr_base_scale')),
+        'without warmup_epochs': (not recipe.warmup_epochs, ('warmup_lr',)),
+        f'with sched: {recipe.sched}': (
+            True,
+            tuple(name for name, schedules in _OF_SCHEDULES.items() if recipe.sched not in schedules),
+        ),
         'without clip_grad': (not recipe.clip_grad, ('clip_mode',)),
         'without amp': (not recipe.amp, ('amp_dtype',)),
         'without model_ema': (not recipe.model_ema, ('model_ema_decay', 'model_ema_warmup')),
@@ -125,6 +144,17 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
         changed = [name for name in names if is_unused and settings[name] != defaults[name]]
         found = dict.fromkeys(changed, why) | found
     return found
+
+
+def _has_hard_token(recipe: Recipe) -> bool:
+    return recipe.kd_distill_type == 'token' and recipe.kd_token_distill_type == 'hard'
+
+
+def _not_of_optimizer(opt: str) -> tuple[str, ...]:
+    """The keys that timm does not pass on to an optimizer."""
+    info = get_optimizer_info(opt.lower())
+    taken = {'opt_eps': info.has_eps, 'opt_betas': info.has_betas, 'momentum': info.has_momentum}
+    return tuple(name for name, is_taken in taken.items() if not is_taken)
 
 
 def smallest_grid(run: Run) -> tuple[int, int] | None:
