@@ -43,6 +43,14 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(recip
     assert load_recipe(['--config', recipe_file(file), *arguments]).epochs == epochs
 
 
+@pytest.mark.parametrize('name', ['layer_decay', 'opt_betas', 'mixer', 'clip_grad', 'amp'])
+def test_null_on_the_command_line_unsets_a_key_of_the_file(recipe_file, name):
+    value = dict(layer_decay=0.5, opt_betas=[0.9, 0.99], mixer='ls', clip_grad=1, amp=True)[name]
+    config = ['--config', recipe_file(f'{name}: {value}')]
+    assert getattr(load_recipe(config), name) == value
+    assert getattr(load_recipe([*config, f'--{name}', 'null']), name) is None
+
+
 @pytest.mark.parametrize('words', [['--img-size', '64x96'], ['--img-size=64X96'], ['--img-size', '64', '96']])
 def test_height_and_width_are_given_as_for_other_commands_or_as_two_words(words):
     assert load_recipe(words).img_size == [64, 96]

@@ -23,7 +23,7 @@ def load_recipe(argv: list[str] | None = None) -> Recipe:
     """
     given = _parse_options(sys.argv[1:] if argv is None else argv)
     file = given.pop('config', None)
-    if file is None and 'resume' in given:
+    if file is None and given.get('resume') is not None:
         folder, _ = find_run(given['resume'], given.get('output'))
         saved = folder / 'recipe.yaml'
         file = saved if saved.is_file() else None
@@ -94,6 +94,9 @@ def _join_words(name: str, words: list[str] | str) -> Any:
         raise UserError(f'{format_flag(name)} needs a value')
     if dict in types and all('=' in word and word[0] not in '{[' for word in words):
         return {left: parse_yaml(right) for left, _, right in (word.partition('=') for word in words)}
+    if words == ['null'] and getattr(Recipe, name, '') is None:
+        # as in a file: otherwise what the file of a resumed run has could not be unset
+        return None
     if len(words) == 1:
         return words[0]
     if list not in types:
