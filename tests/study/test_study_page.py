@@ -255,6 +255,15 @@ def test_records_are_averaged_number_by_number(values, mean):
     assert average(values) == mean
 
 
+@pytest.mark.parametrize('order', [1, -1])
+def test_means_are_of_what_all_seeds_have_and_keep_the_doubt_of_one(order):
+    a = dict(health={'blocks.1.attn': dict(error=1.0)}, speed=dict(student=2.0))
+    b = dict(health={'blocks.0.attn': dict(error=9.0), 'blocks.1.attn': dict(error=3.0)})
+    b['speed'] = dict(student=4.0, doubt='busy')
+    expected = dict(health={'blocks.1.attn': dict(error=2.0)}, speed=dict(student=3.0, doubt='busy'))
+    assert average([a, b][::order]) == expected
+
+
 def test_cells_have_the_curves_and_the_stages(study, tmp_path):
     Worker(study, execute=Executor()).run()
     cell = next(cell for cell in study.cells if cell.teacher is not None)

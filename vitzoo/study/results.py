@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ def collect(study: Study, read: Callable[[StudyCell, str], dict | None] | None =
         seeds_of = found[way, model]
         # the first evaluation may be the last that was computed
         names = [name for name in study.evaluations_of(way) if name in seeds_of]
-        records = {name: average(list(seeds_of[name].values())) for name in names}
+        records = {name: _average_evaluations(list(seeds_of[name].values())) for name in names}
         row = Row(way, model, baselines[way, model], records=records, mixer=mixers[way, model])
         cells = [(name, seed, record) for name, seeds in seeds_of.items() for seed, record in seeds.items()]
         row.transfers = {seed: record['transfer'] for _, seed, record in cells if record.get('transfer')}
@@ -207,18 +208,30 @@ def has_more(record: dict, first: dict) -> bool:
 def average(records: Sequence[Any]) -> Any:
     """The means of all numbers in records of the same form, in nested mappings and lists, too; of others the first.
 
-    A value that is None in some of the records is the mean of the others.
+    A value that is None in some of the records is the mean of the others. What only some of the mappings have, such as
+    the health of a block in which other seeds kept softmax attention, is left out.
     """
     records = [record for record in records if record is not None]
     if not records:
         return None
     first = records[0]
     if isinstance(first, dict):
-        return {key: average([record[key] for record in records if key in record]) for key in first}
+        found = {key: [record[key] for record in records if key in record] for key in dict.fromkeys(chain(*records))}
+        # the doubt about the speed of one seed is one about the mean
+        return {
+            key: average(values)
+            for key, values in found.items()
+            if len(values) == len(records) or isinstance(values[0], str)
+        }
     if isinstance(first, list) and len({len(record) for record in records}) == 1:
         return [average(values) for values in zip(*records)]
     known = [value for value in records if isinstance(value, (int, float)) and not isinstance(value, bool)]
     return fmean(known) if known and len(set(known)) > 1 else first
+
+
+def _average_evaluations(records: list[dict]) -> dict:
+    """The `average` of records of an evaluation; what one of them lacks was not measured, as if it were None."""
+    return {key: average([record.get(key) for record in records]) for key in dict.fromkeys(chain(*records))}
 
 
 def visible_columns(study: Study, rows: list[Row]) -> list[ResultColumn]:
