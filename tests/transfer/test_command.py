@@ -1,5 +1,6 @@
 """`vitzoo transfer`: its folder, its controls, interruption, several processes, and wrong inputs."""
 
+import dataclasses
 import io
 import json
 import math
@@ -13,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 from shlex import split
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import timm
@@ -20,6 +23,7 @@ import torch
 from processes import shard_accelerators, start_processes
 from rich.console import Console
 from teachers import batches, make_teacher, save_teacher
+from torch.utils.data import TensorDataset
 
 from vitzoo.data import DataOptions, open_dataset
 from vitzoo.data.held_out import write_held_out
@@ -30,8 +34,9 @@ from vitzoo.report.transfers import read_transfer, transfer_section
 from vitzoo.train.kl import kl_divergence
 from vitzoo.transfer import main, network
 from vitzoo.transfer.command import transfer
-from vitzoo.transfer.data import open_transfer_data
+from vitzoo.transfer.data import held_out_batches, open_transfer_data
 from vitzoo.transfer.network import train_network
+from vitzoo.transfer.opening import Transfer
 from vitzoo.transfer.options import parse_args
 from vitzoo.transfer.record import TransferRecord, hash_weights
 from vitzoo.transfer.stages import try_rates
@@ -274,6 +279,21 @@ def test_two_processes_give_the_numbers_of_one(target, teacher, images, finished
         for row, other in zip(found[stage], single[stage], strict=True):
             assert row['output_error'] == pytest.approx(other['output_error'], rel=1e-4)
     assert found['student']['top1'] == single['student']['top1']
+    for cost, other in zip(found['probe'], single['probe'], strict=True):
+        assert cost.pop('path') == other.pop('path') and cost == pytest.approx(other, rel=1e-4)
+    for model, tokens in found['oversmoothing'].items():
+        assert tokens['mean'] == pytest.approx(single['oversmoothing'][model]['mean'], rel=1e-3)
+
+
+@pytest.mark.parametrize('world', [1, 2, 3])
+def test_each_process_measures_the_first_images_that_one_process_would(world):
+    images = TensorDataset(torch.arange(11.0))
+    fields: dict = {field.name: None for field in dataclasses.fields(Transfer)} | dict(held_out_images=images)
+    for rank in range(world):
+        accelerator: Any = SimpleNamespace(process_index=rank, num_processes=world)
+        share = held_out_batches(images, 4, accelerator)
+        fields |= dict(accelerator=accelerator, held_out=share, options=SimpleNamespace(batch_size=4))
+        assert [batch.tolist() for batch in Transfer(**fields).first_held_out] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize('source', ['{}', 'local-dir:{}', '{} --checkpoint {}/model.safetensors'])

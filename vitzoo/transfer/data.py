@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -260,5 +260,9 @@ def held_out_batches(images: TorchSubset, batch_size: int, accelerator: 'Acceler
     """
     if len(images) < accelerator.num_processes:
         raise UserError(f'{len(images)} held-out images are too few for {accelerator.num_processes} processes')
-    own = range(accelerator.process_index, len(images), accelerator.num_processes)
-    return list(torch.stack([images[index][0] for index in own]).split(batch_size))
+    return read_batches(images, range(accelerator.process_index, len(images), accelerator.num_processes), batch_size)
+
+
+def read_batches(images: TorchSubset, indices: Sequence[int], batch_size: int) -> list[Tensor]:
+    """Batches of the images with these indices, in memory."""
+    return list(torch.stack([images[index][0] for index in indices]).split(batch_size))

@@ -28,7 +28,7 @@ _CPU_BATCH_SIZE, _ACCELERATOR_BATCH_SIZE = 1, 16
 def measure_blocks(transfer: Transfer, student: nn.Module) -> list[dict]:
     """The cost of each block, as in `probe`, on the first held-out images."""
     with transfer.accelerator.autocast():
-        costs = probe(transfer.teacher, student, transfer.held_out[:2], multi_label=transfer.data.multi_label)
+        costs = probe(transfer.teacher, student, transfer.first_held_out, multi_label=transfer.data.multi_label)
         return [asdict(cost) for cost in costs]
 
 
@@ -85,7 +85,7 @@ def measure_oversmoothing(transfer: Transfer, student: nn.Module) -> dict[str, d
     for name, model in _pair(transfer, student):
         try:
             with transfer.accelerator.autocast():
-                statistics = token_statistics(model, transfer.held_out[:1])
+                statistics = token_statistics(model, transfer.first_held_out[:1])
         except UserError as error:
             transfer.console.print(f'note   no similarity of the tokens of the {name}: {error}')
             continue

@@ -20,7 +20,7 @@ from vitzoo.models.swap import without_warnings
 from vitzoo.train.batches import plan_batches
 from vitzoo.train.opening import create_accelerator
 from vitzoo.train.run import Plan
-from vitzoo.transfer.data import ImageSubset, TransferData, divide, held_out_batches, open_transfer_data
+from vitzoo.transfer.data import ImageSubset, TransferData, divide, held_out_batches, open_transfer_data, read_batches
 from vitzoo.transfer.descent import StepBatches
 from vitzoo.transfer.options import TransferOptions
 from vitzoo.transfer.outputs import output_error
@@ -58,6 +58,14 @@ class Transfer:
     def name(self) -> str:
         """Name of the teacher."""
         return self.loaded.name
+
+    @cached_property
+    def first_held_out(self) -> list[Tensor]:
+        """The first two batches of all held-out images, the same ones in each process."""
+        if self.accelerator.num_processes == 1:
+            return self.held_out[:2]
+        batch_size = self.options.batch_size
+        return read_batches(self.held_out_images, range(len(self.held_out_images))[: 2 * batch_size], batch_size)
 
     @property
     def teacher(self) -> nn.Module:
