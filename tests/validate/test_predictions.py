@@ -223,6 +223,38 @@ def test_a_table_that_cannot_be_read_is_refused(content, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        (dict(label=[0, 1, 2]), r"names 4 images, but its column 'label' has the shape \(3,\)"),
+        (dict(files=['a']), r"names 1 images, but its column 'label' has the shape \(4,\)"),
+        (dict(loss=1.0), r"names 4 images, but its column 'loss' has the shape \(\)"),
+        (dict(label=[[0, 1]] * 4), r"its column 'label' has the shape \(4, 2\)"),
+        (
+            dict(prob=[[0.5]] * 4),
+            r"'top' of the shape \(4, 2\) and 'prob' of \(4, 1\), which must be equal and not empty",
+        ),
+        (
+            dict(top=[[]] * 4, prob=[[]] * 4),
+            r"'top' of the shape \(4, 0\) and 'prob' of \(4, 0\), which must be equal and not empty",
+        ),
+        (dict(label=[[True, False, False]] * 4), r'several labels per image, but no logits of their shape \(4, 3\)'),
+        (dict(label=[[True, False]] * 4, logits=[[0.0] * 3] * 4), r'but no logits of their shape \(4, 2\)'),
+        (dict(prob=[[1.7, 0.1]] * 4), 'has the probability 1.7, which is not between 0 and 1'),
+        (dict(prob=[[0.5, -0.1]] * 4), 'has the probability -0.1, which is not between 0 and 1'),
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(tmp_path, changes, message):
+    columns = dict(files=list('abcd'), class_names=list('xyz'), label=[0, 1, 2, 0], loss=[1.0] * 4)
+    columns |= dict(top=[[0, 1]] * 4, prob=[[0.75, 0.25 + 1e-7]] * 4)
+    np.savez(tmp_path / 'right.npz', **columns)
+    assert len(read_predictions(str(tmp_path / 'right.npz')).files) == 4
+    np.savez(tmp_path / 'wrong.npz', **columns | changes)
+    with pytest.raises(UserError, match=message + '; give a file as --save-predictions wrote it'):
+        validate(['--from-predictions', str(tmp_path / 'wrong.npz'), '--errors', str(tmp_path / 'errors')])
+    assert not any((tmp_path / 'errors').iterdir())
+
+
+@pytest.mark.parametrize(
     ('name', 'column', 'wrong'),
     [('p.csv', 'label', -1), ('p.csv', 'top', -1), ('p.npz', 'label', -1), ('p.npz', 'top', 7)],
 )

@@ -23,6 +23,8 @@ _UNREADABLE = (
     *(AttributeError, EOFError, IndexError, KeyError, RuntimeError, TypeError, ValueError),
     *(csv.Error, zipfile.BadZipFile),
 )
+# of probabilities in single precision, and in a table
+_ROUNDING = 1e-4
 
 
 @dataclass
@@ -66,8 +68,8 @@ def read_predictions(path: str) -> Predictions:
     """Read a file of `write_predictions`.
 
     Raises:
-        UserError: The file does not exist, is not a file of predictions, or has numbers that are not finite or classes
-            that do not exist.
+        UserError: The file does not exist, is not a file of predictions, or has columns that do not fit together,
+            numbers that are not finite, probabilities beyond 0 and 1, or classes that do not exist.
     """
     read = _read_npz if Path(path).suffix.lower() == '.npz' else _read_csv
     try:
@@ -76,6 +78,7 @@ def read_predictions(path: str) -> Predictions:
         raise UserError(f"cannot read the predictions '{path}': {error.strerror or error}") from error
     except _UNREADABLE as error:
         raise UserError(f"'{path}' is not a file written by --save-predictions: {error!r}") from error
+    _check_shapes(path, predictions)
     for name in ('loss', 'prob', 'logits'):
         broken = predictions.columns.get(name, torch.empty(0)).isfinite().logical_not().nonzero()
         if len(broken):
@@ -83,8 +86,33 @@ def read_predictions(path: str) -> Predictions:
                 f"the {name} of {predictions.files[broken[0, 0]]} in '{path}' is not finite, so there is no accuracy; "
                 'validate the model again, with weights that are finite'
             )
+    prob = predictions.columns['prob']
+    beyond = prob[(prob < -_ROUNDING) | (prob > 1 + _ROUNDING)]
+    if len(beyond):
+        raise UserError(
+            f"'{path}' has the probability {beyond[0]:.4g}, which is not between 0 and 1; "
+            'give a file as --save-predictions wrote it'
+        )
     _check_classes(path, predictions)
     return predictions
+
+
+def _check_shapes(path: str, predictions: Predictions) -> None:
+    """Raise UserError if the columns are not of the same images and classes."""
+    columns, num_images, problem = predictions.columns, len(predictions.files), ''
+    shapes = {name: tuple(column.shape) for name, column in columns.items()}
+    has_several = columns['label'].dtype == torch.bool
+    dims = dict(label=1 + has_several, loss=1, top=2, prob=2, logits=2)
+    for name, shape in shapes.items():
+        if shape[:1] != (num_images,) or len(shape) != dims.get(name, len(shape)):
+            problem = problem or f"names {num_images} images, but its column '{name}' has the shape {shape}"
+    if shapes['top'] != shapes['prob'] or not columns['top'].numel():
+        pair = f"'top' of the shape {shapes['top']} and 'prob' of {shapes['prob']}"
+        problem = problem or f'has {pair}, which must be equal and not empty'
+    if has_several and shapes['label'] != shapes.get('logits'):
+        problem = problem or f'has several labels per image, but no logits of their shape {shapes["label"]}'
+    if problem:
+        raise UserError(f"'{path}' {problem}; give a file as --save-predictions wrote it")
 
 
 def _check_classes(path: str, predictions: Predictions) -> None:
