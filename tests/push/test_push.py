@@ -125,7 +125,7 @@ def test_the_numbers_of_a_card_have_intervals(run, tmp_path):
     folder = tmp_path / 'deit.tag'
     shutil.copytree(run, folder)
     (folder / 'config.json').write_text(json.dumps(config))
-    card = make_card(str(folder), folder, record, facts)
+    card = make_card(folder.name, folder, record, facts)
     assert card['license'] == 'cc-by-4.0' and 'license_name' not in card
     # Wilson's interval of 50 of 100
     assert card['details']['Accuracy'][0].startswith('Top-1 50.00 %, 95 % interval 40.38 to 59.62')
@@ -143,7 +143,7 @@ def test_the_intervals_of_data_with_several_labels_are_of_the_images_with_a_labe
     config['pretrained_cfg']['license'] = 'cc-by-4.0'
     (folder / 'config.json').write_text(json.dumps(config))
     record = dict(top1=50.0, map=40.0, n=900, labelled=100, params=2_000_000, gmacs=0.5, img_size=32)
-    top1, average = make_card(str(folder), folder, record, RunFacts('train', 1.5))['details']['Accuracy']
+    top1, average = make_card(folder.name, folder, record, RunFacts('train', 1.5))['details']['Accuracy']
     assert top1.endswith('95 % interval 40.38 to 59.62 (Wilson) over 100 validation images with a label')
     assert average == 'mAP 40.00 % on 900 validation images'
 
@@ -218,7 +218,7 @@ def test_a_pushed_transfer_is_not_taken_for_a_training_when_it_is_pushed_again(r
     assert 'vitzoo train' not in card
 
 
-def test_a_pushed_conversion_is_not_taken_for_a_training_when_it_is_pushed_again(run, tmp_path, capsys):
+def test_a_pushed_conversion_is_not_taken_for_a_training_when_it_is_pushed_again(run, tmp_path, monkeypatch, capsys):
     folder = swapped_run(run, tmp_path)
     for tag in ('first', 'second'):
         target = tmp_path / 'weights' / f'test_vit_to_aft_full.{tag}'
@@ -227,6 +227,12 @@ def test_a_pushed_conversion_is_not_taken_for_a_training_when_it_is_pushed_again
         assert f"timm.create_model('local-dir:{target}', pretrained=True) loads it" in capsys.readouterr().out
         card = (target / 'README.md').read_text()
         assert 'vitzoo train' not in card and 'Recipe' not in card
+        # nor does the card have a path of this machine
+        usage = card.split('```python\n')[1].split('```')[0]
+        assert usage.endswith(f"model = timm.create_model('local-dir:{target.name}', pretrained=True)\n")
+        with monkeypatch.context() as patch:
+            patch.chdir(target.parent)
+            exec(usage, {})
         assert not (target / 'recipe.yaml').exists()
         # as earlier versions wrote it
         (target / 'recipe.yaml').write_text('{}\n')
@@ -363,6 +369,7 @@ def test_shipped_weights_load_by_their_name(run, register, tmp_path, monkeypatch
         patch.setattr('vitzoo._resources._PACKAGE', tmp_path)
         push(arguments(named, f'{target}/', '--half'))
     assert "timm.create_model('deit_pushed_nano.vz_test', pretrained=True) loads it" in capsys.readouterr().out
+    assert "timm.create_model('deit_pushed_nano.vz_test', pretrained=True)" in (target / 'README.md').read_text()
     names = {path.name for path in target.iterdir()}
     assert names == {'config.json', 'model.safetensors', 'recipe.yaml', 'metrics.csv', 'README.md'}
     assert len({path.stat().st_mode for path in target.iterdir()}) == 1
@@ -522,7 +529,7 @@ def test_the_folder_of_a_swapped_model_has_the_name_of_its_base(name, run, tmp_p
         push(arguments(folder, str(target)))
     right = tmp_path / 'weights' / f'{base}_to_{mixer}.vz_test'
     push(arguments(folder, str(right), '--half'))
-    assert f"timm.create_model('{right.name}', pretrained=True)" in (right / 'README.md').read_text()
+    assert f"timm.create_model('local-dir:{right.name}', pretrained=True)" in (right / 'README.md').read_text()
 
 
 def test_an_upload_that_fails_is_one_sentence(run, hub):

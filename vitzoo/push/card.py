@@ -29,6 +29,7 @@ from vitzoo.transfer.origin import find_command
 from vitzoo.transfer.record import RECORD
 from vitzoo.transfer.summary import minutes
 
+LOCAL = 'local-dir:'
 _SCORES = {'top1': 'Top-1', 'top5': 'Top-5', 'map': 'mAP', 'corrupt_top1': 'Corrupted top-1'}
 
 
@@ -62,16 +63,15 @@ def read_facts(run: Path) -> RunFacts:
     return RunFacts(command, _training_hours(run) if command == 'train' else None)
 
 
-def make_card(target: str, folder: Path, record: dict, run: RunFacts, data_dir: str = 'unknown') -> dict:
+def make_card(name: str, folder: Path, record: dict, run: RunFacts, data_dir: str = 'unknown') -> dict:
     """The card of a folder of `write_folder`, for `generate_readme`.
 
     Args:
-        target: Where it goes, hf-hub:ORG/NAME or a folder.
+        name: By which timm loads it, such as hf-hub:ORG/NAME.
         record: That of `vitzoo validate` for these weights.
         data_dir: The data of the record, for a model that does not name its own.
     """
     config = read_json(folder / CONFIG)
-    name = target if target.startswith('hf-hub:') else folder.name
     data = config['vitzoo'].get('data_dir') or without_paths(data_dir)
     details = {
         'Model': f'{describe_architecture(config)}, {record["params"] / 1e6:.2f} M parameters, {record["gmacs"]:.3f}'
@@ -86,7 +86,12 @@ def make_card(target: str, folder: Path, record: dict, run: RunFacts, data_dir: 
         details['Training'] = _format_training(run)
     if any(len(values) > 1 for values in run.seeds.values()):
         details['Several seeds'] = [_format_seeds(*column, values) for column, values in run.seeds.items()]
-    usage = f"```python\nimport timm\nimport vitzoo\n\nmodel = timm.create_model('{name}', pretrained=True)\n```\n"
+    place = ''
+    if name.startswith(LOCAL):
+        # a card has no path of a machine, and the folder may be moved
+        place, name = '# in the folder that contains this one\n', f'{LOCAL}{folder.name}'
+    create = f"{place}model = timm.create_model('{name}', pretrained=True)"
+    usage = f'```python\nimport timm\nimport vitzoo\n\n{create}\n```\n'
     recipe = f'\n## Recipe\n```yaml\n{(folder / RECIPE).read_text(encoding="utf-8")}```' if run.command else ''
     return dict(
         **_format_license(config['pretrained_cfg']['license']),

@@ -22,7 +22,7 @@ from vitzoo.data.held_out import HELD_OUT
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.load import check_source, load_model
 from vitzoo.options import add_workers, default_device
-from vitzoo.push.card import make_card, read_facts
+from vitzoo.push.card import LOCAL, make_card, read_facts
 from vitzoo.push.folder import CONFIG, WEIGHTS, check_name, describe_precision, halve, read_json, write_folder
 from vitzoo.validate.evaluation import validate_model
 from vitzoo.validate.options import EvalOptions
@@ -59,16 +59,14 @@ def push(argv: list[str] | None = None) -> None:
         record = validate_model(args.run, options)
         if args.half:
             record = _store_in_half(args.run, folder, options, record)
-        card = make_card(args.to, folder, record, read_facts(Path(args.run)), data_dir)
+        name = _name_of(args.to)
+        card = make_card(name, folder, record, read_facts(Path(args.run)), data_dir)
         if parent is None:
             _upload(args, folder, card)
             return
         (folder / CARD).write_text(generate_readme(card, folder.name), encoding='utf-8')
         folder.rename(args.to)
-    target = Path(args.to)
-    is_found = target.parent.resolve() == resource_folder('weights').resolve()
-    name = target.name if is_found else f'local-dir:{target}'
-    print(f"wrote {target}; timm.create_model('{name}', pretrained=True) loads it")
+    print(f"wrote {args.to}; timm.create_model('{name}', pretrained=True) loads it")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -110,6 +108,14 @@ def _check_target(args: argparse.Namespace) -> None:
         raise UserError(f"--to '{args.to}' must be hf-hub:ORG/NAME, or a folder called MODEL.TAG")
     if os.path.lexists(args.to):
         raise UserError(f"'{args.to}' exists already; remove it, or choose another tag")
+
+
+def _name_of(target: str) -> str:
+    """The name by which timm loads what is pushed to a target."""
+    if target.startswith(HUB):
+        return target
+    is_found = Path(target).parent.resolve() == resource_folder('weights').resolve()
+    return Path(target).name if is_found else f'{LOCAL}{target}'
 
 
 def _open_scratch(parent: Path | None) -> TemporaryDirectory:
