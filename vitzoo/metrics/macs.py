@@ -2,7 +2,9 @@
 
 The "FLOPs" of vision papers are MACs: one multiplication and one addition. Matrix products, convolutions and Fourier
 transforms count; activations, norms, reductions and copies do not. Inside a token mixer, element-wise products of two
-tensors and pooling count as well, because Hydra, AFT and PoolFormer mix tokens with them.
+tensors and pooling count as well, because Hydra, AFT and PoolFormer mix tokens with them. An activation
+that a mixer writes as one `torch.addcmul`, such as ELU + 1, is as free as others; products that mix tokens are
+`addcmul_`, which counts.
 """
 
 from typing import Any
@@ -60,7 +62,8 @@ def _pooling_macs(out: torch.Tensor, x: torch.Tensor, kernel_size: list[int], *a
     return out.numel() * kernel_size[0] * kernel_size[-1]
 
 
-# counted inside token mixers only; elsewhere these are gates, layer scale and downsampling
+# counted inside token mixers only; elsewhere these are gates, layer scale and downsampling. `addcmul` is left out: in
+# `linear`, `focused` and `ttt` it is the feature map or the derivative of SiLU, of one token's own numbers
 MIXING_OPS = {
     torch.ops.aten.mul: _product_macs,
     torch.ops.aten.mul_: _product_macs,
