@@ -8,10 +8,10 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # for processes that hang: a busy machine may take minutes for what takes seconds
 TIMEOUT = 900
@@ -144,9 +144,18 @@ def read_log(log: Path, world_size: int) -> dict[int, list[dict]]:
 
 def free_port() -> int:
     """A port that no process listens on."""
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        return listener.getsockname()[1]
+    return next(iter(at_free_ports([None])))
+
+
+def at_free_ports(runs: Iterable[Any]) -> dict[int, Any]:
+    """Runs by ports that no process listens on, and of which no two are the same."""
+    with ExitStack() as stack:
+        found = {}
+        for run in runs:
+            listener = stack.enter_context(socket.socket())
+            listener.bind(('127.0.0.1', 0))
+            found[listener.getsockname()[1]] = run
+        return found
 
 
 def _launcher_variables(rank: int, world_size: int, machines: int, port: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 from pairs import Forbidden, assert_covered, covering_array, refused_row
-from processes import assert_ended, free_port, run_in_turn, start_processes
+from processes import assert_ended, at_free_ports, run_in_turn, start_processes
 from safetensors.torch import load_file
 from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model, validate_tiny
 from toys import read_metrics
@@ -160,11 +160,11 @@ def assert_same_files(one: Path, other: Path) -> None:
 def test_a_pair_of_options_trains_resumes_loads_and_is_validated(row, make_once, tmp_path):
     world, scores = int(row['processes']), tmp_path / 'scores.json'
     arguments, run, twin = command_line(row, make_once), tmp_path / 'run', tmp_path / 'twin'
-    first = {free_port(): [*arguments, '--output', str(run)]}
+    first = at_free_ports([[*arguments, '--output', str(run)]])
     killed = start_processes(world, train_tiny, first, str(scores), int(row['killed']))
     assert -signal.SIGKILL in killed.codes, killed.err[-3000:]
     again, whole = ['--resume', 'auto', '--output', str(run)], [*arguments, '--output', str(twin)]
-    assert_ended(start_processes(world, train_tiny, {free_port(): again, free_port(): whole}, str(scores), 0))
+    assert_ended(start_processes(world, train_tiny, at_free_ports([again, whole]), str(scores), 0))
     resumed, uninterrupted = json.loads(scores.read_text())
     assert math.isfinite(resumed['loss'])
     assert resumed | dict(folder='') == uninterrupted | dict(folder='')

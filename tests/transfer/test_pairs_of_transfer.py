@@ -19,7 +19,7 @@ import timm
 import torch
 import yaml
 from pairs import Forbidden, assert_covered, covering_array, refused_row
-from processes import assert_ended, free_port, start_processes
+from processes import assert_ended, at_free_ports, start_processes
 from teachers import make_teacher
 from timm.models import save_for_hf
 from tiny import CLASSES, MakeOnce, install_datasets, make_data
@@ -260,7 +260,7 @@ def interrupt(row: dict[str, str], arguments: list[str], run: Path, results: Pat
     world, end, arguments = int(row['processes']), row['end'], [*arguments, '--output', str(run)]
     if end == 'overwrite':
         arguments += split('--seed 7 --steps 1 --network-steps 0 --no-random-control')
-        assert_ended(start_processes(world, transfer_tiny, {free_port(): arguments}, str(results)))
+        assert_ended(start_processes(world, transfer_tiny, at_free_ports([arguments]), str(results)))
     if end in ('none', 'overwrite'):
         return
     number = signal.SIGKILL if end == 'sigkill' else signal.SIGTERM
@@ -305,7 +305,7 @@ def test_a_pair_of_options_is_transferred_resumed_loaded_and_validated(row, make
     if row['probe'] == 'before':
         runs.insert(0, [*arguments, '--probe-only'])
     world = 3 - world if is_resumed and row['resumed by'] == 'others' else world
-    outcome = start_processes(world, transfer_tiny, {free_port(): words for words in runs}, str(file))
+    outcome = start_processes(world, transfer_tiny, at_free_ports(runs), str(file))
     assert_ended(outcome)
 
     results = json.loads(file.read_text())
