@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+import pytest
+
 Factors = Mapping[str, Sequence[str]]
 Row = dict[str, str]
 # two (factor, value)
@@ -73,6 +75,15 @@ def refused_row(factors: Factors, rule: Forbidden) -> Row:
     """A row with the first two values that a rule forbids, and the first value of every other factor."""
     row = {name: values[0] for name, values in factors.items()}
     return row | {rule.factor: rule.values[0], rule.other: rule.other_values[0]}
+
+
+def for_each_sentence(forbidden: Sequence[Forbidden]) -> pytest.MarkDecorator:
+    """Parametrize a test by each `rule` with a sentence, by which a command refuses its pairs."""
+    return pytest.mark.parametrize(
+        'rule',
+        [rule for rule in forbidden if rule.sentence],
+        ids=lambda rule: f'{rule.factor}-{rule.values[0]}-{rule.other}'.replace(' ', '_'),
+    )
 
 
 def _find_clashes(forbidden: Sequence[Forbidden]) -> dict[tuple[str, str], set[tuple[str, str]]]:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from vitzoo.data import eval_loader, eval_transform
 from vitzoo.data.unlabelled import ImageFiles
 from vitzoo.errors import UserError
-from vitzoo.load import LoadedModel, find_model, load_model
+from vitzoo.load import LoadedModel, find_model, load_as_chosen
 from vitzoo.options import check_model_kwargs, check_num_classes
 
 
@@ -24,13 +24,7 @@ def load_classifier(args: argparse.Namespace) -> LoadedModel:
     name = find_model(args.model)
     check_num_classes(args.num_classes, args.checkpoint)
     check_model_kwargs(args.model_kwargs)
-    loaded = load_model(
-        name,
-        img_size=args.img_size,
-        num_classes=args.num_classes,
-        checkpoint=args.checkpoint,
-        model_kwargs=args.model_kwargs,
-    )
+    loaded = load_as_chosen(name, args)
     loaded.require_weights()
     if loaded.model.num_classes < 1:
         raise UserError(f'{name} has no classifier, so it predicts no classes; give a model that was trained on some')

@@ -1,6 +1,7 @@
 """User errors, which a command reports as one sentence with exit code 2 and no traceback."""
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -138,6 +139,16 @@ def _short_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = default
+
+
+@contextmanager
+def silenced(logger: logging.Logger) -> Iterator[None]:
+    """Drop the messages of a logger."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def is_first_process() -> bool:

@@ -164,6 +164,18 @@ def load_model(
     return LoadedModel(name, model.eval(), weights, checkpoint)
 
 
+def load_as_chosen(name: str, options: Any, pretrained: bool = True) -> LoadedModel:
+    """Load a model by `load_model` with those of the options of `add_model_options` that it takes."""
+    return load_model(
+        name,
+        img_size=options.img_size,
+        num_classes=options.num_classes,
+        checkpoint=options.checkpoint,
+        pretrained=pretrained,
+        model_kwargs=options.model_kwargs,
+    )
+
+
 def create_model(
     name: str, *, img_size: int | Sequence[int] | None = None, model_kwargs: dict | None = None, **kwargs: Any
 ) -> nn.Module:

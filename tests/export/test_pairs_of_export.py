@@ -7,7 +7,7 @@ from shlex import split
 import pytest
 import timm
 import torch
-from pairs import Forbidden, assert_covered, covering_array, refused_row
+from pairs import Forbidden, assert_covered, covering_array, for_each_sentence, refused_row
 from sources import save_converted
 from test_export import read_facts
 from tiny import CLASSES, MODELS, MakeOnce, make_model
@@ -136,11 +136,7 @@ def assert_facts(row: dict[str, str], facts: dict, folder: Path, other: Path) ->
         assert facts[key] == (list(config[key]) if isinstance(config[key], tuple) else config[key]), key
 
 
-@pytest.mark.parametrize(
-    'rule',
-    [rule for rule in FORBIDDEN if rule.sentence],
-    ids=lambda rule: f'{rule.factor}-{rule.values[0]}-{rule.other}',
-)
+@for_each_sentence(FORBIDDEN)
 def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, capsys):
     row = refused_row(FACTORS, rule)
     out = tmp_path / f'model{FILE_FORMATS[row["to"]].suffix}'

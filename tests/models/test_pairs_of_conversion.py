@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from pairs import Forbidden, assert_covered, covering_array, refused_row
+from pairs import Forbidden, assert_covered, covering_array, for_each_sentence, refused_row
 from readers import READERS, read, run_loaded
 from safetensors.torch import load_file
 from sources import LABELS, SOURCES, arguments_of, save_converted, save_source, write_file
@@ -305,11 +305,7 @@ def test_a_pair_of_options_makes_the_folder_of_the_same_in_python(row, make_once
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    'rule',
-    [rule for rule in FORBIDDEN if rule.sentence],
-    ids=lambda rule: f'{rule.values[0]}-{rule.other}'.replace(' ', '_'),
-)
+@for_each_sentence(FORBIDDEN)
 def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, capsys):
     row = refused_row(FACTORS, rule)
     if rule.factor == 'way' and 'NAME' in row['way']:

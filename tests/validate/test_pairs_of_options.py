@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import split
 
 import pytest
-from pairs import Forbidden, assert_covered, covering_array, refused_row
+from pairs import Forbidden, assert_covered, covering_array, for_each_sentence, refused_row
 from processes import assert_ended, start_processes
 from tiny import CLASSES, MODELS, MakeOnce, install_datasets, make_data, make_model, validate_tiny
 
@@ -176,11 +176,7 @@ def assert_files(row: dict[str, str], record: dict, folder: Path) -> None:
         assert scores_of(again) == pytest.approx(scores_of(record), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    'rule',
-    [rule for rule in FORBIDDEN if rule.sentence],
-    ids=lambda rule: f'{rule.factor}-{rule.values[0]}-{rule.other}',
-)
+@for_each_sentence(FORBIDDEN)
 def test_a_pair_that_is_refused_gets_one_sentence(rule, make_once, tmp_path, capsys):
     row = refused_row(FACTORS, rule)
     data_dir = make_once(make_data, row['data'])

@@ -210,7 +210,7 @@ def test_the_licence_of_weights_is_recorded_and_printed(weights, text, tmp_path,
         model.pretrained_cfg |= dict(license='mit')
         return LoadedModel(name, model, weights)
 
-    monkeypatch.setattr('vitzoo.validate.evaluation.load_model', load_published)
+    monkeypatch.setattr('vitzoo.load.load_model', load_published)
     file = tmp_path / 'results.json'
     main(['test_resnet', '--no-data', '--img-size', '32', '--results-file', str(file)])
     assert json.loads(file.read_text())[0]['license'] == (text and 'mit')

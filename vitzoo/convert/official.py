@@ -1,9 +1,7 @@
 """Loads a checkpoint in the layout of its authors, and says which of its tensors became which of ours."""
 
-import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,7 @@ from vitzoo.classes import are_of_head, head_names, num_classes_in
 from vitzoo.errors import UserError, count_of
 from vitzoo.load import create_model, find_filter, find_model, read_weights
 from vitzoo.mixers.base import named_mixers
-from vitzoo.models._resample import find_sizes, is_resizable, resample_weights
+from vitzoo.models._resample import find_sizes, is_resizable, resample_weights, without_size_warnings
 from vitzoo.models.inherit import summarize_names
 
 # the number of models in an average, which timm and torch count, and what masked pretraining has for its own task
@@ -52,7 +50,7 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
         # that of the weights too, if they fit
         model.pretrained_model_args = {'img_size': model_kwargs['img_size']}
     try:
-        with _without_warnings():
+        with without_size_warnings():
             ours = filter_fn(dict(official), model)
     except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
         # given the weights of another model, a filter does not find the tensors that it expects
@@ -75,7 +73,7 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
         texts = [f'{name} is {tuple(ours[name].shape)}, not {tuple(own[name].shape)}' for name in wrong[:3]]
         raise UserError(f"the checkpoint '{path}' does not fit {type(model).__name__}: {'; '.join(texts)}")
     model.load_state_dict({name: ours[name] for name in own})
-    with _without_warnings():
+    with without_size_warnings():
         sources = trace_names(filter_fn, official, model)
         is_resampled = any(tensor.shape != ours[name].shape for name, tensor in official.items() if name in ours)
         sizes = find_sizes(official, model, None if own_filter else known_size) if is_resampled else None
@@ -85,17 +83,6 @@ def load_official(path: str, name: str, model_kwargs: dict, any_classes: bool = 
     if num_classes and not model.num_classes:
         print(f'the head for {num_classes} classes is dropped; --model-kwargs num_classes={num_classes} keeps it')
     return model
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Leave out the warnings of each call of a filter about image sizes, which are printed once."""
-    logger = logging.getLogger(resample_weights.__module__)
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = False
 
 
 def _print_resampling(

@@ -15,7 +15,7 @@ import vitzoo
 from vitzoo.classes import class_names
 from vitzoo.errors import CommandParser, UserError
 from vitzoo.export.formats import FILE_FORMATS, check_packages, write_file
-from vitzoo.load import LoadedModel, find_model, fit_data_config, load_model
+from vitzoo.load import LoadedModel, find_model, fit_data_config, load_as_chosen
 from vitzoo.options import (
     add_keywords,
     check_model_kwargs,
@@ -49,13 +49,7 @@ def export_to_file(argv: list[str] | None = None) -> None:
     check_model_kwargs(args.model_kwargs)
     check_packages(f'--to {args.to}', args.to)
     name = find_model(args.model)
-    loaded = load_model(
-        name,
-        img_size=args.img_size,
-        num_classes=args.num_classes,
-        checkpoint=args.checkpoint,
-        model_kwargs=args.model_kwargs,
-    )
+    loaded = load_as_chosen(name, args)
     if not args.random_weights:
         loaded.require_weights()
     model = loaded.model

@@ -7,6 +7,7 @@ other packages included.
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from timm.layers import to_2tuple
@@ -14,12 +15,13 @@ from timm.models._input import get_model_traits
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from vitzoo.errors import silenced
 from vitzoo.mixers.base import named_mixers
 
 from ._meta import meta_copy
 from ._pyramid import Pyramid
 
-__all__ = ['find_sizes', 'is_resizable', 'resample_checkpoint', 'resample_weights']
+__all__ = ['find_sizes', 'is_resizable', 'resample_checkpoint', 'resample_weights', 'without_size_warnings']
 
 _logger = logging.getLogger(__name__)
 # no published weights are for larger images
@@ -81,6 +83,11 @@ def _weights_size(state_dict: dict[str, Tensor], model: nn.Module) -> tuple[int,
             *size,
         )
     return size
+
+
+def without_size_warnings() -> AbstractContextManager[None]:
+    """Do not tell of weights that are taken to be for square images, because the caller will, or has."""
+    return silenced(_logger)
 
 
 def find_sizes(

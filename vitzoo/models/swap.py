@@ -1,8 +1,8 @@
 """In-place replacement of the attention of a vision transformer by a token mixer that inherits its weights."""
 
 import logging
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from math import log
 from numbers import Real
 from operator import index as as_int
@@ -15,7 +15,7 @@ from timm.models.vision_transformer import init_weights_vit_timm
 from torch import nn
 
 from vitzoo._arguments import is_whole
-from vitzoo.errors import is_first_process
+from vitzoo.errors import is_first_process, silenced
 from vitzoo.mixers import TokenMixer, create_mixer, mixer_class
 
 from ._swap_attention import AttentionParts, Unsupported, take_apart
@@ -338,11 +338,6 @@ def _warn_of_losses(model: nn.Module, name: str, indices: list[int]) -> None:
         )
 
 
-@contextmanager
-def without_warnings() -> Iterator[None]:
+def without_warnings() -> AbstractContextManager[None]:
     """Do not name the weights that mixers lose, because they were named before, or others will replace them."""
-    before, _logger.disabled = _logger.disabled, True
-    try:
-        yield
-    finally:
-        _logger.disabled = before
+    return silenced(_logger)

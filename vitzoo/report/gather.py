@@ -22,7 +22,7 @@ from vitzoo.data import Images, eval_transform, resolve_data_config
 from vitzoo.data.transforms import unnormalize
 from vitzoo.data.variants import FoundVariant
 from vitzoo.errors import UserError
-from vitzoo.load import find_models, load_model
+from vitzoo.load import find_models, load_as_chosen
 from vitzoo.machine import describe_place
 from vitzoo.metrics import count_macs
 from vitzoo.metrics.confusion import calibrate, most_confused
@@ -75,14 +75,7 @@ def _validate(name: str, options: EvalOptions, suite: Sequence[FoundVariant], wi
 
 def describe_model(name: str, options: EvalOptions) -> dict:
     """Origin, scaling, and saliency maps of a few images if the data has one label per image."""
-    loaded = load_model(
-        name,
-        img_size=options.img_size,
-        num_classes=options.num_classes,
-        checkpoint=options.checkpoint,
-        pretrained=options.pretrained,
-        model_kwargs=options.model_kwargs,
-    )
+    loaded = load_as_chosen(name, options, options.pretrained)
     model, config = loaded.model, resolve_data_config(loaded.model, options.img_size, options.crop_pct)
     about = find_origin(name)
     about['arguments'] = sorted({*about['arguments'], *set(options.model_kwargs) - _USUAL_ARGUMENTS})

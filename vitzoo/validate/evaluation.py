@@ -14,7 +14,7 @@ from vitzoo.data import Images, eval_transform
 from vitzoo.data.unlabelled import UnlabelledImages, find_files
 from vitzoo.data.variants import FoundVariant
 from vitzoo.errors import UserError
-from vitzoo.load import fit_data_config, load_model
+from vitzoo.load import fit_data_config, load_as_chosen
 from vitzoo.metrics import HealthProbe, OversmoothingProbe, count_macs, rank_classes, summarize
 from vitzoo.metrics.speed import PeakMemory, Speed, measure_throughput
 from vitzoo.options import autocast
@@ -46,14 +46,7 @@ def validate_model(
     """
     device = options.device if accelerator is None else accelerator.device
     with PeakMemory(device) as memory:
-        loaded = load_model(
-            name,
-            img_size=options.img_size,
-            num_classes=options.num_classes,
-            checkpoint=options.checkpoint,
-            pretrained=options.pretrained,
-            model_kwargs=options.model_kwargs,
-        )
+        loaded = load_as_chosen(name, options, options.pretrained)
         model = loaded.model.to(device)
         with autocast(device, options.amp_dtype):
             data_config = fit_data_config(name, model, options.img_size, options.crop_pct)
